@@ -1,0 +1,33 @@
+"""recpipe: published systems techniques for embedding-heavy recommenders, each one flag away.
+
+Importing the package does not import torch.
+"""
+
+from recpipe.errors import UserError
+from recpipe.plugin.api import (
+    Context,
+    Contribution,
+    Invariant,
+    Link,
+    Plugin,
+    Split,
+    TableClaim,
+    TableInfo,
+    TablePolicy,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Context",
+    "Contribution",
+    "Invariant",
+    "Link",
+    "Plugin",
+    "Split",
+    "TableClaim",
+    "TableInfo",
+    "TablePolicy",
+    "UserError",
+    "__version__",
+]

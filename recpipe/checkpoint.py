@@ -1,0 +1,230 @@
+"""Checkpoints as directories: written whole under another name, then renamed; tables beside the rest.
+
+    step-00000040.ckpt/
+      MANIFEST.json            written last: every file's size and BLAKE2b digest
+      trainer.pt               dense parameters, optimizer, Lightning's loops, data position, random state
+      tables/<t>.weight.npy    float32 [rows, D], whatever tier the rows were in
+      tables/<t>.state.npy     float32 [rows, S]
+
+A kill at any moment leaves either the whole directory or a ``.partial`` one that nothing reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import torch
+from lightning.pytorch.plugins.io import CheckpointIO
+from numpy.typing import NDArray
+
+from recpipe.embedding.collection import TableStorage
+from recpipe.embedding.tables import Region
+from recpipe.errors import UserError
+
+SUFFIX = ".ckpt"
+PARTIAL = ".partial"
+MANIFEST = "MANIFEST.json"
+Shapes = dict[str, tuple[int, int, int]]
+"""Per table: rows, dimension, width of the optimizer state."""
+
+
+class TableCheckpointIO(CheckpointIO):
+    """Lightning's door for saving and loading, for directories that hold the tables too."""
+
+    def __init__(self, storage: TableStorage, shapes: Shapes) -> None:
+        self.storage = storage
+        self.shapes = shapes
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write ``path`` atomically; it is durable on return."""
+        final = Path(path)
+        partial = final.with_name(final.name + PARTIAL)
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            (partial / "tables").mkdir(parents=True)
+            torch.save(_plain(checkpoint), partial / "trainer.pt")
+            save_tables(partial / "tables", self.storage, self.shapes)
+            _seal(partial)
+        except OSError as fault:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise UserError(
+                f"cannot write the checkpoint {final}: {fault.strerror}; free space or set trainer.checkpoint_dir="
+            ) from fault
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync(final.parent)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Verify every file against the manifest, load the tables, return the rest."""
+        directory = Path(path)
+        verify(directory)
+        load_tables(directory / "tables", self.storage, self.shapes)
+        try:
+            loaded = torch.load(directory / "trainer.pt", map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError) as fault:
+            raise UserError(f"{directory / 'trainer.pt'} is not a checkpoint of recpipe: {fault}") from fault
+        restored = _restored(loaded)
+        assert isinstance(restored, dict)
+        return restored
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint that newer ones replace."""
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def newest(directory: Path) -> Path:
+    """The newest whole checkpoint in ``directory`` (or ``directory`` itself); ``UserError`` without one."""
+    if (directory / MANIFEST).is_file():
+        return directory
+    found = sorted(d for d in directory.glob(f"*{SUFFIX}") if (d / MANIFEST).is_file())
+    if not found and (directory / "checkpoints").is_dir():
+        return newest(directory / "checkpoints")
+    if not found:
+        partial = list(directory.glob(f"*{PARTIAL}"))
+        extra = f" ({partial[0].name} was cut off while it was written)" if partial else ""
+        raise UserError(f"resume={directory}: no whole checkpoint there{extra}; name a run's checkpoints directory")
+    return max(found, key=lambda d: int(json.loads((d / MANIFEST).read_text())["step"]))
+
+
+def verify(directory: Path) -> None:
+    """Compare every file with the manifest; ``UserError`` names the first that differs."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+    except (OSError, ValueError) as fault:
+        raise UserError(f"{directory} is not a whole checkpoint: {MANIFEST} cannot be read ({fault})") from fault
+    for name, (size, digest) in manifest["files"].items():
+        file = directory / name
+        if not file.is_file() or file.stat().st_size != size or _digest(file) != digest:
+            raise UserError(f"{file} is damaged or missing: resume from an older checkpoint in {directory.parent}")
+
+
+def save_tables(directory: Path, storage: TableStorage, shapes: Shapes) -> None:
+    """Write every table's weights and optimizer state as .npy files, a chunk of rows at a time."""
+    files: dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
+    for region in storage.regions():
+        if region.table not in files:
+            files.clear()
+            files[region.table] = _create(directory, region.table, shapes[region.table])
+        weights, state = files[region.table]
+        rows = slice(region.start, region.stop)
+        weights[rows, region.left : region.right], state[rows] = storage.read(region)
+
+
+def load_tables(directory: Path, storage: TableStorage, shapes: Shapes) -> None:
+    """Read back ``save_tables``' files into ``storage``; ``UserError`` where sizes differ."""
+    opened: dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
+    for region in storage.regions():
+        if region.table not in opened:
+            opened.clear()
+            opened[region.table] = _open(directory, region.table, shapes[region.table])
+        weights, state = opened[region.table]
+        storage.write(region, _cut(region, weights, state))
+
+
+def _cut(
+    region: Region, weights: NDArray[np.float32], state: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    rows = slice(region.start, region.stop)
+    return np.array(weights[rows, region.left : region.right]), np.array(state[rows])
+
+
+def table_file(directory: Path, table: str, part: str) -> Path:
+    """Where a table's ``weight`` or ``state`` lies; any table name makes a safe file name."""
+    return directory / f"{quote(table, safe='')}.{part}.npy"
+
+
+def _create(
+    directory: Path, table: str, shape: tuple[int, int, int]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    rows, dim, state = shape
+    return new_array(table_file(directory, table, "weight"), (rows, dim)), new_array(
+        table_file(directory, table, "state"), (rows, state)
+    )
+
+
+def new_array(path: Path, shape: tuple[int, int]) -> NDArray[np.float32]:
+    """A new memory-mapped .npy file, float32 zeros of ``shape`` (an array in memory when it holds nothing)."""
+    if 0 in shape:
+        empty = np.zeros(shape, np.float32)
+        np.save(path, empty)
+        return empty
+    return np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+
+
+def _open(
+    directory: Path, table: str, shape: tuple[int, int, int]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    rows, dim, state = shape
+    arrays = []
+    for part, expected in (("weight", (rows, dim)), ("state", (rows, state))):
+        file = table_file(directory, table, part)
+        if not file.is_file():
+            raise UserError(f"{file} is missing: the checkpoint is of a model without table '{table}'; use its recipe")
+        array = np.load(file, mmap_mode=None if 0 in expected else "r", allow_pickle=False)
+        if array.shape != expected:
+            raise UserError(f"{file} holds {array.shape}, but the recipe's table has {expected}; use its recipe")
+        arrays.append(array)
+    return arrays[0], arrays[1]
+
+
+def _seal(partial: Path) -> None:
+    """Flush all files to disk and write the manifest, last of all."""
+    files = sorted(f for f in partial.rglob("*") if f.is_file())
+    for file in files:
+        _sync(file)
+    entries = {str(f.relative_to(partial)): [f.stat().st_size, _digest(f)] for f in files}
+    step = torch.load(partial / "trainer.pt", weights_only=True, mmap=True)["global_step"]
+    manifest = partial / MANIFEST
+    manifest.write_text(json.dumps({"schema": 1, "step": int(step), "files": entries}, indent=1))
+    _sync(manifest)
+    _sync(partial / "tables")
+    _sync(partial)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_ARRAY = "numpy"
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with numpy arrays as tagged tensors, so that ``torch.load(weights_only=True)`` reads it."""
+    if isinstance(value, np.ndarray):
+        return {_ARRAY: torch.from_numpy(np.ascontiguousarray(value))}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(v) for v in value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def _restored(value: Any) -> Any:
+    """The inverse of ``_plain`` for arrays."""
+    if isinstance(value, dict):
+        if value.keys() == {_ARRAY}:
+            return value[_ARRAY].numpy()
+        return {k: _restored(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_restored(v) for v in value)
+    return value

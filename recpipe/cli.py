@@ -1,0 +1,154 @@
+"""The command line: ``recpipe [task=...] [override ...]``, ``recpipe plugins``, ``recpipe doctor``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from recpipe.errors import UserError
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+
+HELP = """\
+recpipe trains TorchRec models; published systems techniques are plugins, each one flag away.
+
+  python -m recpipe                          train a DLRM on generated clicks, no download
+  python -m recpipe +plugin=hotline          the same with a plugin; two: '+plugin=[a,b]'
+  python -m recpipe task=plan +plugin=...    who owns what, in which order, how many bytes; runs nothing
+  python -m recpipe task=compare 'compare.plugins=[resident,nocache,hotline]'
+                                             the same work under each, interleaved, in one table
+  python -m recpipe -m +plugin=a,b           one run for each (Hydra multirun)
+  python -m recpipe data=criteo data.path=FILE_OR_DIR
+  python -m recpipe data=parquet data.path=... data.label=... 'data.dense=[...]' 'data.sparse=[...]'
+  python -m recpipe plugins                  what is installed and which extension points each uses
+  python -m recpipe doctor                   do the installed torch, torchrec and fbgemm fit together
+
+Every value of the recipe can be set: key=value (data.batch_size=4096, trainer.max_steps=100,
+tiers.store=ssd, tiers.resident_bytes=10%, plugins.hotline.KNOB=...). The whole recipe: --cfg job.
+A run leaves report.json, report.html, assembly.json and checkpoints/ in outputs/DATE/TIME.
+
+Choices:
+"""
+
+
+class _Stop(BaseException):
+    """Carries a user's error through Hydra, which catches ``Exception`` and would print around it."""
+
+    def __init__(self, error: UserError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def main() -> None:
+    """Entry point; exits 0, 2 for a user's error, 130 for Ctrl-C, 1 for a fault of the program."""
+    sys.exit(_guarded(sys.argv[1:]))
+
+
+def _guarded(argv: Sequence[str]) -> int:
+    full_error = os.environ.get(FULL_ERROR)
+    try:
+        return _dispatch(argv)
+    except _Stop as stop:
+        return _say(stop.error, full_error)
+    except UserError as error:
+        return _say(error, full_error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _say(error: UserError, full_error: str | None) -> int:
+    """Print ``error`` in one line, or with its traceback under HYDRA_FULL_ERROR=1."""
+    if full_error:
+        raise error
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    command = argv[0] if argv else ""
+    if command in ("-h", "--help", "help"):
+        print(HELP + _choices())
+        return 0
+    if command in ("plugins", "doctor") and len(argv) > 1:
+        raise UserError(f"recpipe {command} takes no arguments, not '{argv[1]}'")
+    if command == "plugins":
+        from recpipe.plugin.listing import print_plugins
+
+        return print_plugins()
+    if command == "doctor":
+        from recpipe.doctor import print_findings
+
+        return print_findings()
+    if command and "=" not in command and not command.startswith(("-", "~", "+")):
+        raise UserError(
+            f"no command '{command}'. Commands: plugins, doctor; a recipe is set by key=value (see --help)"
+        )
+    _run_hydra(argv)
+    return 0
+
+
+def _choices() -> str:
+    """Config groups and their options, one line each."""
+    from recpipe.config import choices
+
+    groups = {f"{'+' if g == 'plugin' else ''}{g}=": sorted(options) for g, options in choices().items()}
+    width = max(map(len, groups))
+    return "\n".join(f"  {group:<{width}}  {', '.join(options)}" for group, options in groups.items())
+
+
+def _run_hydra(argv: Sequence[str]) -> None:
+    """Compose the recipe and run it, once or for each job of a sweep (``-m``)."""
+    import hydra
+    from omegaconf import DictConfig
+
+    from recpipe.config import CONFIG_NAME, check, conf_dir, readable_errors, register
+
+    user_setting = os.environ.get(FULL_ERROR)
+
+    def job(recipe: DictConfig) -> None:
+        with _environment(user_setting), _stopping(argv):
+            check(recipe)
+            from recpipe.doctor import check_versions
+
+            check_versions()
+            from recpipe.run import run
+
+            run(recipe)
+
+    register()
+    decorate = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)
+    # With HYDRA_FULL_ERROR Hydra hands us its exceptions instead of printing them and exiting with 1.
+    with _environment("1"), readable_errors(argv):
+        decorate(job)()
+
+
+@contextmanager
+def _environment(full_error: str | None) -> Iterator[None]:
+    """HYDRA_FULL_ERROR set to ``full_error``; a job and its child processes see the user's own setting."""
+    before = os.environ.get(FULL_ERROR)
+    _set(full_error)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(FULL_ERROR, None)
+    else:
+        os.environ[FULL_ERROR] = value
+
+
+@contextmanager
+def _stopping(argv: Sequence[str]) -> Iterator[None]:
+    from recpipe.config import readable_errors
+
+    try:
+        with readable_errors(argv):
+            yield
+    except UserError as error:
+        raise _Stop(error) from error

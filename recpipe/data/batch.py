@@ -1,0 +1,58 @@
+"""The batch: what every part of recpipe hands to the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.errors import DataError
+
+
+@dataclass
+class Batch:
+    """B samples: dense float32 [B, D], sparse ids (KJT of F features x B bags), labels float32 [B].
+
+    Checked once, here, where it is made. Follows TorchRec's ``Pipelineable``: ``to``,
+    ``pin_memory`` and ``record_stream`` move all three parts together.
+    """
+
+    dense: torch.Tensor
+    sparse: KeyedJaggedTensor
+    labels: torch.Tensor
+
+    def __post_init__(self) -> None:
+        size = self.labels.shape[0] if self.labels.dim() == 1 else -1
+        if size < 1:
+            raise DataError(f"labels must be a non-empty vector, not of shape {tuple(self.labels.shape)}")
+        if self.dense.dim() != 2 or self.dense.shape[0] != size:
+            raise DataError(f"dense must be [{size}, D] for {size} labels, not {tuple(self.dense.shape)}")
+        if self.dense.dtype != torch.float32 or self.labels.dtype != torch.float32:
+            raise DataError(
+                f"dense and labels must be float32, not {self.dense.dtype} and {self.labels.dtype}"
+            )
+        if self.sparse.stride() != size:
+            raise DataError(f"sparse holds {self.sparse.stride()} samples, but there are {size} labels")
+
+    @property
+    def size(self) -> int:
+        """Number of samples, B."""
+        return self.labels.shape[0]
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """The same batch on ``device``."""
+        return Batch(
+            self.dense.to(device, non_blocking=non_blocking),
+            self.sparse.to(device, non_blocking=non_blocking),
+            self.labels.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked host memory, from which copies to a GPU run asynchronously."""
+        return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory of all parts until ``stream`` has passed this point."""
+        for part in (self.dense, self.sparse, self.labels):
+            part.record_stream(stream)

@@ -1,0 +1,135 @@
+"""Blocks of samples in columns, the one form between every source and the batches cut from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.data.batch import Batch
+from recpipe.data.dataset import Schema
+
+Float32 = NDArray[np.float32]
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+@dataclass
+class Bags:
+    """One multi-hot feature of n samples: sample i holds ``values[offsets[i]:offsets[i + 1]]``.
+
+    values int32, offsets int64 [n + 1]; ``offsets[0]`` need not be 0, nor need all values be theirs.
+    """
+
+    values: Int32
+    offsets: Int64
+
+    def trimmed(self) -> Bags:
+        """The same bags with just their own values, offsets from 0."""
+        return Bags(self.values[self.offsets[0] : self.offsets[-1]], self.offsets - self.offsets[0])
+
+
+@dataclass
+class Columns:
+    """n samples: labels float32 [n], dense float32 [n, D], ids int32 [n, one-hot features], other bags."""
+
+    labels: Float32
+    dense: Float32
+    ids: Int32
+    bags: dict[str, Bags] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: slice) -> Columns:
+        """Samples ``[start, stop)``; views, no copies."""
+        low, high, _ = rows.indices(len(self))
+        bags = {name: Bags(bag.values, bag.offsets[low : high + 1]) for name, bag in self.bags.items()}
+        return Columns(self.labels[low:high], self.dense[low:high], self.ids[low:high], bags)
+
+
+def concatenate(parts: Sequence[Columns]) -> Columns:
+    """One block of all samples of ``parts``, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    bags = {}
+    for name in parts[0].bags:
+        own = [part.bags[name].trimmed() for part in parts]
+        lengths = np.concatenate([np.diff(bag.offsets) for bag in own])
+        bags[name] = Bags(np.concatenate([bag.values for bag in own]), offsets_of(lengths))
+    return Columns(
+        np.concatenate([part.labels for part in parts]),
+        np.concatenate([part.dense for part in parts]),
+        np.concatenate([part.ids for part in parts]),
+        bags,
+    )
+
+
+def offsets_of(lengths: NDArray[np.integer]) -> Int64:
+    """int64 [n + 1] offsets of n bags from their lengths."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+class BatchMaker:
+    """Turns columns into batches: a KJT of int64 ids in schema order, feature-major.
+
+    Lengths and offsets of an all-one-hot batch depend on its size alone, so they are built once per size and
+    shared by the batches; nothing downstream writes into a KJT's lengths.
+    """
+
+    def __init__(self, schema: Schema, multi_hot: Sequence[str]) -> None:
+        self.names = [feature.name for feature in schema.sparse]
+        self.multi_hot = frozenset(multi_hot)
+        self._ones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, columns: Columns) -> Batch:
+        """A batch of copies: it outlives the arrays (or files) behind ``columns``."""
+        sparse = self._mixed(columns) if self.multi_hot else self._one_hot(columns)
+        dense = torch.from_numpy(np.array(columns.dense, np.float32))
+        return Batch(dense, sparse, torch.from_numpy(np.array(columns.labels, np.float32)))
+
+    def _one_hot(self, columns: Columns) -> KeyedJaggedTensor:
+        size, features = columns.ids.shape
+        if size not in self._ones:
+            self._ones[size] = (
+                torch.ones(size * features, dtype=torch.int64),
+                torch.arange(size * features + 1),
+            )
+        lengths, offsets = self._ones[size]
+        values = np.empty((features, size), np.int64)
+        np.copyto(values, columns.ids.T)
+        return KeyedJaggedTensor(
+            keys=self.names,
+            values=torch.from_numpy(values.reshape(-1)),
+            lengths=lengths,
+            offsets=offsets,
+            stride=size,
+            length_per_key=[size] * features,
+            offset_per_key=[size * index for index in range(features + 1)],
+        )
+
+    def _mixed(self, columns: Columns) -> KeyedJaggedTensor:
+        size, column = len(columns), 0
+        values: list[NDArray[np.integer]] = []
+        lengths = np.ones((len(self.names), size), np.int64)
+        for index, name in enumerate(self.names):
+            if name in self.multi_hot:
+                bag = columns.bags[name]
+                values.append(bag.values[bag.offsets[0] : bag.offsets[-1]])
+                np.subtract(bag.offsets[1:], bag.offsets[:-1], out=lengths[index])
+            else:
+                values.append(columns.ids[:, column])
+                column += 1
+        joined = np.concatenate(values, dtype=np.int64)
+        return KeyedJaggedTensor(
+            keys=self.names,
+            values=torch.from_numpy(joined),
+            lengths=torch.from_numpy(lengths.reshape(-1)),
+            stride=size,
+        )

@@ -1,0 +1,88 @@
+"""Input files: which ones a ``data.path`` means, and their text in blocks of whole lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from recpipe.errors import DataError
+
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+
+
+def input_files(path: Any, suffixes: Sequence[str]) -> list[Path]:
+    """The files that ``path`` (a file, a directory, or a list of both) means, in time order.
+
+    A directory's files come in natural order (day_2 before day_10), those with one of ``suffixes`` ("" for
+    none) alone; a list keeps its order. ``DataError`` for what does not exist or holds no file.
+    """
+    if isinstance(path, (list, tuple)):
+        return [file for item in path for file in input_files(item, suffixes)]
+    base = Path(str(path)).expanduser()
+    if not base.exists():
+        raise DataError(f"{base}: no such file or directory (data.path, seen from {Path.cwd()})")
+    if base.is_file():
+        files = [base]
+    else:
+        found = [file for file in base.iterdir() if file.is_file() and not file.name.startswith(".")]
+        files = sorted((file for file in found if file.suffix in suffixes), key=_natural)
+        if not files:
+            kinds = " ".join(suffix or "(no suffix)" for suffix in suffixes)
+            raise DataError(f"{base}: no data file in this directory; looked for {kinds}")
+    for file in files:
+        check_readable(file)
+    return files
+
+
+def check_readable(file: Path) -> None:
+    """``DataError`` for a file that is empty or may not be read."""
+    try:
+        with file.open("rb") as opened:
+            if not opened.read(1):
+                raise DataError(f"{file}: the file is empty")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+
+
+def _natural(file: Path) -> list[tuple[bool, int, str]]:
+    parts = re.split(r"(\d+)", file.name)
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+
+
+def line_blocks(file: Path, block_bytes: int) -> Iterator[tuple[bytes, float]]:
+    """Blocks of whole lines of a plain, .gz or .zst file, about ``block_bytes`` each, and the share read.
+
+    The last line may lack its newline. ``DataError`` for a truncated or damaged archive, and for a line that
+    is longer than a block (the file is not text in lines).
+    """
+    total = file.stat().st_size
+    rest = b""
+    try:
+        with pa.OSFile(str(file), "rb") as raw:
+            codec = CODECS.get(file.suffix)
+            stream = pa.CompressedInputStream(raw, codec) if codec else raw
+            while data := stream.read(block_bytes):
+                end = data.rfind(b"\n") + 1
+                if end:
+                    yield rest + data[:end], raw.tell() / total
+                    rest = data[end:]
+                else:
+                    rest += data
+                if len(rest) > block_bytes:
+                    raise DataError(
+                        f"{file}: a line of more than {block_bytes:,} bytes; is this a text file?"
+                    )
+    except OSError as error:
+        raise DataError(f"{file}: {_archive_fault(str(error))}") from error
+    if rest:
+        yield rest, 1.0
+
+
+def _archive_fault(message: str) -> str:
+    if "Truncated" in message:
+        return "the archive is truncated; fetch or pack the file again (data.on_bad_row does not apply)"
+    return f"cannot be read ({message}); fetch or pack the file again"

@@ -1,0 +1,52 @@
+"""From a ``data`` node to a data set: the one place that decides which source reads what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from recpipe.data import criteo
+from recpipe.data.cache import Source, prepare
+from recpipe.data.config import (
+    CriteoConfig,
+    DataConfig,
+    FileConfig,
+    NpyConfig,
+    ParquetConfig,
+    SyntheticConfig,
+    parse_config,
+)
+from recpipe.data.criteo import CriteoSource
+from recpipe.data.dataset import Dataset
+from recpipe.data.files import input_files
+from recpipe.data.npy import NpySource, triples
+from recpipe.data.parquet import ParquetSource
+from recpipe.data.prepared import PreparedDataset
+from recpipe.data.synthetic import SyntheticDataset
+
+
+def open_dataset(cfg: DictConfig | Mapping[str, Any] | DataConfig, seed: int) -> Dataset:
+    """The data set of a ``data`` node; files are prepared into the cache unless they are there already.
+
+    ``seed`` matters for generated data alone. ``UserError`` for a recipe or a file that cannot be used.
+    """
+    config = parse_config(cfg)
+    if isinstance(config, SyntheticConfig):
+        return SyntheticDataset(config, seed)
+    assert isinstance(config, FileConfig)
+    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
+    return PreparedDataset(prepare(_source(config), cache_dir), config.eval_fraction)
+
+
+def _source(config: FileConfig) -> Source:
+    skip = config.on_bad_row == "skip"
+    if isinstance(config, ParquetConfig):
+        return ParquetSource(config, skip)
+    assert isinstance(config, CriteoConfig)
+    found = triples(config.path)
+    if found or isinstance(config, NpyConfig):
+        return NpySource(found, config.path, config.tables, config.hash_ids, skip)
+    return CriteoSource(input_files(config.path, criteo.SUFFIXES), config.tables, skip)

@@ -1,0 +1,102 @@
+"""From the recipe and the plugins' claims to the embedding module of a run."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from recpipe.embedding.collection import ResidentCollection
+from recpipe.embedding.policies import POLICIES, CachePolicy, RowSpace
+from recpipe.embedding.stores import make_store
+from recpipe.embedding.tables import TableSet
+from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.errors import UserError
+from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.errors import PluginConflict
+from recpipe.sizes import parse_bytes, readable_bytes
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """``conf/tiers``: where rows live. ``resident_bytes`` counts weights and optimizer state."""
+
+    policy: str
+    store: str
+    resident_bytes: Any
+    dir: str | None
+    prefetch: bool
+
+    def __post_init__(self) -> None:
+        names = ["resident", *POLICIES]
+        if self.policy not in names:
+            near = difflib.get_close_matches(self.policy, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
+            raise UserError(f"tiers.policy={self.policy} is unknown; {hint}")
+
+    def budget(self, tables: TableSet) -> int:
+        """Bytes of ``tiers.resident_bytes``, at most those of all tables."""
+        return min(parse_bytes(self.resident_bytes, tables.total_bytes, "tiers.resident_bytes"), tables.total_bytes)
+
+
+def tier_config(node: Mapping[str, Any]) -> TierConfig:
+    """The ``tiers`` node of the recipe."""
+    return TierConfig(**node)
+
+
+def cache_owner(config: TierConfig, assembly: Assembly) -> str:
+    """Who decides which rows are resident: ``resident`` (all are), a built-in policy or a plugin's name."""
+    owners = assembly.policies("cache")
+    if not owners:
+        return config.policy
+    owner, tables = owners[0]
+    name = owner.origin.plugin
+    if len(owners) > 1 or len(tables) < sum(1 for _, aspect in assembly.claims if aspect == "cache"):
+        names = " and ".join(o.origin.plugin for o, _ in owners)
+        raise PluginConflict(f"{names} each want some tables' cache, but one policy owns it for all tables; drop one")
+    if config.policy != "resident":
+        raise PluginConflict(
+            f"plugin {owner.origin} decides which rows are resident, and so does tiers.policy={config.policy}; "
+            f"drop one: leave tiers.policy out, or the plugin '{name}'"
+        )
+    return name
+
+
+def build_embeddings(
+    tables: TableSet, config: TierConfig, assembly: Assembly, device: torch.device, run_dir: Path
+) -> nn.Module:
+    """The collection of tables that the recipe and the plugins ask for, filled with first values."""
+    owner = cache_owner(config, assembly)
+    if owner == "resident":
+        module: nn.Module = ResidentCollection(tables, device)
+    else:
+        module = _tiered(tables, config, assembly, device, run_dir, owner)
+    for aspect in ("precision", "update"):
+        for policy, names in assembly.policies(aspect):
+            module = policy.part.rewrite(module, names)
+    return module
+
+
+def _tiered(
+    tables: TableSet, config: TierConfig, assembly: Assembly, device: torch.device, run_dir: Path, owner: str
+) -> TieredEmbeddingBagCollection:
+    budget = config.budget(tables) - assembly.device_bytes
+    slots = 0 if owner == "nocache" else budget // tables.record_bytes
+    if slots < 1 and owner != "nocache":
+        raise UserError(
+            f"tiers.resident_bytes={config.resident_bytes} leaves {readable_bytes(max(0, budget))} for rows of "
+            f"{tables.record_bytes} bytes: not even one; raise it"
+        )
+    space = RowSpace(tables.layout.bases, slots)
+    claimed = assembly.policies("cache")
+    policy: CachePolicy = claimed[0][0].part.cache(space) if claimed else POLICIES[owner](space)
+    directory = Path(config.dir).expanduser() if config.dir else run_dir / "tiers"
+    store = make_store(
+        config.store, tables.layout, tables.fill, directory=directory, pinned=device.type == "cuda"
+    )
+    return TieredEmbeddingBagCollection(tables, policy, slots, store, device, config.prefetch)

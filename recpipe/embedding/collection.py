@@ -1,0 +1,90 @@
+"""What every collection of tables offers to the rest of recpipe, whatever tier its rows live in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.optim import RowWiseAdagrad
+
+from recpipe.embedding import seams
+from recpipe.embedding.tables import Region, TableSet, Values, row_chunks, to_numpy
+
+TORCHREC_OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rowwise_adagrad": RowWiseAdagrad,
+}
+
+
+class TableStorage(Protocol):
+    """Access to every row and its optimizer state, for checkpoints, exports and comparisons."""
+
+    def regions(self) -> Iterator[Region]:
+        """The regions that this process owns; together (over all ranks) they are all tables."""
+        ...
+
+    def read(self, region: Region) -> Values:
+        """Current weights and optimizer state of ``region``."""
+        ...
+
+    def write(self, region: Region, values: Values) -> None:
+        """Replace the weights and optimizer state of ``region``."""
+        ...
+
+
+class ResidentCollection(FusedEmbeddingBagCollection):
+    """TorchRec's ``FusedEmbeddingBagCollection`` (one TBE, fused optimizer), all rows in device memory.
+
+    Also a ``TableStorage``: rows start as ``TableSet.fill`` gives them.
+    """
+
+    def __init__(self, tables: TableSet, device: torch.device) -> None:
+        optimizer = tables.optimizer
+        knobs = {"lr": optimizer.lr} | ({} if optimizer.name == "sgd" else {"eps": optimizer.eps})
+        super().__init__(tables.configs(), TORCHREC_OPTIMIZERS[optimizer.name], knobs, device=device)
+        self.tables = tables
+        self._storage = {f.name: views for f, views in zip(tables.features, seams.table_views(self), strict=True)}
+        for region in row_chunks(tables.features, tables.dim):
+            records = tables.fill(region.table, region.start, region.stop)
+            self.write(region, (records[:, : tables.dim], records[:, tables.dim :]))
+
+    def regions(self) -> Iterator[Region]:
+        """All rows of all tables, in chunks."""
+        yield from row_chunks(self.tables.features, self.tables.dim)
+
+    def read(self, region: Region) -> Values:
+        """Current weights and optimizer state of ``region``."""
+        weights, state = self._storage[region.table]
+        rows = slice(region.start, region.stop)
+        return to_numpy(weights[rows]), to_numpy(state[rows])
+
+    def write(self, region: Region, values: Values) -> None:
+        """Replace the weights and optimizer state of ``region``."""
+        weights, state = self._storage[region.table]
+        rows = slice(region.start, region.stop)
+        with torch.no_grad():
+            weights[rows] = torch.from_numpy(values[0]).to(weights.device)
+            state[rows] = torch.from_numpy(values[1]).to(weights.device)
+
+
+def make_tbe(tables: TableSet, rows: int, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """One TBE of ``rows`` slots that all features share; a slot holds a row of any table."""
+    on_gpu = device.type == "cuda"
+    location = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
+    compute = ComputeDevice.CUDA if on_gpu else ComputeDevice.CPU
+    return SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, tables.dim, location, compute)],
+        feature_table_map=[0] * len(tables.features),
+        optimizer=tables.optimizer.kind,
+        learning_rate=tables.optimizer.lr,
+        eps=tables.optimizer.eps,
+        device=device,
+    )

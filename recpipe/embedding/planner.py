@@ -1,0 +1,228 @@
+"""From a batch's ids to a ``TierPlan``: which lookups go to which tier, and which rows must move first.
+
+Works on global row numbers with a handful of vectorised passes over the batch's lookups; nothing
+here touches weights. Runs ahead of training, one batch early, in the loader's thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, Slots
+
+Offsets = NDArray[np.int64]
+IN_STORE = -1
+"""``where`` of a row in the cold store; slots are >= 0, and slab position p of the last batch is -2 - p."""
+
+
+@dataclass
+class TierPlan:
+    """What one batch does to the tiers, and where each of its lookups goes.
+
+    Bags are feature-major as in a KJT: bag ``f * B + b``. ``cold_first`` is the first sample (in the
+    plan's order) from which on samples may need the slab.
+    """
+
+    batch_size: int
+    # rows that move before the batch is looked up
+    slots: Slots
+    """Resident slots that get a new row, int32 [P]."""
+    placed: RowIds
+    """The rows that those slots get, int64 [P]."""
+    evicted: RowIds
+    """The rows that were there, -1 for an empty slot, int64 [P]."""
+    slab: RowIds
+    """Rows of slab positions 0 .. S - 1, int64 [S]."""
+    carried_from: NDArray[np.int64]
+    """Of each row in ``arrivals``: its position in ``departures``, or -1 when the store has it."""
+    # lookups
+    indices: NDArray[np.int64]
+    offsets: Offsets
+    slab_indices: NDArray[np.int64]
+    slab_offsets: Offsets
+    needs_cold: NDArray[np.bool_]
+    """Of each sample, in the batch's own order: whether it looks up a row that is not resident yet."""
+    cold_first: int
+    lookups: int
+
+    @property
+    def arrivals(self) -> RowIds:
+        """Rows that must be brought: first those for slots, then those for the slab."""
+        return np.concatenate((self.placed, self.slab))
+
+    @property
+    def fetch(self) -> RowIds:
+        """The arrivals that the store must deliver."""
+        return self.arrivals[self.carried_from < 0]
+
+
+@dataclass
+class Bags:
+    """A batch's lookups as global rows: ``rows`` int64 [L], bag i is ``rows[offsets[i] : offsets[i + 1]]``."""
+
+    rows: RowIds
+    offsets: Offsets
+    batch_size: int
+
+    def permuted(self, order: NDArray[np.int64]) -> Bags:
+        """The same bags with samples in ``order`` (int64 [B])."""
+        features = (len(self.offsets) - 1) // self.batch_size
+        bags = (np.arange(features)[:, None] * self.batch_size + order[None, :]).ravel()
+        if len(self.rows) == len(bags) and np.array_equal(self.offsets, np.arange(len(bags) + 1)):
+            return Bags(self.rows[bags], self.offsets, self.batch_size)
+        lengths = np.diff(self.offsets)[bags]
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        picks = np.arange(offsets[-1]) + np.repeat(self.offsets[bags] - offsets[:-1], lengths)
+        return Bags(self.rows[picks], offsets, self.batch_size)
+
+
+class Planner:
+    """Keeps the map from rows to tiers as it will be once every planned batch has been carried out."""
+
+    def __init__(self, space: RowSpace, policy: CachePolicy, carry: bool) -> None:
+        self.space = space
+        self.policy = policy
+        self.carry = carry
+        """Whether rows that the next batch needs again stay in the slab instead of passing through the store."""
+        self.where = np.full(space.rows, IN_STORE, np.int32)
+        self.row_of_slot = np.full(space.slots, -1, np.int64)
+        self.slab_rows: RowIds = np.empty(0, np.int64)
+        self._pending: tuple[TierPlan, RowIds, Bags] | None = None
+
+    def plan(self, bags: Bags) -> TierPlan:
+        """Decide for one batch; ``commit`` must follow before the next ``plan``."""
+        assert self._pending is None, "the last plan has not been carried out"
+        before = self.slab_rows
+        moved = self.policy.migrate(bags.rows)
+        dropped = self._evict(moved.slots, moved.rows)
+        where = self.where[bags.rows]
+        missing = np.flatnonzero(where < 0)
+        misses, which = self._distinct(bags.rows[missing])
+        admitted = self.policy.admit(where[where >= 0], misses, bags.rows)
+        evicted = np.concatenate((dropped, self._evict(admitted.slots, admitted.rows)))
+        slots = np.concatenate((moved.slots, admitted.slots))
+        placed = np.concatenate((moved.rows, admitted.rows))
+        slab = misses[self.where[misses] < 0]
+        carried_from = self._sources(before, evicted, np.concatenate((placed, slab)))
+        self.where[before] = np.where(self.where[before] < 0, IN_STORE, self.where[before])
+        self.where[slab] = -2 - np.arange(len(slab), dtype=np.int32)
+        self.slab_rows = slab
+        where[missing] = self.where[misses][which]
+        plan = self._lookups(bags, where, slots, placed, evicted, slab, carried_from)
+        self._pending = (plan, before, bags)
+        return plan
+
+    def commit(self) -> None:
+        """The last plan is being carried out: it cannot be undone any more."""
+        self._pending = None
+
+    def _evict(self, slots: Slots, rows: RowIds) -> RowIds:
+        """Give ``slots`` to ``rows``; returns the rows that leave them (-1: the slot was empty)."""
+        leaving = self.row_of_slot[slots]
+        self.where[leaving[leaving >= 0]] = IN_STORE
+        self.where[rows] = slots
+        self.row_of_slot[slots] = rows
+        return leaving
+
+    def _distinct(self, rows: RowIds) -> tuple[RowIds, NDArray[np.int32]]:
+        """Distinct ``rows`` and, for each row, its position among them; O(n), by marking the map."""
+        saved = self.where[rows]
+        marks = np.arange(len(rows), dtype=np.int32)
+        self.where[rows] = marks
+        winners = self.where[rows] == marks
+        distinct = rows[winners]
+        self.where[distinct] = np.arange(len(distinct), dtype=np.int32)
+        which = self.where[rows]
+        self.where[distinct] = saved[winners]
+        return distinct, which
+
+    def _sources(self, slab: RowIds, evicted: RowIds, arrivals: RowIds) -> NDArray[np.int64]:
+        """Where each arriving row is among the departing ones (the last slab, then evicted rows), or -1."""
+        departures = np.concatenate((slab, evicted))
+        usable = departures if self.carry else np.concatenate((np.full(len(slab), -1), evicted))
+        known = np.flatnonzero(usable >= 0)
+        sources = np.full(len(arrivals), -1, np.int64)
+        if len(known) and len(arrivals):
+            saved = self.where[usable[known]]
+            # A row may leave its slot and come back into the slab; nothing arrives twice.
+            arriving_where = self.where[arrivals]
+            self.where[arrivals] = IN_STORE
+            self.where[usable[known]] = -2 - known.astype(np.int32)
+            sources = np.where(self.where[arrivals] < IN_STORE, -2 - self.where[arrivals], -1).astype(np.int64)
+            self.where[usable[known]] = saved
+            self.where[arrivals] = arriving_where
+        return sources
+
+    def _lookups(
+        self, bags: Bags, where: Slots, slots: Slots, placed: RowIds, evicted: RowIds, slab: RowIds, carried: RowIds
+    ) -> TierPlan:
+        """The plan with its samples in the batch's own order."""
+        resident = where >= 0
+        count = np.concatenate(([0], np.cumsum(resident)))
+        offsets = count[bags.offsets]
+        in_slab = bags.offsets - offsets
+        cold_bags = np.diff(in_slab).reshape(-1, bags.batch_size) > 0
+        needs_cold = cold_bags.any(axis=0)
+        return TierPlan(
+            batch_size=bags.batch_size,
+            slots=slots,
+            placed=placed,
+            evicted=evicted,
+            slab=slab,
+            carried_from=carried,
+            indices=where[resident].astype(np.int64),
+            offsets=offsets,
+            slab_indices=(-2 - where[~resident]).astype(np.int64),
+            slab_offsets=in_slab,
+            needs_cold=needs_cold,
+            cold_first=0,
+            lookups=len(bags.rows),
+        )
+
+    def undo(self) -> Bags | None:
+        """Take back a plan that has not been carried out: the map then shows where rows really are.
+
+        Returns the bags to plan again later (the same plan comes out), or None when nothing was planned.
+        """
+        if self._pending is None:
+            return None
+        plan, before, bags = self._pending
+        self.where[plan.slab] = IN_STORE
+        self.where[plan.placed] = IN_STORE
+        self.row_of_slot[plan.slots] = plan.evicted
+        left = plan.evicted >= 0
+        self.where[plan.evicted[left]] = plan.slots[left]
+        self.where[before] = -2 - np.arange(len(before), dtype=np.int32)
+        self.slab_rows = before
+        self.policy.undo()
+        self._pending = None
+        return bags
+
+    def restore(self, row_of_slot: RowIds) -> None:
+        """Start from these residents (int64 [slots], -1 for an empty slot) and an empty slab."""
+        assert self._pending is None and len(row_of_slot) == self.space.slots
+        self.where.fill(IN_STORE)
+        used = np.flatnonzero(row_of_slot >= 0)
+        self.where[row_of_slot[used]] = used.astype(np.int32)
+        self.row_of_slot = row_of_slot.copy()
+        self.slab_rows = np.empty(0, np.int64)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """DRAM of the maps: 4 bytes per row of all tables and 8 per slot."""
+        return self.where.nbytes + self.row_of_slot.nbytes
+
+
+def reorder(plan: TierPlan, order: NDArray[np.int64], cold_first: int) -> TierPlan:
+    """``plan`` with samples in ``order``; the slab's bags cover samples ``cold_first ..`` alone."""
+    size = plan.batch_size
+    resident = Bags(plan.indices, plan.offsets, size).permuted(order)
+    slab = Bags(plan.slab_indices, plan.slab_offsets, size).permuted(order)
+    starts = slab.offsets[:-1].reshape(-1, size)[:, cold_first:].ravel()
+    plan.indices, plan.offsets = resident.rows, resident.offsets
+    plan.slab_indices, plan.slab_offsets = slab.rows, np.append(starts, len(slab.rows))
+    plan.cold_first = cold_first
+    return plan

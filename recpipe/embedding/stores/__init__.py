@@ -1,0 +1,57 @@
+"""Where rows live that are not resident: ``make_store`` gives the store that a recipe names."""
+
+from __future__ import annotations
+
+import difflib
+import os
+
+from recpipe.embedding.stores.base import (
+    ColdStore,
+    Fill,
+    IoCounters,
+    Records,
+    Rows,
+    StoreLayout,
+)
+from recpipe.embedding.stores.host import HostStore
+from recpipe.embedding.stores.ssd import SsdStore
+from recpipe.errors import UserError
+
+KINDS = ("host", "ssd")
+__all__ = [
+    "KINDS",
+    "ColdStore",
+    "Fill",
+    "HostStore",
+    "IoCounters",
+    "Records",
+    "Rows",
+    "SsdStore",
+    "StoreLayout",
+    "make_store",
+]
+
+
+def make_store(
+    kind: str,
+    layout: StoreLayout,
+    fill: Fill,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    pinned: bool = False,
+) -> ColdStore:
+    """The cold store ``tiers.store=kind``, holding what ``fill`` gives.
+
+    ``directory`` (``tiers.dir``) is where an ``ssd`` store puts its files; ``pinned`` page-locks a
+    ``host`` store for a GPU. Raises UserError for an unknown kind or a missing directory, StoreError
+    where the memory or the disk cannot hold the rows.
+    """
+    if kind == "host":
+        return HostStore(layout, fill, pinned)
+    if kind == "ssd":
+        if directory is None:
+            raise UserError("tiers.store=ssd needs a directory for its files: set tiers.dir=DIRECTORY")
+        return SsdStore.create(layout, fill, directory)
+    near = difflib.get_close_matches(kind.lower(), KINDS, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise UserError(f"tiers.store={kind}: no such store (there are: {', '.join(KINDS)}){hint}")

@@ -1,0 +1,265 @@
+"""Many block reads or writes at once: Linux native AIO, with no compiler and no Python work per request.
+
+The control blocks of a batch are one numpy array, so a call costs a few system calls per queue depth
+(``io_submit(2)``, ``io_getevents(2)``). Where the kernel does not give AIO, and for files behind the
+page cache (whose AIO is synchronous), a small pool of threads does the same; ``engine`` says which.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import platform
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
+
+# io_setup, io_destroy, io_getevents, io_submit
+SYSCALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
+IOCB_CMD_PREAD, IOCB_CMD_PWRITE = 0, 1
+IOCB = np.dtype(
+    [
+        ("data", "<u8"),
+        ("key", "<u4"),
+        ("rw_flags", "<i4"),
+        ("opcode", "<u2"),
+        ("priority", "<i2"),
+        ("fd", "<u4"),
+        ("buffer", "<u8"),
+        ("bytes", "<u8"),
+        ("offset", "<i8"),
+        ("reserved", "<u8"),
+        ("flags", "<u4"),
+        ("eventfd", "<u4"),
+    ]
+)
+IO_EVENT = np.dtype([("data", "<u8"), ("iocb", "<u8"), ("result", "<i8"), ("result2", "<i8")])
+Engine = Literal["aio", "threads"]
+POOL_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Requests:
+    """A batch of transfers between files and one buffer; arrays of one length n.
+
+    ``fds`` int64; ``offsets`` int64, bytes into the file; ``positions`` int64, bytes into the
+    buffer; ``lengths`` int64, bytes.
+    """
+
+    fds: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.fds)
+
+
+class RequestError(Exception):
+    """Request ``index`` failed with ``code`` (an errno; 0: the file ended, or took no more bytes)."""
+
+    def __init__(self, index: int, code: int) -> None:
+        super().__init__(index, code)
+        self.index = index
+        self.code = code
+
+
+class Transfer(Protocol):
+    """Moves a batch of requests; both engines have this face."""
+
+    engine: Engine
+
+    def run(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
+        """Return when every byte is moved; RequestError for the first request that failed.
+
+        No request is in flight any more when this returns or raises: the buffer is the caller's again.
+        """
+
+    def close(self) -> None:
+        """Give back the kernel's queue or the threads."""
+
+
+def open_transfer(depth: int, *, direct: bool) -> Transfer:
+    """Native AIO with ``depth`` requests in flight for O_DIRECT files where it can be had, else threads."""
+    if direct and sys.platform == "linux" and platform.machine() in SYSCALLS:
+        try:
+            return NativeAio(depth)
+        except OSError as error:  # forbidden by a sandbox, not in this kernel, or fs.aio-max-nr used up
+            log.warning(
+                "no native AIO here (io_setup: %s): the ssd store uses threads, which cost CPU", error
+            )
+    return ThreadedIo()
+
+
+class NativeAio:
+    """A kernel AIO context of ``depth`` requests. OSError where ``io_setup`` is refused."""
+
+    engine: Engine = "aio"
+
+    def __init__(self, depth: int) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._setup, self._destroy, self._getevents, self._submit = SYSCALLS[platform.machine()]
+        self._depth = depth
+        self._events = np.zeros(depth, IO_EVENT)
+        self._open()
+
+    def _open(self) -> None:
+        self._context = ctypes.c_ulong(0)
+        self._call(self._setup, ctypes.c_ulong(self._depth), ctypes.byref(self._context))
+
+    def run(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
+        """See ``Transfer.run``."""
+        blocks = _control_blocks(requests, buffer, write)
+        pending = np.arange(len(blocks))
+        while len(pending):
+            pending = self._pass(blocks, pending)
+
+    def _pass(self, blocks: NDArray[np.void], pending: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Move the pending requests; return those moved only in part, cut down to what is left."""
+        pointers = (blocks.ctypes.data + pending * IOCB.itemsize).astype(np.uint64)
+        results = np.zeros(len(blocks), np.int64)
+        submitted = done = 0
+        try:
+            while done < len(pending):
+                room = min(self._depth - (submitted - done), len(pending) - submitted)
+                if room:
+                    submitted += self._try_submit(pointers, submitted, room, pending, idle=submitted == done)
+                done += self._reap(results, min(self._depth // 4 or 1, submitted - done))
+        except BaseException:  # Ctrl-C too: the kernel owns the buffer until every request is back
+            self.close()  # which waits for them
+            self._open()
+            raise
+        return _remainders(blocks, pending, results)
+
+    def _try_submit(
+        self,
+        pointers: NDArray[np.uint64],
+        first: int,
+        count: int,
+        pending: NDArray[np.int64],
+        *,
+        idle: bool,
+    ) -> int:
+        address = ctypes.c_void_p(pointers.ctypes.data + 8 * first)
+        try:
+            return self._call(self._submit, self._context, ctypes.c_long(count), address)
+        except OSError as error:
+            if error.errno == errno.EINTR:
+                return 0
+            if error.errno == errno.EAGAIN:  # the kernel is short of slots: reap what is in flight first
+                if idle:
+                    time.sleep(0.001)
+                return 0
+            raise RequestError(int(pending[first]), error.errno or errno.EIO) from error
+
+    def _reap(self, results: NDArray[np.int64], least: int) -> int:
+        """Wait for ``least`` (of those in flight) completions; how many came."""
+        if least == 0:
+            return 0
+        try:
+            came = self._call(
+                self._getevents,
+                self._context,
+                ctypes.c_long(least),
+                ctypes.c_long(self._depth),
+                ctypes.c_void_p(self._events.ctypes.data),
+                None,
+            )
+        except InterruptedError:
+            return 0
+        events = self._events[:came]
+        results[events["data"].astype(np.int64)] = events["result"]
+        return came
+
+    def _call(self, number: int, *arguments: object) -> int:
+        result = int(self._libc.syscall(ctypes.c_long(number), *arguments))
+        if result < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        return result
+
+    def close(self) -> None:
+        """Give the context back to the kernel."""
+        if self._context.value:
+            self._call(self._destroy, self._context)
+            self._context = ctypes.c_ulong(0)
+
+
+def _control_blocks(requests: Requests, buffer: NDArray[np.uint8], write: bool) -> NDArray[np.void]:
+    blocks = np.zeros(len(requests), IOCB)
+    blocks["data"] = np.arange(len(requests))
+    blocks["opcode"] = IOCB_CMD_PWRITE if write else IOCB_CMD_PREAD
+    blocks["fd"] = requests.fds
+    blocks["buffer"] = requests.positions + buffer.ctypes.data
+    blocks["bytes"] = requests.lengths
+    blocks["offset"] = requests.offsets
+    return blocks
+
+
+def _remainders(
+    blocks: NDArray[np.void], pending: NDArray[np.int64], results: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Check the results of ``pending``; cut short transfers down to their rest and return those."""
+    moved = results[pending]
+    short = moved != blocks["bytes"][pending].astype(np.int64)
+    left: NDArray[np.int64] = pending[short]
+    moved = moved[short]
+    again = (moved == -errno.EAGAIN) | (moved == -errno.EINTR)
+    failed = np.flatnonzero((moved <= 0) & ~again)
+    if len(failed):
+        raise RequestError(int(left[failed[0]]), -int(moved[failed[0]]))
+    gained = np.where(again, 0, moved)
+    blocks["buffer"][left] += gained.astype(np.uint64)
+    blocks["offset"][left] += gained
+    blocks["bytes"][left] -= gained.astype(np.uint64)
+    return left
+
+
+class ThreadedIo:
+    """``preadv`` and ``pwritev`` from a few threads, each with its own stretch of the batch."""
+
+    engine: Engine = "threads"
+
+    def __init__(self, threads: int = POOL_THREADS) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="recpipe-store")
+        self._threads = threads
+
+    def run(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
+        """See ``Transfer.run``."""
+        strips = np.array_split(np.arange(len(requests)), min(self._threads, max(1, len(requests))))
+        futures = [self._pool.submit(_move, requests, strip, buffer.data, write) for strip in strips]
+        try:
+            errors = [error for future in futures if (error := future.exception())]
+        finally:
+            wait(futures)
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+
+def _move(requests: Requests, strip: NDArray[np.int64], buffer: memoryview, write: bool) -> None:
+    move = os.pwritev if write else os.preadv
+    columns = (requests.fds, requests.offsets, requests.positions, requests.lengths)
+    rows = zip(*(column[strip].tolist() for column in columns), strict=True)
+    for index, (fd, offset, position, length) in zip(strip.tolist(), rows, strict=True):
+        done = 0
+        while done < length:
+            try:
+                moved = move(fd, [buffer[position + done : position + length]], offset + done)
+            except OSError as error:
+                raise RequestError(index, error.errno or errno.EIO) from error
+            if moved == 0:
+                raise RequestError(index, 0)
+            done += moved

@@ -1,0 +1,88 @@
+"""The cold tier's contract: rows that are not resident live in a ``ColdStore``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.int64]
+Records = NDArray[np.float32]
+Fill = Callable[[str, int, int], Records]
+"""``fill(table, start, stop) -> float32 [stop - start, width]``: the first records of a table's rows."""
+
+
+@dataclass(frozen=True)
+class StoreLayout:
+    """Where every row is: tables in order, their rows, and the width of a record.
+
+    A row's global number is ``base(table) + id``: one int64 names a row of any table, so that a
+    whole batch moves in one call. A record is float32 [width]: the row's weights, then its
+    optimizer state.
+    """
+
+    tables: tuple[str, ...]
+    rows: tuple[int, ...]
+    width: int
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of all tables together."""
+        return sum(self.rows)
+
+    @property
+    def bases(self) -> Rows:
+        """Global number of each table's row 0; one more entry at the end: ``total_rows``. int64 [T + 1]."""
+        return np.concatenate(([0], np.cumsum(self.rows))).astype(np.int64)
+
+
+@dataclass
+class IoCounters:
+    """What crossed the border to the cold tier since the run began; bytes as the device moved them."""
+
+    rows_read: int = 0
+    rows_written: int = 0
+    rows_staged: int = 0
+    """Of ``rows_written``: rows whose block the store still had staged, so need not read before writing."""
+    bytes_read: int = 0
+    bytes_written: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+
+class ColdStore(ABC):
+    """Records by global row number. Calls come one at a time; a later call sees earlier writes."""
+
+    layout: StoreLayout
+    io: IoCounters
+    direct: bool | None
+    """True: O_DIRECT; False: buffered by the page cache; None: not a file (DRAM)."""
+
+    @abstractmethod
+    def gather(self, rows: Rows, out: Records) -> None:
+        """Copy the records of ``rows`` (unique, any order, int64 [n]) into ``out`` (float32 [n, width])."""
+
+    @abstractmethod
+    def scatter(self, rows: Rows, records: Records) -> None:
+        """Replace the records of ``rows`` (unique, int64 [n]) by ``records`` (float32 [n, width])."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Return once every earlier ``scatter`` is as durable as this store makes it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Flush and release files and memory; the store cannot be used afterwards."""
+
+    @property
+    @abstractmethod
+    def cold_bytes(self) -> int:
+        """Bytes that the records take in this store, paddings and headers included."""
+
+    @property
+    @abstractmethod
+    def overhead_bytes(self) -> int:
+        """Bytes of DRAM that the store itself needs beyond the records (buffers, tables)."""

@@ -1,0 +1,66 @@
+"""A bounded area of DRAM through which blocks travel, at most one copy of each block."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+Slots = NDArray[np.int64]
+Blocks = NDArray[np.int64]
+
+
+class Staging:
+    """``capacity`` page-aligned block buffers, taken and given up first in, first out.
+
+    ``bytes`` is the whole area as uint8; ``records`` sees it as float32 words
+    [capacity, rows_per_block, record_words], ``words`` as the same in uint32.
+    """
+
+    def __init__(
+        self, capacity: int, total_blocks: int, block_bytes: int, rows_per_block: int, record_words: int
+    ) -> None:
+        self.capacity = capacity
+        self.bytes = np.frombuffer(mmap.mmap(-1, capacity * block_bytes), np.uint8)
+        shape = (capacity, rows_per_block, record_words)
+        strides = (block_bytes, 4 * record_words, 4)
+        self.words: NDArray[np.uint32] = np.ndarray(shape, np.uint32, self.bytes, strides=strides)
+        self._slot_of = np.full(total_blocks, -1, np.int32)
+        self._block_of = np.full(capacity, -1, np.int64)
+        self._next = 0
+
+    @property
+    def overhead_bytes(self) -> int:
+        """DRAM of the buffers and of the tables that find them."""
+        return self.bytes.nbytes + self._slot_of.nbytes + self._block_of.nbytes
+
+    def find(self, blocks: Blocks) -> Slots:
+        """Slot of each block, -1 where it is not staged."""
+        return self._slot_of[blocks].astype(np.int64)
+
+    def take(self, count: int, keep: Slots) -> Slots:
+        """``count`` slots, oldest first, that are not in ``keep``; what they held is forgotten."""
+        reach = count + len(keep)
+        assert reach <= self.capacity, (reach, self.capacity)
+        slots = (self._next + np.arange(reach)) % self.capacity
+        if len(keep):
+            kept = np.zeros(self.capacity, bool)
+            kept[keep] = True
+            slots = slots[~kept[slots]]
+        slots = slots[:count]
+        if count:
+            self._next = (int(slots[-1]) + 1) % self.capacity
+        self.forget(slots)
+        return slots
+
+    def hold(self, blocks: Blocks, slots: Slots) -> None:
+        """Say that ``slots`` now hold ``blocks`` as the files do."""
+        self._slot_of[blocks] = slots
+        self._block_of[slots] = blocks
+
+    def forget(self, slots: Slots) -> None:
+        """Say that ``slots`` hold nothing of use."""
+        blocks = self._block_of[slots]
+        self._slot_of[blocks[blocks >= 0]] = -1
+        self._block_of[slots] = -1

@@ -1,0 +1,372 @@
+"""``TieredEmbeddingBagCollection``: tables larger than device memory, exact under every cache policy.
+
+Three places for a row: a **resident** slot (a TBE of ``slots`` rows), the **slab** (a second TBE for
+rows that one batch alone needs) or the **cold store**. A row is in one of them at a time and moves
+with its optimizer state, so each update is the one that a single big table would have made.
+
+A batch passes through four calls, in this order (``forward`` makes all of them):
+
+    plan    ids -> TierPlan                              loader thread, while the last batch trains
+    fetch   store -> host buffer                         I/O thread, started by ``prefetch`` or ``advance``
+    advance departing rows -> store, between two batches training thread
+    arrive  buffer -> slots and slab                     training thread, before they are looked up
+
+Sum pooling is linear: pooled(all ids) = pooled(resident ids) + pooled(slab ids).
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from recpipe.embedding import seams
+from recpipe.embedding.collection import make_tbe
+from recpipe.embedding.planner import Bags, Planner, TierPlan
+from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, policy_bytes
+from recpipe.embedding.stores.base import ColdStore, Records
+from recpipe.embedding.tables import Region, TableSet, Values, row_chunks
+from recpipe.embedding.transfer import Landed, Transfer
+
+
+@dataclass
+class TierTimes:
+    """Seconds since the run began. ``fetch`` is hidden as far as ``wait`` is shorter."""
+
+    plan: float = 0.0
+    fetch: float = 0.0
+    write: float = 0.0
+    wait: float = 0.0
+    advance: float = 0.0
+
+
+class TieredEmbeddingBagCollection(nn.Module):
+    """TorchRec's ``EmbeddingBagCollection`` interface (KJT in, KeyedTensor out) over tiers.
+
+    Args:
+        tables: what is stored; all tables share dimension and optimizer; pooling is SUM.
+        policy: which rows are resident when; sees the space of ``slots``.
+        slots: resident rows, over all tables.
+        store: the cold tier; holds every row at first. Owned: ``close`` closes it.
+        device: where resident rows and slab live.
+        prefetch: fetch a batch's rows while the batch before it trains. Off: fetch when its turn comes.
+    """
+
+    def __init__(
+        self, tables: TableSet, policy: CachePolicy, slots: int, store: ColdStore, device: torch.device, prefetch: bool
+    ) -> None:
+        super().__init__()
+        self.tables = tables
+        self.store = store
+        self.device = device
+        self.prefetches = prefetch
+        self.planner = Planner(RowSpace(tables.layout.bases, slots), policy, carry=prefetch)
+        self.times = TierTimes()
+        self.resident = make_tbe(tables, max(1, slots), device)
+        self.slab = make_tbe(tables, 1, device)
+        self._transfer = Transfer(device)
+        self._io = ThreadPoolExecutor(1, "recpipe-io")
+        self._planning = threading.RLock()
+        self._fetches: dict[int, Future[Landed]] = {}
+        self._writes: list[Future[None]] = []
+        self._slab_rows: RowIds = np.empty(0, np.int64)
+        self._slab_written = True
+        self._arriving: tuple[TierPlan, torch.Tensor] | None = None
+        bases = tables.layout.bases
+        self._base_of_feature = dict(zip(tables.layout.tables, bases[:-1], strict=True))
+
+    # -- the four calls ----------------------------------------------------------------------
+
+    def bags(self, sparse: KeyedJaggedTensor) -> Bags:
+        """The batch's lookups as global rows."""
+        values = sparse.values().cpu().numpy()
+        offsets = sparse.offsets().cpu().numpy().astype(np.int64, copy=False)
+        size = sparse.stride()
+        starts = offsets[::size]
+        bases = np.array([self._base_of_feature[key] for key in sparse.keys()])
+        return Bags(values + np.repeat(bases, np.diff(starts)), offsets, size)
+
+    def plan(self, sparse: KeyedJaggedTensor) -> TierPlan:
+        """Decide where the batch's lookups go and which rows move; ``advance`` must follow."""
+        with self._planning:
+            start = perf_counter()
+            plan = self.planner.plan(self.bags(sparse))
+            self.times.plan += perf_counter() - start
+        return plan
+
+    def prefetch(self, plan: TierPlan) -> None:
+        """Start fetching the plan's rows, once ``advance`` of the batch before it has been called."""
+        self._fetches[id(plan)] = self._io.submit(self._fetch, plan.fetch)
+
+    def advance(self, plan: TierPlan) -> None:
+        """The last batch's update is done: send departing rows on their way; start the fetch if nobody has."""
+        start = perf_counter()
+        self._check_writes()
+        with self._planning:
+            self.planner.commit()
+        left = np.flatnonzero(plan.evicted >= 0)
+        slots = torch.from_numpy(plan.slots[left].astype(np.int64)).to(self.device)
+        departing = torch.cat((self._slab_records(), take(self.resident, slots)))
+        rows = np.concatenate((self._slab_rows, plan.evicted[left]))
+        carried = plan.carried_from[plan.carried_from >= 0]
+        # ``carried_from`` counts empty slots too; they were left out of ``departing``.
+        position = np.concatenate((np.arange(len(self._slab_rows)), np.full(len(plan.evicted), -1)))
+        position[len(self._slab_rows) + left] = len(self._slab_rows) + np.arange(len(left))
+        carried = position[carried]
+        carried_records = departing[torch.from_numpy(carried).to(self.device)]
+        leaving = np.ones(len(rows), bool)
+        leaving[carried] = False
+        if self._slab_written:
+            leaving[: len(self._slab_rows)] = False
+        self._write(rows, departing, np.flatnonzero(leaving))
+        if id(plan) not in self._fetches:
+            self.prefetch(plan)
+        self._slab_rows, self._slab_written = plan.slab, False
+        self._arriving = (plan, carried_records)
+        self.times.advance += perf_counter() - start
+
+    def arrive(self) -> None:
+        """Wait for the batch's rows and put them into their slots and the slab; at once if they are there."""
+        if self._arriving is None:
+            return
+        plan, carried = self._arriving
+        self._arriving = None
+        start = perf_counter()
+        fetched = self._fetches.pop(id(plan)).result().use()
+        self.times.wait += perf_counter() - start
+        records = fetched
+        if len(carried):
+            from_store = torch.from_numpy(plan.carried_from < 0).to(self.device)
+            records = torch.empty((len(from_store), self.tables.layout.width), device=self.device)
+            records[from_store] = fetched
+            records[~from_store] = carried
+        placed = len(plan.placed)
+        put(self.resident, torch.from_numpy(plan.slots.astype(np.int64)).to(self.device), records[:placed])
+        self._reserve_slab(len(plan.slab))
+        put(self.slab, torch.arange(len(plan.slab), device=self.device), records[placed:])
+
+    # -- lookups -----------------------------------------------------------------------------
+
+    def lookup_resident(self, plan: TierPlan) -> torch.Tensor:
+        """Pooled resident rows of all samples, float32 [B, F * D]; its backward updates them."""
+        return self._lookup(self.resident, plan.indices, plan.offsets)
+
+    def lookup_slab(self, plan: TierPlan) -> torch.Tensor:
+        """Pooled slab rows of samples ``plan.cold_first ..``, float32 [B - cold_first, F * D]."""
+        return self._lookup(self.slab, plan.slab_indices, plan.slab_offsets)
+
+    def _lookup(self, tbe: nn.Module, indices: RowIds, offsets: RowIds) -> torch.Tensor:
+        pooled: torch.Tensor = tbe(torch.from_numpy(indices).to(self.device), torch.from_numpy(offsets).to(self.device))
+        return pooled
+
+    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
+        """All calls in a row: pooled embeddings of ``sparse``; in eval mode nothing moves or is planned."""
+        if not self.training or not torch.is_grad_enabled():
+            return self._keyed(self.read_pooled(sparse))
+        plan = self.plan(sparse)
+        self.advance(plan)
+        self.arrive()
+        pooled = self.lookup_resident(plan)
+        return self._keyed(pooled + self.lookup_slab(plan) if len(plan.slab) else pooled)
+
+    def _keyed(self, pooled: torch.Tensor) -> KeyedTensor:
+        names = [f.name for f in self.tables.features]
+        return KeyedTensor(names, [self.tables.dim] * len(names), pooled)
+
+    def read_pooled(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Pooled rows as they are now, without gradient, float32 [B, F * D]; for evaluation."""
+        bags = self.bags(sparse)
+        with self.quiesced():
+            distinct, which = np.unique(bags.rows, return_inverse=True)
+            weights = self.read_rows(distinct)[:, : self.tables.dim]
+        pooled = nn.functional.embedding_bag(
+            torch.from_numpy(which).to(self.device), weights, torch.from_numpy(bags.offsets[:-1]).to(self.device), mode="sum"
+        )
+        features = len(self.tables.features)
+        return pooled.view(features, bags.batch_size, -1).transpose(0, 1).reshape(bags.batch_size, -1)
+
+    # -- rows as they are between two batches ------------------------------------------------
+
+    @contextmanager
+    def quiesced(self) -> Iterator[None]:
+        """Inside, every row is in its slot or in the store, as the last trained batch left it."""
+        with self._planning:
+            planned = self.planner.undo()
+            self.arrive()
+            if not self._slab_written:
+                self._write(self._slab_rows, self._slab_records(), np.arange(len(self._slab_rows)))
+                self._slab_written = True
+            try:
+                yield
+            finally:
+                if planned is not None:
+                    self.planner.plan(planned)
+
+    def read_rows(self, rows: RowIds) -> torch.Tensor:
+        """Records of distinct global ``rows`` (inside ``quiesced``), float32 [n, width] on the device."""
+        where = self.planner.where[rows]
+        cold = np.flatnonzero(where < 0)
+        fetched = self._io.submit(self._fetch, rows[cold]).result().use()
+        if len(cold) == len(rows):
+            return fetched
+        hot = np.flatnonzero(where >= 0)
+        records = torch.empty((len(rows), self.tables.layout.width), device=self.device)
+        records[torch.from_numpy(cold).to(self.device)] = fetched
+        slots = torch.from_numpy(where[hot].astype(np.int64)).to(self.device)
+        records[torch.from_numpy(hot).to(self.device)] = take(self.resident, slots)
+        return records
+
+    def write_rows(self, rows: RowIds, records: Records) -> None:
+        """Replace the records of distinct global ``rows`` (inside ``quiesced``)."""
+        where = self.planner.where[rows]
+        hot, cold = np.flatnonzero(where >= 0), np.flatnonzero(where < 0)
+        slots = torch.from_numpy(where[hot].astype(np.int64)).to(self.device)
+        put(self.resident, slots, torch.from_numpy(records[hot]).to(self.device))
+        self._io.submit(self.store.scatter, rows[cold], np.ascontiguousarray(records[cold])).result()
+
+    def regions(self) -> Iterator[Region]:
+        """All rows of all tables, in chunks (``TableStorage``)."""
+        yield from row_chunks(self.tables.features, self.tables.dim)
+
+    def read(self, region: Region) -> Values:
+        """Current weights and optimizer state of ``region`` (``TableStorage``)."""
+        with self.quiesced():
+            records = self.read_rows(self._rows_of(region)).cpu().numpy()
+        return records[:, : self.tables.dim], records[:, self.tables.dim :]
+
+    def write(self, region: Region, values: Values) -> None:
+        """Replace weights and optimizer state of ``region`` (``TableStorage``)."""
+        with self.quiesced():
+            self.write_rows(self._rows_of(region), np.concatenate(values, axis=1))
+
+    def _rows_of(self, region: Region) -> RowIds:
+        base = self._base_of_feature[region.table]
+        return np.arange(base + region.start, base + region.stop, dtype=np.int64)
+
+    def placement_state(self) -> dict[str, Any]:
+        """Which rows are resident, and the policy's state: a resumed run takes the same decisions."""
+        with self.quiesced():
+            planner = self.planner
+            return {
+                "policy": type(planner.policy).__name__,
+                "slots": planner.space.slots,
+                "row_of_slot": planner.row_of_slot.copy(),
+                "state": copy.deepcopy(planner.policy.state_dict()),
+            }
+
+    def load_placement_state(self, state: dict[str, Any] | None) -> bool:
+        """Bring the saved residents into their slots; tables must have been loaded before.
+
+        False when the checkpoint is of a run with another policy or budget: training then goes on
+        exactly, but starts with no row resident.
+        """
+        planner = self.planner
+        mine = {"policy": type(planner.policy).__name__, "slots": planner.space.slots}
+        if state is None or any(state[key] != value for key, value in mine.items()):
+            return False
+        with self.quiesced():
+            assert not (planner.row_of_slot >= 0).any(), "placement is restored before training starts"
+            used = np.flatnonzero(state["row_of_slot"] >= 0)
+            for part in np.array_split(used, max(1, len(used) // 65_536)):
+                fetched = self._io.submit(self._fetch, state["row_of_slot"][part]).result().use()
+                put(self.resident, torch.from_numpy(part).to(self.device), fetched)
+            planner.restore(state["row_of_slot"])
+            planner.policy.load_state_dict(state["state"])
+        return True
+
+    # -- the rest ----------------------------------------------------------------------------
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """As TorchRec's collection."""
+        return self.tables.configs()
+
+    def is_weighted(self) -> bool:
+        """As TorchRec's collection; weighted bags are not supported."""
+        return False
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device memory of resident rows and their optimizer state."""
+        return self.planner.space.slots * self.tables.record_bytes
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Memory beyond the resident rows: row maps, the policy's tables, the slab, the store's buffers."""
+        slab = seams.tbe_views(self.slab)[0]
+        return (
+            self.planner.overhead_bytes
+            + policy_bytes(self.planner.policy)
+            + sum(part.numel() * 4 for part in slab)
+            + self.store.overhead_bytes
+        )
+
+    def close(self) -> None:
+        """Write what is left, wait for the store, and release it."""
+        with self.quiesced():
+            pass
+        self._io.shutdown(wait=True)
+        self._check_writes()
+        self.store.close()
+
+    def _fetch(self, rows: RowIds) -> Landed:
+        start = perf_counter()
+        host = self._transfer.host_buffer(len(rows), self.tables.layout.width)
+        self.store.gather(rows, host.numpy())
+        landed = self._transfer.to_device(host)
+        self.times.fetch += perf_counter() - start
+        return landed
+
+    def _write(self, rows: RowIds, records: torch.Tensor, which: RowIds) -> None:
+        """Queue ``rows[which]`` with their records for the store; later fetches see them."""
+        if not len(which):
+            return
+        chosen = records if len(which) == len(rows) else records[torch.from_numpy(which).to(self.device)]
+        landed = self._transfer.to_host(chosen)
+
+        def write() -> None:
+            start = perf_counter()
+            self.store.scatter(rows[which], landed())
+            self.times.write += perf_counter() - start
+
+        self._writes.append(self._io.submit(write))
+
+    def _check_writes(self) -> None:
+        """Raise what a finished write raised; wait when more than one batch's writes are under way."""
+        waiting = self._writes[:-2] + [w for w in self._writes[-2:] if w.done()]
+        for write in waiting:
+            write.result()
+            self._writes.remove(write)
+
+    def _slab_records(self) -> torch.Tensor:
+        return take(self.slab, torch.arange(len(self._slab_rows), device=self.device))
+
+    def _reserve_slab(self, rows: int) -> None:
+        """Make room for ``rows`` slab rows; what it held has been taken out by ``advance``."""
+        have = seams.tbe_views(self.slab)[0][0].shape[0]
+        if rows > have:
+            self.slab = make_tbe(self.tables, 1 << (rows - 1).bit_length(), self.device)
+
+
+def take(tbe: nn.Module, slots: torch.Tensor) -> torch.Tensor:
+    """Records of ``slots`` (int64 [n]) of a one-table TBE: a copy, float32 [n, width]."""
+    weights, state = seams.tbe_views(tbe)[0]
+    return torch.cat((weights.index_select(0, slots), state.index_select(0, slots)), dim=1)
+
+
+def put(tbe: nn.Module, slots: torch.Tensor, records: torch.Tensor) -> None:
+    """Replace the records of ``slots`` (int64 [n], distinct) of a one-table TBE."""
+    weights, state = seams.tbe_views(tbe)[0]
+    with torch.no_grad():
+        weights.index_copy_(0, slots, records[:, : weights.shape[1]])
+        state.index_copy_(0, slots, records[:, weights.shape[1] :])

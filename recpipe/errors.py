@@ -1,0 +1,13 @@
+"""What went wrong, said to a user: the command line prints the message and exits with status 2."""
+
+
+class UserError(Exception):
+    """A mistake in a recipe, a file or a machine's set-up; the message names it and the remedy."""
+
+
+class DataError(UserError):
+    """Bad input data; the message names file, row, column and value where they are known."""
+
+
+class StoreError(UserError):
+    """A cold store that cannot be used: read-only or full disk, torn rows, a crashed run's leftovers."""

@@ -1,0 +1,76 @@
+"""The model: TorchRec's DLRM over any collection of tables, with its dense part callable on its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from recpipe.data.batch import Batch
+from recpipe.errors import UserError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """``conf/model``: sizes of hidden layers; the bottom MLP ends in ``embedding_dim``, the top one in 1."""
+
+    name: str
+    embedding_dim: int
+    bottom: list[int]
+    top: list[int]
+    cross_layers: int = 3
+    cross_rank: int = 64
+
+    def __post_init__(self) -> None:
+        if self.name not in ("dlrm", "dlrm_dcn"):
+            raise UserError(f"model.name={self.name} is unknown; choose dlrm or dlrm_dcn")
+        if self.embedding_dim < 4 or self.embedding_dim % 4:
+            raise UserError(f"model.embedding_dim={self.embedding_dim} must be a multiple of 4 (FBGEMM's kernels)")
+        if not self.bottom or not self.top or min(*self.bottom, *self.top, 1) < 1:
+            raise UserError(f"model.bottom={self.bottom} and model.top={self.top} need at least one layer of size >= 1")
+
+
+class Ranker(nn.Module):
+    """A DLRM whose tables and dense part can be run apart.
+
+    ``embeddings`` is any module with the interface of TorchRec's ``EmbeddingBagCollection``.
+    """
+
+    def __init__(self, config: ModelConfig, embeddings: nn.Module, dense_features: int, device: torch.device) -> None:
+        super().__init__()
+        collection = cast(EmbeddingBagCollection, embeddings)
+        bottom = [*config.bottom, config.embedding_dim]
+        top = [*config.top, 1]
+        if config.name == "dlrm":
+            self.dlrm = DLRM(collection, dense_features, bottom, top, dense_device=device)
+        else:
+            self.dlrm = DLRM_DCN(
+                collection, dense_features, bottom, top, config.cross_layers, config.cross_rank, dense_device=device
+            )
+        for part in (self.dlrm.dense_arch, self.dlrm.inter_arch, self.dlrm.over_arch):
+            part.to(device)
+
+    @property
+    def embeddings(self) -> nn.Module:
+        """The collection of tables."""
+        return self.dlrm.sparse_arch.embedding_bag_collection
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits float32 [B]."""
+        logits: torch.Tensor = self.dlrm(batch.dense, batch.sparse)
+        return logits.squeeze(1)
+
+    def score(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        """Logits float32 [n] from dense features [n, D] and pooled embeddings [n, F * dim]."""
+        bottom = self.dlrm.dense_arch(dense)
+        sparse = pooled.view(len(dense), -1, bottom.shape[1])
+        logits: torch.Tensor = self.dlrm.over_arch(self.dlrm.inter_arch(bottom, sparse))
+        return logits.squeeze(1)
+
+    def dense_parameters(self) -> dict[str, nn.Parameter]:
+        """Everything that the dense optimizer trains; the tables train themselves in their backward pass."""
+        return {n: p for n, p in self.dlrm.named_parameters() if not n.startswith("sparse_arch.")}

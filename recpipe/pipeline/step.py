@@ -1,0 +1,151 @@
+"""One training step up to the dense optimizer's update, whatever tiers and micro-batches there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from recpipe.data.batch import Batch
+from recpipe.embedding.planner import TierPlan
+from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.model.ranker import Ranker
+
+
+@dataclass
+class StagedBatch:
+    """A batch as the pipeline hands it to training: on the device, planned, samples in micro-batch order."""
+
+    batch: Batch
+    plan: TierPlan | None = None
+    """What it does to the tiers; None when all rows are resident."""
+    bounds: tuple[int, ...] = ()
+    """Where its micro-batches end; empty for one."""
+
+
+@dataclass
+class StepTimes:
+    """Seconds of host time in micro-batches before and after the wait for cold rows."""
+
+    before_cold: float = 0.0
+    after_cold: float = 0.0
+
+
+def accumulate(ranker: Ranker, staged: StagedBatch, times: StepTimes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward and backward of one batch; returns (mean loss, logits [B]), both detached.
+
+    On return the tables have made their fused update and the dense gradients are those of the mean
+    loss over the whole batch. On a CPU, a loss that is not finite leaves the tables as they were.
+    """
+    if staged.bounds:
+        return _micro_batches(ranker, staged, times)
+    batch = staged.batch
+    logits = ranker(batch) if staged.plan is None else ranker.score(batch.dense, _pooled(ranker, staged.plan))
+    loss = binary_cross_entropy_with_logits(logits, batch.labels)
+    if _usable(loss):
+        loss.backward()
+    return loss.detach(), logits.detach()
+
+
+def _usable(loss: torch.Tensor) -> bool:
+    """Whether to update from ``loss``. A GPU is not stopped at every step to look: there the caller does, now and then."""
+    return loss.device.type != "cpu" or bool(torch.isfinite(loss))
+
+
+def _tiers(ranker: Ranker) -> TieredEmbeddingBagCollection:
+    embeddings = ranker.embeddings
+    assert isinstance(embeddings, TieredEmbeddingBagCollection)
+    return embeddings
+
+
+def _pooled(ranker: Ranker, plan: TierPlan) -> torch.Tensor:
+    """Pooled rows of both tiers of a whole batch, [B, F * dim]."""
+    tiers = _tiers(ranker)
+    tiers.arrive()
+    resident = tiers.lookup_resident(plan)
+    return resident + tiers.lookup_slab(plan) if len(plan.slab) else resident
+
+
+def _micro_batches(ranker: Ranker, staged: StagedBatch, times: StepTimes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact micro-batches under fused optimizers: every tier is looked up once, before any update.
+
+    The micro-batches' backward passes end in detached copies of the pooled rows, with the sum of
+    losses over the batch's full N; then each tier's backward runs once, on the whole batch, and so
+    makes one optimizer step (two would be wrong for every optimizer with state).
+    """
+    batch, plan = staged.batch, staged.plan
+    started = perf_counter()
+    tables = _Lookups(ranker, staged)
+    total = torch.zeros((), device=batch.labels.device)
+    logits = []
+    low = 0
+    for high in staged.bounds:
+        if plan is not None and high > plan.cold_first and not tables.cold_is_here:
+            times.before_cold += perf_counter() - started
+            tables.wait_for_cold()
+            started = perf_counter()
+        scores = ranker.score(batch.dense[low:high], tables.leaf(low, high))
+        loss = binary_cross_entropy_with_logits(scores, batch.labels[low:high], reduction="sum") / batch.size
+        loss.backward()
+        total += loss.detach()
+        logits.append(scores.detach())
+        low = high
+    if _usable(total):
+        tables.backward()
+    elapsed = perf_counter() - started
+    if tables.cold_is_here:
+        times.after_cold += elapsed
+    else:
+        times.before_cold += elapsed
+    return total, torch.cat(logits)
+
+
+class _Lookups:
+    """Pooled rows of each tier, looked up once, and the leaves that micro-batches differentiate."""
+
+    def __init__(self, ranker: Ranker, staged: StagedBatch) -> None:
+        self.ranker, self.staged = ranker, staged
+        self.cold_is_here = False
+        self._cold: torch.Tensor | None = None
+        self._leaves: list[torch.Tensor] = []
+        plan = staged.plan
+        if plan is None:
+            self._warm = ranker.dlrm.sparse_arch(staged.batch.sparse).flatten(1)
+            return
+        if len(plan.placed):
+            # Rows that get a slot in this batch come with its fetch: no micro-batch can go before them.
+            _tiers(ranker).arrive()
+        self._warm = _tiers(ranker).lookup_resident(plan)
+
+    def wait_for_cold(self) -> None:
+        """Block until the slab holds this batch's rows, and look them up."""
+        plan = self.staged.plan
+        assert plan is not None
+        _tiers(self.ranker).arrive()
+        self.cold_is_here = True
+        if len(plan.slab):
+            self._cold = _tiers(self.ranker).lookup_slab(plan)
+
+    def leaf(self, low: int, high: int) -> torch.Tensor:
+        """Pooled rows of samples [low, high) as a leaf of the graph, [high - low, F * dim]."""
+        pooled = self._warm.detach()[low:high]
+        if self._cold is not None:
+            assert self.staged.plan is not None
+            first = self.staged.plan.cold_first
+            if low >= first:
+                pooled = pooled + self._cold.detach()[low - first : high - first]
+        self._leaves.append(pooled.requires_grad_())
+        return pooled
+
+    def backward(self) -> None:
+        """One backward, and so one fused update, per tier."""
+        if self.staged.plan is not None:
+            _tiers(self.ranker).arrive()
+        gradients = [leaf.grad for leaf in self._leaves]
+        gradient = torch.cat([g for g in gradients if g is not None])
+        self._warm.backward(gradient)
+        if self._cold is not None:
+            assert self.staged.plan is not None
+            self._cold.backward(gradient[self.staged.plan.cold_first :])

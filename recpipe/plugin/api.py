@@ -1,0 +1,206 @@
+"""What a plugin is: a class whose ``contribute`` returns one ``Contribution``.
+
+This file is the complete list of extension points. Importing it does not import torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+
+from recpipe.plugin.errors import PluginError
+
+if TYPE_CHECKING:
+    import lightning as L
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import nn
+    from torchrec.distributed.planner.types import ParameterConstraints, Topology
+    from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodec, ShardingPlanner
+
+    from recpipe.data.batch import Batch
+    from recpipe.embedding.policies import CachePolicy, RowSpace
+
+API = (1, 0)
+"""Version of this file's contract: a plugin's major must equal it, its minor must not exceed it."""
+
+P = TypeVar("P")
+Aspect = Literal["placement", "kernel", "cache", "precision", "update"]
+"""What can be owned of a table: where it lives, which kernel looks it up, which of its rows are
+resident when, how its values are stored, and how its rows are updated."""
+Direction = Literal["forward", "backward"]
+
+
+class Invariant(Enum):
+    """Facts about training that one plugin may rely on and another may alter; errors quote the values."""
+
+    SAMPLE_ORDER = "samples reach the model in the order the data module yields them"
+    BATCH_SIZE = "every optimizer step sees exactly data.batch_size samples"
+    EXACT_GRADIENT = "each update equals that of the run without plugins"
+    TABLE_LAYOUT = "tables keep the rows, dtype and FQN that the model gave them"
+    ID_SPACE = "sparse ids reach the tables as the data module yields them"
+
+
+@dataclass(frozen=True)
+class TableInfo:
+    """One embedding table: ``rows`` x ``dim`` float32 weights."""
+
+    name: str
+    rows: int
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What is known before any memory is taken."""
+
+    tables: Mapping[str, TableInfo]
+    device: str
+    """As torch spells it: ``cpu``, ``cuda:0``."""
+    batch_size: int
+    resident_bytes: int
+    """Device memory for table rows, optimizer state included (``tiers.resident_bytes``)."""
+    record_bytes: int
+    """Bytes of one row's record: its weights and its optimizer state."""
+    seed: int
+    data_fingerprint: str
+    """Equal for equal batches: the key for anything that a plugin caches about the data."""
+    steps: int
+    """Optimizer steps that the run is expected to take."""
+
+
+# -- data ------------------------------------------------------------------------------------
+StreamWrapper = Callable[["Iterator[Batch]"], "Iterator[Batch]"]
+BatchTransform = Callable[["Batch"], "Batch"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A batch cut into micro-batches: samples in ``order``, ``bounds`` where each micro-batch ends.
+
+    ``order`` is a permutation of 0 .. B - 1 (int64 [B]); ``bounds`` grows and its last entry is B:
+    ``(n_popular, B)`` makes two micro-batches, the first one of samples ``order[:n_popular]``.
+    """
+
+    order: NDArray[np.int64]
+    bounds: tuple[int, ...]
+
+
+BatchSplitter = Callable[["Batch", "NDArray[np.bool_]"], Split]
+"""``splitter(batch, needs_cold)``: the mask [B] says which samples look up a row that is not resident."""
+
+# -- sharding and embedding modules ----------------------------------------------------------
+PlannerFactory = Callable[["Topology", "Mapping[str, ParameterConstraints]"], "ShardingPlanner"]
+
+
+class TablePolicy:
+    """How the claimed tables are stored and found; override the method of each aspect you claim."""
+
+    def constrain(self, name: str, table: TableInfo) -> ParameterConstraints | None:
+        """Limits for TorchRec's planner (aspects ``placement`` and ``kernel``); None: no limits."""
+        return None
+
+    def rewrite(self, module: nn.Module, tables: Sequence[str]) -> nn.Module:
+        """The embedding module with ``tables`` changed (aspects ``precision`` and ``update``)."""
+        return module
+
+    def cache(self, space: RowSpace) -> CachePolicy:
+        """Which rows are resident when (aspect ``cache``)."""
+        raise PluginError(
+            f"{type(self).__name__} claims 'cache' but brings no cache(); override it or drop the aspect"
+        )
+
+
+@dataclass(frozen=True)
+class TableClaim:
+    """``policy`` owns ``aspects`` of every table whose name matches ``glob``."""
+
+    glob: str
+    aspects: frozenset[Aspect]
+    policy: TablePolicy
+
+
+# -- optimizer and report --------------------------------------------------------------------
+StepWrapper = Callable[["Batch"], "AbstractContextManager[None]"]
+Figure = float | int | str | list[Any]
+Reporter = Callable[[], Mapping[str, Figure]]
+
+
+@dataclass(frozen=True)
+class Link(Generic[P]):
+    """A part of an ordered chain; ``before`` and ``after`` name plugins (``acme``) or parts (``acme.split``).
+
+    Naming a plugin that is not active orders nothing. Ties keep the order of ``+plugin=[a,b]``.
+    """
+
+    part: P
+    name: str = ""
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """Every extension point, in the order data flows. Leave what you do not touch."""
+
+    # data
+    stream: Sequence[Link[StreamWrapper]] = ()
+    """Chain: from one iterator of training batches to another; the first link is next to the data.
+    Runs in the loader's thread, on host memory, up to one batch ahead of training; so does ``batch``."""
+    batch: Sequence[Link[BatchTransform]] = ()
+    """Chain: one training batch in, one out."""
+    splitter: BatchSplitter | None = None
+    """Slot: a batch cut into micro-batches that together make one exact update."""
+    # sharding and embedding modules
+    tables: Sequence[TableClaim] = ()
+    """Claims: one owner for each aspect of each table."""
+    planner: PlannerFactory | None = None
+    """Slot: the TorchRec planner."""
+    sharders: Mapping[type[nn.Module], ModuleSharder[Any]] = field(default_factory=dict)
+    """Keyed: one sharder for each module type."""
+    codecs: Mapping[tuple[CommOp, Direction], QuantizedCommCodec[Any]] = field(default_factory=dict)
+    """Keyed: one codec for each collective and direction."""
+    device_bytes: int = 0
+    """Sum: device memory that the plugin keeps for itself; taken from ``tiers.resident_bytes``."""
+    # optimizer
+    step: Sequence[Link[StepWrapper]] = ()
+    """Chain: context managers around one optimizer step, the first link outermost."""
+    # metrics and report
+    callbacks: Sequence[L.Callback] = ()
+    """Fan-out: Lightning callbacks, all are called."""
+    report: Sequence[Reporter] = ()
+    """Fan-out: figures under ``plugins.<name>`` of report.json, asked for once, at the end of the run."""
+
+
+class Plugin(ABC):
+    """One paper's system. ``__init__`` takes the keys of its yaml as keyword arguments."""
+
+    api: ClassVar[tuple[int, int]] = API
+    """The ``API`` that the plugin was written for; write the numbers, do not copy the name."""
+    torchrec: ClassVar[str] = ""
+    """Versions it works with, such as ``>=1.6,<1.9``; empty: all that recpipe supports."""
+    requires: ClassVar[tuple[str, ...]] = ()
+    conflicts: ClassVar[tuple[str, ...]] = ()
+    relies_on: ClassVar[frozenset[Invariant]] = frozenset()
+    alters: ClassVar[frozenset[Invariant]] = frozenset()
+    """What a run with this plugin does not keep; one that alters nothing reproduces the run without it."""
+
+    @abstractmethod
+    def contribute(self, ctx: Context) -> Contribution:
+        """Return this plugin's parts; called once per run, takes no memory to speak of, starts no work."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who a part came from, as shown in conflicts, listings and faults."""
+
+    plugin: str
+    distribution: str = "recpipe"
+    version: str = "0"
+
+    def __str__(self) -> str:
+        return f"{self.plugin} ({self.distribution} {self.version})"

@@ -1,0 +1,197 @@
+"""All plugins of a run, merged: who owns what, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from recpipe.plugin.api import (
+    Aspect,
+    BatchSplitter,
+    BatchTransform,
+    Context,
+    Contribution,
+    Direction,
+    Figure,
+    Invariant,
+    Origin,
+    PlannerFactory,
+    Plugin,
+    Reporter,
+    StepWrapper,
+    StreamWrapper,
+    TableInfo,
+    TablePolicy,
+)
+from recpipe.plugin.blame import BlamedPolicy, blame, blame_step, blame_stream, blaming
+from recpipe.plugin.compose import Claims, Owned, budget, chain, check_preferences, claims, keyed, slot
+from recpipe.plugin.errors import PluginError
+
+if TYPE_CHECKING:
+    import lightning as L
+    from torch import nn
+    from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodec
+
+    from recpipe.data.batch import Batch
+
+P = TypeVar("P")
+Active = Sequence[tuple[Origin, Plugin, Contribution]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """The merged ``Contribution`` of a run; a fault in any part names its plugin."""
+
+    plugins: tuple[Origin, ...]
+    altered: frozenset[Invariant]
+    stream: Sequence[Owned[StreamWrapper]]
+    batch: Sequence[Owned[BatchTransform]]
+    splitter: Owned[BatchSplitter] | None
+    claims: Claims
+    planner: Owned[PlannerFactory] | None
+    sharders: Mapping[type[nn.Module], Owned[ModuleSharder[Any]]]
+    codecs: Mapping[tuple[CommOp, Direction], Owned[QuantizedCommCodec[Any]]]
+    device_bytes: int
+    step: Sequence[Owned[StepWrapper]]
+    callbacks: Sequence[Owned[L.Callback]]
+    reporters: Sequence[Owned[Reporter]]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the run must reproduce the one without plugins."""
+        return not self.altered
+
+    def wrap_stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """``batches`` through the stream chain; the last link's iterator comes out."""
+        for link in self.stream:
+            batches = link.part(batches)
+        return batches
+
+    def transform(self, batch: Batch) -> Batch:
+        """One batch through the batch chain."""
+        for link in self.batch:
+            batch = link.part(batch)
+        return batch
+
+    @contextmanager
+    def around_step(self, batch: Batch) -> Iterator[None]:
+        """Every step wrapper, the first link outermost."""
+        with ExitStack() as stack:
+            for link in self.step:
+                stack.enter_context(link.part(batch))
+            yield
+
+    def policies(self, aspect: Aspect) -> list[tuple[Owned[TablePolicy], tuple[str, ...]]]:
+        """Owners of ``aspect``, each with its tables, in the order of the model's tables."""
+        groups: list[tuple[Owned[TablePolicy], list[str]]] = []
+        for (table, owned_aspect), owner in self.claims.items():
+            if owned_aspect == aspect:
+                mine = next((tables for other, tables in groups if other.part is owner.part), None)
+                if mine is None:
+                    groups.append((owner, [table]))
+                else:
+                    mine.append(table)
+        return [(owner, tuple(tables)) for owner, tables in groups]
+
+    def figures(self) -> dict[str, dict[str, Figure]]:
+        """Every plugin's figures for report.json; a plugin that reports none has an empty entry."""
+        merged: dict[str, dict[str, Figure]] = {origin.plugin: {} for origin in self.plugins}
+        for reporter in self.reporters:
+            mine = merged[reporter.origin.plugin]
+            for key, value in reporter.part().items():
+                if key in mine:
+                    raise PluginError(
+                        f"{reporter.origin} reports '{key}' twice; give each reporter keys of its own"
+                    )
+                mine[key] = value
+        return merged
+
+    def to_dict(self) -> dict[str, Any]:
+        """Owners and order, as assembly.json holds them."""
+        table_claims: dict[str, dict[str, str]] = {}
+        for (table, aspect), owner in self.claims.items():
+            table_claims.setdefault(table, {})[aspect] = owner.origin.plugin
+        return {
+            "plugins": [
+                {"name": o.plugin, "distribution": o.distribution, "version": o.version} for o in self.plugins
+            ],
+            "altered": sorted(i.name for i in self.altered),
+            "stream": [link.label for link in self.stream],
+            "batch": [link.label for link in self.batch],
+            "splitter": self.splitter.origin.plugin if self.splitter else None,
+            "tables": table_claims,
+            "planner": self.planner.origin.plugin if self.planner else None,
+            "sharders": {kind.__name__: owner.origin.plugin for kind, owner in self.sharders.items()},
+            "codecs": {
+                f"{getattr(op, 'name', op)}.{way}": owner.origin.plugin
+                for (op, way), owner in self.codecs.items()
+            },
+            "device_bytes": self.device_bytes,
+            "step": [link.label for link in self.step],
+            "callbacks": [owned.label for owned in self.callbacks],
+            "report": [owned.label for owned in self.reporters],
+        }
+
+
+def assemble(
+    active: Active,
+    tables: Mapping[str, TableInfo],
+    *,
+    prefer: Mapping[str, str] | None = None,
+    resident_bytes: int | None = None,
+) -> Assembly:
+    """Merge ``active`` by the five laws, before any memory is taken.
+
+    ``prefer`` maps a slot to the plugin that fills it (``compose.prefer``); ``resident_bytes`` is the
+    device memory that the plugins' ``device_bytes`` must fit in (None: not checked).
+    Raises ``PluginConflict`` or ``PluginOrderError``.
+    """
+    prefer = dict(prefer or {})
+    check_preferences(prefer)
+    parts = [(origin, contribution) for origin, _, contribution in active]
+    asked = sum(c.device_bytes for _, c in parts)
+    splitter = slot("splitter", [(o, c.splitter) for o, c in parts], prefer.get("splitter", ""))
+    planner = slot("planner", [(o, c.planner) for o, c in parts], prefer.get("planner", ""))
+    return Assembly(
+        plugins=tuple(origin for origin, _ in parts),
+        altered=frozenset(i for _, plugin, _ in active for i in plugin.alters),
+        stream=[_blamed(o, blame_stream) for o in chain("stream", [(o, c.stream) for o, c in parts])],
+        batch=[_blamed(o, blame) for o in chain("batch", [(o, c.batch) for o, c in parts])],
+        splitter=_blamed(splitter, blame) if splitter else None,
+        claims=_blamed_claims(claims(tables, parts)),
+        planner=_blamed(planner, blame) if planner else None,
+        sharders=keyed("sharder", [(o, c.sharders) for o, c in parts]),
+        codecs=keyed("codec", [(o, c.codecs) for o, c in parts]),
+        device_bytes=asked if resident_bytes is None else budget(parts, resident_bytes),
+        step=[_blamed(o, blame_step) for o in chain("step", [(o, c.step) for o, c in parts])],
+        callbacks=[Owned(f"{o.plugin}.{type(cb).__name__}", o, cb) for o, c in parts for cb in c.callbacks],
+        reporters=[
+            Owned(f"{o.plugin}.report", o, blame(o, f"{o.plugin}.report", r))
+            for o, c in parts
+            for r in c.report
+        ],
+    )
+
+
+def _blamed(owned: Owned[P], wrap: Callable[[Origin, str, P], P]) -> Owned[P]:
+    return Owned(owned.label, owned.origin, wrap(owned.origin, owned.label, owned.part))
+
+
+def _blamed_claims(merged: Claims) -> Claims:
+    """One wrapper for each policy, so that the tables of a policy still share it."""
+    wrapped = {id(owner.part): BlamedPolicy(owner.origin, owner.part) for owner in merged.values()}
+    return {key: Owned(owner.label, owner.origin, wrapped[id(owner.part)]) for key, owner in merged.items()}
+
+
+def gather(active: Sequence[tuple[Origin, Plugin]], context: Context) -> Active:
+    """Each plugin's contribution to ``context``."""
+    gathered = []
+    for origin, plugin in active:
+        with blaming(origin, "contribute"):
+            contribution = plugin.contribute(context)
+        if not isinstance(contribution, Contribution):
+            raise PluginError(f"plugin {origin}: contribute() returned {contribution!r}, not a Contribution")
+        gathered.append((origin, plugin, contribution))
+    return gathered

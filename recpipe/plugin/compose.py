@@ -1,0 +1,152 @@
+"""Merging plugins' contributions: a slot has one owner, claims are disjoint, chains are ordered."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from graphlib import CycleError, TopologicalSorter
+from typing import Generic, TypeVar
+
+from recpipe.plugin.api import Aspect, Contribution, Link, Origin, TablePolicy
+from recpipe.plugin.errors import PluginConflict, PluginOrderError
+
+P = TypeVar("P")
+K = TypeVar("K")
+Plugins = Sequence[tuple[Origin, Contribution]]
+Claims = dict[tuple[str, Aspect], "Owned[TablePolicy]"]
+
+SLOTS = ("splitter", "planner")
+"""Fields of ``Contribution`` that only one plugin can fill; ``compose.prefer.<slot>=<plugin>`` chooses."""
+
+
+@dataclass(frozen=True)
+class Owned(Generic[P]):
+    """A part and who brought it; ``label`` is ``plugin`` or ``plugin.part``."""
+
+    label: str
+    origin: Origin
+    part: P
+
+
+def slot(name: str, wishes: Iterable[tuple[Origin, P | None]], prefer: str = "") -> Owned[P] | None:
+    """The one part that fills a slot, or None when no plugin wants it."""
+    wanted = [(o, p) for o, p in wishes if p is not None]
+    found = [(o, p) for o, p in wanted if prefer in ("", o.plugin)]
+    if prefer and not found:
+        bring = ", ".join(o.plugin for o, _ in wanted) or "none"
+        raise PluginConflict(
+            f"compose.prefer.{name}={prefer}, but '{prefer}' brings no {name} to this run. "
+            f"Active plugins that bring one: {bring}. Drop the setting or name one of them"
+        )
+    if len(found) > 1:
+        raise PluginConflict(
+            f"{' and '.join(str(o) for o, _ in found)} both want to be the {name}; only one can. "
+            f"Drop one, or say which: compose.prefer.{name}={found[0][0].plugin}"
+        )
+    return Owned(f"{found[0][0].plugin}.{name}", *found[0]) if found else None
+
+
+def keyed(name: str, wishes: Iterable[tuple[Origin, Mapping[K, P]]]) -> dict[K, Owned[P]]:
+    """Parts that each own a key (a module type, a collective): one owner per key."""
+    merged: dict[K, Owned[P]] = {}
+    for origin, parts in wishes:
+        for key, part in parts.items():
+            if key in merged:
+                shown = key.__name__ if isinstance(key, type) else key
+                raise PluginConflict(
+                    f"{merged[key].origin} and {origin} both bring the {name} of {shown}. Drop one"
+                )
+            merged[key] = Owned(f"{origin.plugin}.{name}", origin, part)
+    return merged
+
+
+def claims(tables: Iterable[str], plugins: Plugins) -> Claims:
+    """Who owns which aspect of which table; two plugins may share a table, not an aspect of it."""
+    tables = list(tables)
+    merged: Claims = {}
+    for origin, contribution in plugins:
+        for claim in contribution.tables:
+            hits = [t for t in tables if fnmatchcase(t, claim.glob)]
+            if not hits:
+                raise PluginConflict(
+                    f"{origin} claims tables '{claim.glob}', but the model has: {', '.join(tables)}. "
+                    f"Name some of these, for example plugins.{origin.plugin}.tables='*'"
+                )
+            for table in hits:
+                for aspect in sorted(claim.aspects):
+                    if other := merged.get((table, aspect)):
+                        raise PluginConflict(_clash(other.origin, origin, aspect, table))
+                    merged[table, aspect] = Owned(f"{origin.plugin}.tables", origin, claim.policy)
+    return merged
+
+
+def _clash(first: Origin, second: Origin, aspect: Aspect, table: str) -> str:
+    if first == second:
+        return f"{second} claims the {aspect} of table '{table}' twice; its globs must be disjoint"
+    return (
+        f"{first} and {second} both claim the {aspect} of table '{table}'. Drop one, or narrow one so that "
+        f"they are disjoint, for example by plugins.{second.plugin}.tables if it has that knob"
+    )
+
+
+def chain(name: str, wishes: Iterable[tuple[Origin, Sequence[Link[P]]]]) -> list[Owned[P]]:
+    """Links in running order; ties keep the plugin list's order."""
+    parts: dict[str, tuple[Owned[P], Link[P]]] = {}
+    for origin, links in wishes:
+        for link in links:
+            label = f"{origin.plugin}.{link.name}" if link.name else origin.plugin
+            if label in parts:
+                raise PluginConflict(f"{origin} adds '{label}' to {name} twice; give each link a name")
+            parts[label] = (Owned(label, origin, link.part), link)
+    order = list(parts)
+    graph: dict[str, set[str]] = {label: set() for label in order}
+    for label, (_, link) in parts.items():
+        for other in order:
+            names = {other, other.partition(".")[0]} - {label}
+            if other != label and names & set(link.after):
+                graph[label].add(other)
+            if other != label and names & set(link.before):
+                graph[other].add(label)
+    return [parts[label][0] for label in _sorted(name, graph, order)]
+
+
+def _sorted(name: str, graph: Mapping[str, set[str]], order: Sequence[str]) -> list[str]:
+    """Topological order of ``graph`` (label -> its predecessors), ties as in ``order``."""
+    sorter = TopologicalSorter(graph)
+    try:
+        sorter.prepare()
+    except CycleError as fault:
+        loop = " -> ".join(reversed(fault.args[1]))
+        raise PluginOrderError(
+            f"the order of {name} contradicts itself: {loop}. Drop one of these plugins"
+        ) from None
+    ready, done = list(sorter.get_ready()), []
+    while ready:
+        ready.sort(key=order.index)
+        done.append(ready.pop(0))
+        sorter.done(done[-1])
+        ready += sorter.get_ready()
+    return done
+
+
+def budget(plugins: Plugins, capacity: int) -> int:
+    """Bytes of device memory that plugins keep; table rows get what is left of ``capacity``."""
+    wanted = {str(o): c.device_bytes for o, c in plugins if c.device_bytes}
+    if (total := sum(wanted.values())) > capacity:
+        each = ", ".join(f"{o}: {amount:,}" for o, amount in wanted.items())
+        raise PluginConflict(
+            f"plugins ask for {total:,} bytes of device memory, but tiers.resident_bytes is {capacity:,} "
+            f"({each}). Raise tiers.resident_bytes or drop a plugin"
+        )
+    return total
+
+
+def check_preferences(prefer: Mapping[str, str]) -> None:
+    """Refuse ``compose.prefer`` of something that is not a slot."""
+    for name in prefer:
+        if name not in SLOTS:
+            near = difflib.get_close_matches(name, SLOTS, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise PluginConflict(f"compose.prefer.{name}: no such slot.{hint} Slots: {', '.join(SLOTS)}")

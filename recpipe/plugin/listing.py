@@ -1,0 +1,95 @@
+"""``recpipe plugins``: what is installed, which extension points each plugin uses, what it alters."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from recpipe.config import plugin_conf
+from recpipe.plugin.api import Context, Contribution, Origin, Plugin, TableInfo
+from recpipe.plugin.load import installed, instantiate, origin_of
+
+SAMPLE = Context(
+    tables={f"C{i}": TableInfo(f"C{i}", 1000, 16) for i in range(1, 27)},
+    device="cpu",
+    batch_size=2048,
+    resident_bytes=1 << 20,
+    record_bytes=80,
+    seed=0,
+    data_fingerprint="listing",
+    steps=1000,
+)
+"""A run to ask plugins about; nothing of it is built."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One installed plugin; ``fault`` says why it cannot be used, empty where it can."""
+
+    origin: Origin
+    doc: str = ""
+    uses: tuple[str, ...] = ()
+    alters: tuple[str, ...] = ()
+    fault: str = ""
+
+
+def points(contribution: Contribution) -> tuple[str, ...]:
+    """Names of the extension points that ``contribution`` uses, in data-flow order."""
+    return tuple(f.name for f in dataclasses.fields(contribution) if _used(getattr(contribution, f.name)))
+
+
+def _used(part: object) -> bool:
+    return bool(part) if isinstance(part, (int, list, tuple, dict)) else part is not None
+
+
+def default_knobs(ep: EntryPoint) -> dict[str, object]:
+    """The values of the plugin's own yaml; none where it has no yaml."""
+    folder = plugin_conf(ep)
+    file = folder / "plugin" / f"{ep.name}.yaml" if folder else None
+    if file is None or not file.is_file():
+        return {}
+    values = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    return {str(k): v for k, v in values.items() if k != "defaults"} if isinstance(values, dict) else {}
+
+
+def describe(ep: EntryPoint) -> Listed:
+    """What a plugin does, asked of a sample run; a plugin that fails is listed with the reason."""
+    origin = origin_of(ep)
+    try:
+        plugin: Plugin = instantiate(ep.name, default_knobs(ep))
+        contribution = plugin.contribute(SAMPLE)
+    except Exception as fault:
+        return Listed(origin, fault=f"{type(fault).__name__}: {fault}".splitlines()[0])
+    doc = (inspect.getdoc(type(plugin)) or "").splitlines()
+    alters = tuple(sorted(i.name for i in plugin.alters))
+    return Listed(origin, doc[0] if doc else "", points(contribution), alters)
+
+
+def print_plugins() -> int:
+    """Print the table; 0 even where a plugin is broken, which its row says."""
+    rows = [describe(ep) for ep in installed().values()]
+    if not rows:
+        print("no plugins are installed; recpipe's own appear after: pip install -e .")
+        return 0
+    table = Table(show_lines=True)
+    for title in ("plugin", "from", "what it does", "extension points", "alters"):
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        source = f"{row.origin.distribution} {row.origin.version}"
+        does, alters = (
+            ("BROKEN, see below", "") if row.fault else (row.doc, ", ".join(row.alters) or "nothing")
+        )
+        table.add_row(row.origin.plugin, source, escape(does), ", ".join(row.uses), alters)
+    console = Console()
+    console.print(table)
+    for row in filter(lambda row: row.fault, rows):
+        print(f"broken: {row.origin.plugin}: {row.fault}")
+    console.print("Switch one on: python -m recpipe +plugin=NAME. Two: '+plugin=[a,b]'.", markup=False)
+    return 0

@@ -1,0 +1,135 @@
+"""From ``plugins:`` in the config to plugin objects: found by entry point, loaded only when named."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata as metadata
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from recpipe.plugin.api import API, Invariant, Origin, Plugin
+from recpipe.plugin.errors import (
+    PluginConflict,
+    PluginError,
+    PluginLoadError,
+    PluginNotFound,
+    PluginVersionError,
+)
+from recpipe.plugin.knobs import check_knobs
+
+GROUP = "recpipe.plugins"
+
+
+def installed() -> dict[str, EntryPoint]:
+    """Plugins on this machine by name, without importing any."""
+    found: dict[str, EntryPoint] = {}
+    for ep in metadata.entry_points(group=GROUP):
+        if ep.name in found and found[ep.name].value != ep.value:
+            one, two = (e.dist.name if e.dist else "?" for e in (found[ep.name], ep))
+            raise PluginConflict(
+                f"two installed packages provide a plugin named '{ep.name}': {one} and {two}. "
+                f"Uninstall one: pip uninstall {two}"
+            )
+        found[ep.name] = ep
+    return dict(sorted(found.items()))
+
+
+def origin_of(ep: EntryPoint) -> Origin:
+    """Name, distribution and version of an installed plugin."""
+    return Origin(ep.name, ep.dist.name if ep.dist else "?", ep.dist.version if ep.dist else "?")
+
+
+def load(name: str, available: Mapping[str, EntryPoint] | None = None) -> tuple[type[Plugin], Origin]:
+    """Import one plugin class and check that it fits this version of the contract.
+
+    Raises ``PluginNotFound`` (with the nearest name), ``PluginLoadError`` or ``PluginVersionError``.
+    """
+    eps = installed() if available is None else available
+    if name not in eps:
+        near = difflib.get_close_matches(name, eps, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise PluginNotFound(f"no plugin '{name}'.{hint} Installed: {', '.join(sorted(eps)) or 'none'}")
+    ep = eps[name]
+    origin = origin_of(ep)
+    try:
+        cls = ep.load()
+    except Exception as fault:
+        raise PluginLoadError(
+            f"plugin {origin} is installed but cannot be imported from '{ep.value}': "
+            f"{type(fault).__name__}: {fault}. "
+            f"Reinstall it: pip install --force-reinstall {origin.distribution}"
+        ) from fault
+    if not (isinstance(cls, type) and issubclass(cls, Plugin)):
+        raise PluginLoadError(
+            f"plugin {origin}: '{ep.value}' is not a subclass of recpipe.Plugin; correct its entry point"
+        )
+    _check_versions(cls, origin)
+    return cls, origin
+
+
+def _check_versions(cls: type[Plugin], origin: Origin) -> None:
+    major, minor = cls.api
+    if major != API[0] or minor > API[1]:
+        upgrade = "recpipe" if (major, minor) > API else origin.distribution
+        raise PluginVersionError(
+            f"plugin {origin} is written for plugin API {major}.{minor}; this recpipe speaks "
+            f"{API[0]}.{API[1]}. Upgrade: pip install -U {upgrade}"
+        )
+    if not cls.torchrec:
+        return
+    try:
+        wanted = SpecifierSet(cls.torchrec)
+    except InvalidSpecifier:
+        raise PluginLoadError(
+            f"plugin {origin}: torchrec = '{cls.torchrec}' is not a version range such as '>=1.6,<1.9'"
+        ) from None
+    have = metadata.version("torchrec")
+    if not wanted.contains(have, prereleases=True):
+        raise PluginVersionError(
+            f"plugin {origin} needs torchrec {wanted}, but {have} is installed: see recpipe doctor"
+        )
+
+
+def check_together(active: Mapping[str, type[Plugin]]) -> None:
+    """Whole-plugin facts: requires, conflicts, and invariants relied on but altered."""
+    for name, cls in active.items():
+        for other in cls.requires:
+            if other not in active:
+                raise PluginConflict(f"plugin '{name}' needs '{other}': add it, +plugin=[{other},{name}]")
+        for other in cls.conflicts:
+            if other in active:
+                raise PluginConflict(
+                    f"plugins '{name}' and '{other}' cannot run together ('{name}' says so). Drop one"
+                )
+        for other, theirs in active.items():
+            broken: frozenset[Invariant] = cls.relies_on & theirs.alters
+            if other != name and broken:
+                what = "; ".join(i.value for i in sorted(broken, key=lambda i: i.name))
+                raise PluginConflict(
+                    f"plugin '{name}' relies on this: {what}. Plugin '{other}' alters it. Drop one of the two"
+                )
+
+
+def instantiate(name: str, knobs: Mapping[str, Any]) -> Plugin:
+    """The installed plugin ``name`` with its yaml's keys; raises ``PluginError`` for a wrong knob."""
+    cls, origin = load(name)
+    return _construct(cls, origin, knobs)
+
+
+def _construct(cls: type[Plugin], origin: Origin, knobs: Mapping[str, Any]) -> Plugin:
+    check_knobs(cls, origin, knobs)
+    try:
+        return cls(**knobs)
+    except (TypeError, ValueError) as fault:
+        raise PluginError(f"plugin {origin} refuses its knobs (plugins.{origin.plugin}): {fault}") from fault
+
+
+def activate(plugins: Mapping[str, Mapping[str, Any]]) -> list[tuple[Origin, Plugin]]:
+    """The plugins of a recipe (``plugins:`` as plain dicts), in its order, checked alone and together."""
+    available = installed()
+    loaded = [(*load(name, available), knobs or {}) for name, knobs in plugins.items()]
+    check_together({origin.plugin: cls for cls, origin, _ in loaded})
+    return [(origin, _construct(cls, origin, knobs)) for cls, origin, knobs in loaded]

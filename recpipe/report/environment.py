@@ -1,0 +1,75 @@
+"""On what a run was made: machine, versions and commit, for report.json and compare.json."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = {
+    "recpipe": ("recpipe",),
+    "torch": ("torch",),
+    "torchrec": ("torchrec", "torchrec-cpu"),
+    "fbgemm": ("fbgemm-gpu", "fbgemm-gpu-cpu"),
+    "lightning": ("lightning",),
+}
+
+
+def environment() -> dict[str, Any]:
+    """Machine and versions, ready for JSON; a figure that the system does not give is None.
+
+    ``cores`` are those this process may run on, ``threads`` those torch uses for one operator,
+    ``ram_bytes`` the machine's memory; ``commit`` (with ``-dirty`` where files differ) only in a checkout.
+    """
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "ram_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "gpu": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        **{name: _version(packages) for name, packages in _PACKAGES.items()},
+        "commit": _commit(),
+    }
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(packages: tuple[str, ...]) -> str | None:
+    for package in packages:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _commit() -> str | None:
+    """The checkout's commit, if this file is tracked there (not in a venv inside another's checkout)."""
+    here = Path(__file__)
+    tracked = _git("ls-files", "--error-unmatch", here.name, cwd=here.parent)
+    return (
+        None if tracked is None else _git("describe", "--always", "--dirty", "--abbrev=40", cwd=here.parent)
+    )
+
+
+def _git(*arguments: str, cwd: Path) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

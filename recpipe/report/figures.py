@@ -1,0 +1,55 @@
+"""Numbers as a reader wants them: 1.25 MiB, 12,345, 0.7701; shared by terminal and HTML."""
+
+from __future__ import annotations
+
+from matplotlib.ticker import EngFormatter
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def count(value: float | None) -> str:
+    """Whole number with thousands separators; ``-`` for None."""
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def short(value: float | None) -> str:
+    """Three digits and a decimal prefix, 2.43M, for a narrow column; ``-`` for None."""
+    return "-" if value is None else EngFormatter(places=None, sep="")(float(f"{value:.3g}"))
+
+
+def size(value: float | None) -> str:
+    """Bytes in the binary unit that needs no more than three digits; ``-`` for None."""
+    if value is None:
+        return "-"
+    scaled, unit = float(value), 0
+    while abs(scaled) >= 1000 and unit < len(_UNITS) - 1:
+        scaled, unit = scaled / 1024, unit + 1
+    return f"{scaled:.3g} {_UNITS[unit]}"
+
+
+def decimal(value: float | None, digits: int = 4) -> str:
+    """Fixed number of decimals; ``-`` for None."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def signed(value: float | None, digits: int = 5) -> str:
+    """Like ``decimal`` with its sign, for differences."""
+    return "-" if value is None else f"{value:+.{digits}f}"
+
+
+def figure(name: str, value: object) -> str:
+    """A plugin's figure by the unit at the end of its name: ``_bytes``, ``_share``, ``_seconds``."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "-" if value is None else str(value)
+    if name.endswith("bytes"):
+        return size(value)
+    if name.endswith("share"):
+        return f"{100 * value:.1f}%"
+    if name.endswith("seconds"):
+        return f"{value:.3g} s"
+    return count(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def label(name: str) -> str:
+    """``cold_rows_fetched`` as ``cold rows fetched``."""
+    return name.replace("_", " ")

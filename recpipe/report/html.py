@@ -1,0 +1,120 @@
+"""report.html: one file without outside resources, made from the content of report.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from omegaconf import OmegaConf
+
+from recpipe.report import figures, plots
+
+
+def write(report: Mapping[str, Any], directory: Path) -> Path:
+    """Write ``directory/report.html`` for ``report`` (report.json's content) and return its path."""
+    return write_page(directory / "report.html", render(report))
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The page as text; ``report`` is what ``RunReport.to_dict`` gives."""
+    return page("report.html.j2").render(
+        report=report,
+        learning=_learning(report["history"]),
+        speed=_speed(report),
+        plugins={name: _plugin(values) for name, values in report["plugins"].items()},
+        recipe=OmegaConf.to_yaml(OmegaConf.create(dict(report["recipe"]))),
+        assembly=_flat(report["assembly"]),
+    )
+
+
+def page(template: str) -> Template:
+    """A template of this package: autoescaped, undefined names are errors, formatters as filters."""
+    jinja = Environment(
+        loader=PackageLoader("recpipe.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    for formatter in (figures.count, figures.size, figures.decimal, figures.signed, figures.label):
+        jinja.filters[formatter.__name__] = formatter
+    jinja.globals["figure"] = figures.figure
+    return jinja.get_template(template)
+
+
+def write_page(path: Path, text: str) -> Path:
+    """Write ``text`` to ``path`` so that a reader sees the old page or the whole new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    return temporary.replace(path)
+
+
+def _learning(history: list[dict[str, Any]]) -> list[plots.Plot]:
+    if not history:
+        return []
+    samples = [point["samples"] for point in history]
+
+    def column(name: str) -> list[float | None]:
+        return [point[name] for point in history]
+
+    losses = {"evaluation logloss": column("logloss"), "training loss": column("loss")}
+    return [
+        plots.lines("AUC on the held-out part", samples, {"AUC": column("auc")}, "samples trained"),
+        plots.lines("Loss", samples, losses, "samples trained", "nats"),
+    ]
+
+
+def _speed(report: Mapping[str, Any]) -> list[plots.Plot]:
+    drawn = []
+    if history := report["history"]:
+        speed = {"speed": [point["samples_per_second"] for point in history]}
+        samples = [point["samples"] for point in history]
+        drawn.append(plots.lines("Training speed", samples, speed, "samples trained", "samples/s", True))
+    steps = report["throughput"]["step_histogram"]
+    if steps["counts"]:
+        title = "Step time (last bar: the slowest 1%)"
+        drawn.append(plots.histogram(title, steps["edges_ms"], steps["counts"], "ms per step"))
+    return drawn
+
+
+def _plugin(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A plugin's scalars as table rows and its lists as curves."""
+    scalars = {name: value for name, value in values.items() if not isinstance(value, list | dict)}
+    curves = [
+        _curve(name, value) for name, value in values.items() if isinstance(value, list) and _drawable(value)
+    ]
+    texts = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, dict) or (isinstance(value, list) and not _drawable(value))
+    }
+    return {"scalars": scalars | texts, "plots": curves}
+
+
+def _drawable(values: list[Any]) -> bool:
+    def number(value: Any) -> bool:
+        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+    def pair(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and all(map(number, value))
+
+    return bool(values) and (all(map(number, values)) or all(map(pair, values)))
+
+
+def _curve(name: str, values: list[Any]) -> plots.Plot:
+    pairs = values if isinstance(values[0], list) else [[index, value] for index, value in enumerate(values)]
+    title = figures.label(name)
+    return plots.lines(title, [x for x, _ in pairs], {title: [y for _, y in pairs]}, "")
+
+
+def _flat(tree: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Nested assembly as (dotted key, value) rows; lists of scalars stay on one row."""
+    if isinstance(tree, Mapping) and tree:
+        return [
+            row
+            for key, item in tree.items()
+            for row in _flat(item, f"{prefix}.{key}" if prefix else str(key))
+        ]
+    if isinstance(tree, list) and any(isinstance(item, Mapping | list) for item in tree):
+        return [row for index, item in enumerate(tree) for row in _flat(item, f"{prefix}[{index}]")]
+    if isinstance(tree, list):
+        return [(prefix, ", ".join(map(str, tree)) or "-")]
+    return [(prefix, "-" if tree in (None, {}, "") else str(tree))] if prefix else []

@@ -1,0 +1,182 @@
+"""What a run measured: the dataclasses behind report.json, schema 1 (its keys are a public interface)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recpipe.metrics import Quality
+
+SCHEMA = 1
+
+
+@dataclass
+class DataFigures:
+    """Samples trained and evaluated, ids looked up while training, and input rows left out as bad."""
+
+    train_samples: int
+    eval_samples: int
+    lookups: int
+    rejected_rows: int = 0
+
+
+@dataclass
+class StepTimes:
+    """Percentiles of the time of one optimizer step, in milliseconds; NaN without steps."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass
+class Histogram:
+    """``counts`` [n] of steps between neighbouring ``edges_ms`` [n + 1]."""
+
+    edges_ms: list[float]
+    counts: list[int]
+
+
+@dataclass
+class Throughput:
+    """Training speed; evaluation, checkpoints and set-up are left out of it by the caller."""
+
+    samples_per_second: float
+    step_ms: StepTimes
+    step_histogram: Histogram
+
+    @classmethod
+    def of_steps(cls, samples: int, seconds: float, step_seconds: Sequence[float]) -> Throughput:
+        """``samples`` trained in ``seconds`` of training; ``step_seconds`` of each step."""
+        rate = samples / seconds if seconds > 0 else math.nan
+        return cls(rate, step_times(step_seconds), step_histogram(step_seconds))
+
+
+@dataclass
+class Memory:
+    """Peak resident set of the process, and the bytes of the resident and of the cold tier."""
+
+    peak_rss_bytes: int
+    resident_bytes: int
+    cold_bytes: int
+    tier_overhead_bytes: int = 0
+    """Memory that the tiers need beside the resident rows: row maps, the policy's tables, slab, buffers."""
+
+
+@dataclass
+class Io:
+    """Traffic with the cold tier. ``direct``: None for a store that is no file; it is training that waits."""
+
+    store: str | None = None
+    direct: bool | None = None
+    rows_read: int = 0
+    rows_written: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    wait_seconds: float = 0.0
+    rows_staged: int = 0
+    """Of ``rows_read``: rows whose block the store still held, so that the device did not read it again."""
+    fetch_seconds: float = 0.0
+    """The I/O thread's time in fetches; what exceeds ``wait_seconds`` was hidden behind training."""
+    write_seconds: float = 0.0
+    plan_seconds: float = 0.0
+    """The loader thread's time in deciding which rows move."""
+
+
+@dataclass
+class Point:
+    """One point of the learning curve: an evaluation after ``step`` steps and ``samples`` samples.
+
+    ``loss`` is the mean training loss and ``samples_per_second`` the speed since the point before.
+    """
+
+    step: int
+    samples: int
+    auc: float
+    logloss: float
+    ne: float
+    loss: float
+    samples_per_second: float
+
+
+PluginFigures = Mapping[str, object]
+"""One plugin's figures by name: a number or string is a row of its table; a list of numbers, or of
+[x, y] pairs, is drawn as a curve in report.html."""
+
+
+@dataclass
+class RunReport:
+    """All that report.json holds. Not-a-number and infinity become null there (strict JSON)."""
+
+    task: str
+    recipe: Mapping[str, Any]
+    assembly: Mapping[str, Any]
+    altered: Sequence[str]
+    data: DataFigures
+    throughput: Throughput
+    quality: Quality
+    memory: Memory
+    io: Io
+    plugins: Mapping[str, PluginFigures]
+    environment: Mapping[str, Any]
+    history: Sequence[Point] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as report.json has it: plain JSON values only."""
+        return {"schema": SCHEMA, **plain(asdict(self))}
+
+    def write(self, directory: Path) -> Path:
+        """Write ``directory/report.json`` (atomically) and return its path."""
+        return write_json(directory / "report.json", self.to_dict())
+
+
+def step_times(seconds: Sequence[float]) -> StepTimes:
+    """p50, p90 and p99 in milliseconds, interpolated linearly between the nearest steps."""
+    if not len(seconds):
+        return StepTimes(math.nan, math.nan, math.nan)
+    p50, p90, p99 = np.percentile(np.asarray(seconds, dtype=np.float64) * 1e3, (50, 90, 99))
+    return StepTimes(float(p50), float(p90), float(p99))
+
+
+def step_histogram(seconds: Sequence[float], bins: int = 40) -> Histogram:
+    """Steps by duration in ``bins`` equal bins up to the 99th percentile; the last takes what is longer."""
+    if not len(seconds):
+        return Histogram([], [])
+    milliseconds = np.asarray(seconds, dtype=np.float64) * 1e3
+    # A first step that takes seconds (compilation, page faults) would squeeze all others into one bin.
+    capped = np.minimum(milliseconds, np.percentile(milliseconds, 99))
+    counts, edges = np.histogram(capped, bins=bins)
+    return Histogram([float(edge) for edge in edges], [int(count) for count in counts])
+
+
+def plain(value: Any) -> Any:
+    """``value`` as strict JSON can hold it: NaN and infinity as None, arrays and tensors as lists.
+
+    Anything else that JSON does not know becomes its string: a plugin's odd figure must not cost a
+    finished run its report.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return str(value)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> Path:
+    """Write strict JSON to ``path`` so that a reader sees the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return temporary.replace(path)

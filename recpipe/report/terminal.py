@@ -1,0 +1,84 @@
+"""The short table at the end of a run, for an 80-column terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from recpipe.report import figures
+
+_MAX_PLUGIN_ROWS = 12
+
+
+def print_result(report: Mapping[str, Any], directory: Path, console: Console | None = None) -> None:
+    """Print the result of a run; ``report`` is report.json's content, ``directory`` where it lies."""
+    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, expand=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _rows(report):
+        table.add_row(name, Text(value))
+    out = console or Console()
+    out.print(table)
+    out.print(f"report: {directory / 'report.html'}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "data", _data(report["data"])
+    yield "quality", _quality(report["quality"])
+    yield "speed", _speed(report["throughput"])
+    yield "memory", _memory(report["memory"])
+    if report["io"]["store"]:
+        yield "cold tier", _io(report["io"])
+    yield from _plugins(report["plugins"])
+    if report["altered"]:
+        yield "alters", ", ".join(report["altered"]) + " (need not equal the run without plugins)"
+
+
+def _data(data: Mapping[str, Any]) -> str:
+    train, held_out, rejected = (data[key] for key in ("train_samples", "eval_samples", "rejected_rows"))
+    text = f"{figures.count(train)} samples trained, {figures.count(held_out)} held out"
+    return text + (f", {figures.count(rejected)} bad rows left out" if rejected else "")
+
+
+def _quality(quality: Mapping[str, Any]) -> str:
+    auc, logloss, ne = (figures.decimal(quality[name]) for name in ("auc", "logloss", "ne"))
+    return f"AUC {auc}   logloss {logloss}   NE {ne}"
+
+
+def _speed(throughput: Mapping[str, Any]) -> str:
+    step = throughput["step_ms"]
+    p50, p90, p99 = (figures.decimal(step[name], 2) for name in ("p50", "p90", "p99"))
+    return (
+        f"{figures.count(throughput['samples_per_second'])} samples/s   step p50/p90/p99 {p50}/{p90}/{p99} ms"
+    )
+
+
+def _memory(memory: Mapping[str, Any]) -> str:
+    peak, resident, cold = (
+        figures.size(memory[f"{name}_bytes"]) for name in ("peak_rss", "resident", "cold")
+    )
+    return f"peak RSS {peak}   resident tier {resident}   cold tier {cold}"
+
+
+def _io(io: Mapping[str, Any]) -> str:
+    mode = {True: " (O_DIRECT)", False: " (buffered: no O_DIRECT here)"}.get(io["direct"], "")
+    read = f"read {figures.count(io['rows_read'])} rows, {figures.size(io['bytes_read'])}"
+    written = f"wrote {figures.count(io['rows_written'])} rows, {figures.size(io['bytes_written'])}"
+    return f"{io['store']}{mode}: {read}; {written}; waited {figures.decimal(io['wait_seconds'], 2)} s"
+
+
+def _plugins(plugins: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Each plugin's scalars, a share of the lines each so that the table stays short."""
+    for name, values in plugins.items():
+        scalars = [(key, value) for key, value in values.items() if not isinstance(value, list | dict)]
+        limit = max(1, _MAX_PLUGIN_ROWS // len(plugins))
+        for index, (key, value) in enumerate(scalars[:limit]):
+            yield name if index == 0 else "", f"{figures.label(key)}: {figures.figure(key, value)}"
+        if len(scalars) > limit:
+            yield "", f"and {len(scalars) - limit} more in the report"

@@ -1,0 +1,97 @@
+"""A whole run, top to bottom: the recipe becomes data, tables, model, pipeline, training and a report.
+
+Read this file first. Each line that matters is a call into the folder of that name:
+``data`` -> ``plugin`` -> ``embedding`` -> ``model`` -> ``pipeline`` -> Lightning -> ``report``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from omegaconf import DictConfig, OmegaConf
+
+from recpipe.checkpoint import TableCheckpointIO, newest
+from recpipe.data.make import open_dataset
+from recpipe.embedding.build import TierConfig, build_embeddings
+from recpipe.embedding.tables import TableOptimizer, TableSet
+from recpipe.errors import UserError
+from recpipe.metrics import reset_peak_rss
+from recpipe.model.module import RankingModule
+from recpipe.model.ranker import ModelConfig, Ranker
+from recpipe.optim import dense_optimizer
+from recpipe.pipeline.loader import EvalLoader, TrainLoader
+from recpipe.report import html, terminal
+from recpipe.report.record import write_json
+from recpipe.setup import assemble_plugins, choose_device, closing_tiers, output_dir, quiet_libraries
+from recpipe.tasks.compare import compare
+from recpipe.tasks.export import export_parameters
+from recpipe.tasks.plan import describe, print_plan
+from recpipe.tasks.summary import summarize
+from recpipe.trainer import Recorder, TrainerConfig, fit, make_trainer
+
+
+def run(cfg: DictConfig) -> dict[str, Any]:
+    """Carry out the recipe's task; returns the content of report.json (or compare.json, assembly.json)."""
+    quiet_libraries()
+    run_dir = output_dir()
+    task = cfg.task.name
+    if task == "compare":
+        return compare(cfg, run_dir)
+    if task not in ("train", "plan"):
+        raise UserError(f"task.name={task} is unknown; choose train, compare or plan")
+
+    # 1. The recipe's values, typed and checked.
+    device = choose_device(cfg.trainer.device)
+    trainer_config = TrainerConfig(**cfg.trainer)
+    model_config = ModelConfig(**OmegaConf.to_container(cfg.model))
+    tier_config = TierConfig(**cfg.tiers)
+
+    # 2. Data: a schema, two splits in time order, batches from any position.
+    dataset = open_dataset(cfg.data, cfg.seed)
+    steps = trainer_config.steps(dataset.num_batches("train", cfg.data.batch_size))
+    tables = TableSet(dataset.schema.sparse, model_config.embedding_dim, TableOptimizer(**cfg.optim.tables), cfg.seed)
+
+    # 3. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
+    assembly = assemble_plugins(cfg, dataset, tables, tier_config, device, steps)
+    described = describe(assembly, tables, tier_config)
+    write_json(run_dir / "assembly.json", described)
+    if task == "plan":
+        print_plan(described)
+        return described
+
+    # 4. Tables in their tiers, and the model over them.
+    reset_peak_rss()
+    embeddings = build_embeddings(tables, tier_config, assembly, device, run_dir)
+    with closing_tiers(embeddings) as tiers:
+        L.seed_everything(cfg.seed, verbose=False)
+        ranker = Ranker(model_config, embeddings, len(dataset.schema.dense), device)
+
+        # 5. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
+        loader = TrainLoader(dataset, cfg.data.batch_size, assembly, tiers, device)
+        evaluation = EvalLoader(dataset, cfg.data.batch_size, device)
+        make_optimizer = partial(dense_optimizer, OmegaConf.to_container(cfg.optim.dense))
+        module = RankingModule(ranker, make_optimizer, assembly, loader)
+
+        # 6. Lightning runs the loop.
+        recorder = Recorder(loader)
+        checkpoint_io = TableCheckpointIO(embeddings, tables.shapes())
+        callbacks = [recorder, *(owned.part for owned in assembly.callbacks)]
+        trainer = make_trainer(trainer_config, loader, bool(len(evaluation)), checkpoint_io, callbacks, run_dir)
+        resume = newest(Path(cfg.resume).expanduser()) if cfg.resume else None
+        stopped = fit(trainer, module, loader, evaluation, recorder, resume)
+
+        # 7. What it did.
+        report = summarize(cfg, dataset, assembly, described, tables, tiers, module, recorder, trainer)
+        if cfg.task.export_parameters:
+            export_parameters(Path(cfg.task.export_parameters), embeddings, tables, ranker)
+    report.write(run_dir)
+    content = report.to_dict()
+    html.write(content, run_dir)
+    terminal.print_result(content, run_dir)
+    if stopped is not None:
+        print(stopped)
+        raise KeyboardInterrupt
+    return content

@@ -1,0 +1,87 @@
+"""What a run needs before it starts: device, directory, plugins; and the tiers' orderly end."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from torch import nn
+
+from recpipe.config import active_plugins
+from recpipe.data.dataset import Dataset
+from recpipe.embedding.build import TierConfig, cache_owner
+from recpipe.embedding.tables import TableSet
+from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.errors import UserError
+from recpipe.plugin.api import Context, TableInfo
+from recpipe.plugin.assembly import Assembly, assemble, gather
+from recpipe.plugin.load import activate
+
+
+def quiet_libraries() -> None:
+    """Keep libraries' own start-up messages out of the user's terminal; warnings stay."""
+    for name in ("lightning.pytorch", "lightning.fabric", "torchrec", "fbgemm_gpu"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # FBGEMM logs every table's construction through the root logger.
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("recpipe").setLevel(logging.INFO)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+
+
+def output_dir() -> Path:
+    """The Hydra run directory, or the current directory when Hydra was not the one who started the run."""
+    if HydraConfig.initialized():
+        return Path(HydraConfig.get().runtime.output_dir)
+    return Path.cwd()
+
+
+def choose_device(name: str) -> torch.device:
+    """``trainer.device``: auto takes a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise UserError(f"trainer.device={name} is unknown; choose auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise UserError(f"trainer.device={name}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu")
+    return torch.device("cuda", int(index or 0)) if kind == "cuda" else torch.device("cpu")
+
+
+def assemble_plugins(
+    cfg: DictConfig, dataset: Dataset, tables: TableSet, tiers: TierConfig, device: torch.device, steps: int
+) -> Assembly:
+    """Load the recipe's plugins and merge what they contribute; raises ``PluginError`` where they clash."""
+    context = Context(
+        tables={f.name: TableInfo(f.name, f.rows, tables.dim) for f in tables.features},
+        device=str(device),
+        batch_size=cfg.data.batch_size,
+        resident_bytes=tiers.budget(tables),
+        record_bytes=tables.record_bytes,
+        seed=cfg.seed,
+        data_fingerprint=dataset.fingerprint,
+        steps=steps,
+    )
+    active = gather(activate(active_plugins(cfg)), context)
+    assembly = assemble(
+        active, context.tables, prefer=dict(cfg.compose.prefer), resident_bytes=context.resident_bytes
+    )
+    cache_owner(tiers, assembly)
+    return assembly
+
+
+@contextmanager
+def closing_tiers(embeddings: nn.Module) -> Iterator[TieredEmbeddingBagCollection | None]:
+    """The embeddings as tiers, or None when all rows are resident; the cold store is closed at the end."""
+    if not isinstance(embeddings, TieredEmbeddingBagCollection):
+        yield None
+        return
+    try:
+        yield embeddings
+    finally:
+        embeddings.close()

@@ -1,0 +1,31 @@
+"""Amounts of memory as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from recpipe.errors import UserError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(text: object, whole: int, key: str) -> int:
+    """Bytes from ``1048576``, ``64MiB``, ``1.5 GB`` or a share of ``whole`` bytes such as ``10%``.
+
+    ``key`` is the recipe's name for it, used in the ``UserError`` for anything else.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([a-zA-Z]*|%)\s*", str(text))
+    unit = found.group(2).lower() if found else "?"
+    if found is None or (unit != "%" and unit not in _UNITS):
+        raise UserError(f"{key}={text}: give bytes (1000000), a size (64MiB, 1.5GB) or a share of all tables (10%)")
+    number = float(found.group(1))
+    return int(number / 100 * whole) if unit == "%" else int(number * _UNITS[unit])
+
+
+def readable_bytes(count: float) -> str:
+    """``count`` bytes with a binary unit and three digits: ``64.0 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"

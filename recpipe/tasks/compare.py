@@ -1,0 +1,171 @@
+"""task=compare: the recipes interleaved (A B C A B C ...), each run in a fresh process, never two at once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from recpipe.errors import UserError
+from recpipe.report import comparison, figures
+from recpipe.report.comparison import RowResult
+from recpipe.report.environment import environment
+from recpipe.tasks import compare_run
+from recpipe.tasks.compare_rows import Row, carried_overrides, command_line_overrides, parse_rows, quoted
+
+Launch = Callable[[list[str], Path], dict[str, Any]]
+"""Runs ``python -m recpipe`` with these arguments in this directory; returns its report.json, {} if none."""
+
+
+def compare(
+    cfg: DictConfig,
+    out_dir: Path,
+    *,
+    launch: Launch = compare_run.launch,
+    overrides: Sequence[str] | None = None,
+    installed: Collection[str] | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Run the rows of ``cfg.compare`` and leave compare.json and compare.html in ``out_dir``.
+
+    ``overrides`` are the user's own, carried over to every run (default: those of this command line);
+    ``installed`` the plugins a row may name (default: all installed). Returns compare.json's content.
+
+    Raises UserError, before any training, for unknown names and for rows that cannot be assembled. What is
+    finished when a run fails or Ctrl-C comes is kept, with ``"partial": true`` in compare.json.
+    """
+    repetitions, warmup = _rounds(cfg)
+    rows = parse_rows(list(cfg.compare.plugins), _installed() if installed is None else installed)
+    carried = carried_overrides(command_line_overrides() if overrides is None else overrides, rows)
+    plan = _Comparison(rows, carried, repetitions, warmup, out_dir.absolute(), launch, console or Console())
+    with compare_run.interrupt_on_sigterm():
+        try:
+            plan.check_rows()
+            plan.run()
+        except (KeyboardInterrupt, UserError):
+            plan.finish(partial=True)
+            raise
+        return plan.finish(partial=False)
+
+
+def _installed() -> Collection[str]:
+    from recpipe.plugin.load import installed
+
+    return installed()
+
+
+def _rounds(cfg: DictConfig) -> tuple[int, int]:
+    for key, least in (("repetitions", 1), ("warmup", 0)):
+        value = cfg.compare[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UserError(f"compare.{key} must be a whole number of at least {least}, not {value!r}")
+    return int(cfg.compare.repetitions), int(cfg.compare.warmup)
+
+
+class _Comparison:
+    """The rounds of one comparison and what they gave so far."""
+
+    def __init__(
+        self,
+        rows: list[Row],
+        carried: dict[str, list[str]],
+        repetitions: int,
+        warmup: int,
+        out_dir: Path,
+        launch: Launch,
+        console: Console,
+    ) -> None:
+        self.rows, self.carried, self.launch, self.console = rows, carried, launch, console
+        self.repetitions, self.warmup, self.out_dir = repetitions, warmup, out_dir
+        self.results = [RowResult(row.name) for row in rows]
+        self.parameters = out_dir / "parameters"
+        self.environment = environment()
+
+    def check_rows(self) -> None:
+        """Assemble every recipe once (task=plan), so that a clash is told now and not after hours."""
+        for index, row in enumerate(self.rows):
+            if row not in self.rows[:index]:
+                self._launch(index, "plan", f"plan-{index}-{row.name}", [])
+
+    def run(self) -> None:
+        """All rounds; the first one run, warm-up or not, yields quality, traffic and parameters."""
+        total = (self.warmup + self.repetitions) * len(self.rows)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.console) as progress:
+            bar = progress.add_task("comparing", total=total)
+            for number in range(self.warmup + self.repetitions):
+                counted = number >= self.warmup
+                label = f"round {number - self.warmup + 1}/{self.repetitions}" if counted else "warm-up"
+                for index, row in enumerate(self.rows):
+                    progress.update(bar, description=f"{label}: {row.name}")
+                    speed = self._run_row(index, number, counted)
+                    progress.console.print(
+                        f"{label:>10}  {row.name}: {figures.count(speed)} samples/s",
+                        markup=False,
+                        highlight=False,
+                    )
+                    progress.advance(bar)
+                shutil.rmtree(self.parameters, ignore_errors=True)
+
+    def _run_row(self, index: int, number: int, counted: bool) -> float:
+        export = self.parameters / str(index)
+        extra = [quoted("task.export_parameters", export)] if number == 0 else []
+        report = self._launch(index, "train", f"round-{number}-{index}-{self.rows[index].name}", extra)
+        result = self.results[index]
+        if number == 0:
+            result.report = report
+            if not report["altered"] and not self.results[0].altered:
+                result.max_parameter_difference = compare_run.parameter_difference(
+                    self.parameters / "0", export
+                )
+            if index > 0:
+                shutil.rmtree(export, ignore_errors=True)
+        speed = float(report["throughput"]["samples_per_second"])
+        if counted:
+            result.speeds.append(speed)
+        comparison.write_result(self.content(partial=True), self.out_dir)
+        return speed
+
+    def _launch(self, index: int, task: str, name: str, extra: list[str]) -> dict[str, Any]:
+        row, directory = self.rows[index], self.out_dir / "runs" / name
+        arguments = [
+            *self.carried[row.name],
+            f"task={task}",
+            *row.overrides(),
+            quoted("hydra.run.dir", directory),
+            *extra,
+        ]
+        try:
+            report = self.launch(arguments, directory)
+        except UserError as error:
+            raise UserError(f"row '{row.name}': {error}") from error
+        if task == "train" and (report.get("throughput") or {}).get("samples_per_second") is None:
+            raise UserError(f"row '{row.name}': trained nothing (no speed in {directory / 'report.json'})")
+        return report
+
+    def content(self, partial: bool) -> dict[str, Any]:
+        """compare.json's content from what is finished so far."""
+        return {
+            "schema": 1,
+            "rows": comparison.summarise(self.results),
+            "environment": self.environment,
+            "repetitions": self.repetitions,
+            "warmup": self.warmup,
+            "overrides": self.carried,
+            "partial": partial,
+        }
+
+    def finish(self, partial: bool) -> dict[str, Any]:
+        """Write and print what there is; drop the exported parameters."""
+        shutil.rmtree(self.parameters, ignore_errors=True)
+        content = self.content(partial)
+        if any(result.report for result in self.results):
+            comparison.write_result(content, self.out_dir)
+            comparison.write_html(content, self.out_dir)
+            comparison.print_result(content, self.out_dir, self.console)
+        return content

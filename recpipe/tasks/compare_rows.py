@@ -1,0 +1,122 @@
+"""The rows of a comparison: what their names mean, and the command line of each one's runs."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+
+from recpipe.errors import UserError
+
+POLICIES = ("resident", "nocache", "lru", "lfu")
+"""Built-in cache policies a row can name (``tiers.policy``)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe of the comparison: at most one built-in policy and any number of plugins."""
+
+    name: str
+    policy: str | None
+    plugins: tuple[str, ...]
+
+    def overrides(self) -> list[str]:
+        """What this row adds to the user's own overrides."""
+        policy = [f"tiers.policy={self.policy}"] if self.policy else []
+        return policy + ([f"+plugin=[{','.join(self.plugins)}]"] if self.plugins else [])
+
+
+def parse_rows(names: Sequence[str], installed: Collection[str]) -> list[Row]:
+    """Rows in the order asked for; a name given twice is run twice, which shows the noise.
+
+    Raises UserError for a name that is neither a policy nor in ``installed``, and for two policies in a row.
+    """
+    if not names:
+        raise UserError(
+            "compare.plugins is empty: name the recipes to compare, compare.plugins=[resident,lru]"
+        )
+    return [_parse_row(str(name), installed) for name in names]
+
+
+def _parse_row(name: str, installed: Collection[str]) -> Row:
+    parts = name.split("+")
+    for part in parts:
+        if part not in POLICIES and part not in installed:
+            known = [*POLICIES, *sorted(set(installed))]
+            close = difflib.get_close_matches(part, known, n=1)
+            hint = f" Did you mean '{close[0]}'?" if close else ""
+            where = "" if part == name else f" in row '{name}'"
+            raise UserError(f"compare.plugins: unknown '{part}'{where}.{hint} Known: {', '.join(known)}")
+    policies = [part for part in parts if part in POLICIES]
+    if len(policies) > 1:
+        raise UserError(
+            f"compare.plugins: row '{name}' names {len(policies)} policies; a table has one, keep one"
+        )
+    return Row(name, policies[0] if policies else None, tuple(part for part in parts if part not in POLICIES))
+
+
+def command_line_overrides() -> list[str]:
+    """The overrides given to this run, and the config directory and name if the user chose them."""
+    if not HydraConfig.initialized():
+        raise UserError(
+            "task=compare starts runs from the command line's overrides: run python -m recpipe task=compare"
+        )
+    hydra = HydraConfig.get()
+    chosen = [
+        f"--config-dir={source.path}"
+        for source in hydra.runtime.config_sources
+        if source.provider == "command-line"
+    ]
+    if hydra.job.config_name not in (None, "train"):
+        chosen.append(f"--config-name={hydra.job.config_name}")
+    return chosen + list(hydra.overrides.task)
+
+
+def carried_overrides(overrides: Sequence[str], rows: Sequence[Row]) -> dict[str, list[str]]:
+    """The user's overrides that each row's runs get, by row name, in the order given.
+
+    ``task`` and ``compare`` keys are this comparison's own. A knob ``plugins.<name>.<knob>`` goes to the
+    rows with that plugin only: elsewhere the key does not exist. Overrides pass on verbatim, since no
+    shell is between; only the ``+`` of a knob, needed here where no plugin is composed, is taken off.
+    """
+    carried: dict[str, list[str]] = {row.name: [] for row in rows}
+    for text in overrides:
+        if text.startswith("--"):
+            plugin, kept = None, text
+        else:
+            override = OverridesParser.create().parse_override(text)
+            if override.key_or_group.partition(".")[0] in ("task", "compare"):
+                continue
+            plugin, kept = _plugin_of(override, text, rows)
+        for row in {row.name: row for row in rows}.values():
+            if plugin is None or plugin in row.plugins:
+                carried[row.name].append(kept)
+    return carried
+
+
+def _plugin_of(override: Override, text: str, rows: Sequence[Row]) -> tuple[str | None, str]:
+    key = override.key_or_group
+    if key == "plugin":
+        raise UserError(
+            f"task=compare takes its plugins from compare.plugins; leave '{text}' out and name them there"
+        )
+    if not key.startswith("plugins."):
+        return None, text
+    plugin = key.split(".")[1]
+    if not any(plugin in row.plugins for row in rows):
+        raise UserError(f"'{text}' sets a knob of plugin '{plugin}', which no row of compare.plugins names")
+    return plugin, text.removeprefix("+") if override.is_add() and not override.is_force_add() else text
+
+
+def quoted(key: str, path: Path) -> str:
+    """``key='path'`` in Hydra's grammar, whatever characters the path has."""
+    # In quotes a backslash counts only before a quote (the closing one too), and ${ starts an interpolation.
+    text = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), str(path))
+    text = text.replace("${", "\\${")
+    return f"{key}='{text}'"

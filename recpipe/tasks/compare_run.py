@@ -1,0 +1,127 @@
+"""One run of a comparison in a process of its own, and how far two runs' parameters are apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.errors import UserError
+
+_CHUNK_FLOATS = 1 << 22  # 16 MiB of each of the two files at a time
+
+
+def launch(arguments: list[str], directory: Path) -> dict[str, Any]:
+    """Run ``python -m recpipe arguments`` to its end and return its ``directory/report.json`` ({} if none).
+
+    A fresh process each time: no allocator state, cached page or thread pool leaks from one run into the
+    next. Its output goes to ``directory/run.log``. Raises UserError with the run's own message where it
+    exits with status 2, and one that names the log for any other failure.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    log = directory / "run.log"
+    with log.open("wb") as output:
+        # Its own session: Ctrl-C reaches this process alone, which then ends the run in order.
+        run = subprocess.Popen(
+            [sys.executable, "-m", "recpipe", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = run.wait()
+        except BaseException:
+            _end(run)
+            raise
+    # A comparison needs no checkpoints, and those of all its runs would fill the disk.
+    shutil.rmtree(directory / "checkpoints", ignore_errors=True)
+    if status != 0:
+        raise UserError(_failure(status, log))
+    report = directory / "report.json"
+    content: dict[str, Any] = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+    return content
+
+
+def _end(run: subprocess.Popen[bytes]) -> None:
+    """Ask the run to stop, which lets it close its stores; kill it and its children if it does not."""
+    run.terminate()
+    try:
+        run.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+
+
+def _failure(status: int, log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    if status == 2 and errors:
+        return errors[-1].removeprefix("error: ")
+    how = f"was killed by signal {-status}" if status < 0 else f"failed with status {status}"
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+    return f"the run {how} ({last[:200]}); its output is in {log}"
+
+
+@contextmanager
+def interrupt_on_sigterm() -> Iterator[None]:
+    """Within it SIGTERM raises KeyboardInterrupt, so that a run in flight ends with the comparison."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def parameter_difference(first: Path, other: Path) -> float:
+    """Largest absolute difference over tables, optimizer state and dense parameters of two exports.
+
+    Reads ``*.npy`` as memory maps, some MiB at a time; ``dense.npz`` is small and read whole. Raises
+    UserError where the two do not hold the same arrays.
+    """
+    names = _exported(first)
+    if names != _exported(other) or not names:
+        raise UserError(
+            f"{first} and {other} hold different tables: {sorted(names ^ _exported(other)) or 'none at all'}"
+        )
+    differences: list[float] = []
+    for name in sorted(names):
+        a, b = (np.load(directory / name, mmap_mode="r", allow_pickle=False) for directory in (first, other))
+        if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+            differences.append(_difference(name, a, b))
+            continue
+        with a, b:
+            if a.files != b.files:
+                raise UserError(f"{name} in {first} and {other} hold different parameters")
+            differences += [_difference(key, a[key], b[key]) for key in a.files]
+    return float(np.max(differences, initial=0.0))  # unlike max(), keeps a NaN
+
+
+def _exported(directory: Path) -> set[str]:
+    return {path.name for path in directory.glob("*.np[yz]")}
+
+
+def _difference(name: str, a: NDArray[Any], b: NDArray[Any]) -> float:
+    if a.shape != b.shape:
+        raise UserError(f"parameter '{name}' has shape {a.shape} in one run and {b.shape} in the other")
+    left, right = a.reshape(-1), b.reshape(-1)
+    largest = 0.0
+    for start in range(0, left.size, _CHUNK_FLOATS):
+        part = np.abs(left[start : start + _CHUNK_FLOATS] - right[start : start + _CHUNK_FLOATS]).max()
+        largest = float(np.maximum(largest, part))
+    return largest

@@ -1,0 +1,28 @@
+"""Trained parameters as plain numpy files, for comparisons and for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from recpipe.checkpoint import new_array
+from recpipe.embedding.collection import TableStorage
+from recpipe.embedding.tables import TableSet, to_numpy
+from recpipe.model.ranker import Ranker
+
+
+def export_parameters(directory: Path, storage: TableStorage, tables: TableSet, ranker: Ranker) -> None:
+    """Write ``<table>.npy`` float32 [rows, D], ``<table>.state.npy`` float32 [rows, S] and ``dense.npz``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    np.savez(directory / "dense.npz", **{n: to_numpy(p) for n, p in ranker.dense_parameters().items()})
+    arrays = {}
+    for name, (rows, dim, state) in tables.shapes().items():
+        arrays[name] = (
+            new_array(directory / f"{name}.npy", (rows, dim)),
+            new_array(directory / f"{name}.state.npy", (rows, state)),
+        )
+    for region in storage.regions():
+        weights, state_rows = arrays[region.table]
+        rows_ = slice(region.start, region.stop)
+        weights[rows_, region.left : region.right], state_rows[rows_] = storage.read(region)

@@ -1,0 +1,57 @@
+"""task=plan: who owns what, in which order, and the bytes of each tier; nothing is built or trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from recpipe.embedding.build import TierConfig, cache_owner
+from recpipe.embedding.tables import TableSet
+from recpipe.plugin.assembly import Assembly
+from recpipe.sizes import readable_bytes
+
+
+def describe(assembly: Assembly, tables: TableSet, tiers: TierConfig) -> dict[str, Any]:
+    """Content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
+    owner = cache_owner(tiers, assembly)
+    resident = {"resident": tables.total_bytes, "nocache": 0}.get(owner, tiers.budget(tables) - assembly.device_bytes)
+    return {
+        **assembly.to_dict(),
+        "cache": owner,
+        "tiers": {
+            "store": None if owner == "resident" else tiers.store,
+            "record_bytes": tables.record_bytes,
+            "rows": tables.layout.total_rows,
+            "resident_bytes": resident,
+            "resident_rows": resident // tables.record_bytes,
+            "cold_bytes": 0 if owner == "resident" else tables.total_bytes,
+            "table_bytes": {f.name: f.rows * tables.record_bytes for f in tables.features},
+        },
+    }
+
+
+def print_plan(plan: Mapping[str, Any]) -> None:
+    """``describe``'s result as a table."""
+    tiers = plan["tiers"]
+    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for plugin in plan["plugins"]:
+        table.add_row("plugin", f"{plugin['name']} ({plugin['distribution']} {plugin['version']})")
+    for part in ("stream", "batch", "step", "callbacks", "report"):
+        table.add_row(part, " -> ".join(plan[part]) or "-")
+    for part in ("splitter", "planner"):
+        table.add_row(part, plan[part] or "-")
+    table.add_row("resident rows", f"decided by {plan['cache']}")
+    for name, aspects in plan["tables"].items():
+        table.add_row(f"table {name}", ", ".join(f"{a}: {o}" for a, o in aspects.items()))
+    table.add_row("alters", ", ".join(plan["altered"]) or "nothing: equals the run without plugins")
+    rows = f"{tiers['resident_rows']:,} of {tiers['rows']:,} rows of {tiers['record_bytes']} bytes"
+    table.add_row("resident tier", f"{readable_bytes(tiers['resident_bytes'])} on 1 rank ({rows})")
+    cold = f"{readable_bytes(tiers['cold_bytes'])} ({tiers['store']})" if tiers["store"] else "-"
+    table.add_row("cold tier", cold)
+    Console().print(table)

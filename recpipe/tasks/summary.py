@@ -1,0 +1,77 @@
+"""From what a run left in its objects to its report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+from omegaconf import DictConfig, OmegaConf
+
+from recpipe.data.dataset import Dataset
+from recpipe.embedding.tables import TableSet
+from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.metrics import Quality, peak_rss_bytes
+from recpipe.model.module import RankingModule
+from recpipe.plugin.assembly import Assembly
+from recpipe.report.environment import environment
+from recpipe.report.record import DataFigures, Io, Memory, RunReport, Throughput
+from recpipe.trainer import Recorder
+
+
+def summarize(
+    cfg: DictConfig,
+    dataset: Dataset,
+    assembly: Assembly,
+    described: Mapping[str, Any],
+    tables: TableSet,
+    tiers: TieredEmbeddingBagCollection | None,
+    module: RankingModule,
+    recorder: Recorder,
+    trainer: L.Trainer,
+) -> RunReport:
+    """Everything that report.json holds."""
+    recipe = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(recipe, dict)
+    last = recorder.history[-1] if recorder.history else None
+    nan = float("nan")
+    throughput = Throughput.of_steps(recorder.timed_samples, recorder.timed_seconds, recorder.step_seconds)
+    return RunReport(
+        task="train",
+        recipe={str(k): v for k, v in recipe.items()},
+        assembly=described,
+        altered=sorted(i.name for i in assembly.altered),
+        data=DataFigures(recorder.samples, dataset.size("eval"), module.loader.lookups, dataset.rejected_rows),
+        throughput=throughput,
+        quality=Quality(last.auc, last.logloss, last.ne) if last else Quality(nan, nan, nan),
+        memory=_memory(tables, tiers),
+        io=_io(tiers, str(cfg.tiers.store)),
+        plugins=assembly.figures(),
+        environment=environment(),
+        history=recorder.history,
+    )
+
+
+def _memory(tables: TableSet, tiers: TieredEmbeddingBagCollection | None) -> Memory:
+    if tiers is None:
+        return Memory(peak_rss_bytes(), tables.total_bytes, 0, 0)
+    return Memory(peak_rss_bytes(), tiers.resident_bytes, tiers.store.cold_bytes, tiers.overhead_bytes)
+
+
+def _io(tiers: TieredEmbeddingBagCollection | None, store: str) -> Io:
+    if tiers is None:
+        return Io()
+    io, times = tiers.store.io, tiers.times
+    return Io(
+        store=store,
+        direct=tiers.store.direct,
+        rows_read=io.rows_read,
+        rows_written=io.rows_written,
+        bytes_read=io.bytes_read,
+        bytes_written=io.bytes_written,
+        wait_seconds=times.wait,
+        rows_staged=io.rows_staged,
+        fetch_seconds=times.fetch,
+        write_seconds=times.write,
+        plan_seconds=times.plan,
+    )

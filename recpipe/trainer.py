@@ -1,0 +1,262 @@
+"""Lightning's Trainer as a recipe asks for it: progress bar, checkpoints, loggers, signals, timing."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from types import FrameType
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.plugins.io import CheckpointIO
+
+from recpipe.errors import UserError
+from recpipe.metrics import Quality
+from recpipe.model.module import LOG_EVERY, RankingModule
+from recpipe.pipeline.loader import EvalLoader, TrainLoader
+from recpipe.pipeline.step import StagedBatch
+from recpipe.report.record import Point
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """``conf/trainer``. ``eval_every`` and ``checkpoint_every``: steps (>= 1) or a share of an epoch (< 1)."""
+
+    max_epochs: int
+    max_steps: int | None
+    device: str
+    eval_every: float
+    checkpoint_every: float | None
+    keep_checkpoints: int
+    checkpoint_dir: str | None
+    logger: str | None
+    progress: bool
+
+    def __post_init__(self) -> None:
+        if self.max_epochs < 1 or (self.max_steps is not None and self.max_steps < 1):
+            raise UserError(f"trainer.max_epochs={self.max_epochs}, max_steps={self.max_steps}: train at least one")
+        if not self.eval_every > 0 or (self.checkpoint_every is not None and not self.checkpoint_every > 0):
+            raise UserError("trainer.eval_every and checkpoint_every must be above 0: steps, or a share of an epoch")
+        if self.logger not in (None, "csv", "tensorboard"):
+            raise UserError(f"trainer.logger={self.logger} is unknown; choose csv, tensorboard or null")
+
+    def interval(self, every: float, steps_per_epoch: int) -> int:
+        """``every`` as a number of steps, at most an epoch's."""
+        steps = every if every >= 1 else every * min(steps_per_epoch, self.max_steps or steps_per_epoch)
+        return max(1, min(round(steps), steps_per_epoch))
+
+    def steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the whole run."""
+        return min(self.max_steps or sys.maxsize, self.max_epochs * steps_per_epoch)
+
+
+def make_trainer(
+    config: TrainerConfig,
+    loader: TrainLoader,
+    evaluates: bool,
+    checkpoint_io: CheckpointIO,
+    callbacks: Sequence[L.Callback],
+    run_dir: Path,
+) -> L.Trainer:
+    """A Trainer for one device; processes beyond it are torchrun's business."""
+    checkpoints = Path(config.checkpoint_dir).expanduser() if config.checkpoint_dir else run_dir / "checkpoints"
+    accelerator, devices = _accelerator(config.device)
+    return L.Trainer(
+        accelerator=accelerator,
+        devices=devices,
+        max_epochs=config.max_epochs,
+        max_steps=config.max_steps or -1,
+        val_check_interval=config.interval(config.eval_every, len(loader)) if evaluates else None,
+        limit_val_batches=None if evaluates else 0,
+        num_sanity_val_steps=0,
+        log_every_n_steps=LOG_EVERY,
+        logger=_logger(config.logger, run_dir),
+        callbacks=[*callbacks, *_progress_bar(config, len(loader)), *_checkpointing(config, len(loader), checkpoints)],
+        plugins=[checkpoint_io],
+        enable_progress_bar=config.progress,
+        enable_model_summary=False,
+        enable_checkpointing=config.checkpoint_every is not None,
+        use_distributed_sampler=False,
+        default_root_dir=str(run_dir),
+    )
+
+
+def _accelerator(device: str) -> tuple[str, Any]:
+    kind, _, index = device.partition(":")
+    return ("gpu", [int(index or 0)]) if kind == "cuda" else ("cpu", 1)
+
+
+def _logger(name: str | None, run_dir: Path) -> Logger | bool:
+    if name == "csv":
+        return CSVLogger(str(run_dir), name="", version="logs")
+    return TensorBoardLogger(str(run_dir), name="", version="logs") if name == "tensorboard" else False
+
+
+def _progress_bar(config: TrainerConfig, steps: int) -> list[L.Callback]:
+    if not config.progress:
+        return []
+    every = max(1, steps // 100)
+    return [RichProgressBar(refresh_rate=every) if sys.stdout.isatty() else TQDMProgressBar(refresh_rate=every)]
+
+
+def _checkpointing(config: TrainerConfig, steps: int, directory: Path) -> list[L.Callback]:
+    stop = StopOnSignal(directory if config.checkpoint_every is not None else None)
+    if config.checkpoint_every is None:
+        return [stop]
+    regular = ModelCheckpoint(
+        dirpath=directory,
+        filename="step-{step:08d}",
+        auto_insert_metric_name=False,
+        every_n_train_steps=config.interval(config.checkpoint_every, steps),
+        save_top_k=config.keep_checkpoints,
+        monitor="step",
+        mode="max",
+        save_on_train_epoch_end=False,
+    )
+    return [stop, regular]
+
+
+def fit(
+    trainer: L.Trainer,
+    module: RankingModule,
+    loader: TrainLoader,
+    evaluation: EvalLoader,
+    recorder: Recorder,
+    resume: Path | None,
+) -> str | None:
+    """Train, evaluate at the end, and wait for the figures; what to tell the user when a signal stopped it."""
+    if resume is not None:
+        print(f"resuming from {resume}")
+    trainer.fit(module, loader, evaluation, ckpt_path=resume)
+    stop = next(c for c in trainer.callbacks if isinstance(c, StopOnSignal))
+    if stop.received is None and len(evaluation) and recorder.evaluated_at != trainer.global_step:
+        trainer.validate(module, evaluation, verbose=False)
+    recorder.finish(trainer)
+    module.quality.close()
+    if stop.received is None:
+        return None
+    where = f"; go on with resume={stop.saved}" if stop.saved else " (no checkpoint: trainer.checkpoint_every=null)"
+    return f"stopped by {signal.Signals(stop.received).name} after step {trainer.global_step}{where}"
+
+
+class StopOnSignal(L.Callback):
+    """SIGTERM and Ctrl-C: finish the step, leave a checkpoint to resume from, end. A second one ends at once."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self.directory = directory
+        self.received: int | None = None
+        self.saved: Path | None = None
+        self._before: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the signals over from Lightning, which would stop in the middle of a batch."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = number
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop after this step when a signal has come."""
+        if self.received is None:
+            return
+        trainer.should_stop = True
+        trainer.limit_val_batches = 0
+        if self.directory is not None and self.saved is None:
+            self.saved = self.directory / f"step-{trainer.global_step:08d}.ckpt"
+            trainer.save_checkpoint(self.saved)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Give the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+
+class Recorder(L.Callback):
+    """Times the steps and keeps the learning curve; prints a line for each evaluation as it is known."""
+
+    def __init__(self, loader: TrainLoader) -> None:
+        self.loader = loader
+        self.step_seconds: list[float] = []
+        self.step_samples: list[int] = []
+        self.history: list[Point] = []
+        self.evaluated_at = -1
+        self._waiting: list[tuple[int, int, float, float, Any]] = []
+        self._last: float | None = None
+        self._reported = 0
+
+    @property
+    def _skipped(self) -> int:
+        """Steps left out of the throughput, which find cold caches: the first tenth, at most 10."""
+        return min(10, len(self.step_seconds) // 10)
+
+    @property
+    def timed_seconds(self) -> float:
+        """Training time behind the throughput: no evaluation, no checkpoints."""
+        return sum(self.step_seconds[self._skipped :])
+
+    @property
+    def timed_samples(self) -> int:
+        """Samples trained in ``timed_seconds``."""
+        return sum(self.step_samples[self._skipped :])
+
+    @property
+    def samples(self) -> int:
+        """Samples trained so far."""
+        return sum(self.step_samples)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The clock of the first step."""
+        self._last = perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StagedBatch, batch_idx: int
+    ) -> None:
+        """A step lasts from the end of the one before, so that waiting for data counts."""
+        now = perf_counter()
+        assert self._last is not None
+        self.step_seconds.append(now - self._last)
+        self.step_samples.append(batch.batch.size)
+        self._print_known(trainer)
+        self._last = perf_counter()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hand the predictions to the thread that computes the figures; training goes on."""
+        assert isinstance(pl_module, RankingModule)
+        seconds = sum(self.step_seconds[self._reported :])
+        speed = sum(self.step_samples[self._reported :]) / seconds if seconds > 0 else float("nan")
+        self._reported = len(self.step_seconds)
+        future = pl_module.quality.submit(trainer.global_step)
+        self.evaluated_at = trainer.global_step
+        self._waiting.append((trainer.global_step, self.samples, pl_module.take_mean_loss(), speed, future))
+        self._last = perf_counter()
+
+    def finish(self, trainer: L.Trainer) -> None:
+        """Wait for the figures that are still being computed."""
+        self._print_known(trainer, wait=True)
+
+    def _print_known(self, trainer: L.Trainer, wait: bool = False) -> None:
+        while self._waiting and (wait or self._waiting[0][4].done()):
+            step, samples, loss, speed, future = self._waiting.pop(0)
+            quality: Quality = future.result()
+            self.history.append(Point(step, samples, quality.auc, quality.logloss, quality.ne, loss, speed))
+            line = (
+                f"step {step:>6,}  {samples:>11,} samples  train loss {loss:.4f}  AUC {quality.auc:.4f}  "
+                f"logloss {quality.logloss:.4f}  NE {quality.ne:.4f}  {speed:,.0f} samples/s"
+            )
+            bar = trainer.progress_bar_callback
+            if isinstance(bar, ProgressBar):
+                bar.print(line)
+            else:
+                print(line, flush=True)

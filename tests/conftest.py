@@ -1,0 +1,42 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of real data sets: RECPIPE_DATA, else ../shared/data; skips where there is none."""
+    folder = Path(os.environ.get("RECPIPE_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real data at {folder}: set RECPIPE_DATA")
+    return folder
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """``cli(*arguments, **environment)``: run ``python -m recpipe`` in an empty folder of its own."""
+    source = os.pathsep.join([str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH", "")])
+
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        env = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
+        return subprocess.run(
+            [sys.executable, "-m", "recpipe", *arguments],
+            cwd=tmp_path,
+            env={**env, "PYTHONPATH": source, "COLUMNS": "200", **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    return run

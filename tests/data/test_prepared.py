@@ -1,0 +1,243 @@
+"""The prepared format: whole or absent, found again, every sample in every batch size, cheap to seek."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from recpipe.data import cache
+from recpipe.data.columns import Bags, Columns, offsets_of
+from recpipe.data.config import CriteoConfig
+from recpipe.data.dataset import Schema, SparseFeature
+from recpipe.data.make import open_dataset
+from recpipe.data.prepared import PreparedDataset, PreparedWriter
+from recpipe.errors import DataError
+
+from .conftest import TABLES, assert_matches, make_row
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = Schema(("x",), (SparseFeature("a", 9), SparseFeature("bag/1", 99), SparseFeature("b", 9)))
+
+
+def some_columns(size: int, seed: int) -> Columns:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 4, size)
+    values = rng.integers(0, 99, lengths.sum()).astype(np.int32)
+    return Columns(
+        rng.integers(0, 2, size).astype(np.float32),
+        rng.normal(size=(size, 1)).astype(np.float32),
+        rng.integers(0, 9, (size, 2)).astype(np.int32),
+        {"bag/1": Bags(values, offsets_of(lengths))},
+    )
+
+
+def write(directory: Path, parts: list[Columns]) -> PreparedDataset:
+    with PreparedWriter(directory, SCHEMA, ["bag/1"]) as writer:
+        for part in parts:
+            writer.append(part)
+        writer.finish(rejected_rows=0)
+    return PreparedDataset(directory, 0.25)
+
+
+def test_bags_round_trip(tmp_path):
+    whole = some_columns(100, 0)
+    dataset = write(tmp_path / "a", [whole[0:33], whole[33:34], whole[34:100]])
+    assert (dataset.size("train"), dataset.size("eval")) == (75, 25)
+    assert write(tmp_path / "b", [whole]).fingerprint == dataset.fingerprint
+    low = 0
+    for batch in [*dataset.batches("train", 16), *dataset.batches("eval", 16)]:
+        part = whole[low : low + batch.size]
+        own = part.bags["bag/1"].trimmed()
+        assert batch.sparse.keys() == ["a", "bag/1", "b"]
+        np.testing.assert_array_equal(batch.sparse["a"].values(), part.ids[:, 0])
+        np.testing.assert_array_equal(batch.sparse["b"].values(), part.ids[:, 1])
+        np.testing.assert_array_equal(batch.sparse["bag/1"].values(), own.values)
+        np.testing.assert_array_equal(batch.sparse["bag/1"].lengths(), np.diff(own.offsets))
+        np.testing.assert_array_equal(batch.dense, part.dense)
+        np.testing.assert_array_equal(batch.labels, part.labels)
+        low += batch.size
+    assert low == 100
+
+
+@pytest.fixture
+def dataset(rows, criteo, tmp_path):
+    file = tmp_path / "a.tsv"
+    file.write_text("".join(row + "\n" for row in rows))
+    return open_dataset(criteo(str(file)), 0)
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize("size", [1, 7, 24, 60, 1000])
+def test_every_batch_from_any_position(dataset, split, size):
+    batches = list(dataset.batches(split, size))
+    assert len(batches) == dataset.num_batches(split, size)
+    assert sum(batch.size for batch in batches) == dataset.size(split)
+    for first in {0, 1, len(batches) // 2, len(batches) - 1, len(batches)}:
+        rest = list(dataset.batches(split, size, first))
+        assert len(rest) == max(0, len(batches) - first)
+        for got, wanted in zip(rest, batches[first:], strict=True):
+            assert torch.equal(got.dense, wanted.dense)
+            assert torch.equal(got.labels, wanted.labels)
+            assert torch.equal(got.sparse.values(), wanted.sparse.values())
+            assert torch.equal(got.sparse.lengths(), wanted.sparse.lengths())
+
+
+def test_ten_of_ten_batches(dataset):
+    assert [batch.size for batch in dataset.batches("train", 24)] == [24] * 10
+
+
+def test_kjt_is_consistent(dataset):
+    sparse = next(dataset.batches("train", 24)).sparse
+    assert sparse.values().dtype == torch.int64
+    assert sparse.stride() == 24
+    for feature in dataset.schema.sparse:
+        jagged = sparse[feature.name]
+        assert jagged.lengths().tolist() == [1] * 24
+        assert 0 <= int(jagged.values().min()) <= int(jagged.values().max()) < feature.rows
+    sparse.sync()
+    assert sparse.offset_per_key() == [24 * index for index in range(27)]
+
+
+def test_second_run_prepares_nothing(rows, criteo, tmp_path, monkeypatch):
+    file = tmp_path / "a.tsv"
+    file.write_text("".join(row + "\n" for row in rows))
+    first = open_dataset(criteo(str(file)), 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_write", lambda *_: pytest.fail("prepared again"))
+        again = open_dataset(criteo(str(file)), 0)
+        other_split = open_dataset(criteo(str(file), eval_fraction=0.5), 0)
+    assert again.fingerprint == first.fingerprint
+    assert other_split.fingerprint != first.fingerprint
+    file.write_text("".join(row + "\n" for row in rows[:-1]))
+    assert open_dataset(criteo(str(file)), 0).fingerprint != first.fingerprint
+    fewer = {**TABLES, "C1": 5}
+    assert open_dataset(criteo(str(file), tables=fewer), 0).schema.sparse[0].rows == 5
+
+
+def test_damaged_cache_is_refused(dataset, rows, criteo, tmp_path):
+    directory = next((tmp_path / "cache").glob("data-*/"))
+    ids = directory / "ids.npy"
+    ids.write_bytes(ids.read_bytes()[:-4])
+    with pytest.raises(DataError, match=r"ids\.npy: cannot be read .* delete"):
+        open_dataset(criteo(str(tmp_path / "a.tsv")), 0)
+    (directory / "meta.json").write_text("{}")
+    with pytest.raises(DataError, match="not a prepared data set"):
+        open_dataset(criteo(str(tmp_path / "a.tsv")), 0)
+
+
+def test_split_that_leaves_nothing(rows, criteo, tmp_path):
+    file = tmp_path / "a.tsv"
+    file.write_text(rows[0] + "\n")
+    with pytest.raises(DataError, match=r"data\.eval_fraction=0\.9 leaves none of 1 samples"):
+        open_dataset(criteo(str(file), eval_fraction=0.9), 0)
+
+
+def test_unwritable_cache_is_named(rows, criteo, tmp_path):
+    file = tmp_path / "a.tsv"
+    file.write_text(rows[0] + "\n")
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(DataError, match=r"cannot write prepared data to .*file/x: .*data\.cache_dir=DIR"):
+        open_dataset(criteo(str(file), cache_dir=str(blocked / "x")), 0)
+
+
+SLOW = """
+import sys, time
+from recpipe.data import criteo
+from recpipe.data.config import CriteoConfig
+from recpipe.data.make import open_dataset
+
+criteo.BLOCK_BYTES = 10_000
+parse = criteo.parse_block
+
+def slow(*arguments):
+    print("block", flush=True)
+    time.sleep(PAUSE)
+    return parse(*arguments)
+
+criteo.parse_block = slow
+tables = {f"C{index}": 50 * index + 2 for index in range(1, 27)}
+dataset = open_dataset(CriteoConfig(path=sys.argv[1], cache_dir=sys.argv[2], tables=tables), 0)
+print(dataset.fingerprint)
+"""
+
+
+def start(file: Path, directory: Path, pause: float) -> subprocess.Popen[str]:
+    code = textwrap.dedent(SLOW).replace("PAUSE", str(pause))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    arguments = [sys.executable, "-W", "ignore", "-c", code, str(file), str(directory)]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=env)
+
+
+def test_kill_during_preparation_leaves_no_cache(rows, tmp_path):
+    file, directory = tmp_path / "a.tsv", tmp_path / "cache"
+    file.write_text("".join(row + "\n" for row in rows))
+    process = start(file, directory, pause=30)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "block\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert list(directory.glob("data-*.tmp")), "the kill came too late to test anything"
+    assert not [path for path in directory.glob("data-*") if path.is_dir() and path.suffix != ".tmp"]
+    other = tmp_path / "b.tsv"
+    other.write_text("".join(row + "\n" for row in rows))
+    config = CriteoConfig(path=str(other), cache_dir=str(directory), tables=dict(TABLES))
+    assert_matches(open_dataset(config, 0), rows, TABLES)
+    assert not list(directory.glob("data-*.tmp")), "another preparation clears what the killed one left"
+
+
+def test_two_processes_prepare_once(tmp_path):
+    rng = random.Random(1)
+    file, directory = tmp_path / "a.tsv", tmp_path / "cache"
+    file.write_text("".join(make_row(rng) + "\n" for _ in range(300)))
+    outputs = [process.communicate()[0] for process in [start(file, directory, 0.1) for _ in range(2)]]
+    fingerprints = [output.split()[-1] for output in outputs]
+    assert fingerprints[0] == fingerprints[1]
+    assert sorted(output.count("block") > 0 for output in outputs) == [False, True]
+
+
+MEMORY = """
+import gc, sys
+from pathlib import Path
+from recpipe.data import criteo
+from recpipe.data.cache import prepare
+
+def peak(task):
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    status = lambda key: int(Path("/proc/self/status").read_text().split(key)[1].split()[0])
+    before = status("VmRSS:")
+    result = task()
+    return (status("VmHWM:") - before) // 1024
+
+criteo.BLOCK_BYTES = 1 << 20
+tables = {f"C{index}": 50 * index + 2 for index in range(1, 27)}
+small, large = (criteo.CriteoSource([Path(name)], tables, False) for name in sys.argv[1:3])
+prepare(small, Path(sys.argv[3]) / "warm")
+print(peak(lambda: prepare(small, Path(sys.argv[3]))), peak(lambda: prepare(large, Path(sys.argv[3]))))
+print(peak(lambda: list(large.blocks())))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    rng = random.Random(2)
+    block = "".join(make_row(rng) + "\n" for _ in range(5000))
+    small, large = tmp_path / "small.tsv", tmp_path / "large.tsv"
+    small.write_text(block * 4)
+    large.write_text(block * 80)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    arguments = [sys.executable, "-W", "ignore", "-c", MEMORY, str(small), str(large), str(tmp_path / "cache")]
+    output = subprocess.run(arguments, capture_output=True, text=True, env=env, check=True).stdout
+    few, many, all_at_once = (int(word) for word in output.split())
+    assert many < few + 12, f"20 times the rows took {many} MiB instead of {few} MiB"
+    assert all_at_once > many + 30, "negative control: keeping the rows (64 MB) must show"

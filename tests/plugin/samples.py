@@ -1,0 +1,67 @@
+"""Plugins and entry points that the tests of the plugin core share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+from typing import Any
+
+from recpipe.plugin.api import Context, Contribution, Invariant, Origin, Plugin, TableInfo
+from recpipe.plugin.assembly import Assembly, assemble
+
+HOTLINE = Origin("hotline", "recpipe", "0.1.0")
+BAGPIPE = Origin("bagpipe", "recpipe", "0.1.0")
+ACME = Origin("acme", "recpipe-acme", "2.3.0")
+TABLES = {name: TableInfo(name, 100, 8) for name in ("t_cat_0", "t_cat_1", "user_id")}
+
+
+class Good(Plugin):
+    """Does nothing, well."""
+
+    api = (1, 0)
+
+    def __init__(self, *, alpha: float = 0.5, rows: int | None = None, names: tuple[str, ...] = ()) -> None:
+        if alpha > 1:
+            raise ValueError("alpha must be at most 1")
+        self.alpha = alpha
+
+    def contribute(self, ctx: Context) -> Contribution:
+        return Contribution()
+
+
+class Shuffles(Good):
+    alters = frozenset({Invariant.SAMPLE_ORDER})
+
+
+class Relies(Good):
+    relies_on = frozenset({Invariant.SAMPLE_ORDER})
+
+
+class FakeEntryPoint:
+    """As much of an EntryPoint as loading needs; ``fault`` is raised on import."""
+
+    def __init__(
+        self, name: str, cls: object = Good, fault: Exception | None = None, dist: str = "recpipe-acme"
+    ):
+        self.name, self.cls, self.fault = name, cls, fault
+        self.value, self.module = f"{name}_pkg.plugin:P", f"{name}_pkg.plugin"
+        self.dist = SimpleNamespace(name=dist, version="2.3.0")
+
+    def load(self) -> Any:
+        if self.fault:
+            raise self.fault
+        return self.cls
+
+
+def entry_points(**classes: object) -> dict[str, EntryPoint]:
+    return {name: FakeEntryPoint(name, cls) for name, cls in classes.items()}  # type: ignore[misc]
+
+
+def merged(
+    *contributions: tuple[Origin, Contribution],
+    prefer: Mapping[str, str] | None = None,
+    resident_bytes: int | None = None,
+) -> Assembly:
+    active = [(origin, Good(), contribution) for origin, contribution in contributions]
+    return assemble(active, TABLES, prefer=prefer, resident_bytes=resident_bytes)

@@ -1,0 +1,148 @@
+"""Finding, importing and constructing plugins, and every way that fails."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+
+from recpipe.plugin import load
+from recpipe.plugin.api import Origin
+from recpipe.plugin.errors import (
+    PluginConflict,
+    PluginError,
+    PluginLoadError,
+    PluginNotFound,
+    PluginVersionError,
+)
+from tests.plugin.samples import FakeEntryPoint, Good, Relies, Shuffles, entry_points
+
+
+class Old(Good):
+    api = (0, 9)
+
+
+class New(Good):
+    api = (1, 7)
+
+
+class NeedsOldTorchRec(Good):
+    torchrec = "<1.0"
+
+
+class BadRange(Good):
+    torchrec = "about 1.8"
+
+
+@pytest.mark.parametrize(
+    ("cls", "fault", "message"),
+    [
+        (int, PluginLoadError, "not a subclass of recpipe.Plugin"),
+        (
+            Old,
+            PluginVersionError,
+            "plugin API 0.9; this recpipe speaks 1.0. Upgrade: pip install -U recpipe-acme",
+        ),
+        (New, PluginVersionError, "pip install -U recpipe$"),
+        (
+            NeedsOldTorchRec,
+            PluginVersionError,
+            "needs torchrec <1.0, but .* is installed: see recpipe doctor",
+        ),
+        (BadRange, PluginLoadError, "'about 1.8' is not a version range"),
+    ],
+)
+def test_misfits(cls: type, fault: type[Exception], message: str) -> None:
+    with pytest.raises(fault, match=message):
+        load.load("acme", entry_points(acme=cls))
+
+
+def test_import_failure_keeps_its_cause() -> None:
+    broken = FakeEntryPoint("acme", fault=ImportError("no module named fbgemm_gpu"))
+    with pytest.raises(
+        PluginLoadError, match="cannot be imported from .*ImportError: no module named"
+    ) as caught:
+        load.load("acme", {"acme": broken})  # type: ignore[dict-item]
+    assert isinstance(caught.value.__cause__, ImportError)
+
+
+def test_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(
+        PluginNotFound, match="no plugin 'hotlin'. Did you mean 'hotline'\\? Installed: hotline"
+    ):
+        load.load("hotlin", entry_points(hotline=Good))
+
+
+def test_two_distributions_with_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = FakeEntryPoint("acme", dist="one"), FakeEntryPoint("acme", dist="two")
+    two.value = "other:P"
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [one, two])
+    with pytest.raises(PluginConflict, match="named 'acme': one and two. Uninstall one: pip uninstall two"):
+        load.installed()
+
+
+def test_whole_plugin_facts() -> None:
+    class Needs(Good):
+        requires = ("hotline",)
+
+    class Rejects(Good):
+        conflicts = ("b",)
+
+    load.check_together({"a": Good, "b": Shuffles})
+    with pytest.raises(
+        PluginConflict, match=r"'a' relies on this: samples reach the model in the order.*'b' alters"
+    ):
+        load.check_together({"a": Relies, "b": Shuffles})
+    with pytest.raises(PluginConflict, match=r"'a' needs 'hotline': add it, \+plugin=\[hotline,a\]"):
+        load.check_together({"a": Needs})
+    with pytest.raises(PluginConflict, match="'a' and 'b' cannot run together"):
+        load.check_together({"a": Rejects, "b": Good})
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        (
+            {"alpa": 1},
+            "plugins.acme.alpa: no such knob. Did you mean 'alpha'\\? acme has: alpha, rows, names",
+        ),
+        ({"alpha": "high"}, "plugins.acme.alpha='high': must be float, not str"),
+        ({"alpha": True}, "must be float, not bool"),
+        ({"rows": 1.5}, "plugins.acme.rows=1.5: must be int or null, not float"),
+        ({"names": "abc"}, "must be tuple.*not str"),
+        ({"alpha": 2.0}, r"acme \(.*\) refuses its knobs \(plugins.acme\): alpha must be at most 1"),
+    ],
+)
+def test_wrong_knobs(monkeypatch: pytest.MonkeyPatch, knobs: dict[str, object], message: str) -> None:
+    monkeypatch.setattr(load, "installed", lambda: entry_points(acme=Good))
+    with pytest.raises(PluginError, match=message):
+        load.instantiate("acme", knobs)
+
+
+def test_right_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "installed", lambda: entry_points(acme=Good, other=Good))
+    plugin = load.instantiate("acme", {"alpha": 1, "rows": None, "names": ["a", "b"]})
+    assert isinstance(plugin, Good)
+    active = load.activate({"other": {}, "acme": {"alpha": 0.1}})
+    assert [origin for origin, _ in active] == [
+        Origin("other", "recpipe-acme", "2.3.0"),
+        Origin("acme", "recpipe-acme", "2.3.0"),
+    ]
+
+
+def test_required_knob_without_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wants(Good):
+        def __init__(self, *, rows: int) -> None:
+            self.rows = rows
+
+    monkeypatch.setattr(load, "installed", lambda: entry_points(acme=Wants))
+    with pytest.raises(PluginError, match=r"plugins.acme.rows has no value: set it"):
+        load.instantiate("acme", {})
+
+
+def test_the_api_does_not_import_torch() -> None:
+    code = "import sys, recpipe.plugin.assembly, recpipe.config, recpipe.cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,129 @@
+"""The command line's edges: exit statuses, one clear line for a user's error, the nearest right name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from recpipe import cli as command_line
+from recpipe.errors import UserError
+from tests.conftest import Cli
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trainer.max_stepz=3"], "no 'trainer.max_stepz' in the recipe. Did you mean 'trainer.max_steps'?"),
+        (["tainer.max_steps=3"], "no 'tainer.max_steps' in the recipe. Did you mean 'trainer.max_steps'?"),
+        (["max_steps=3"], "no 'max_steps' in the recipe. Did you mean 'trainer.max_steps'?"),
+        (["data.bach_size=3"], "Did you mean 'data.batch_size'?"),
+        (["data=crteo"], "no data 'crteo'. Did you mean 'criteo'? There are: criteo, "),
+        (["task=comprae"], "no task 'comprae'. Did you mean 'compare'?"),
+        (["+plugin=hotlin"], "no plugin 'hotlin'. Did you mean 'hotline'? Installed: "),
+        (["+plugin=[hotline,nope]"], "no plugin 'nope'. Installed: "),
+        (["plugin=hotline"], "write +plugin=NAME or '+plugin=[a,b]', with the plus sign"),
+        (["+plugin=hotline", "plugins.hotline.nope=1"], "no 'plugins.hotline.nope' in the recipe."),
+        (["-m", "trainer.max_stepz=1,2"], "Did you mean 'trainer.max_steps'?"),
+        (["seed==1="], "cannot read the override 'seed==1='"),
+        (["~trainer.nope"], "no 'trainer.nope' in the recipe."),
+        (["--config-dir", "no/such/folder"], "no/such/folder' not found"),
+        (["trian"], "no command 'trian'. Commands: plugins, doctor; a recipe is set by key=value"),
+        (["doctor", "now"], "recpipe doctor takes no arguments, not 'now'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_user_errors_are_one_line_and_exit_2(cli: Cli, arguments: list[str], message: str) -> None:
+    done = cli(*arguments)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+
+
+def test_full_error_shows_the_traceback(cli: Cli) -> None:
+    done = cli("+plugin=hotlin", HYDRA_FULL_ERROR="1")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+    assert "UserError" in done.stderr
+
+
+def test_help_and_listings(cli: Cli) -> None:
+    shown = cli("--help")
+    assert shown.returncode == 0
+    for text in ("task=compare", "+plugin=", "recpipe doctor", "data=", "synthetic", "hotline"):
+        assert text in shown.stdout
+    plugins = cli("plugins")
+    assert plugins.returncode == 0
+    assert "hotline" in plugins.stdout
+    assert "BROKEN" not in plugins.stdout, plugins.stdout
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Replace ``recpipe.run.run`` and run the command line in this process; returns its exit status."""
+
+    def status(run, *arguments: str) -> int:
+        module = type(sys)("recpipe.run")
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "recpipe.run", module)
+        monkeypatch.setattr(sys, "argv", ["recpipe", *arguments])
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+        with pytest.raises(SystemExit) as caught:
+            command_line.main()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code
+
+    return status
+
+
+def raising(fault: BaseException):
+    def run(recipe) -> None:
+        raise fault
+
+    return run
+
+
+def test_statuses_of_a_run(job, capsys: pytest.CaptureFixture[str]) -> None:
+    assert job(lambda recipe: None) == 0
+    assert job(raising(UserError("row 3: bad label"))) == 2
+    assert capsys.readouterr().err == "error: row 3: bad label\n"
+    assert job(raising(KeyboardInterrupt())) == 130
+
+
+def test_a_bug_keeps_its_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = type(sys)("recpipe.run")
+    module.run = raising(ZeroDivisionError("bug"))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "recpipe.run", module)
+    monkeypatch.setattr(sys, "argv", ["recpipe"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        command_line.main()
+
+
+def test_a_sweep_runs_each_job_in_its_folder(job, tmp_path: Path) -> None:
+    seen = []
+    assert job(lambda recipe: seen.append((recipe.seed, recipe.output_dir)), "-m", "seed=7,8") == 0
+    assert [seed for seed, _ in seen] == [7, 8]
+    assert len({folder for _, folder in seen}) == 2
+    assert all((tmp_path / "multirun") in Path(folder).parents for _, folder in seen)
+
+
+def test_a_run_has_a_folder_of_its_own_and_the_users_environment(job, tmp_path: Path) -> None:
+    seen = []
+    assert job(lambda recipe: seen.append((recipe.output_dir, os.environ.get("HYDRA_FULL_ERROR")))) == 0
+    folder, full_error = Path(seen[0][0]), seen[0][1]
+    assert (tmp_path / "outputs") in folder.parents
+    assert folder.is_dir()
+    assert full_error is None
+
+
+def test_missing_value_names_the_key(job, capsys: pytest.CaptureFixture[str]) -> None:
+    assert job(lambda recipe: recipe.data.path, "++data.path=???") == 2
+    assert (
+        capsys.readouterr().err == "error: data.path has no value in this recipe: set it, data.path=VALUE\n"
+    )

@@ -1,0 +1,454 @@
+"""task=compare: rows, interleaving, statistics, parameters, what a failure leaves, and child processes."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from recpipe.errors import UserError
+from recpipe.tasks import compare_run
+from recpipe.tasks.compare import compare
+from recpipe.tasks.compare_rows import carried_overrides, command_line_overrides, parse_rows, quoted
+
+ROOT = Path(__file__).parents[1]
+INSTALLED = ("hotline", "fae", "slipstream")
+
+
+def report(
+    speed: float, auc: float = 0.77, altered: list[str] | None = None, rows: int = 0
+) -> dict[str, Any]:
+    return {
+        "throughput": {"samples_per_second": speed},
+        "quality": {"auc": auc, "logloss": 0.5, "ne": 0.8},
+        "memory": {"peak_rss_bytes": 1 << 30, "resident_bytes": 1, "cold_bytes": 2},
+        "io": {"rows_read": rows, "rows_written": rows, "bytes_read": 64 * rows, "bytes_written": 64 * rows}
+        | {"store": "host", "direct": None, "wait_seconds": 0.5},
+        "data": {"train_samples": 1000},
+        "altered": altered or [],
+    }
+
+
+def value_of(arguments: list[str], key: str) -> str | None:
+    for argument in arguments:
+        override = OverridesParser.create().parse_override(argument)
+        if override.key_or_group == key:
+            value = override.value()
+            return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return None
+
+
+class FakeRuns:
+    """Stands in for child processes: reports and parameter offsets by row name, and a log of calls."""
+
+    def __init__(
+        self, reports: dict[str, list[dict[str, Any]]], offsets: dict[str, float] | None = None
+    ) -> None:
+        self.reports, self.offsets = copy.deepcopy(reports), offsets or {}
+        self.calls: list[tuple[str, str]] = []
+        self.arguments: list[list[str]] = []
+        self.exports: list[Path] = []
+        self.fault: Callable[[str, str, int], None] = lambda task, name, call: None
+
+    def __call__(self, arguments: list[str], directory: Path) -> dict[str, Any]:
+        name = value_of(arguments, "plugin") or value_of(arguments, "tiers.policy") or ""
+        task = value_of(arguments, "task") or ""
+        assert value_of(arguments, "hydra.run.dir") == str(directory)
+        self.calls.append((task, name))
+        self.arguments.append(arguments)
+        self.fault(task, name, len(self.calls))
+        if task == "plan":
+            return {}
+        if export := value_of(arguments, "task.export_parameters"):
+            self.export(Path(export), self.offsets.get(name, 0.0))
+        return self.reports[name].pop(0)
+
+    def export(self, directory: Path, offset: float) -> None:
+        directory.mkdir(parents=True)
+        self.exports.append(directory)
+        table = np.zeros((1000, 8), np.float32)
+        table[-1, -1] += offset
+        np.save(directory / "t0.npy", table)
+        np.save(directory / "t0.state.npy", np.ones(1000, np.float32))
+        np.savez(directory / "dense.npz", weight=np.ones((3, 3), np.float32))
+
+
+def config(*plugins: str, repetitions: Any = 3, warmup: Any = 1) -> DictConfig:
+    return OmegaConf.create(
+        {"compare": {"plugins": list(plugins), "repetitions": repetitions, "warmup": warmup}}
+    )
+
+
+def run(
+    cfg: DictConfig, out: Path, runs: FakeRuns, overrides: tuple[str, ...] = ()
+) -> tuple[dict[str, Any], str]:
+    console = Console(file=io.StringIO(), width=80)
+    content = compare(cfg, out, launch=runs, overrides=list(overrides), installed=INSTALLED, console=console)
+    assert isinstance(console.file, io.StringIO)
+    return content, console.file.getvalue()
+
+
+def three_rows() -> FakeRuns:
+    return FakeRuns(
+        {
+            "resident": [report(s) for s in (1, 100.0, 200.0, 50.0)],
+            "lru": [report(s, 0.771, rows=100) for s in (1, 50.0, 120.0, 20.0)],
+            "fae,slipstream": [report(s, altered=["SAMPLE_ORDER"]) for s in (1, 90.0, 90.0, 20.0)],
+        },
+        {"lru": 3e-7, "fae,slipstream": 5.0},
+    )
+
+
+def test_rows_run_interleaved_after_all_are_assembled(tmp_path: Path) -> None:
+    runs = three_rows()
+    run(config("resident", "lru", "fae+slipstream"), tmp_path, runs)
+    order = ["resident", "lru", "fae,slipstream"]
+    assert runs.calls == [("plan", name) for name in order] + [("train", name) for name in order] * 4
+
+
+def test_figures_are_medians_of_counted_rounds_and_ratios_pair_rounds(tmp_path: Path) -> None:
+    content, _ = run(config("resident", "lru", "fae+slipstream"), tmp_path, three_rows())
+    resident, lru, fae = content["rows"]
+    assert resident["samples_per_second"] == {"median": 100, "min": 50, "max": 200}
+    assert resident["ratio"] == 1
+    assert lru["samples_per_second"] == {"median": 50, "min": 20, "max": 120}
+    assert lru["ratio"] == 0.5
+    assert lru["ratio_spread"] == {"median": 0.5, "min": 0.4, "max": 0.6}
+    assert fae["ratio"] == 0.45  # of 0.9, 0.45, 0.4; the medians' ratio would be 0.9
+    assert lru["auc_difference"] == pytest.approx(0.001)
+    assert [row["name"] for row in content["rows"]] == ["resident", "lru", "fae+slipstream"]
+    assert fae["altered"] == ["SAMPLE_ORDER"]
+    assert lru["io"]["rows_read"] == 100
+
+
+def test_exact_rows_get_their_parameter_difference_and_exports_go(tmp_path: Path) -> None:
+    runs = three_rows()
+    content, _ = run(config("resident", "lru", "fae+slipstream"), tmp_path, runs)
+    assert [row["max_parameter_difference"] for row in content["rows"]] == [0, pytest.approx(3e-7), None]
+    assert len(runs.exports) == 3  # the first round only
+    assert not any(path.exists() for path in runs.exports)
+
+
+def test_result_files_hold_the_public_schema(tmp_path: Path) -> None:
+    content, text = run(config("resident", "lru", "fae+slipstream"), tmp_path, three_rows())
+    saved = json.loads((tmp_path / "compare.json").read_text())
+    assert saved == json.loads(json.dumps(content))
+    assert saved["schema"] == 1
+    assert saved["partial"] is False
+    assert saved["environment"]["torch"]
+    for row in saved["rows"]:
+        assert row.keys() >= {"name", "samples_per_second", "ratio", "auc", "logloss", "ne", "io", "altered"}
+        assert "max_parameter_difference" in row
+        assert row["samples_per_second"].keys() == {"median", "min", "max"}
+    page = (tmp_path / "compare.html").read_text()
+    assert page.count("<svg") == 5
+    assert "<script" not in page
+    for part in ("fae+slipstream*", "0.500", "3.0e-07", "alters SAMPLE_ORDER", "compare.html"):
+        assert part in text
+    assert max(map(len, text.splitlines()[:-1])) <= 80
+
+
+def test_a_row_named_twice_shows_the_noise(tmp_path: Path) -> None:
+    runs = FakeRuns({"lru": [report(s) for s in (100.0, 80.0)]})
+    content, _ = run(config("lru", "lru", repetitions=1, warmup=0), tmp_path, runs)
+    assert content["rows"][1]["ratio"] == 0.8
+    assert runs.calls == [("plan", "lru"), ("train", "lru"), ("train", "lru")]
+
+
+@pytest.mark.parametrize(
+    ("plugins", "message"),
+    [
+        (("resident", "hotlin"), "unknown 'hotlin'. Did you mean 'hotline'?"),
+        (("fae+slipstrem",), "unknown 'slipstrem' in row 'fae+slipstrem'. Did you mean 'slipstream'?"),
+        (("lru+lfu",), "row 'lru+lfu' names 2 policies"),
+        ((), "compare.plugins is empty"),
+        (("",), "unknown ''"),
+    ],
+)
+def test_wrong_names_are_told_before_anything_runs(
+    tmp_path: Path, plugins: tuple[str, ...], message: str
+) -> None:
+    runs = FakeRuns({})
+    with pytest.raises(UserError) as caught:
+        run(config(*plugins), tmp_path, runs)
+    assert message in str(caught.value)
+    assert runs.calls == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("repetitions", 0), ("repetitions", 2.5), ("warmup", -1), ("warmup", "x")]
+)
+def test_wrong_numbers_of_rounds(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"compare.{key} must be a whole number"):
+        run(config("lru", **{key: value}), tmp_path, FakeRuns({}))
+
+
+def test_a_clash_is_told_by_row_before_any_training(tmp_path: Path) -> None:
+    runs = three_rows()
+
+    def clash(task: str, name: str, call: int) -> None:
+        if name == "fae,slipstream":
+            raise UserError("two plugins want the splitter")
+
+    runs.fault = clash
+    with pytest.raises(UserError, match=r"row 'fae\+slipstream': two plugins want the splitter"):
+        run(config("resident", "lru", "fae+slipstream"), tmp_path, runs)
+    assert {task for task, _ in runs.calls} == {"plan"}
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), UserError("disk full")])
+def test_what_is_finished_is_kept(tmp_path: Path, fault: BaseException) -> None:
+    runs = three_rows()
+
+    def stop(task: str, name: str, call: int) -> None:
+        if call == 3 + 3 + 3 + 2:  # plans, warm-up, first round, and the second round's first row
+            raise fault
+
+    runs.fault = stop
+    with pytest.raises(type(fault)):
+        run(config("resident", "lru", "fae+slipstream"), tmp_path, runs)
+    saved = json.loads((tmp_path / "compare.json").read_text())
+    assert saved["partial"] is True
+    assert [len(row["rounds"]) for row in saved["rows"]] == [2, 1, 1]
+    assert saved["rows"][1]["ratio"] == 0.5
+    assert (tmp_path / "compare.html").exists()
+    assert not any(path.exists() for path in runs.exports)
+
+
+def test_an_interrupt_before_the_first_result_leaves_no_table(tmp_path: Path) -> None:
+    runs = three_rows()
+
+    def stop(task: str, name: str, call: int) -> None:
+        raise KeyboardInterrupt
+
+    runs.fault = stop
+    with pytest.raises(KeyboardInterrupt):
+        run(config("resident", "lru"), tmp_path, runs)
+    assert not (tmp_path / "compare.json").exists()
+
+
+def test_a_run_that_trained_nothing_is_told(tmp_path: Path) -> None:
+    runs = FakeRuns({"lru": [{"throughput": {"samples_per_second": None}}]})
+    with pytest.raises(UserError, match="row 'lru': trained nothing"):
+        run(config("lru"), tmp_path, runs)
+
+
+def test_the_users_overrides_reach_every_run_and_the_comparisons_own_do_not() -> None:
+    rows = parse_rows(["lru", "hotline"], INSTALLED)
+    mine = [
+        "task=compare",
+        "compare.plugins=[lru,hotline]",
+        "task.export_parameters=x",
+        "data.path='a b,{c}=$d.gz'",
+        "seed=3",
+        "~trainer.limit",
+        "+plugins.hotline.sample_rate=0.1",
+        "++plugins.hotline.other=1",
+        "--config-dir=/x",
+    ]
+    carried = carried_overrides(mine, rows)
+    common = ["data.path='a b,{c}=$d.gz'", "seed=3", "~trainer.limit"]
+    assert carried["lru"] == [*common, "--config-dir=/x"]
+    knobs = ["plugins.hotline.sample_rate=0.1", "++plugins.hotline.other=1"]
+    assert carried["hotline"] == [*common, *knobs, "--config-dir=/x"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+plugin=hotline", "takes its plugins from compare.plugins"),
+        ("+plugins.fae.x=1", "no row of compare.plugins"),
+    ],
+)
+def test_overrides_that_contradict_the_rows(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        carried_overrides([override], parse_rows(["lru", "hotline"], INSTALLED))
+
+
+def test_outside_the_command_line_there_are_no_overrides_to_carry() -> None:
+    with pytest.raises(UserError, match="run python -m recpipe task=compare"):
+        command_line_overrides()
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "a b", "it's", "x=1,y", "{a}[b]", "${a}", "back\\slash", "end\\", "\\'", "é+#"]
+)
+def test_quoted_paths_survive_hydra(tmp_path: Path, name: str) -> None:
+    (tmp_path / "c.yaml").write_text("key: null\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        cfg = compose("c", overrides=[quoted("key", Path("/tmp") / name)])
+    assert cfg.key == f"/tmp/{name}"
+
+
+def test_task_group_has_a_default_and_compare_is_chosen_by_name(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text(
+        f"defaults: [task: train, _self_]\nhydra: {{searchpath: ['file://{ROOT / 'conf'}']}}\n"
+    )
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        plain = compose("train")
+        chosen = compose("train", overrides=["task=compare", "compare.plugins=[resident,fae+slipstream]"])
+        plan = compose("train", overrides=["task=plan"])
+    assert (plain.task.name, chosen.task.name, plan.task.name) == ("train", "compare", "plan")
+    assert "compare" not in plain
+    assert list(chosen.compare.plugins) == ["resident", "fae+slipstream"]
+    assert (chosen.compare.repetitions, chosen.compare.warmup) == (5, 1)
+    assert plain.task.export_parameters is None
+
+
+# -- parameters ---------------------------------------------------------------------------------
+
+
+def export(directory: Path, **arrays: np.ndarray[Any, Any]) -> Path:
+    directory.mkdir()
+    for name, array in arrays.items():
+        np.save(directory / f"{name}.npy", array)
+    np.savez(directory / "dense.npz", weight=np.zeros((2, 2), np.float32))
+    return directory
+
+
+def test_parameter_difference_finds_the_one_element_that_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare_run, "_CHUNK_FLOATS", 64)
+    table = np.random.default_rng(0).random((100, 7), np.float32)
+    for row, column in ((0, 0), (9, 1), (99, 6)):
+        other = table.copy()
+        other[row, column] -= 0.25
+        a = export(tmp_path / f"a{row}", t=table)
+        b = export(tmp_path / f"b{row}", t=other)
+        assert compare_run.parameter_difference(a, b) == pytest.approx(0.25, rel=1e-6)
+    same = export(tmp_path / "same", t=table)
+    assert compare_run.parameter_difference(a, same) == 0
+
+
+def test_parameter_difference_sees_state_dense_and_nan(tmp_path: Path) -> None:
+    a = export(tmp_path / "a", t=np.zeros(4, np.float32))
+    dense = export(tmp_path / "dense", t=np.zeros(4, np.float32))
+    np.savez(dense / "dense.npz", weight=np.full((2, 2), 2, np.float32))
+    assert compare_run.parameter_difference(a, dense) == 2
+    broken = export(tmp_path / "nan", t=np.array([0, np.nan, 0, 0], np.float32))
+    assert np.isnan(compare_run.parameter_difference(a, broken))
+
+
+def test_exports_of_different_tables_are_refused(tmp_path: Path) -> None:
+    a = export(tmp_path / "a", t=np.zeros(4, np.float32))
+    with pytest.raises(UserError, match=r"different tables: \['u.npy'\]"):
+        compare_run.parameter_difference(a, export(tmp_path / "b", t=np.zeros(4), u=np.zeros(4)))
+    with pytest.raises(UserError, match=r"shape \(4,\) in one run and \(5,\)"):
+        compare_run.parameter_difference(a, export(tmp_path / "c", t=np.zeros(5, np.float32)))
+    with pytest.raises(UserError, match="none at all"):
+        compare_run.parameter_difference(tmp_path, tmp_path)
+
+
+def test_pickled_arrays_are_never_loaded(tmp_path: Path) -> None:
+    a = export(tmp_path / "a", t=np.zeros(1, np.float32))
+    b = export(tmp_path / "b", t=np.array([object()]))
+    with pytest.raises(ValueError, match=r"allow_pickle=False|Python objects"):
+        compare_run.parameter_difference(a, b)
+
+
+# -- child processes ----------------------------------------------------------------------------
+
+
+def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Make ``sys.executable -m recpipe`` a shell script."""
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+def test_launch_returns_the_report_and_drops_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    interpreter(
+        tmp_path,
+        monkeypatch,
+        f'echo "$@"; mkdir "{out}/checkpoints"; echo \'{{"a": 1}}\' > "{out}/report.json"',
+    )
+    assert compare_run.launch(["seed=1", "data.path=a b;$(c)"], out) == {"a": 1}
+    assert (out / "run.log").read_text() == "-m recpipe seed=1 data.path=a b;$(c)\n"
+    assert not (out / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo noise; echo 'error: no such file x.gz' >&2; exit 2", "^no such file x.gz$"),
+        (
+            "echo Traceback; echo 'ValueError: odd'; exit 1",
+            r"failed with status 1 \(ValueError: odd\); .*run.log",
+        ),
+        ("kill -9 $$", r"killed by signal 9 \(no output\)"),
+    ],
+)
+def test_launch_tells_why_a_run_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
+) -> None:
+    interpreter(tmp_path, monkeypatch, script)
+    with pytest.raises(UserError, match=message):
+        compare_run.launch([], tmp_path / "run")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_run_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
+) -> None:
+    started = tmp_path / "pid"
+    interpreter(
+        tmp_path, monkeypatch, f'echo $$ > "{started}.new"; mv "{started}.new" "{started}"; exec sleep 60'
+    )
+
+    def interrupt() -> None:
+        while not started.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), sent)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt), compare_run.interrupt_on_sigterm():
+        compare_run.launch([], tmp_path / "run")
+    thread.join()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("recpipe.run") is None, reason="recpipe.run is not there")
+def test_real_comparison_end_to_end(tmp_path: Path) -> None:
+    rounds = ["compare.plugins=[resident,lru]", "compare.repetitions=1", "compare.warmup=0"]
+    overrides = ["task=compare", *rounds, "trainer.max_steps=5", quoted("hydra.run.dir", tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "recpipe", *overrides],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "compare.json").read_text())
+    resident, lru = content["rows"]
+    assert resident["samples_per_second"]["median"] > 0
+    assert resident["io"]["rows_read"] == 0
+    assert lru["io"]["rows_read"] > 0
+    assert lru["max_parameter_difference"] <= 1e-5
+    assert (tmp_path / "compare.html").exists()
+    assert not (tmp_path / "parameters").exists()

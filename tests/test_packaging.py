@@ -1,0 +1,113 @@
+"""What a user installs: the wheel with its conf and plugins, and a third-party plugin beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+HELLO = ROOT / "examples" / "recpipe-hello"
+
+
+def build(project: Path, folder: Path) -> Path:
+    """The project's wheel, made without network."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=project, check=True, capture_output=True, text=True)
+    [wheel] = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    pytest.importorskip("hatchling", reason="building wheels needs the test extra: pip install -e '.[test]'")
+    return build(ROOT, tmp_path_factory.mktemp("core")), build(HELLO, tmp_path_factory.mktemp("hello"))
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory, wheels: tuple[Path, Path]) -> Path:
+    """The Python of a new venv that holds the two wheels and sees this one's other packages.
+
+    A path file adds this environment's site-packages as a plain folder: the path files in it, recpipe's
+    editable install among them, have no effect there.
+    """
+    folder = tmp_path_factory.mktemp("fresh") / "venv"
+    venv.create(folder, with_pip=False)
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    show = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(
+        subprocess.run([python, "-c", show], capture_output=True, text=True, check=True).stdout.strip()
+    )
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+    others = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+    (site / "others.pth").write_text("\n".join(others), encoding="utf-8")
+    return python
+
+
+def recpipe(python: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "HYDRA_FULL_ERROR")}
+    command = [str(python), "-m", "recpipe", *arguments]
+    return subprocess.run(command, cwd=folder, env={**env, "COLUMNS": "200"}, capture_output=True, text=True)
+
+
+def test_wheel_holds_conf_and_plugins_and_nothing_else(wheels: tuple[Path, Path]) -> None:
+    names = zipfile.ZipFile(wheels[0]).namelist()
+    assert {"recpipe/conf/train.yaml", "recpipe/py.typed", "recpipe/plugin/api.py"} <= set(names)
+    assert "recpipe_hotline/conf/plugin/hotline.yaml" in names
+    assert any(name.endswith(".j2") for name in names)
+    top = {name.partition("/")[0] for name in names}
+    assert all(n.startswith("recpipe") for n in top), top
+    assert not any("/tests/" in name for name in names)
+
+
+def test_it_runs_from_another_folder_with_a_third_party_plugin(fresh: Path, tmp_path: Path) -> None:
+    where = [
+        str(fresh),
+        "-c",
+        "import recpipe, recpipe_hotline; print(recpipe.__file__, recpipe_hotline.__file__)",
+    ]
+    found = subprocess.run(where, cwd=tmp_path, capture_output=True, text=True, check=True, env={}).stdout
+    assert str(ROOT) not in found
+    listed = recpipe(fresh, tmp_path, "plugins")
+    assert listed.returncode == 0, listed.stderr
+    assert "hello" in listed.stdout
+    assert "recpipe-hello 0.1.0" in listed.stdout
+    assert "hotline" in listed.stdout
+    assert "broken:" not in listed.stdout
+    small = ["data.samples=2000", "data.table_scale=0.01", "data.batch_size=64", "trainer.max_steps=5"]
+    done = recpipe(fresh, tmp_path, "+plugin=hello", "hydra.run.dir=out", "trainer.progress=false", *small)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert report["plugins"]["hello"]["lookups"] == 5 * 64 * 26
+    assert 0 < report["plugins"]["hello"]["top_share"] < 1
+    refused = recpipe(fresh, tmp_path, "+plugin=hello", "plugins.hello.top=2", *small)
+    assert refused.returncode == 2
+    assert refused.stderr == "error: plugins.hello.top=2: must be in (0, 1], for example 0.01\n"
+
+
+def test_requirements_agree_with_the_doctor_and_the_stub() -> None:
+    from recpipe.doctor import REQUIREMENTS, TRIPLES, minor
+
+    for (torch, _), name in REQUIREMENTS.items():
+        lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+        pins = dict(line.split("==") for line in lines if "==" in line)
+        stub = tomllib.loads((ROOT / "packaging" / "fbgemm-gpu-stub" / "pyproject.toml").read_text("utf-8"))
+        fbgemm = pins.get("fbgemm-gpu", stub["project"]["version"])
+        assert (minor(pins["torch"]), minor(pins["torchrec"]), minor(fbgemm)) in TRIPLES
+        assert minor(pins["torch"]) == torch
+
+
+def test_a_plugin_in_the_tree_is_registered() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    registered = {value.partition(".")[0] for value in project["entry-points"]["recpipe.plugins"].values()}
+    assert registered == {folder.name for folder in (ROOT / "plugins").glob("recpipe_*")}

@@ -1,0 +1,80 @@
+"""The plugin API as it was promised: a change here needs a new API version (minor if only added to)."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import recpipe
+from recpipe.plugin import api
+
+API = (1, 0)
+CONTRIBUTION = {
+    "stream": "Sequence[Link[StreamWrapper]]",
+    "batch": "Sequence[Link[BatchTransform]]",
+    "splitter": "BatchSplitter | None",
+    "tables": "Sequence[TableClaim]",
+    "planner": "PlannerFactory | None",
+    "sharders": "Mapping[type[nn.Module], ModuleSharder[Any]]",
+    "codecs": "Mapping[tuple[CommOp, Direction], QuantizedCommCodec[Any]]",
+    "device_bytes": "int",
+    "step": "Sequence[Link[StepWrapper]]",
+    "callbacks": "Sequence[L.Callback]",
+    "report": "Sequence[Reporter]",
+}
+CONTEXT = {
+    "tables": "Mapping[str, TableInfo]",
+    "device": "str",
+    "batch_size": "int",
+    "resident_bytes": "int",
+    "record_bytes": "int",
+    "seed": "int",
+    "data_fingerprint": "str",
+    "steps": "int",
+}
+EXPORTS = [
+    "Context",
+    "Contribution",
+    "Invariant",
+    "Link",
+    "Plugin",
+    "Split",
+    "TableClaim",
+    "TableInfo",
+    "TablePolicy",
+    "UserError",
+    "__version__",
+]
+
+
+def fields(cls: type) -> dict[str, str]:
+    return {f.name: str(f.type) for f in dataclasses.fields(cls)}
+
+
+def test_version() -> None:
+    assert api.API == API
+
+
+def test_contribution_and_context() -> None:
+    assert fields(api.Contribution) == CONTRIBUTION
+    assert fields(api.Context) == CONTEXT
+
+
+def test_small_types() -> None:
+    assert fields(api.Split) == {"order": "NDArray[np.int64]", "bounds": "tuple[int, ...]"}
+    assert list(fields(api.Link)) == ["part", "name", "before", "after"]
+    assert list(fields(api.TableClaim)) == ["glob", "aspects", "policy"]
+    assert [i.name for i in api.Invariant] == [
+        "SAMPLE_ORDER",
+        "BATCH_SIZE",
+        "EXACT_GRADIENT",
+        "TABLE_LAYOUT",
+        "ID_SPACE",
+    ]
+    methods = [n for n, _ in inspect.getmembers(api.TablePolicy, inspect.isfunction) if not n.startswith("_")]
+    assert methods == ["cache", "constrain", "rewrite"]
+
+
+def test_exports() -> None:
+    assert recpipe.__all__ == EXPORTS
+    assert all(hasattr(recpipe, name) for name in EXPORTS)
