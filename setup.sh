@@ -56,7 +56,7 @@ fi
 echo "setup: installing $requirements and recpipe into .venv (about 1 GB for CPU, 5 GB for CUDA)"
 rm -f "$stamp"
 # One command, so that pip resolves recpipe and the tested set together.
-$pip install --disable-pip-version-check --retries 1 -r "$requirements" -e '.[test]' ||
+$pip install --disable-pip-version-check --retries 1 pip -r "$requirements" -e '.[test]' ||
     fail "pip could not install $requirements (its message is above); run ./setup.sh again when that is mended"
 echo "$wanted" >"$stamp"
 echo "setup: done. Train: .venv/bin/python -m recpipe    Check: .venv/bin/python -m recpipe doctor"

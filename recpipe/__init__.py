@@ -7,9 +7,11 @@ from recpipe.errors import UserError
 from recpipe.plugin.api import (
     Context,
     Contribution,
+    Figure,
     Invariant,
     Link,
     Plugin,
+    RunFigures,
     Split,
     TableClaim,
     TableInfo,
@@ -21,9 +23,11 @@ __version__ = "0.1.0"
 __all__ = [
     "Context",
     "Contribution",
+    "Figure",
     "Invariant",
     "Link",
     "Plugin",
+    "RunFigures",
     "Split",
     "TableClaim",
     "TableInfo",

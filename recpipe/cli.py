@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -112,8 +113,12 @@ def _run_hydra(argv: Sequence[str]) -> None:
         with _environment(user_setting), _stopping(argv):
             check(recipe)
             from recpipe.doctor import check_versions
+            from recpipe.quiet import quiet_libraries
 
             check_versions()
+            # FBGEMM logs every library it loads through the root logger, while it is imported.
+            logging.getLogger().setLevel(logging.WARNING)
+            quiet_libraries()
             from recpipe.run import run
 
             run(recipe)

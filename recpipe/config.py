@@ -6,10 +6,11 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
@@ -22,9 +23,11 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from recpipe.errors import UserError
+from recpipe.plugin.knobs import fits, spelled
 from recpipe.plugin.load import installed
 
 CONFIG_NAME = "train"
+T = TypeVar("T")
 
 
 def conf_dir() -> Path:
@@ -121,6 +124,31 @@ def _knobs(name: str, knobs: Any) -> dict[str, Any]:
     if not isinstance(knobs, dict):
         raise UserError(f"plugins.{name}={knobs}: must map the plugin's knobs to values")
     return {str(k): v for k, v in knobs.items()}
+
+
+def typed(cls: type[T], node: DictConfig, section: str) -> T:
+    """The dataclass ``cls`` filled from the recipe's ``section``; interpolations are resolved.
+
+    Raises ``UserError`` that names the key and the value for an unknown, missing or mistyped one.
+    """
+    with readable_errors(()):
+        values = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    if not isinstance(values, dict):
+        raise UserError(f"{section}={values}: must map keys to values, as conf/{section} does")
+    hints = get_type_hints(cls)
+    required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}  # type: ignore[arg-type]
+    for key, value in values.items():
+        if key not in hints:
+            raise UserError(
+                f"no '{section}.{key}' in the recipe.{_nearest(f'{section}.{key}', [f'{section}.{h}' for h in hints])}"
+            )
+        if not fits(value, hints[str(key)]):
+            raise UserError(f"{section}.{key}={value}: must be {spelled(hints[str(key)])}")
+    if lacking := required - values.keys():
+        raise UserError(
+            f"{section}.{min(lacking)} has no value in this recipe: set it, {section}.{min(lacking)}=VALUE"
+        )
+    return cls(**{str(key): value for key, value in values.items()})
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from recpipe.optim import dense_optimizer
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.report import html, terminal
 from recpipe.report.record import write_json
-from recpipe.setup import assemble_plugins, choose_device, closing_tiers, output_dir, quiet_libraries
+from recpipe.setup import assemble_plugins, choose_device, closing_tiers, output_dir
 from recpipe.tasks.compare import compare
 from recpipe.tasks.export import export_parameters
 from recpipe.tasks.plan import describe, print_plan
@@ -35,7 +35,6 @@ from recpipe.trainer import Recorder, TrainerConfig, fit, make_trainer
 
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Carry out the recipe's task; returns the content of report.json (or compare.json, assembly.json)."""
-    quiet_libraries()
     run_dir = output_dir()
     task = cfg.task.name
     if task == "compare":
@@ -84,7 +83,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         stopped = fit(trainer, module, loader, evaluation, recorder, resume)
 
         # 7. What it did.
-        report = summarize(cfg, dataset, assembly, described, tables, tiers, module, recorder, trainer)
+        report = summarize(cfg, dataset, assembly, described, tables, tiers, module, recorder)
         if cfg.task.export_parameters:
             export_parameters(Path(cfg.task.export_parameters), embeddings, tables, ranker)
     report.write(run_dir)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,16 +20,6 @@ from recpipe.errors import UserError
 from recpipe.plugin.api import Context, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble, gather
 from recpipe.plugin.load import activate
-
-
-def quiet_libraries() -> None:
-    """Keep libraries' own start-up messages out of the user's terminal; warnings stay."""
-    for name in ("lightning.pytorch", "lightning.fabric", "torchrec", "fbgemm_gpu"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # FBGEMM logs every table's construction through the root logger.
-    logging.getLogger().setLevel(logging.WARNING)
-    logging.getLogger("recpipe").setLevel(logging.INFO)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 
 def output_dir() -> Path:

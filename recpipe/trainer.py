@@ -26,13 +26,13 @@ from recpipe.report.record import Point
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """``conf/trainer``. ``eval_every`` and ``checkpoint_every``: steps (>= 1) or a share of an epoch (< 1)."""
+    """``conf/trainer``. ``eval_every`` and ``checkpoint_every``: a whole number of steps, or a share of an epoch (0.25)."""
 
     max_epochs: int
     max_steps: int | None
     device: str
-    eval_every: float
-    checkpoint_every: float | None
+    eval_every: int | float
+    checkpoint_every: int | float | None
     keep_checkpoints: int
     checkpoint_dir: str | None
     logger: str | None
@@ -41,14 +41,16 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         if self.max_epochs < 1 or (self.max_steps is not None and self.max_steps < 1):
             raise UserError(f"trainer.max_epochs={self.max_epochs}, max_steps={self.max_steps}: train at least one")
-        if not self.eval_every > 0 or (self.checkpoint_every is not None and not self.checkpoint_every > 0):
-            raise UserError("trainer.eval_every and checkpoint_every must be above 0: steps, or a share of an epoch")
+        for name in ("eval_every", "checkpoint_every"):
+            every = getattr(self, name)
+            if every is not None and (not every > 0 or (isinstance(every, float) and every > 1)):
+                raise UserError(f"trainer.{name}={every}: give a whole number of steps, or a share of an epoch (0.25)")
         if self.logger not in (None, "csv", "tensorboard"):
             raise UserError(f"trainer.logger={self.logger} is unknown; choose csv, tensorboard or null")
 
-    def interval(self, every: float, steps_per_epoch: int) -> int:
-        """``every`` as a number of steps, at most an epoch's."""
-        steps = every if every >= 1 else every * min(steps_per_epoch, self.max_steps or steps_per_epoch)
+    def interval(self, every: int | float, steps_per_epoch: int) -> int:
+        """``every`` as a number of steps, at most an epoch's; shares are of the run when that is shorter."""
+        steps = every if isinstance(every, int) else every * min(steps_per_epoch, self.max_steps or steps_per_epoch)
         return max(1, min(round(steps), steps_per_epoch))
 
     def steps(self, steps_per_epoch: int) -> int:

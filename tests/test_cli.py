@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 
 from recpipe import cli as command_line
 from recpipe.errors import UserError
@@ -81,6 +82,10 @@ def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return status
 
 
+def run_dir() -> Path:
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
 def raising(fault: BaseException):
     def run(recipe) -> None:
         raise fault
@@ -107,16 +112,16 @@ def test_a_bug_keeps_its_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def test_a_sweep_runs_each_job_in_its_folder(job, tmp_path: Path) -> None:
     seen = []
-    assert job(lambda recipe: seen.append((recipe.seed, recipe.output_dir)), "-m", "seed=7,8") == 0
+    assert job(lambda recipe: seen.append((recipe.seed, run_dir())), "-m", "seed=7,8") == 0
     assert [seed for seed, _ in seen] == [7, 8]
     assert len({folder for _, folder in seen}) == 2
-    assert all((tmp_path / "multirun") in Path(folder).parents for _, folder in seen)
+    assert all((tmp_path / "multirun") in folder.parents for _, folder in seen)
 
 
 def test_a_run_has_a_folder_of_its_own_and_the_users_environment(job, tmp_path: Path) -> None:
     seen = []
-    assert job(lambda recipe: seen.append((recipe.output_dir, os.environ.get("HYDRA_FULL_ERROR")))) == 0
-    folder, full_error = Path(seen[0][0]), seen[0][1]
+    assert job(lambda recipe: seen.append((run_dir(), os.environ.get("HYDRA_FULL_ERROR")))) == 0
+    folder, full_error = seen[0]
     assert (tmp_path / "outputs") in folder.parents
     assert folder.is_dir()
     assert full_error is None

@@ -21,7 +21,8 @@ HELLO = ROOT / "examples" / "recpipe-hello"
 def build(project: Path, folder: Path) -> Path:
     """The project's wheel, made without network."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=project, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     [wheel] = folder.glob("*.whl")
     return wheel
 
@@ -46,9 +47,18 @@ def fresh(tmp_path_factory: pytest.TempPathFactory, wheels: tuple[Path, Path]) -
     site = Path(
         subprocess.run([python, "-c", show], capture_output=True, text=True, check=True).stdout.strip()
     )
-    for wheel in wheels:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(site)
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+    ]
+    subprocess.run([*install, *map(str, wheels)], check=True, capture_output=True, text=True)
     others = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
     (site / "others.pth").write_text("\n".join(others), encoding="utf-8")
     return python
@@ -88,11 +98,28 @@ def test_it_runs_from_another_folder_with_a_third_party_plugin(fresh: Path, tmp_
     done = recpipe(fresh, tmp_path, "+plugin=hello", "hydra.run.dir=out", "trainer.progress=false", *small)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    assert report["plugins"]["hello"]["lookups"] == 5 * 64 * 26
+    assert report["data"]["lookups"] == 5 * 64 * 26
+    assert 0 < report["plugins"]["hello"]["distinct_rows"] <= 5 * 64 * 26
     assert 0 < report["plugins"]["hello"]["top_share"] < 1
     refused = recpipe(fresh, tmp_path, "+plugin=hello", "plugins.hello.top=2", *small)
     assert refused.returncode == 2
     assert refused.stderr == "error: plugins.hello.top=2: must be in (0, 1], for example 0.01\n"
+
+
+def test_the_examples_own_tests_pass(fresh: Path, tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "HYDRA_FULL_ERROR")}
+    command = [
+        str(fresh),
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(HELLO),
+        str(HELLO / "tests"),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_requirements_agree_with_the_doctor_and_the_stub() -> None:

@@ -35,9 +35,11 @@ CONTEXT = {
 EXPORTS = [
     "Context",
     "Contribution",
+    "Figure",
     "Invariant",
     "Link",
     "Plugin",
+    "RunFigures",
     "Split",
     "TableClaim",
     "TableInfo",
@@ -62,6 +64,14 @@ def test_contribution_and_context() -> None:
 
 def test_small_types() -> None:
     assert fields(api.Split) == {"order": "NDArray[np.int64]", "bounds": "tuple[int, ...]"}
+    assert fields(api.RunFigures) == {
+        "steps": "int",
+        "samples": "int",
+        "lookups": "int",
+        "io": "Io",
+        "before_cold_seconds": "float",
+        "after_cold_seconds": "float",
+    }
     assert list(fields(api.Link)) == ["part", "name", "before", "after"]
     assert list(fields(api.TableClaim)) == ["glob", "aspects", "policy"]
     assert [i.name for i in api.Invariant] == [

@@ -31,7 +31,7 @@ COLUMNS = ("label", *DENSE, *SPARSE)
 SUFFIXES = (".tsv", ".txt", ".gz", ".zst", "")
 
 BLOCK_BYTES = 8 << 20
-_NUMBER = rb"-?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_NUMBER = rb"-?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"  # one way to match: no backtracking
 _HEX = rb"[0-9a-fA-F]{1,16}"
 _ROW = re.compile(rb"[01](?:\t(?:%s)?){13}(?:\t(?:%s)?){26}\r?" % (_NUMBER, _HEX))
 _PARSE = pa.csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False)

@@ -34,7 +34,10 @@ def triples(path: Any) -> list[Triple]:
     if not path:
         return []
     if isinstance(path, (list, tuple)):
-        return [triple for item in path for triple in triples(item)]
+        parts = [triples(item) for item in path]
+        if any(parts) and not all(parts):
+            raise DataError(f"data.path mixes .npy triples and other files: {path[parts.index([])]}")
+        return [triple for part in parts for triple in part]
     base = Path(str(path)).expanduser()
     if base.is_dir() and any(base.glob("*.npy")):
         files = [file for file in input_files(path, (".npy",)) if file.name.endswith("_dense.npy")]

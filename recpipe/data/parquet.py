@@ -38,8 +38,13 @@ class ParquetSource:
         self._label, self._dense, self._sparse = config.label, config.dense, config.sparse
         self._log, self._hash, self._skip = config.dense_transform == "log", config.hash_ids, skip_bad_rows
         schema = _open(self.files[0]).schema_arrow
+        for name in config.tables or {}:
+            if name not in config.sparse:
+                hint = nearest(name, config.sparse)
+                raise DataError(f"data.tables.{name}: no such column in data.sparse; {hint}")
         for file in self.files:
             _check_columns(file, _open(file).schema_arrow, config)
+            _check_lists(file, _open(file).schema_arrow, self.files[0], schema, config.sparse)
         features = tuple(SparseFeature(name, _rows(config, name)) for name in self._sparse)
         self.schema = Schema(tuple(self._dense), features)
         self.multi_hot = tuple(name for name in self._sparse if _is_list(schema.field(name).type))
@@ -172,6 +177,14 @@ def _check_columns(file: Path, schema: pa.Schema, config: ParquetConfig) -> None
             raise DataError(
                 f"{file}, column {name}: holds {kind}; sparse ids are integers, strings or lists of them"
             )
+
+
+def _check_lists(file: Path, own: pa.Schema, first: Path, schema: pa.Schema, sparse: list[str]) -> None:
+    """``DataError`` for a column that holds lists in one file and single ids in another."""
+    for name in sparse:
+        here, there = own.field(name).type, schema.field(name).type
+        if _is_list(here) != _is_list(there):
+            raise DataError(f"{file}, column {name}: holds {here} here and {there} in {first}")
 
 
 def _is_list(kind: pa.DataType) -> bool:

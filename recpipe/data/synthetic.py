@@ -32,6 +32,8 @@ class SyntheticDataset(Dataset):
     """
 
     def __init__(self, config: SyntheticConfig, seed: int) -> None:
+        if seed < 0:
+            raise UserError(f"seed={seed}: generated data needs a seed of at least 0")
         tables = config.tables or {f"C{index + 1}": rows for index, rows in enumerate(TABLE_ROWS)}
         scaled = {name: max(2, round(rows * config.table_scale)) for name, rows in tables.items()}
         self.pooling = _pooling(config.pooling, len(scaled))
@@ -108,7 +110,7 @@ class SyntheticDataset(Dataset):
         return columns, self._score(columns)
 
     def _score(self, columns: Columns) -> Float32:
-        """Raw click scores; a bag counts with the mean of its ids' traits times the root of its mean length."""
+        """Raw click scores; a bag counts with the mean of its ids' traits times the root of its mean size."""
         shape = (len(columns), len(self.schema.sparse))
         effects, traits = np.empty(shape, np.float32), np.empty(shape, np.float32)
         salts = self._clicks.salts

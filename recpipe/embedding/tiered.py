@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from time import perf_counter
 from typing import Any
 
@@ -35,7 +35,7 @@ from recpipe.embedding import seams
 from recpipe.embedding.collection import make_tbe
 from recpipe.embedding.planner import Bags, Planner, TierPlan
 from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, policy_bytes
-from recpipe.embedding.stores.base import ColdStore, Records
+from recpipe.embedding.stores.base import ColdStore, IoCounters, Records
 from recpipe.embedding.tables import Region, TableSet, Values, row_chunks
 from recpipe.embedding.transfer import Landed, Transfer
 
@@ -73,6 +73,8 @@ class TieredEmbeddingBagCollection(nn.Module):
         self.prefetches = prefetch
         self.planner = Planner(RowSpace(tables.layout.bases, slots), policy, carry=prefetch)
         self.times = TierTimes()
+        self.io = IoCounters()
+        """What training moved; evaluation and checkpoints are not in it (``store.io`` has everything)."""
         self.resident = make_tbe(tables, max(1, slots), device)
         self.slab = make_tbe(tables, 1, device)
         self._transfer = Transfer(device)
@@ -107,7 +109,7 @@ class TieredEmbeddingBagCollection(nn.Module):
 
     def prefetch(self, plan: TierPlan) -> None:
         """Start fetching the plan's rows, once ``advance`` of the batch before it has been called."""
-        self._fetches[id(plan)] = self._io.submit(self._fetch, plan.fetch)
+        self._fetches[id(plan)] = self._io.submit(self._counted_fetch, plan.fetch)
 
     def advance(self, plan: TierPlan) -> None:
         """The last batch's update is done: send departing rows on their way; start the fetch if nobody has."""
@@ -320,12 +322,26 @@ class TieredEmbeddingBagCollection(nn.Module):
         self.store.close()
 
     def _fetch(self, rows: RowIds) -> Landed:
-        start = perf_counter()
         host = self._transfer.host_buffer(len(rows), self.tables.layout.width)
         self.store.gather(rows, host.numpy())
-        landed = self._transfer.to_device(host)
+        return self._transfer.to_device(host)
+
+    def _counted_fetch(self, rows: RowIds) -> Landed:
+        """A fetch that training waits for, with its time and traffic."""
+        start = perf_counter()
+        with self._counting():
+            landed = self._fetch(rows)
         self.times.fetch += perf_counter() - start
         return landed
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Add the store's traffic inside to ``io``; for the I/O thread."""
+        before = replace(self.store.io)
+        yield
+        for field in fields(IoCounters):
+            gained = getattr(self.store.io, field.name) - getattr(before, field.name)
+            setattr(self.io, field.name, getattr(self.io, field.name) + gained)
 
     def _write(self, rows: RowIds, records: torch.Tensor, which: RowIds) -> None:
         """Queue ``rows[which]`` with their records for the store; later fetches see them."""
@@ -336,7 +352,8 @@ class TieredEmbeddingBagCollection(nn.Module):
 
         def write() -> None:
             start = perf_counter()
-            self.store.scatter(rows[which], landed())
+            with self._counting():
+                self.store.scatter(rows[which], landed())
             self.times.write += perf_counter() - start
 
         self._writes.append(self._io.submit(write))
@@ -366,6 +383,9 @@ def take(tbe: nn.Module, slots: torch.Tensor) -> torch.Tensor:
 
 def put(tbe: nn.Module, slots: torch.Tensor, records: torch.Tensor) -> None:
     """Replace the records of ``slots`` (int64 [n], distinct) of a one-table TBE."""
+    if not len(slots):
+        # Even an empty copy would tell autograd that the weights have changed since they were looked up.
+        return
     weights, state = seams.tbe_views(tbe)[0]
     with torch.no_grad():
         weights.index_copy_(0, slots, records[:, : weights.shape[1]])

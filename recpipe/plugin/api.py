@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from recpipe.data.batch import Batch
     from recpipe.embedding.policies import CachePolicy, RowSpace
+    from recpipe.report.record import Io
 
 API = (1, 0)
 """Version of this file's contract: a plugin's major must equal it, its minor must not exceed it."""
@@ -127,7 +128,24 @@ class TableClaim:
 # -- optimizer and report --------------------------------------------------------------------
 StepWrapper = Callable[["Batch"], "AbstractContextManager[None]"]
 Figure = float | int | str | list[Any]
-Reporter = Callable[[], Mapping[str, Figure]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigures:
+    """What core measured, for a plugin's own figures; seconds are of host time."""
+
+    steps: int
+    samples: int
+    lookups: int
+    io: Io
+    """Traffic with the cold tier, with the time of its fetches and the training's waits for them."""
+    before_cold_seconds: float
+    """In micro-batches that needed no cold row, ..."""
+    after_cold_seconds: float
+    """... and in those that did; both 0 where no splitter was active."""
+
+
+Reporter = Callable[[RunFigures], Mapping[str, Figure]]
 
 
 @dataclass(frozen=True)

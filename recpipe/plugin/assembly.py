@@ -20,6 +20,7 @@ from recpipe.plugin.api import (
     PlannerFactory,
     Plugin,
     Reporter,
+    RunFigures,
     StepWrapper,
     StreamWrapper,
     TableInfo,
@@ -95,12 +96,12 @@ class Assembly:
                     mine.append(table)
         return [(owner, tuple(tables)) for owner, tables in groups]
 
-    def figures(self) -> dict[str, dict[str, Figure]]:
+    def figures(self, run: RunFigures) -> dict[str, dict[str, Figure]]:
         """Every plugin's figures for report.json; a plugin that reports none has an empty entry."""
         merged: dict[str, dict[str, Figure]] = {origin.plugin: {} for origin in self.plugins}
         for reporter in self.reporters:
             mine = merged[reporter.origin.plugin]
-            for key, value in reporter.part().items():
+            for key, value in reporter.part(run).items():
                 if key in mine:
                     raise PluginError(
                         f"{reporter.origin} reports '{key}' twice; give each reporter keys of its own"

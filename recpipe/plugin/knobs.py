@@ -27,7 +27,7 @@ def check_knobs(cls: type[Plugin], origin: Origin, knobs: Mapping[str, Any]) -> 
             hint = f" Did you mean '{near[0]}'?" if near else ""
             raise PluginError(f"{key}: no such knob.{hint} {origin.plugin} has: {', '.join(takes) or 'none'}")
         if name in hints and not fits(value, hints[name]):
-            raise PluginError(f"{key}={value!r}: must be {_spelled(hints[name])}, not {type(value).__name__}")
+            raise PluginError(f"{key}={value!r}: must be {spelled(hints[name])}, not {type(value).__name__}")
     for name, p in takes.items():
         if p.default is p.empty and name not in knobs:
             raise PluginError(
@@ -65,9 +65,10 @@ def fits(value: object, hint: Any) -> bool:
     return isinstance(value, base)
 
 
-def _spelled(hint: Any) -> str:
+def spelled(hint: Any) -> str:
+    """A type as a user reads it: ``int or null``, ``one of host, ssd``."""
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, get_args(hint)))
     if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_spelled(arg) for arg in get_args(hint))
+        return " or ".join(spelled(arg) for arg in get_args(hint))
     return "null" if hint is type(None) else getattr(hint, "__name__", str(hint))

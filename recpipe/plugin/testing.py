@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -60,16 +61,15 @@ class PluginSuite:
     def _knobs(self) -> dict[str, dict[str, Any]]:
         return active_plugins(compose([f"+plugin={self.plugin}"]))
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def baseline(self, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-        """The small run without the plugin."""
-        return train([*SMALL, *self.overrides], tmp_path_factory.mktemp("baseline"))
+        """The small run without the plugin; once per session for all suites with the same overrides."""
+        return _trained_once((*SMALL, *self.overrides), tmp_path_factory)
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def trained(self, tmp_path_factory: pytest.TempPathFactory) -> Trained:
         """The same run with it."""
-        run = [*SMALL, *self.overrides, f"+plugin={self.plugin}"]
-        return train(run, tmp_path_factory.mktemp(self.plugin))
+        return _trained_once((*SMALL, *self.overrides, f"+plugin={self.plugin}"), tmp_path_factory)
 
     def test_yaml_composes_into_its_own_node(self) -> None:
         knobs = self._knobs()
@@ -130,6 +130,11 @@ class PluginSuite:
             assert trained.report["plugins"][self.plugin], (
                 "the plugin has a reporter but no figures in report.json"
             )
+
+
+@cache
+def _trained_once(overrides: tuple[str, ...], folders: pytest.TempPathFactory) -> Trained:
+    return train(overrides, folders.mktemp("run"))
 
 
 def train(overrides: Sequence[str], folder: Path) -> Trained:

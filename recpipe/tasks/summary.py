@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import lightning as L
 from omegaconf import DictConfig, OmegaConf
 
 from recpipe.data.dataset import Dataset
@@ -13,6 +12,7 @@ from recpipe.embedding.tables import TableSet
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.metrics import Quality, peak_rss_bytes
 from recpipe.model.module import RankingModule
+from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import Assembly
 from recpipe.report.environment import environment
 from recpipe.report.record import DataFigures, Io, Memory, RunReport, Throughput
@@ -28,13 +28,21 @@ def summarize(
     tiers: TieredEmbeddingBagCollection | None,
     module: RankingModule,
     recorder: Recorder,
-    trainer: L.Trainer,
 ) -> RunReport:
     """Everything that report.json holds."""
     recipe = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(recipe, dict)
     last = recorder.history[-1] if recorder.history else None
     nan = float("nan")
+    io = _io(tiers, str(cfg.tiers.store))
+    run = RunFigures(
+        steps=len(recorder.step_seconds),
+        samples=recorder.samples,
+        lookups=module.loader.lookups,
+        io=io,
+        before_cold_seconds=module.step_times.before_cold,
+        after_cold_seconds=module.step_times.after_cold,
+    )
     throughput = Throughput.of_steps(recorder.timed_samples, recorder.timed_seconds, recorder.step_seconds)
     return RunReport(
         task="train",
@@ -45,8 +53,8 @@ def summarize(
         throughput=throughput,
         quality=Quality(last.auc, last.logloss, last.ne) if last else Quality(nan, nan, nan),
         memory=_memory(tables, tiers),
-        io=_io(tiers, str(cfg.tiers.store)),
-        plugins=assembly.figures(),
+        io=io,
+        plugins=assembly.figures(run),
         environment=environment(),
         history=recorder.history,
     )
@@ -61,7 +69,7 @@ def _memory(tables: TableSet, tiers: TieredEmbeddingBagCollection | None) -> Mem
 def _io(tiers: TieredEmbeddingBagCollection | None, store: str) -> Io:
     if tiers is None:
         return Io()
-    io, times = tiers.store.io, tiers.times
+    io, times = tiers.io, tiers.times
     return Io(
         store=store,
         direct=tiers.store.direct,

@@ -146,7 +146,7 @@ def test_unwritable_cache_is_named(rows, criteo, tmp_path):
     file.write_text(rows[0] + "\n")
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(DataError, match=r"cannot write prepared data to .*file/x: .*data\.cache_dir=DIR"):
+    with pytest.raises(DataError, match=r"cannot write prepared data to .*file/x .*: .*data\.cache_dir=DIR"):
         open_dataset(criteo(str(file), cache_dir=str(blocked / "x")), 0)
 
 
@@ -236,7 +236,16 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     small.write_text(block * 4)
     large.write_text(block * 80)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    arguments = [sys.executable, "-W", "ignore", "-c", MEMORY, str(small), str(large), str(tmp_path / "cache")]
+    arguments = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        MEMORY,
+        str(small),
+        str(large),
+        str(tmp_path / "cache"),
+    ]
     output = subprocess.run(arguments, capture_output=True, text=True, env=env, check=True).stdout
     few, many, all_at_once = (int(word) for word in output.split())
     assert many < few + 12, f"20 times the rows took {many} MiB instead of {few} MiB"

@@ -7,12 +7,16 @@ from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 from typing import Any
 
-from recpipe.plugin.api import Context, Contribution, Invariant, Origin, Plugin, TableInfo
+from recpipe.plugin.api import Context, Contribution, Invariant, Origin, Plugin, RunFigures, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble
+from recpipe.report.record import Io
 
 HOTLINE = Origin("hotline", "recpipe", "0.1.0")
 BAGPIPE = Origin("bagpipe", "recpipe", "0.1.0")
 ACME = Origin("acme", "recpipe-acme", "2.3.0")
+RUN = RunFigures(
+    steps=7, samples=14, lookups=4, io=Io(store="host"), before_cold_seconds=0.0, after_cold_seconds=0.0
+)
 TABLES = {name: TableInfo(name, 100, 8) for name in ("t_cat_0", "t_cat_1", "user_id")}
 
 

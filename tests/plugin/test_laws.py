@@ -6,7 +6,7 @@ import pytest
 
 from recpipe.plugin.api import Contribution, Link, TableClaim, TablePolicy
 from recpipe.plugin.errors import PluginConflict, PluginError, PluginOrderError
-from tests.plugin.samples import ACME, BAGPIPE, HOTLINE, merged
+from tests.plugin.samples import ACME, BAGPIPE, HOTLINE, RUN, merged
 
 
 def split(batch, mask):
@@ -142,13 +142,13 @@ def test_device_bytes_must_fit() -> None:
 
 def test_reports_fan_out_under_their_plugin() -> None:
     one, two = (
-        Contribution(report=[lambda: {"a": 1}, lambda: {"b": 2}]),
-        Contribution(report=[lambda: {"a": 3}]),
+        Contribution(report=[lambda run: {"a": run.steps}, lambda _: {"b": 2}]),
+        Contribution(report=[lambda _: {"a": 3}]),
     )
-    assert merged((HOTLINE, one), (ACME, two), (BAGPIPE, Contribution())).figures() == {
-        "hotline": {"a": 1, "b": 2},
+    assert merged((HOTLINE, one), (ACME, two), (BAGPIPE, Contribution())).figures(RUN) == {
+        "hotline": {"a": 7, "b": 2},
         "acme": {"a": 3},
         "bagpipe": {},
     }
     with pytest.raises(PluginError, match="acme .* reports 'a' twice"):
-        merged((ACME, Contribution(report=[lambda: {"a": 1}, lambda: {"a": 1}]))).figures()
+        merged((ACME, Contribution(report=[lambda _: {"a": 1}, lambda _: {"a": 1}]))).figures(RUN)

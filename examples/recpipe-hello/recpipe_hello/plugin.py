@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from recpipe import Context, Contribution, Link, Plugin, TableInfo, UserError
+from recpipe import Context, Contribution, Figure, Link, Plugin, RunFigures, TableInfo, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -47,12 +47,10 @@ class LookupCounter:
                 self.counts[name] = ids.new_zeros(self.tables[name].rows)
             self.counts[name].scatter_add_(0, ids, ids.new_ones(len(ids)))
 
-    def figures(self) -> dict[str, float | int]:
-        """Over all tables: lookups, distinct rows, and the share of the lookups that the top rows take."""
-        lookups = sum(int(c.sum()) for c in self.counts.values())
+    def figures(self, run: RunFigures) -> dict[str, Figure]:
+        """Over all tables: distinct rows, and the share of the lookups that the top rows take."""
         popular = sum(int(c.topk(max(1, int(len(c) * self.top))).values.sum()) for c in self.counts.values())
         return {
-            "lookups": lookups,
             "distinct_rows": sum(int((c > 0).sum()) for c in self.counts.values()),
-            "top_share": popular / lookups if lookups else 0.0,
+            "top_share": popular / max(1, run.lookups),
         }

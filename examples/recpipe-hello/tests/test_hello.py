@@ -3,8 +3,9 @@ import torch
 from recpipe_hello.plugin import Hello, LookupCounter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe import TableInfo, UserError
+from recpipe import RunFigures, TableInfo, UserError
 from recpipe.data.batch import Batch
+from recpipe.report.record import Io
 from recpipe.testing import PluginSuite
 
 
@@ -16,9 +17,12 @@ def test_counts_lookups() -> None:
     counter = LookupCounter({"user": TableInfo("user", 10, 4)}, top=0.1)
     ids = KeyedJaggedTensor(["user"], torch.tensor([3, 3, 3, 7]), lengths=torch.tensor([2, 2]))
     batch = Batch(torch.zeros(2, 1), ids, torch.zeros(2))
+    run = RunFigures(
+        steps=1, samples=2, lookups=4, io=Io(store="host"), before_cold_seconds=0.0, after_cold_seconds=0.0
+    )
     with counter.observe(batch):
-        assert counter.figures()["lookups"] == 0
-    assert counter.figures() == {"lookups": 4, "distinct_rows": 2, "top_share": 0.75}
+        assert counter.figures(run)["distinct_rows"] == 0
+    assert counter.figures(run) == {"distinct_rows": 2, "top_share": 0.75}
 
 
 def test_refuses_a_share_that_is_none() -> None:

@@ -1,0 +1,227 @@
+"""Parquet of any schema against a row-by-row reference; list columns, nulls, and every bad input named."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recpipe.data import parquet as module
+from recpipe.data.config import ParquetConfig
+from recpipe.data.make import open_dataset
+from recpipe.errors import DataError, UserError
+
+from .conftest import MASK, mix
+
+
+def recipe(path: object, tmp_path: Path, **settings: object) -> ParquetConfig:
+    values = {"table_rows": 50, "eval_fraction": 0.25, "cache_dir": str(tmp_path / "cache"), **settings}
+    return ParquetConfig(path=path, **values)
+
+
+def row_of(value: object, rows: int) -> int:
+    if value is None:
+        return 0
+    if isinstance(value, str):
+        key = int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "little")
+    else:
+        key = int(value) & MASK
+    return 1 + mix(key) % (rows - 1)
+
+
+def assert_matches(dataset, records: list[dict], label: str, dense: list[str], rows: dict[str, int]) -> None:
+    """Every sample of both splits equals what a plain loop over ``records`` gives."""
+    place = 0
+    for batch in [b for split in ("train", "eval") for b in dataset.batches(split, 1000)]:
+        part = records[place : place + batch.size]
+        assert batch.labels.tolist() == [float(record[label]) for record in part]
+        logs = [[float(record[name] or 0) for name in dense] for record in part]
+        wanted = [[math.copysign(math.log1p(abs(value)), value) for value in line] for line in logs]
+        np.testing.assert_allclose(batch.dense, np.array(wanted).reshape(len(part), len(dense)), rtol=1e-6)
+        for name, size in rows.items():
+            bags = [record[name] if name.startswith("list") else [record[name]] for record in part]
+            jagged = batch.sparse[name]
+            assert jagged.lengths().tolist() == [len(bag or []) for bag in bags]
+            assert jagged.values().tolist() == [row_of(value, size) for bag in bags for value in bag or []]
+        place += batch.size
+    assert place == len(records)
+
+
+def make_table(size: int = 500) -> pa.Table:
+    rng = np.random.default_rng(0)
+    lists = [None if draw == 0 else [int(i) for i in range(draw - 1)] for draw in rng.integers(0, 5, size)]
+    words = [None if draw == 0 else f"w{draw}" for draw in rng.integers(0, 9, size)]
+    return pa.table(
+        {
+            "click": pa.array(rng.integers(0, 2, size).astype(bool)),
+            "price": pa.array([None if draw < 0.1 else draw * 100 - 50 for draw in rng.random(size)]),
+            "count": pa.array(rng.integers(0, 1000, size).astype(np.int16)),
+            "user": pa.array(rng.integers(-(2**62), 2**62, size)),
+            "big": pa.array(rng.integers(2**62, 2**63, size).astype(np.uint64) * 2),
+            "word": pa.array(words),
+            "coded": pa.array(words).dictionary_encode(),
+            "list_int": pa.array(lists, pa.list_(pa.int32())),
+            "list_word": pa.array([None if item is None else [f"x{i}" for i in item] for item in lists]),
+            "list_null": pa.array([[1, None, 2]] * size, pa.large_list(pa.int64())),
+            "when": pa.array([0] * size, pa.timestamp("us")),
+        }
+    )
+
+
+SPARSE = ["user", "list_int", "big", "word", "coded", "list_word", "list_null"]
+
+
+@pytest.mark.parametrize("block", [64, 32768])
+def test_equals_the_reference(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(module, "BLOCK_ROWS", block)
+    table = make_table()
+    pq.write_table(table.slice(0, 200), tmp_path / "part_2.parquet")
+    pq.write_table(table.slice(200), tmp_path / "part_10.parquet", row_group_size=70)
+    config = recipe(
+        str(tmp_path),
+        tmp_path,
+        label="click",
+        dense=["price", "count"],
+        sparse=SPARSE,
+        tables={"user": 1000, "list_int": 7},
+    )
+    dataset = open_dataset(config, 0)
+    rows = {name: {"user": 1000, "list_int": 7}.get(name, 50) for name in SPARSE}
+    assert {feature.name: feature.rows for feature in dataset.schema.sparse} == rows
+    assert_matches(dataset, table.to_pylist(), "click", ["price", "count"], rows)
+
+
+def test_plain_values(tmp_path):
+    table = pa.table({"y": [0, 1, 1], "x": [-2.5, None, 3.0], "id": [0, 9, 5], "ids": [[], [9, 9], [0]]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    config = recipe(
+        str(tmp_path / "a.parquet"),
+        tmp_path,
+        label="y",
+        dense=["x"],
+        sparse=["id", "ids"],
+        table_rows=10,
+        hash_ids=False,
+        dense_transform="none",
+        eval_fraction=0.0,
+    )
+    batch = next(open_dataset(config, 0).batches("train", 3))
+    assert batch.dense[:, 0].tolist() == [-2.5, 0.0, 3.0]
+    assert batch.sparse["id"].values().tolist() == [0, 9, 5]
+    assert batch.sparse["ids"].values().tolist() == [9, 9, 0]
+    assert batch.sparse["ids"].lengths().tolist() == [0, 2, 1]
+
+
+REAL = [
+    ("talkingdata_100k", "is_attributed", [], ["ip", "app", "device", "os", "channel"]),
+    ("open_bandit_40k", "click", ["propensity_score"], ["item_id", "position", "campaign", "user_feature_0"]),
+]
+
+
+@pytest.mark.parametrize(("name", "label", "dense", "sparse"), REAL)
+def test_real_files(data_dir, tmp_path, name, label, dense, sparse):
+    file = data_dir / f"{name}.parquet"
+    config = recipe(str(file), tmp_path, label=label, dense=dense, sparse=sparse, table_rows=5000)
+    records = pq.read_table(file, columns=[label, *dense, *sparse]).to_pylist()
+    assert_matches(open_dataset(config, 0), records, label, dense, dict.fromkeys(sparse, 5000))
+
+
+def test_real_files_that_cannot_serve(data_dir, tmp_path):
+    retail = data_dir / "online_retail.parquet"
+    with pytest.raises(DataError, match="row 1, column Quantity: 12 is neither 0 nor 1"):
+        open_dataset(recipe(str(retail), tmp_path, label="Quantity", sparse=["StockCode"]), 0)
+    with pytest.raises(DataError, match="column InvoiceDate: holds timestamp"):
+        open_dataset(recipe(str(retail), tmp_path, label="Quantity", sparse=["InvoiceDate"]), 0)
+
+
+BAD_VALUES = [
+    ({"y": 2}, "column y: 2 is neither 0 nor 1"),
+    ({"y": None}, "column y: None is neither 0 nor 1"),
+    ({"x": math.nan}, "column x: nan is not a finite number"),
+    ({"x": -math.inf}, "column x: -inf is not a finite number"),
+    ({"id": 50}, "column id: 50 is not in [0, 50): raise data.tables.id or pass data.hash_ids=true"),
+    ({"id": -1}, "column id: -1 is not in [0, 50)"),
+    ({"id": None}, "column id: None is not in [0, 50)"),
+    ({"ids": [3, 99]}, "column ids: [3, 99] is not in [0, 50)"),
+    ({"ids": [None]}, "column ids: [None] is not in [0, 50)"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_VALUES)
+def test_bad_value_is_named(tmp_path, monkeypatch, change, message):
+    monkeypatch.setattr(module, "BLOCK_ROWS", 20)
+    records = [{"y": index % 2, "x": 1.0, "id": index, "ids": [index] * (index % 3)} for index in range(50)]
+    whole = [dict(record) for record in records]
+    whole[33].update(change)
+    schema = pa.schema({"y": pa.int64(), "x": pa.float64(), "id": pa.int64(), "ids": pa.list_(pa.int64())})
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(whole, schema), file)
+    settings = {"label": "y", "dense": ["x"], "sparse": ["id", "ids"], "hash_ids": False}
+    with pytest.raises(DataError) as error:
+        open_dataset(recipe(str(file), tmp_path, **settings), 0)
+    assert str(error.value).startswith(f"{file}, row 34, {message}")
+    assert "\n" not in str(error.value)
+    dataset = open_dataset(recipe(str(file), tmp_path, on_bad_row="skip", eval_fraction=0.0, **settings), 0)
+    batch = next(dataset.batches("train", 50))
+    good = records[:33] + records[34:]
+    assert (dataset.rejected_rows, batch.size) == (1, 49)
+    assert batch.sparse["id"].values().tolist() == [record["id"] for record in good]
+    assert batch.sparse["ids"].values().tolist() == [value for record in good for value in record["ids"]]
+
+
+BAD_RECIPES = [
+    ({"label": "clik"}, "no column 'clik'; did you mean click"),
+    ({"sparse": ["usr"]}, "no column 'usr'; did you mean user"),
+    ({"dense": ["word"]}, "column word: holds string; a label or dense column must be numeric or bool"),
+    ({"dense": ["when"]}, r"column when: holds timestamp\[us\]; a label or dense column"),
+    ({"sparse": ["when"]}, "column when: holds timestamp.*sparse ids are integers, strings or lists"),
+    ({"sparse": ["price"]}, "column price: holds double; sparse ids are"),
+    ({"sparse": ["word"], "hash_ids": False}, "column word: holds string, which needs data.hash_ids=true"),
+    ({"table_rows": None}, r"data.tables lacks column 'user': .* \+data.tables.user="),
+    ({"table_rows": 1}, "a table has from 2 to"),
+    ({"label": None}, "data.label is not set"),
+    ({"sparse": []}, "data.sparse is empty"),
+    ({"dense": ["click"]}, "column 'click' is named twice"),
+    ({"dense_transform": "sqrt"}, "data.dense_transform=sqrt: choose log or none"),
+    ({"tables": {"usr": 5}}, "data.tables.usr: no such column in data.sparse; did you mean user"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_RECIPES)
+def test_bad_recipe_is_named(tmp_path, change, message):
+    file = tmp_path / "a.parquet"
+    pq.write_table(make_table(20), file)
+    with pytest.raises(UserError, match=message):
+        open_dataset(recipe(str(file), tmp_path, **{"label": "click", "sparse": ["user"], **change}), 0)
+
+
+def test_bad_files(tmp_path):
+    file = tmp_path / "a.parquet"
+    pq.write_table(make_table(5000), file, compression="none")
+    settings = {"label": "click", "sparse": ["user"]}
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    with pytest.raises(DataError, match=r"a\.parquet: not a whole Parquet file"):
+        open_dataset(recipe(str(file), tmp_path, **settings), 0)
+    file.write_bytes(b"")
+    with pytest.raises(DataError, match=r"a\.parquet: the file is empty"):
+        open_dataset(recipe(str(file), tmp_path, **settings), 0)
+    pq.write_table(make_table(0), file)
+    with pytest.raises(DataError, match=r"a\.parquet: no usable rows"):
+        open_dataset(recipe(str(file), tmp_path, **settings), 0)
+    with pytest.raises(DataError, match="no such file"):
+        open_dataset(recipe(str(tmp_path / "b.parquet"), tmp_path, **settings), 0)
+    other = tmp_path / "c.parquet"
+    pq.write_table(make_table(20), file)
+    pq.write_table(make_table(20).drop_columns(["user"]), other)
+    with pytest.raises(DataError, match=r"c\.parquet: no column 'user'"):
+        open_dataset(recipe([str(file), str(other)], tmp_path, **settings), 0)
+    changed = make_table(20).drop_columns(["user"]).append_column("user", pa.array([[1]] * 20))
+    pq.write_table(changed, other)
+    with pytest.raises(DataError, match=r"c\.parquet, column user: holds list.* here and int64 in"):
+        open_dataset(recipe([str(file), str(other)], tmp_path, **settings), 0)
