@@ -25,7 +25,7 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from numpy.typing import NDArray
 
-from recpipe.embedding.collection import TableStorage
+from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.tables import Region
 from recpipe.errors import UserError
 
@@ -39,7 +39,7 @@ Shapes = dict[str, tuple[int, int, int]]
 class TableCheckpointIO(CheckpointIO):
     """Lightning's door for saving and loading, for directories that hold the tables too."""
 
-    def __init__(self, storage: TableStorage, shapes: Shapes) -> None:
+    def __init__(self, storage: TableCollection, shapes: Shapes) -> None:
         self.storage = storage
         self.shapes = shapes
 
@@ -56,14 +56,17 @@ class TableCheckpointIO(CheckpointIO):
         except OSError as fault:
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
-                f"cannot write the checkpoint {final}: {fault.strerror}; free space or set trainer.checkpoint_dir="
+                f"cannot write the checkpoint {final}: {fault.strerror}; "
+                "free space or set trainer.checkpoint_dir=DIRECTORY"
             ) from fault
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
         _sync(final.parent)
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Verify every file against the manifest, load the tables, return the rest."""
         directory = Path(path)
         verify(directory)
@@ -91,7 +94,9 @@ def newest(directory: Path) -> Path:
     if not found:
         partial = list(directory.glob(f"*{PARTIAL}"))
         extra = f" ({partial[0].name} was cut off while it was written)" if partial else ""
-        raise UserError(f"resume={directory}: no whole checkpoint there{extra}; name a run's checkpoints directory")
+        raise UserError(
+            f"resume={directory}: no whole checkpoint there{extra}; name a run's checkpoints directory"
+        )
     return max(found, key=lambda d: int(json.loads((d / MANIFEST).read_text())["step"]))
 
 
@@ -100,14 +105,18 @@ def verify(directory: Path) -> None:
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
     except (OSError, ValueError) as fault:
-        raise UserError(f"{directory} is not a whole checkpoint: {MANIFEST} cannot be read ({fault})") from fault
+        raise UserError(
+            f"{directory} is not a whole checkpoint: {MANIFEST} cannot be read ({fault})"
+        ) from fault
     for name, (size, digest) in manifest["files"].items():
         file = directory / name
         if not file.is_file() or file.stat().st_size != size or _digest(file) != digest:
-            raise UserError(f"{file} is damaged or missing: resume from an older checkpoint in {directory.parent}")
+            raise UserError(
+                f"{file} is damaged or missing: resume from an older checkpoint in {directory.parent}"
+            )
 
 
-def save_tables(directory: Path, storage: TableStorage, shapes: Shapes) -> None:
+def save_tables(directory: Path, storage: TableCollection, shapes: Shapes) -> None:
     """Write every table's weights and optimizer state as .npy files, a chunk of rows at a time."""
     files: dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
     for region in storage.regions():
@@ -119,7 +128,7 @@ def save_tables(directory: Path, storage: TableStorage, shapes: Shapes) -> None:
         weights[rows, region.left : region.right], state[rows] = storage.read(region)
 
 
-def load_tables(directory: Path, storage: TableStorage, shapes: Shapes) -> None:
+def load_tables(directory: Path, storage: TableCollection, shapes: Shapes) -> None:
     """Read back ``save_tables``' files into ``storage``; ``UserError`` where sizes differ."""
     opened: dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
     for region in storage.regions():
@@ -152,7 +161,7 @@ def _create(
 
 
 def new_array(path: Path, shape: tuple[int, int]) -> NDArray[np.float32]:
-    """A new memory-mapped .npy file, float32 zeros of ``shape`` (an array in memory when it holds nothing)."""
+    """A new memory-mapped .npy file of float32 zeros (an array in memory when ``shape`` is empty)."""
     if 0 in shape:
         empty = np.zeros(shape, np.float32)
         np.save(path, empty)
@@ -168,10 +177,14 @@ def _open(
     for part, expected in (("weight", (rows, dim)), ("state", (rows, state))):
         file = table_file(directory, table, part)
         if not file.is_file():
-            raise UserError(f"{file} is missing: the checkpoint is of a model without table '{table}'; use its recipe")
+            raise UserError(
+                f"{file} is missing: the checkpoint is of a model without table '{table}'; use its recipe"
+            )
         array = np.load(file, mmap_mode=None if 0 in expected else "r", allow_pickle=False)
         if array.shape != expected:
-            raise UserError(f"{file} holds {array.shape}, but the recipe's table has {expected}; use its recipe")
+            raise UserError(
+                f"{file} holds {array.shape}, but the recipe's table has {expected}; use its recipe"
+            )
         arrays.append(array)
     return arrays[0], arrays[1]
 

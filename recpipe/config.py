@@ -131,24 +131,30 @@ def typed(cls: type[T], node: DictConfig, section: str) -> T:
 
     Raises ``UserError`` that names the key and the value for an unknown, missing or mistyped one.
     """
-    with readable_errors(()):
-        values = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
-    if not isinstance(values, dict):
-        raise UserError(f"{section}={values}: must map keys to values, as conf/{section} does")
+    values = knobs(node, section)
     hints = get_type_hints(cls)
-    required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}  # type: ignore[arg-type]
     for key, value in values.items():
+        name = f"{section}.{key}"
         if key not in hints:
-            raise UserError(
-                f"no '{section}.{key}' in the recipe.{_nearest(f'{section}.{key}', [f'{section}.{h}' for h in hints])}"
-            )
-        if not fits(value, hints[str(key)]):
-            raise UserError(f"{section}.{key}={value}: must be {spelled(hints[str(key)])}")
-    if lacking := required - values.keys():
+            raise UserError(f"no '{name}' in the recipe.{_nearest(name, [f'{section}.{h}' for h in hints])}")
+        if value != "???" and not fits(value, hints[key]):
+            raise UserError(f"{name}={value}: must be {spelled(hints[key])}")
+    required = {f.name for f in fields(cls) if f.default is f.default_factory is MISSING}  # type: ignore[arg-type]
+    absent = [key for key in hints if values.get(key) == "???" or (key in required and key not in values)]
+    if absent:
         raise UserError(
-            f"{section}.{min(lacking)} has no value in this recipe: set it, {section}.{min(lacking)}=VALUE"
+            f"{section}.{absent[0]} has no value in this recipe: set it, {section}.{absent[0]}=VALUE"
         )
-    return cls(**{str(key): value for key, value in values.items()})
+    return cls(**values)
+
+
+def knobs(node: DictConfig, section: str) -> dict[str, Any]:
+    """The recipe's ``section`` as plain values, interpolations resolved."""
+    with readable_errors(()):
+        content = OmegaConf.to_container(node, resolve=True)
+    if not isinstance(content, dict):
+        raise UserError(f"{section}={node}: must map keys to values, as conf/{section} does")
+    return {str(key): value for key, value in content.items()}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from packaging.version import Version
 
@@ -24,6 +24,7 @@ REQUIREMENTS = {
 OTHERS = (("hydra-core", "1.3.2", "1.5"), ("lightning", "2.5", "3"))
 """Distribution, lowest and first unsupported version."""
 SKIP = "RECPIPE_SKIP_VERSION_CHECK"
+CHECKOUT = Path(__file__).resolve().parent.parent
 FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 
 Versions = Callable[[str], str | None]
@@ -57,10 +58,20 @@ def minor(version: str) -> str:
     return f"{release[0]}.{release[1] if len(release) > 1 else 0}"
 
 
-def install(cuda: bool, torch_minor: str = "2.13") -> str:
-    """The command that installs a tested set into this Python."""
+def install(cuda: bool, torch_minor: str = "2.13", root: Path = CHECKOUT) -> str:
+    """The command that installs a tested set into this Python: from a checkout's file, else by name."""
     file = REQUIREMENTS.get((torch_minor, cuda), REQUIREMENTS["2.13", cuda])
-    return f"{sys.executable} -m pip install -r {file}"
+    if (root / file).is_file():
+        return f"cd {root} && {sys.executable} -m pip install -r {file}"
+    torch, torchrec, fbgemm = next((t for t in TRIPLES if t[0] == torch_minor), TRIPLES[0])
+    pip = f"{sys.executable} -m pip install"
+    if cuda:
+        return f"{pip} torch=={torch}.* fbgemm-gpu=={fbgemm}.* torchrec=={torchrec}.*"
+    # torchrec asks for the CUDA build of FBGEMM by name: on a CPU machine it comes without its dependencies.
+    index = "--extra-index-url https://download.pytorch.org/whl/cpu"
+    needs = "tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
+    first = f"{pip} {index} torch=={torch}.* fbgemm-gpu-cpu=={fbgemm}.* {needs}"
+    return f"{first} && {pip} --no-deps torchrec=={torchrec}.*"
 
 
 def check_triple(version: Versions, cuda: bool) -> list[Finding]:

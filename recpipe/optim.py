@@ -17,7 +17,9 @@ def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter
     knobs = {str(k): v for k, v in config.items() if k != "name"}
     name = str(config.get("name"))
     kinds = {
-        n: c for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
+        n: c
+        for n, c in vars(torch.optim).items()
+        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
     }
     if name not in kinds or name == "Optimizer":
         near = difflib.get_close_matches(name, kinds, n=1, cutoff=0.4)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from recpipe.checkpoint import TableCheckpointIO, newest
+from recpipe.config import knobs, typed
 from recpipe.data.make import open_dataset
 from recpipe.embedding.build import TierConfig, build_embeddings
 from recpipe.embedding.tables import TableOptimizer, TableSet
@@ -23,6 +24,7 @@ from recpipe.model.module import RankingModule
 from recpipe.model.ranker import ModelConfig, Ranker
 from recpipe.optim import dense_optimizer
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
+from recpipe.quiet import quiet_libraries
 from recpipe.report import html, terminal
 from recpipe.report.record import write_json
 from recpipe.setup import assemble_plugins, choose_device, closing_tiers, output_dir
@@ -35,6 +37,7 @@ from recpipe.trainer import Recorder, TrainerConfig, fit, make_trainer
 
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Carry out the recipe's task; returns the content of report.json (or compare.json, assembly.json)."""
+    quiet_libraries()
     run_dir = output_dir()
     task = cfg.task.name
     if task == "compare":
@@ -44,14 +47,19 @@ def run(cfg: DictConfig) -> dict[str, Any]:
 
     # 1. The recipe's values, typed and checked.
     device = choose_device(cfg.trainer.device)
-    trainer_config = TrainerConfig(**cfg.trainer)
-    model_config = ModelConfig(**OmegaConf.to_container(cfg.model))
-    tier_config = TierConfig(**cfg.tiers)
+    trainer_config = typed(TrainerConfig, cfg.trainer, "trainer")
+    model_config = typed(ModelConfig, cfg.model, "model")
+    tier_config = typed(TierConfig, cfg.tiers, "tiers")
 
     # 2. Data: a schema, two splits in time order, batches from any position.
     dataset = open_dataset(cfg.data, cfg.seed)
     steps = trainer_config.steps(dataset.num_batches("train", cfg.data.batch_size))
-    tables = TableSet(dataset.schema.sparse, model_config.embedding_dim, TableOptimizer(**cfg.optim.tables), cfg.seed)
+    tables = TableSet(
+        dataset.schema.sparse,
+        model_config.embedding_dim,
+        typed(TableOptimizer, cfg.optim.tables, "optim.tables"),
+        cfg.seed,
+    )
 
     # 3. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
     assembly = assemble_plugins(cfg, dataset, tables, tier_config, device, steps)
@@ -71,14 +79,16 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         # 5. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
         loader = TrainLoader(dataset, cfg.data.batch_size, assembly, tiers, device)
         evaluation = EvalLoader(dataset, cfg.data.batch_size, device)
-        make_optimizer = partial(dense_optimizer, OmegaConf.to_container(cfg.optim.dense))
+        make_optimizer = partial(dense_optimizer, knobs(cfg.optim.dense, "optim.dense"))
         module = RankingModule(ranker, make_optimizer, assembly, loader)
 
         # 6. Lightning runs the loop.
         recorder = Recorder(loader)
         checkpoint_io = TableCheckpointIO(embeddings, tables.shapes())
         callbacks = [recorder, *(owned.part for owned in assembly.callbacks)]
-        trainer = make_trainer(trainer_config, loader, bool(len(evaluation)), checkpoint_io, callbacks, run_dir)
+        trainer = make_trainer(
+            trainer_config, loader, bool(len(evaluation)), checkpoint_io, callbacks, run_dir
+        )
         resume = newest(Path(cfg.resume).expanduser()) if cfg.resume else None
         stopped = fit(trainer, module, loader, evaluation, recorder, resume)
 

@@ -37,7 +37,9 @@ def choose_device(name: str) -> torch.device:
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise UserError(f"trainer.device={name} is unknown; choose auto, cpu, cuda or cuda:N")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise UserError(f"trainer.device={name}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu")
+        raise UserError(
+            f"trainer.device={name}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
     return torch.device("cuda", int(index or 0)) if kind == "cuda" else torch.device("cpu")
 
 

@@ -17,7 +17,9 @@ def parse_bytes(text: object, whole: int, key: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([a-zA-Z]*|%)\s*", str(text))
     unit = found.group(2).lower() if found else "?"
     if found is None or (unit != "%" and unit not in _UNITS):
-        raise UserError(f"{key}={text}: give bytes (1000000), a size (64MiB, 1.5GB) or a share of all tables (10%)")
+        raise UserError(
+            f"{key}={text}: give bytes (1000000), a size (64MiB, 1.5GB) or a share of all tables (10%)"
+        )
     number = float(found.group(1))
     return int(number / 100 * whole) if unit == "%" else int(number * _UNITS[unit])
 

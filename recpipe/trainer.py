@@ -26,7 +26,7 @@ from recpipe.report.record import Point
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """``conf/trainer``. ``eval_every`` and ``checkpoint_every``: a whole number of steps, or a share of an epoch (0.25)."""
+    """``conf/trainer``. ``eval_every`` and ``checkpoint_every``: whole steps, or a share of an epoch (0.25)."""
 
     max_epochs: int
     max_steps: int | None
@@ -40,17 +40,25 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         if self.max_epochs < 1 or (self.max_steps is not None and self.max_steps < 1):
-            raise UserError(f"trainer.max_epochs={self.max_epochs}, max_steps={self.max_steps}: train at least one")
+            raise UserError(
+                f"trainer.max_epochs={self.max_epochs}, max_steps={self.max_steps}: train at least one"
+            )
         for name in ("eval_every", "checkpoint_every"):
             every = getattr(self, name)
             if every is not None and (not every > 0 or (isinstance(every, float) and every > 1)):
-                raise UserError(f"trainer.{name}={every}: give a whole number of steps, or a share of an epoch (0.25)")
+                raise UserError(
+                    f"trainer.{name}={every}: give a whole number of steps, or a share of an epoch (0.25)"
+                )
         if self.logger not in (None, "csv", "tensorboard"):
             raise UserError(f"trainer.logger={self.logger} is unknown; choose csv, tensorboard or null")
 
     def interval(self, every: int | float, steps_per_epoch: int) -> int:
         """``every`` as a number of steps, at most an epoch's; shares are of the run when that is shorter."""
-        steps = every if isinstance(every, int) else every * min(steps_per_epoch, self.max_steps or steps_per_epoch)
+        steps = (
+            every
+            if isinstance(every, int)
+            else every * min(steps_per_epoch, self.max_steps or steps_per_epoch)
+        )
         return max(1, min(round(steps), steps_per_epoch))
 
     def steps(self, steps_per_epoch: int) -> int:
@@ -67,7 +75,9 @@ def make_trainer(
     run_dir: Path,
 ) -> L.Trainer:
     """A Trainer for one device; processes beyond it are torchrun's business."""
-    checkpoints = Path(config.checkpoint_dir).expanduser() if config.checkpoint_dir else run_dir / "checkpoints"
+    checkpoints = (
+        Path(config.checkpoint_dir).expanduser() if config.checkpoint_dir else run_dir / "checkpoints"
+    )
     accelerator, devices = _accelerator(config.device)
     return L.Trainer(
         accelerator=accelerator,
@@ -77,9 +87,14 @@ def make_trainer(
         val_check_interval=config.interval(config.eval_every, len(loader)) if evaluates else None,
         limit_val_batches=None if evaluates else 0,
         num_sanity_val_steps=0,
+        inference_mode=False,  # FBGEMM's CPU lookup has no kernel for inference tensors
         log_every_n_steps=LOG_EVERY,
         logger=_logger(config.logger, run_dir),
-        callbacks=[*callbacks, *_progress_bar(config, len(loader)), *_checkpointing(config, len(loader), checkpoints)],
+        callbacks=[
+            *callbacks,
+            *_progress_bar(config, len(loader)),
+            *_checkpointing(config, len(loader), checkpoints),
+        ],
         plugins=[checkpoint_io],
         enable_progress_bar=config.progress,
         enable_model_summary=False,
@@ -104,7 +119,9 @@ def _progress_bar(config: TrainerConfig, steps: int) -> list[L.Callback]:
     if not config.progress:
         return []
     every = max(1, steps // 100)
-    return [RichProgressBar(refresh_rate=every) if sys.stdout.isatty() else TQDMProgressBar(refresh_rate=every)]
+    return [
+        RichProgressBar(refresh_rate=every) if sys.stdout.isatty() else TQDMProgressBar(refresh_rate=every)
+    ]
 
 
 def _checkpointing(config: TrainerConfig, steps: int, directory: Path) -> list[L.Callback]:
@@ -132,23 +149,28 @@ def fit(
     recorder: Recorder,
     resume: Path | None,
 ) -> str | None:
-    """Train, evaluate at the end, and wait for the figures; what to tell the user when a signal stopped it."""
+    """Train, evaluate at the end, and wait for the figures; what to say when a signal stopped it."""
     if resume is not None:
         print(f"resuming from {resume}")
     trainer.fit(module, loader, evaluation, ckpt_path=resume)
-    stop = next(c for c in trainer.callbacks if isinstance(c, StopOnSignal))
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    stop = next(c for c in callbacks if isinstance(c, StopOnSignal))
     if stop.received is None and len(evaluation) and recorder.evaluated_at != trainer.global_step:
         trainer.validate(module, evaluation, verbose=False)
     recorder.finish(trainer)
     module.quality.close()
     if stop.received is None:
         return None
-    where = f"; go on with resume={stop.saved}" if stop.saved else " (no checkpoint: trainer.checkpoint_every=null)"
+    where = (
+        f"; go on with resume={stop.saved}"
+        if stop.saved
+        else " (no checkpoint: trainer.checkpoint_every=null)"
+    )
     return f"stopped by {signal.Signals(stop.received).name} after step {trainer.global_step}{where}"
 
 
 class StopOnSignal(L.Callback):
-    """SIGTERM and Ctrl-C: finish the step, leave a checkpoint to resume from, end. A second one ends at once."""
+    """SIGTERM, Ctrl-C: finish the step, leave a checkpoint to resume from, end. The second ends at once."""
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
@@ -223,7 +245,12 @@ class Recorder(L.Callback):
         self._last = perf_counter()
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StagedBatch, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: StagedBatch,
+        batch_idx: int,
     ) -> None:
         """A step lasts from the end of the one before, so that waiting for data counts."""
         now = perf_counter()

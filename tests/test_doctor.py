@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from recpipe import doctor
@@ -42,6 +44,13 @@ def test_untested_sets_name_the_nearest_tested_one(change: dict[str, str], text:
 def test_torch_2_11_is_mended_with_its_own_file() -> None:
     finding = triple({"torch": "2.11.0+cu130", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"}, cuda=True)
     assert finding.remedy.endswith("requirements/cuda-torch2.11.txt")
+
+
+def test_outside_of_a_checkout_the_remedy_names_packages(tmp_path: Path) -> None:
+    cpu, cuda = doctor.install(False, root=tmp_path), doctor.install(True, "2.11", root=tmp_path)
+    assert "torch==2.13.* fbgemm-gpu-cpu==1.8.*" in cpu
+    assert cpu.endswith("-m pip install --no-deps torchrec==1.8.*")
+    assert cuda.endswith("torch==2.11.* fbgemm-gpu==1.6.* torchrec==1.6.*")
 
 
 @pytest.mark.parametrize("name", ["torch", "torchrec"])

@@ -49,7 +49,14 @@ class PopularRows(HotSet):
         if self._fade:
             self.counts //= self.learning.decay
             self._fade = False
-        self._before = (self.row_of_slot, self._moves, self._done, self.next_learning, self.learnings, self.moved_rows)
+        self._before = (
+            self.row_of_slot,
+            self._moves,
+            self._done,
+            self.next_learning,
+            self.learnings,
+            self.moved_rows,
+        )
         if self.batch == self.next_learning:
             self._learn()
         every = max(1, round(1 / self.learning.sample))
@@ -82,7 +89,9 @@ class PopularRows(HotSet):
         self._counted, self._fade = None, False
         hits, lookups = self._last_hits
         self.hits, self.lookups, self.batch = self.hits - hits, self.lookups - lookups, self.batch - 1
-        (self.row_of_slot, self._moves, self._done, self.next_learning, self.learnings, self.moved_rows) = self._before
+        (self.row_of_slot, self._moves, self._done, self.next_learning, self.learnings, self.moved_rows) = (
+            self._before
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Residents, moves under way, counts and the learning schedule."""

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from recpipe.embedding.collection import ResidentCollection
+from recpipe.embedding.collection import ResidentCollection, TableCollection
 from recpipe.embedding.policies import POLICIES, CachePolicy, RowSpace
 from recpipe.embedding.stores import make_store
 from recpipe.embedding.tables import TableSet
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.errors import UserError
 from recpipe.plugin.assembly import Assembly
-from recpipe.plugin.errors import PluginConflict
+from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.sizes import parse_bytes, readable_bytes
 
 
@@ -41,12 +39,9 @@ class TierConfig:
 
     def budget(self, tables: TableSet) -> int:
         """Bytes of ``tiers.resident_bytes``, at most those of all tables."""
-        return min(parse_bytes(self.resident_bytes, tables.total_bytes, "tiers.resident_bytes"), tables.total_bytes)
-
-
-def tier_config(node: Mapping[str, Any]) -> TierConfig:
-    """The ``tiers`` node of the recipe."""
-    return TierConfig(**node)
+        return min(
+            parse_bytes(self.resident_bytes, tables.total_bytes, "tiers.resident_bytes"), tables.total_bytes
+        )
 
 
 def cache_owner(config: TierConfig, assembly: Assembly) -> str:
@@ -58,27 +53,35 @@ def cache_owner(config: TierConfig, assembly: Assembly) -> str:
     name = owner.origin.plugin
     if len(owners) > 1 or len(tables) < sum(1 for _, aspect in assembly.claims if aspect == "cache"):
         names = " and ".join(o.origin.plugin for o, _ in owners)
-        raise PluginConflict(f"{names} each want some tables' cache, but one policy owns it for all tables; drop one")
+        raise PluginConflict(
+            f"{names} each want some tables' cache, but one policy owns it for all tables; drop one"
+        )
     if config.policy != "resident":
         raise PluginConflict(
-            f"plugin {owner.origin} decides which rows are resident, and so does tiers.policy={config.policy}; "
-            f"drop one: leave tiers.policy out, or the plugin '{name}'"
+            f"plugin {owner.origin} decides which rows are resident, and so does "
+            f"tiers.policy={config.policy}; drop one: leave tiers.policy out, or the plugin '{name}'"
         )
     return name
 
 
 def build_embeddings(
     tables: TableSet, config: TierConfig, assembly: Assembly, device: torch.device, run_dir: Path
-) -> nn.Module:
+) -> TableCollection:
     """The collection of tables that the recipe and the plugins ask for, filled with first values."""
     owner = cache_owner(config, assembly)
     if owner == "resident":
-        module: nn.Module = ResidentCollection(tables, device)
+        module: TableCollection = ResidentCollection(tables, device)
     else:
         module = _tiered(tables, config, assembly, device, run_dir, owner)
     for aspect in ("precision", "update"):
         for policy, names in assembly.policies(aspect):
-            module = policy.part.rewrite(module, names)
+            rewritten = policy.part.rewrite(module, names)
+            if not isinstance(rewritten, TableCollection):
+                raise PluginError(
+                    f"plugin {policy.origin}: rewrite() must return a TableCollection, not "
+                    f"{type(rewritten).__name__}; checkpoints could not be written"
+                )
+            module = rewritten
     return module
 
 
@@ -89,8 +92,8 @@ def _tiered(
     slots = 0 if owner == "nocache" else budget // tables.record_bytes
     if slots < 1 and owner != "nocache":
         raise UserError(
-            f"tiers.resident_bytes={config.resident_bytes} leaves {readable_bytes(max(0, budget))} for rows of "
-            f"{tables.record_bytes} bytes: not even one; raise it"
+            f"tiers.resident_bytes={config.resident_bytes} leaves {readable_bytes(max(0, budget))} for rows "
+            f"of {tables.record_bytes} bytes: not even one; raise it"
         )
     space = RowSpace(tables.layout.bases, slots)
     claimed = assembly.policies("cache")

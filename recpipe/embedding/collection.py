@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
@@ -11,6 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
+from torch import nn
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim import RowWiseAdagrad
 
@@ -24,26 +25,27 @@ TORCHREC_OPTIMIZERS = {
 }
 
 
-class TableStorage(Protocol):
-    """Access to every row and its optimizer state, for checkpoints, exports and comparisons."""
+class TableCollection(ABC, nn.Module):
+    """A module with the interface of TorchRec's ``EmbeddingBagCollection`` whose every row can be read and
+    written with its optimizer state: for checkpoints, exports and comparisons."""
 
+    @abstractmethod
     def regions(self) -> Iterator[Region]:
         """The regions that this process owns; together (over all ranks) they are all tables."""
-        ...
 
+    @abstractmethod
     def read(self, region: Region) -> Values:
         """Current weights and optimizer state of ``region``."""
-        ...
 
+    @abstractmethod
     def write(self, region: Region, values: Values) -> None:
         """Replace the weights and optimizer state of ``region``."""
-        ...
 
 
-class ResidentCollection(FusedEmbeddingBagCollection):
+class ResidentCollection(FusedEmbeddingBagCollection, TableCollection):  # type: ignore[misc]
     """TorchRec's ``FusedEmbeddingBagCollection`` (one TBE, fused optimizer), all rows in device memory.
 
-    Also a ``TableStorage``: rows start as ``TableSet.fill`` gives them.
+    Rows start as ``TableSet.fill`` gives them.
     """
 
     def __init__(self, tables: TableSet, device: torch.device) -> None:
@@ -51,7 +53,9 @@ class ResidentCollection(FusedEmbeddingBagCollection):
         knobs = {"lr": optimizer.lr} | ({} if optimizer.name == "sgd" else {"eps": optimizer.eps})
         super().__init__(tables.configs(), TORCHREC_OPTIMIZERS[optimizer.name], knobs, device=device)
         self.tables = tables
-        self._storage = {f.name: views for f, views in zip(tables.features, seams.table_views(self), strict=True)}
+        self._storage = {
+            f.name: views for f, views in zip(tables.features, seams.table_views(self), strict=True)
+        }
         for region in row_chunks(tables.features, tables.dim):
             records = tables.fill(region.table, region.start, region.stop)
             self.write(region, (records[:, : tables.dim], records[:, tables.dim :]))

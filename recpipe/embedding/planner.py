@@ -61,7 +61,7 @@ class TierPlan:
 
 @dataclass
 class Bags:
-    """A batch's lookups as global rows: ``rows`` int64 [L], bag i is ``rows[offsets[i] : offsets[i + 1]]``."""
+    """A batch's lookups as global rows, int64 [L]; bag i is ``rows[offsets[i] : offsets[i + 1]]``."""
 
     rows: RowIds
     offsets: Offsets
@@ -151,13 +151,22 @@ class Planner:
             arriving_where = self.where[arrivals]
             self.where[arrivals] = IN_STORE
             self.where[usable[known]] = -2 - known.astype(np.int32)
-            sources = np.where(self.where[arrivals] < IN_STORE, -2 - self.where[arrivals], -1).astype(np.int64)
+            sources = np.where(self.where[arrivals] < IN_STORE, -2 - self.where[arrivals], -1).astype(
+                np.int64
+            )
             self.where[usable[known]] = saved
             self.where[arrivals] = arriving_where
         return sources
 
     def _lookups(
-        self, bags: Bags, where: Slots, slots: Slots, placed: RowIds, evicted: RowIds, slab: RowIds, carried: RowIds
+        self,
+        bags: Bags,
+        where: Slots,
+        slots: Slots,
+        placed: RowIds,
+        evicted: RowIds,
+        slab: RowIds,
+        carried: RowIds,
     ) -> TierPlan:
         """The plan with its samples in the batch's own order."""
         resident = where >= 0
@@ -165,7 +174,7 @@ class Planner:
         offsets = count[bags.offsets]
         in_slab = bags.offsets - offsets
         cold_bags = np.diff(in_slab).reshape(-1, bags.batch_size) > 0
-        needs_cold = cold_bags.any(axis=0)
+        needs_cold: NDArray[np.bool_] = np.any(cold_bags, axis=0)
         return TierPlan(
             batch_size=bags.batch_size,
             slots=slots,

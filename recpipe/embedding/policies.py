@@ -296,7 +296,8 @@ class Lfu(CachePolicy):
         self.next += len(slots)
         current = self.counts[self.row_of_slot[slots]]
         # Slots hit in this batch have a higher count than when they were listed.
-        return slots[(current == self.candidate_counts[window]) & ~np.isin(slots, hits)]
+        usable: Slots = slots[(current == self.candidate_counts[window]) & ~np.isin(slots, hits)]
+        return usable
 
     def _refresh(self, size: int) -> None:
         """List the ``size`` least used slots, least used first."""
@@ -310,7 +311,9 @@ class Lfu(CachePolicy):
     def undo(self) -> None:
         """Take the counts and the slots back."""
         if self._before is not None:
-            self.next, self.used, slots, rows, looked_up, self.candidates, self.candidate_counts = self._before
+            self.next, self.used, slots, rows, looked_up, self.candidates, self.candidate_counts = (
+                self._before
+            )
             self.row_of_slot[slots] = rows
             np.subtract.at(self.counts, looked_up, 1)
             self._before = None

@@ -35,7 +35,9 @@ class TableOptimizer:
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
-            raise UserError(f"optim.tables.name={self.name} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+            raise UserError(
+                f"optim.tables.name={self.name} is unknown; choose one of {', '.join(OPTIMIZERS)}"
+            )
         if not self.lr > 0 or not self.eps > 0:
             raise UserError(f"optim.tables.lr={self.lr} and eps={self.eps} must be above 0")
 

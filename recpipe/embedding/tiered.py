@@ -32,7 +32,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe.embedding import seams
-from recpipe.embedding.collection import make_tbe
+from recpipe.embedding.collection import TableCollection, make_tbe
 from recpipe.embedding.planner import Bags, Planner, TierPlan
 from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, policy_bytes
 from recpipe.embedding.stores.base import ColdStore, IoCounters, Records
@@ -51,7 +51,7 @@ class TierTimes:
     advance: float = 0.0
 
 
-class TieredEmbeddingBagCollection(nn.Module):
+class TieredEmbeddingBagCollection(TableCollection):
     """TorchRec's ``EmbeddingBagCollection`` interface (KJT in, KeyedTensor out) over tiers.
 
     Args:
@@ -64,7 +64,13 @@ class TieredEmbeddingBagCollection(nn.Module):
     """
 
     def __init__(
-        self, tables: TableSet, policy: CachePolicy, slots: int, store: ColdStore, device: torch.device, prefetch: bool
+        self,
+        tables: TableSet,
+        policy: CachePolicy,
+        slots: int,
+        store: ColdStore,
+        device: torch.device,
+        prefetch: bool,
     ) -> None:
         super().__init__()
         self.tables = tables
@@ -112,7 +118,7 @@ class TieredEmbeddingBagCollection(nn.Module):
         self._fetches[id(plan)] = self._io.submit(self._counted_fetch, plan.fetch)
 
     def advance(self, plan: TierPlan) -> None:
-        """The last batch's update is done: send departing rows on their way; start the fetch if nobody has."""
+        """The last batch's update is done: send departing rows away; start the fetch if nobody has."""
         start = perf_counter()
         self._check_writes()
         with self._planning:
@@ -169,7 +175,9 @@ class TieredEmbeddingBagCollection(nn.Module):
         return self._lookup(self.slab, plan.slab_indices, plan.slab_offsets)
 
     def _lookup(self, tbe: nn.Module, indices: RowIds, offsets: RowIds) -> torch.Tensor:
-        pooled: torch.Tensor = tbe(torch.from_numpy(indices).to(self.device), torch.from_numpy(offsets).to(self.device))
+        pooled: torch.Tensor = tbe(
+            torch.from_numpy(indices).to(self.device), torch.from_numpy(offsets).to(self.device)
+        )
         return pooled
 
     def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
@@ -193,7 +201,10 @@ class TieredEmbeddingBagCollection(nn.Module):
             distinct, which = np.unique(bags.rows, return_inverse=True)
             weights = self.read_rows(distinct)[:, : self.tables.dim]
         pooled = nn.functional.embedding_bag(
-            torch.from_numpy(which).to(self.device), weights, torch.from_numpy(bags.offsets[:-1]).to(self.device), mode="sum"
+            torch.from_numpy(which).to(self.device),
+            weights,
+            torch.from_numpy(bags.offsets[:-1]).to(self.device),
+            mode="sum",
         )
         features = len(self.tables.features)
         return pooled.view(features, bags.batch_size, -1).transpose(0, 1).reshape(bags.batch_size, -1)
@@ -238,17 +249,17 @@ class TieredEmbeddingBagCollection(nn.Module):
         self._io.submit(self.store.scatter, rows[cold], np.ascontiguousarray(records[cold])).result()
 
     def regions(self) -> Iterator[Region]:
-        """All rows of all tables, in chunks (``TableStorage``)."""
+        """All rows of all tables, in chunks."""
         yield from row_chunks(self.tables.features, self.tables.dim)
 
     def read(self, region: Region) -> Values:
-        """Current weights and optimizer state of ``region`` (``TableStorage``)."""
+        """Current weights and optimizer state of ``region``."""
         with self.quiesced():
             records = self.read_rows(self._rows_of(region)).cpu().numpy()
         return records[:, : self.tables.dim], records[:, self.tables.dim :]
 
     def write(self, region: Region, values: Values) -> None:
-        """Replace weights and optimizer state of ``region`` (``TableStorage``)."""
+        """Replace weights and optimizer state of ``region``."""
         with self.quiesced():
             self.write_rows(self._rows_of(region), np.concatenate(values, axis=1))
 

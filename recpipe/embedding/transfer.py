@@ -36,7 +36,7 @@ class Transfer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.on_gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self.on_gpu else None
+        self._stream = torch.cuda.Stream(device) if self.on_gpu else None  # type: ignore[no-untyped-call]
 
     def host_buffer(self, rows: int, width: int) -> torch.Tensor:
         """Uninitialised float32 [rows, width] in host memory, page-locked for a GPU."""
@@ -48,7 +48,7 @@ class Transfer:
             return Landed(host, None)
         with torch.cuda.stream(self._stream):
             records = host.to(self.device, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return Landed(records, event)
 
@@ -58,7 +58,7 @@ class Transfer:
             return records.numpy
         host = self.host_buffer(*records.shape)
         host.copy_(records, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
 
         def landed() -> Records:

@@ -10,6 +10,7 @@ import lightning as L
 import numpy as np
 import torch
 from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from recpipe.data.batch import Batch
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
@@ -95,9 +96,11 @@ class RankingModule(L.LightningModule):
         with torch.no_grad():
             was_training = self.ranker.training
             self.ranker.eval()
-            named.append(("the pooled embeddings", self.ranker.dlrm.sparse_arch(batch.sparse)))
+            named.append(("the pooled embeddings", KeyedTensor.values(self.ranker.embeddings(batch.sparse))))
             self.ranker.train(was_training)
-        bad = next((name for name, t in named if not torch.isfinite(t).all()), "the logits (all inputs are finite)")
+        bad = next(
+            (name for name, t in named if not torch.isfinite(t).all()), "the logits (all inputs are finite)"
+        )
         return (
             f"the loss is not finite at step {self.global_step + 1}; first bad tensor: {bad}. "
             "Lower optim.tables.lr or optim.dense.lr, or check the data"
@@ -111,7 +114,7 @@ class RankingModule(L.LightningModule):
 
     # -- checkpoints -------------------------------------------------------------------------
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The dense part alone: ``TableCheckpointIO`` saves the tables beside it."""
         return {name: p.detach() for name, p in self.ranker.dense_parameters().items()}
 
@@ -119,13 +122,15 @@ class RankingModule(L.LightningModule):
         """The dense part alone."""
         own = self.ranker.dense_parameters()
         if own.keys() != state_dict.keys():
-            raise UserError("the checkpoint is of another model: its dense parameters have other names; use its recipe")
+            raise UserError(
+                "the checkpoint is of another model: its dense parameters have other names; use its recipe"
+            )
         with torch.no_grad():
             for name, parameter in own.items():
                 if parameter.shape != state_dict[name].shape:
                     raise UserError(
-                        f"the checkpoint is of another model: {name} is {tuple(state_dict[name].shape)} there and "
-                        f"{tuple(parameter.shape)} here; use its recipe"
+                        f"the checkpoint is of another model: {name} is {tuple(state_dict[name].shape)} there "
+                        f"and {tuple(parameter.shape)} here; use its recipe"
                     )
                 parameter.copy_(state_dict[name])
         return nn.modules.module._IncompatibleKeys([], [])
@@ -146,7 +151,9 @@ class RankingModule(L.LightningModule):
         """Continue at the saved data position, with the same rows resident when the tiers are the same."""
         saved = checkpoint["recpipe"]
         if saved["fingerprint"] != self.loader.dataset.fingerprint:
-            raise UserError("the checkpoint was made on other data (or another recipe for it); resume with the same data")
+            raise UserError(
+                "the checkpoint was made on other data (or another recipe for it); resume with the same data"
+            )
         self.loader.first = int(saved["batches_done"])
         self._random_state = saved["random"]
         embeddings = self.ranker.embeddings
@@ -177,6 +184,6 @@ def set_random_state(state: dict[str, Any]) -> None:
     version, values, gauss = state["python"]
     random.setstate((version, tuple(values), gauss))
     key = state["numpy"]["key"].numpy().astype(np.uint32)
-    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))  # type: ignore[arg-type]
+    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
     numpy_state["state"] = {"key": key, "pos": state["numpy"]["pos"]}
     np.random.set_state(numpy_state)

@@ -29,9 +29,13 @@ class ModelConfig:
         if self.name not in ("dlrm", "dlrm_dcn"):
             raise UserError(f"model.name={self.name} is unknown; choose dlrm or dlrm_dcn")
         if self.embedding_dim < 4 or self.embedding_dim % 4:
-            raise UserError(f"model.embedding_dim={self.embedding_dim} must be a multiple of 4 (FBGEMM's kernels)")
+            raise UserError(
+                f"model.embedding_dim={self.embedding_dim} must be a multiple of 4 (FBGEMM's kernels)"
+            )
         if not self.bottom or not self.top or min(*self.bottom, *self.top, 1) < 1:
-            raise UserError(f"model.bottom={self.bottom} and model.top={self.top} need at least one layer of size >= 1")
+            raise UserError(
+                f"model.bottom={self.bottom} and model.top={self.top} need at least one layer of size >= 1"
+            )
 
 
 class Ranker(nn.Module):
@@ -40,7 +44,9 @@ class Ranker(nn.Module):
     ``embeddings`` is any module with the interface of TorchRec's ``EmbeddingBagCollection``.
     """
 
-    def __init__(self, config: ModelConfig, embeddings: nn.Module, dense_features: int, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, embeddings: nn.Module, dense_features: int, device: torch.device
+    ) -> None:
         super().__init__()
         collection = cast(EmbeddingBagCollection, embeddings)
         bottom = [*config.bottom, config.embedding_dim]
@@ -49,7 +55,13 @@ class Ranker(nn.Module):
             self.dlrm = DLRM(collection, dense_features, bottom, top, dense_device=device)
         else:
             self.dlrm = DLRM_DCN(
-                collection, dense_features, bottom, top, config.cross_layers, config.cross_rank, dense_device=device
+                collection,
+                dense_features,
+                bottom,
+                top,
+                config.cross_layers,
+                config.cross_rank,
+                dense_device=device,
             )
         for part in (self.dlrm.dense_arch, self.dlrm.inter_arch, self.dlrm.over_arch):
             part.to(device)
@@ -57,7 +69,8 @@ class Ranker(nn.Module):
     @property
     def embeddings(self) -> nn.Module:
         """The collection of tables."""
-        return self.dlrm.sparse_arch.embedding_bag_collection
+        module: nn.Module = self.dlrm.sparse_arch.embedding_bag_collection
+        return module
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits float32 [B]."""

@@ -106,7 +106,9 @@ def permuted(batch: Batch, order: NDArray[np.int64]) -> Batch:
     """The batch with its samples in ``order`` (int64 [B])."""
     index = torch.from_numpy(order)
     sparse = batch.sparse
-    bags = Bags(sparse.values().numpy(), sparse.offsets().numpy().astype(np.int64), batch.size).permuted(order)
+    bags = Bags(sparse.values().numpy(), sparse.offsets().numpy().astype(np.int64), batch.size).permuted(
+        order
+    )
     jagged = type(sparse)(sparse.keys(), torch.from_numpy(bags.rows), offsets=torch.from_numpy(bags.offsets))
     return Batch(batch.dense[index], jagged, batch.labels[index])
 
@@ -114,5 +116,3 @@ def permuted(batch: Batch, order: NDArray[np.int64]) -> Batch:
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on ``device``; to a GPU through page-locked memory, without waiting for the copy."""
     return batch if device.type == "cpu" else batch.pin_memory().to(device, non_blocking=True)
-
-

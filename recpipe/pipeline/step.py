@@ -45,12 +45,12 @@ def accumulate(ranker: Ranker, staged: StagedBatch, times: StepTimes) -> tuple[t
     logits = ranker(batch) if staged.plan is None else ranker.score(batch.dense, _pooled(ranker, staged.plan))
     loss = binary_cross_entropy_with_logits(logits, batch.labels)
     if _usable(loss):
-        loss.backward()
+        torch.autograd.backward(loss)
     return loss.detach(), logits.detach()
 
 
 def _usable(loss: torch.Tensor) -> bool:
-    """Whether to update from ``loss``. A GPU is not stopped at every step to look: there the caller does, now and then."""
+    """Whether to update from ``loss``. A GPU is not stopped at every step to look: the caller does, at times."""
     return loss.device.type != "cpu" or bool(torch.isfinite(loss))
 
 
@@ -68,7 +68,9 @@ def _pooled(ranker: Ranker, plan: TierPlan) -> torch.Tensor:
     return resident + tiers.lookup_slab(plan) if len(plan.slab) else resident
 
 
-def _micro_batches(ranker: Ranker, staged: StagedBatch, times: StepTimes) -> tuple[torch.Tensor, torch.Tensor]:
+def _micro_batches(
+    ranker: Ranker, staged: StagedBatch, times: StepTimes
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact micro-batches under fused optimizers: every tier is looked up once, before any update.
 
     The micro-batches' backward passes end in detached copies of the pooled rows, with the sum of
@@ -88,7 +90,7 @@ def _micro_batches(ranker: Ranker, staged: StagedBatch, times: StepTimes) -> tup
             started = perf_counter()
         scores = ranker.score(batch.dense[low:high], tables.leaf(low, high))
         loss = binary_cross_entropy_with_logits(scores, batch.labels[low:high], reduction="sum") / batch.size
-        loss.backward()
+        torch.autograd.backward(loss)
         total += loss.detach()
         logits.append(scores.detach())
         low = high
@@ -112,7 +114,7 @@ class _Lookups:
         self._leaves: list[torch.Tensor] = []
         plan = staged.plan
         if plan is None:
-            self._warm = ranker.dlrm.sparse_arch(staged.batch.sparse).flatten(1)
+            self._warm: torch.Tensor = ranker.dlrm.sparse_arch(staged.batch.sparse).flatten(1)
             return
         if len(plan.placed):
             # Rows that get a slot in this batch come with its fetch: no micro-batch can go before them.
@@ -145,7 +147,7 @@ class _Lookups:
             _tiers(self.ranker).arrive()
         gradients = [leaf.grad for leaf in self._leaves]
         gradient = torch.cat([g for g in gradients if g is not None])
-        self._warm.backward(gradient)
+        torch.autograd.backward(self._warm, gradient)
         if self._cold is not None:
             assert self.staged.plan is not None
-            self._cold.backward(gradient[self.staged.plan.cold_first :])
+            torch.autograd.backward(self._cold, gradient[self.staged.plan.cold_first :])

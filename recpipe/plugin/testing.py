@@ -10,7 +10,6 @@ import tracemalloc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -132,9 +131,13 @@ class PluginSuite:
             )
 
 
-@cache
+_RUNS: dict[tuple[str, ...], Trained] = {}
+
+
 def _trained_once(overrides: tuple[str, ...], folders: pytest.TempPathFactory) -> Trained:
-    return train(overrides, folders.mktemp("run"))
+    if overrides not in _RUNS:
+        _RUNS[overrides] = train(overrides, folders.mktemp("run"))
+    return _RUNS[overrides]
 
 
 def train(overrides: Sequence[str], folder: Path) -> Trained:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from recpipe.checkpoint import new_array
-from recpipe.embedding.collection import TableStorage
+from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.tables import TableSet, to_numpy
 from recpipe.model.ranker import Ranker
 
 
-def export_parameters(directory: Path, storage: TableStorage, tables: TableSet, ranker: Ranker) -> None:
+def export_parameters(directory: Path, storage: TableCollection, tables: TableSet, ranker: Ranker) -> None:
     """Write ``<table>.npy`` float32 [rows, D], ``<table>.state.npy`` float32 [rows, S] and ``dense.npz``."""
     directory.mkdir(parents=True, exist_ok=True)
-    np.savez(directory / "dense.npz", **{n: to_numpy(p) for n, p in ranker.dense_parameters().items()})
+    dense: dict[str, Any] = {n: to_numpy(p) for n, p in ranker.dense_parameters().items()}
+    np.savez(directory / "dense.npz", **dense)
     arrays = {}
     for name, (rows, dim, state) in tables.shapes().items():
         arrays[name] = (

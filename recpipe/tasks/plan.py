@@ -18,7 +18,9 @@ from recpipe.sizes import readable_bytes
 def describe(assembly: Assembly, tables: TableSet, tiers: TierConfig) -> dict[str, Any]:
     """Content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
     owner = cache_owner(tiers, assembly)
-    resident = {"resident": tables.total_bytes, "nocache": 0}.get(owner, tiers.budget(tables) - assembly.device_bytes)
+    resident = {"resident": tables.total_bytes, "nocache": 0}.get(
+        owner, tiers.budget(tables) - assembly.device_bytes
+    )
     return {
         **assembly.to_dict(),
         "cache": owner,

@@ -49,7 +49,9 @@ def summarize(
         recipe={str(k): v for k, v in recipe.items()},
         assembly=described,
         altered=sorted(i.name for i in assembly.altered),
-        data=DataFigures(recorder.samples, dataset.size("eval"), module.loader.lookups, dataset.rejected_rows),
+        data=DataFigures(
+            recorder.samples, dataset.size("eval"), module.loader.lookups, dataset.rejected_rows
+        ),
         throughput=throughput,
         quality=Quality(last.auc, last.logloss, last.ne) if last else Quality(nan, nan, nan),
         memory=_memory(tables, tiers),
