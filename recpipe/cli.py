@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from recpipe.errors import UserError
+from recpipe.quiet import calm_threads, quiet_libraries
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -108,12 +109,12 @@ def _run_hydra(argv: Sequence[str]) -> None:
     from recpipe.config import CONFIG_NAME, check, conf_dir, readable_errors, register
 
     user_setting = os.environ.get(FULL_ERROR)
+    calm_threads()
 
     def job(recipe: DictConfig) -> None:
         with _environment(user_setting), _stopping(argv):
             check(recipe)
             from recpipe.doctor import check_versions
-            from recpipe.quiet import quiet_libraries
 
             check_versions()
             # FBGEMM logs every library it loads through the root logger, while it is imported.

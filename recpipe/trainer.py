@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from recpipe.report.record import Point
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """``conf/trainer``. ``eval_every`` and ``checkpoint_every``: whole steps, or a share of an epoch (0.25)."""
+    """``conf/trainer``. ``eval_every`` and ``checkpoint_every``: whole steps or a share of an epoch (0.25)."""
 
     max_epochs: int
     max_steps: int | None
@@ -59,7 +60,7 @@ class TrainerConfig:
             if isinstance(every, int)
             else every * min(steps_per_epoch, self.max_steps or steps_per_epoch)
         )
-        return max(1, min(round(steps), steps_per_epoch))
+        return max(1, min(math.ceil(steps), steps_per_epoch))
 
     def steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole run."""

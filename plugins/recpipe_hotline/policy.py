@@ -64,12 +64,14 @@ class PopularRows(HotSet):
         if self._counted is not None:
             np.add.at(self.counts, self._counted, 1)
         self.batch += 1
-        return super().migrate(rows)
+        placement = super().migrate(rows)
+        self.moved_rows += len(placement.rows)
+        return placement
 
     def _learn(self) -> None:
         """Make the rows with the highest counts the resident ones."""
         popular = top_rows(self.counts, self.space.slots, self.target)
-        self.moved_rows += self.retarget(popular)
+        self.retarget(popular)
         self.learnings += 1
         interval = min(self.learning.relearn_every, round(self.batch * (self.learning.growth - 1)))
         self.next_learning = self.batch + max(1, interval)

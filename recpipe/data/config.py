@@ -36,7 +36,7 @@ class SyntheticConfig(DataConfig):
     """Generated data: ``samples`` in all (both splits), ``tables`` null for the built-in 26."""
 
     name: str = "synthetic"
-    samples: int = 500_000
+    samples: int = 1_000_000
     tables: dict[str, int] | None = None
     table_scale: float = 1.0
     pooling: Any = 1

@@ -29,6 +29,7 @@ class TierConfig:
     resident_bytes: Any
     dir: str | None
     prefetch: bool
+    sharded: bool
 
     def __post_init__(self) -> None:
         names = ["resident", *POLICIES]
@@ -48,6 +49,7 @@ def cache_owner(config: TierConfig, assembly: Assembly) -> str:
     """Who decides which rows are resident: ``resident`` (all are), a built-in policy or a plugin's name."""
     owners = assembly.policies("cache")
     if not owners:
+        _check_sharding(config, assembly, config.policy)
         return config.policy
     owner, tables = owners[0]
     name = owner.origin.plugin
@@ -61,16 +63,45 @@ def cache_owner(config: TierConfig, assembly: Assembly) -> str:
             f"plugin {owner.origin} decides which rows are resident, and so does "
             f"tiers.policy={config.policy}; drop one: leave tiers.policy out, or the plugin '{name}'"
         )
+    _check_sharding(config, assembly, name)
     return name
 
 
+def _check_sharding(config: TierConfig, assembly: Assembly, owner: str) -> None:
+    """Tiers and sharding exclude each other; planners and their like need sharding."""
+    if config.sharded and owner != "resident":
+        raise PluginConflict(
+            f"tiers.sharded=true keeps all rows resident, but {owner} decides which rows are; "
+            "drop one of the two"
+        )
+    placed = [assembly.planner, *assembly.sharders.values(), *assembly.codecs.values()]
+    placed += [policy for aspect in ("placement", "kernel") for policy, _ in assembly.policies(aspect)]
+    for owned in placed:
+        if owned is not None and not config.sharded:
+            raise PluginConflict(
+                f"plugin {owned.origin} places tables through TorchRec's planner, which this recipe does not "
+                "use; set tiers.sharded=true"
+            )
+
+
 def build_embeddings(
-    tables: TableSet, config: TierConfig, assembly: Assembly, device: torch.device, run_dir: Path
+    tables: TableSet,
+    config: TierConfig,
+    assembly: Assembly,
+    device: torch.device,
+    run_dir: Path,
+    batch_size: int,
 ) -> TableCollection:
     """The collection of tables that the recipe and the plugins ask for, filled with first values."""
     owner = cache_owner(config, assembly)
-    if owner == "resident":
-        module: TableCollection = ResidentCollection(tables, device)
+    module: TableCollection
+    if config.sharded:
+        # Planner and distributed modules take seconds to import: only where they are used.
+        from recpipe.embedding.shard import ShardedCollection
+
+        module = ShardedCollection(tables, assembly, device, batch_size)
+    elif owner == "resident":
+        module = ResidentCollection(tables, device)
     else:
         module = _tiered(tables, config, assembly, device, run_dir, owner)
     for aspect in ("precision", "update"):

@@ -86,7 +86,7 @@ class Planner:
         self.space = space
         self.policy = policy
         self.carry = carry
-        """Whether rows that the next batch needs again stay in the slab instead of passing through the store."""
+        """Whether rows that the next batch needs again stay in the slab, not passing through the store."""
         self.where = np.full(space.rows, IN_STORE, np.int32)
         self.row_of_slot = np.full(space.slots, -1, np.int64)
         self.slab_rows: RowIds = np.empty(0, np.int64)
@@ -212,7 +212,8 @@ class Planner:
 
     def restore(self, row_of_slot: RowIds) -> None:
         """Start from these residents (int64 [slots], -1 for an empty slot) and an empty slab."""
-        assert self._pending is None and len(row_of_slot) == self.space.slots
+        assert self._pending is None
+        assert len(row_of_slot) == self.space.slots
         self.where.fill(IN_STORE)
         used = np.flatnonzero(row_of_slot >= 0)
         self.where[row_of_slot[used]] = used.astype(np.int32)

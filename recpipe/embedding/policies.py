@@ -118,7 +118,7 @@ class HotSet(CachePolicy):
         return np.sort(final[final >= 0])
 
     def retarget(self, rows: RowIds) -> int:
-        """Make ``rows`` (distinct, at most ``space.slots``) the resident set; returns how many rows will move in."""
+        """Make ``rows`` (distinct, at most ``space.slots``) the resident set; returns how many move in."""
         assert len(rows) <= self.space.slots, "a hot set must fit the resident budget"
         final = self.row_of_slot.copy()
         final[self._moves.slots[: self._done]] = self._moves.rows[: self._done]
@@ -212,13 +212,17 @@ class Lru(CachePolicy):
         """Drop outdated entries when the ring's end is near; at most one entry per slot remains."""
         if self.tail + room <= len(self.ring_slot):
             return
-        live = slice(self.head, self.tail)
-        valid = self.stamp[self.ring_slot[live]] == self.ring_stamp[live]
-        slots, stamps = self.ring_slot[live][valid], self.ring_stamp[live][valid]
+        slots, stamps = self._live()
         size = max(2 * self.space.slots, len(slots) + room)
         self.ring_slot, self.ring_stamp = np.zeros(size, np.int32), np.zeros(size, np.int32)
         self.ring_slot[: len(slots)], self.ring_stamp[: len(slots)] = slots, stamps
         self.head, self.tail = 0, len(slots)
+
+    def _live(self) -> tuple[Slots, Slots]:
+        """The ring's entries that are not out of date: slots and stamps, oldest first."""
+        part = slice(self.head, self.tail)
+        valid = self.stamp[self.ring_slot[part]] == self.ring_stamp[part]
+        return self.ring_slot[part][valid], self.ring_stamp[part][valid]
 
     def undo(self) -> None:
         """Restore stamps and the ring's ends."""
@@ -229,11 +233,11 @@ class Lru(CachePolicy):
 
     def state_dict(self) -> dict[str, Any]:
         """Stamps and the live part of the ring."""
-        live = slice(self.head, self.tail)
+        ring_slot, ring_stamp = self._live()
         return {
             "stamp": self.stamp,
-            "ring_slot": self.ring_slot[live].copy(),
-            "ring_stamp": self.ring_stamp[live].copy(),
+            "ring_slot": ring_slot,
+            "ring_stamp": ring_stamp,
             "used": self.used,
             "step": self.step,
         }

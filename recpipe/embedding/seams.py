@@ -1,4 +1,4 @@
-"""The only file that touches private names of TorchRec, FBGEMM and Lightning; everything else uses their public API.
+"""The only file that touches private names of TorchRec and FBGEMM; all else uses their public API.
 
 Checked against the version triples that ``recpipe doctor`` knows. When a release renames one of
 these, this file is the place to mend.
@@ -6,8 +6,11 @@ these, this file is the place to mend.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 Views = tuple[torch.Tensor, torch.Tensor]
@@ -31,3 +34,32 @@ def tbe_views(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Views]:
         flat = state[0].view(rows, -1) if len(state) else weight.new_empty(rows, 0)
         views.append((weight.detach(), flat.detach()))
     return views
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A table's rows from ``row`` and columns from ``column`` on that lie on this process."""
+
+    row: int
+    column: int
+    weights: torch.Tensor
+    """float32 [rows, columns], sharing the TBE's memory."""
+    state: torch.Tensor
+    """Optimizer state float32 [rows, S], likewise."""
+
+
+def local_shards(parallel: DistributedModelParallel, table: str) -> list[LocalShard]:
+    """The shards of ``table`` in a ``DistributedModelParallel`` whose module holds them as ``tables``."""
+    key = f"embedding_bags.{table}.weight"
+    weights = parallel.module.tables.state_dict()[key].local_shards()
+    states = parallel.fused_optimizer.state_dict()["state"].get(f"tables.{key}", {})
+    momentum = next((v.local_shards() for name, v in states.items() if "momentum" in name), None)
+    shards = []
+    for index, shard in enumerate(weights):
+        tensor = shard.tensor.detach()
+        state = tensor.new_empty(len(tensor), 0)
+        if momentum is not None:
+            state = momentum[index].tensor.detach().view(len(tensor), -1)
+        row, column = shard.metadata.shard_offsets
+        shards.append(LocalShard(row, column, tensor, state))
+    return shards

@@ -102,7 +102,7 @@ class TieredEmbeddingBagCollection(TableCollection):
         offsets = sparse.offsets().cpu().numpy().astype(np.int64, copy=False)
         size = sparse.stride()
         starts = offsets[::size]
-        bases = np.array([self._base_of_feature[key] for key in sparse.keys()])
+        bases = np.array([self._base_of_feature[key] for key in list(sparse.keys())])
         return Bags(values + np.repeat(bases, np.diff(starts)), offsets, size)
 
     def plan(self, sparse: KeyedJaggedTensor) -> TierPlan:

@@ -96,7 +96,8 @@ class RankingModule(L.LightningModule):
         with torch.no_grad():
             was_training = self.ranker.training
             self.ranker.eval()
-            named.append(("the pooled embeddings", KeyedTensor.values(self.ranker.embeddings(batch.sparse))))
+            pooled: KeyedTensor = nn.Module.__call__(self.ranker.embeddings, batch.sparse)
+            named.append(("the pooled embeddings", pooled.values()))
             self.ranker.train(was_training)
         bad = next(
             (name for name, t in named if not torch.isfinite(t).all()), "the logits (all inputs are finite)"
@@ -129,8 +130,8 @@ class RankingModule(L.LightningModule):
             for name, parameter in own.items():
                 if parameter.shape != state_dict[name].shape:
                     raise UserError(
-                        f"the checkpoint is of another model: {name} is {tuple(state_dict[name].shape)} there "
-                        f"and {tuple(parameter.shape)} here; use its recipe"
+                        f"the checkpoint is of another model: {name} is {tuple(state_dict[name].shape)} "
+                        f"there and {tuple(parameter.shape)} here; use its recipe"
                     )
                 parameter.copy_(state_dict[name])
         return nn.modules.module._IncompatibleKeys([], [])
@@ -139,12 +140,14 @@ class RankingModule(L.LightningModule):
         """Add what Lightning does not know: data position, random state, which rows are resident."""
         done = self._batches_done % len(self.loader)
         embeddings = self.ranker.embeddings
-        tiered = isinstance(embeddings, TieredEmbeddingBagCollection)
+        placement = None
+        if isinstance(embeddings, TieredEmbeddingBagCollection):
+            placement = embeddings.placement_state()
         checkpoint["recpipe"] = {
             "batches_done": done,
             "random": random_state(),
             "fingerprint": self.loader.dataset.fingerprint,
-            "placement": embeddings.placement_state() if tiered else None,
+            "placement": placement,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ def accumulate(ranker: Ranker, staged: StagedBatch, times: StepTimes) -> tuple[t
 
 
 def _usable(loss: torch.Tensor) -> bool:
-    """Whether to update from ``loss``. A GPU is not stopped at every step to look: the caller does, at times."""
+    """Whether to update from ``loss``. A GPU is not stopped at every step to look."""
     return loss.device.type != "cpu" or bool(torch.isfinite(loss))
 
 

@@ -24,6 +24,7 @@ def describe(assembly: Assembly, tables: TableSet, tiers: TierConfig) -> dict[st
     return {
         **assembly.to_dict(),
         "cache": owner,
+        "sharded": tiers.sharded,
         "tiers": {
             "store": None if owner == "resident" else tiers.store,
             "record_bytes": tables.record_bytes,

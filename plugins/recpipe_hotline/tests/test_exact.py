@@ -1,0 +1,129 @@
+"""Hotline's promise: every parameter ends as in the run without it, and the test notices when it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recpipe_hotline.tests.rig import QUICK, TOLERANCE, Rig, Setting, difference, train
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from recpipe.data.dataset import Dataset
+from recpipe.embedding.planner import Bags
+from recpipe.model.ranker import Ranker
+from recpipe.pipeline import step
+from recpipe.pipeline.step import StagedBatch, StepTimes
+
+STEPS = 60
+SETTINGS = [
+    Setting(optimizer="sgd"),
+    Setting(optimizer="rowwise_adagrad"),
+    Setting(optimizer="sgd", model="dlrm_dcn", store="ssd"),
+    Setting(optimizer="rowwise_adagrad", model="dlrm_dcn"),
+    Setting(optimizer="rowwise_adagrad", store="ssd"),
+]
+WITHOUT: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+
+def baseline(dataset: Dataset, setting: Setting, folder: Path) -> dict[str, Any]:
+    """The run without the plugin; once for each data set, model and optimizer."""
+    key = (dataset.fingerprint, setting.model, setting.optimizer)
+    if key not in WITHOUT:
+        WITHOUT[key] = train(dataset, replace(setting, knobs=None), folder / "without", STEPS)[1]
+    return WITHOUT[key]
+
+
+def hotline(dataset: Dataset, setting: Setting, folder: Path) -> tuple[Rig, dict[str, Any]]:
+    """The run with it, which must really have done what Hotline does."""
+    rig, parameters = train(dataset, setting, folder / "with", STEPS)
+    assert len(rig.micro) == STEPS
+    assert rig.split_batches > STEPS // 3
+    assert rig.policy.learnings > 1
+    assert rig.evicted > 0, "no learning has moved a row out"
+    return rig, parameters
+
+
+@pytest.mark.parametrize("source", ["criteo", "synthetic"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"{s.model}-{s.optimizer}-{s.store}")
+def test_equals_the_run_without_it(
+    source: str, setting: Setting, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    dataset = request.getfixturevalue(source)
+    _, parameters = hotline(dataset, setting, tmp_path)
+    assert difference(parameters, baseline(dataset, setting, tmp_path)) <= TOLERANCE[setting.optimizer]
+
+
+def test_the_shipped_knobs_are_exact(synthetic: Dataset, tmp_path: Path) -> None:
+    setting = Setting(knobs={})
+    rig, parameters = train(synthetic, setting, tmp_path / "with", STEPS)
+    assert rig.split_batches > 0
+    assert difference(parameters, baseline(synthetic, setting, tmp_path)) <= 1e-5
+
+
+# -- negative controls: what goes wrong without each half of the method -------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_a_mean_loss_per_micro_batch_is_noticed(
+    optimizer: str, synthetic: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scale 1/N dropped: each micro-batch with the mean over its own samples."""
+    setting = Setting(optimizer=optimizer)
+
+    def unscaled(scores: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        loss = binary_cross_entropy_with_logits(scores, labels)
+        return loss * setting.batch_size if reduction == "sum" else loss
+
+    without = baseline(synthetic, setting, tmp_path)
+    monkeypatch.setattr(step, "binary_cross_entropy_with_logits", unscaled)
+    _, parameters = hotline(synthetic, setting, tmp_path)
+    assert difference(parameters, without) > 100 * TOLERANCE[optimizer]
+
+
+def update_each_micro_batch(
+    ranker: Ranker, staged: StagedBatch, times: StepTimes
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The naive step: forward, backward and so a fused update for each micro-batch."""
+    batch, plan = staged.batch, staged.plan
+    assert plan is not None
+    tiers = ranker.embeddings
+    tiers.arrive()  # type: ignore[operator]
+    resident = Bags(plan.indices, plan.offsets, plan.batch_size)
+    low, total = 0, torch.zeros(())
+    for high in staged.bounds:
+        part = resident.permuted(torch.arange(low, high).numpy())
+        pooled = tiers.lookup_resident(replace(plan, indices=part.rows, offsets=part.offsets))  # type: ignore[operator]
+        if high > plan.cold_first and len(plan.slab):
+            pooled = pooled + tiers.lookup_slab(plan)  # type: ignore[operator]
+        scores = ranker.score(batch.dense[low:high], pooled)
+        loss = binary_cross_entropy_with_logits(scores, batch.labels[low:high], reduction="sum") / batch.size
+        loss.backward()
+        total += loss.detach()
+        low = high
+    return total, torch.empty(0)
+
+
+@pytest.mark.parametrize(("optimizer", "factor"), [("sgd", 1.0), ("rowwise_adagrad", 1000.0)])
+def test_an_update_per_micro_batch_is_noticed(
+    optimizer: str, factor: float, synthetic: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGD is linear and goes wrong only by what the second forward sees; Adagrad goes wrong at once."""
+    setting = Setting(optimizer=optimizer)
+    without = baseline(synthetic, setting, tmp_path)
+    monkeypatch.setattr(step, "_micro_batches", update_each_micro_batch)
+    _, parameters = hotline(synthetic, setting, tmp_path)
+    assert difference(parameters, without) > factor * TOLERANCE[optimizer]
+
+
+def test_the_naive_step_is_right_where_nothing_is_split(
+    synthetic: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the control: with one micro-batch the naive step is exact."""
+    setting = Setting(knobs=QUICK | {"min_micro_batch": 10_000})
+    monkeypatch.setattr(step, "_micro_batches", update_each_micro_batch)
+    rig, parameters = train(synthetic, setting, tmp_path / "with", STEPS)
+    assert rig.split_batches == 0
+    assert difference(parameters, baseline(synthetic, setting, tmp_path)) <= 1e-5
