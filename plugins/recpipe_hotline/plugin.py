@@ -26,27 +26,24 @@ class Hotline(Plugin):
         sample: float,
         decay: int,
         min_micro_batch: int,
-        migrate_rows: int,
     ) -> None:
         for name, value, least in (
             ("learn_batches", learn_batches, 1),
             ("relearn_every", relearn_every, 1),
             ("decay", decay, 1),
             ("min_micro_batch", min_micro_batch, 0),
-            ("migrate_rows", migrate_rows, 1),
             ("growth", growth, 1.0),
         ):
-            if value < least:
+            if not value >= least:
                 raise PluginError(f"plugins.hotline.{name}={value}: must be at least {least}")
         if not 0 < sample <= 1:
             raise PluginError(f"plugins.hotline.sample={sample}: give a share of batches above 0, up to 1")
         self.learning = Learning(learn_batches, growth, relearn_every, sample, decay)
         self.min_micro_batch = min_micro_batch
-        self.migrate_rows = migrate_rows
 
     def contribute(self, ctx: Context) -> Contribution:
         """The cache of all tables, the splitter, and the report."""
-        popular = PopularTables(self.learning, self.migrate_rows)
+        popular = PopularTables(self.learning)
         splitter = PopularFirst(self.min_micro_batch)
         return Contribution(
             splitter=splitter,
@@ -58,14 +55,13 @@ class Hotline(Plugin):
 class PopularTables(TablePolicy):
     """Brings the policy and keeps it for the report."""
 
-    def __init__(self, learning: Learning, migrate_rows: int) -> None:
+    def __init__(self, learning: Learning) -> None:
         self.learning = learning
-        self.migrate_rows = migrate_rows
         self.policy: PopularRows | None = None
 
     def cache(self, space: RowSpace) -> CachePolicy:
         """The policy for ``space``."""
-        self.policy = PopularRows(space, self.learning, self.migrate_rows)
+        self.policy = PopularRows(space, self.learning)
         return self.policy
 
 
@@ -88,7 +84,7 @@ def figures(policy: PopularRows | None, splitter: PopularFirst, run: RunFigures)
         "fetch_hidden_seconds": hidden,
         "fetch_waited_seconds": run.io.wait_seconds,
         "learnings": policy.learnings,
-        "moved_rows": policy.moved_rows,
+        "replaced_rows": policy.replaced_rows,
         "popular_seconds": pop,
         "non_popular_seconds": non,
         "speedup_bound": serial / overlapped if overlapped > 0 else 1.0,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.embedding.policies import HotSet, Placement, RowIds, RowSpace, Slots
+from recpipe.embedding.policies import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe.embedding.popularity import top_rows
 
 
@@ -22,96 +22,118 @@ class Learning:
     decay: int
 
 
-class PopularRows(HotSet):
-    """The most looked-up rows are resident; learned after ``learn_batches``, again at growing intervals.
+class PopularRows(CachePolicy):
+    """Popular rows are resident: those with the highest access counts that the budget holds.
 
-    Every ``1 / sample``-th batch is counted, and every one until the first learning, which is when
-    counts are few. After each learning the counts are divided by ``decay``, so that old popularity
-    fades; the division waits for the next batch because this one's plan may still be undone.
+    A row enters its slot from the slab, where a batch has just used it, so that migration reads
+    nothing from the store. While slots are empty, every such row gets one. Once they are full, rows
+    that the last learning found popular replace rows that it did not. After a learning the counts are
+    divided by ``decay``, so that old popularity fades; that waits for the next batch because this
+    one's plan may still be undone.
     """
 
-    def __init__(self, space: RowSpace, learning: Learning, migrate_rows: int) -> None:
-        super().__init__(space, chunk=migrate_rows)
+    def __init__(self, space: RowSpace, learning: Learning) -> None:
+        super().__init__(space)
         self.learning = learning
         self.counts = np.zeros(space.rows, np.int32)
+        self.popular = np.zeros(space.rows, bool)
+        self.row_of_slot = np.full(space.slots, -1, np.int64)
+        self.unpopular = NOTHING.slots
+        """Slots whose rows the last learning did not find popular, least used first."""
+        self.slab = NOTHING.rows
+        """Rows of the last batch's slab."""
+        self.used = self.replaced = self.replaced_rows = 0
         self.batch = 0
         self.next_learning = learning.learn_batches
         self.learnings = 0
-        self.moved_rows = 0
         self.hits = self.lookups = 0
-        self._fade = False
+        self.fade = False
+        self._before: dict[str, Any] = {}
+        self._moved = (NOTHING.slots, NOTHING.rows)
         self._counted: RowIds | None = None
-        self._last_hits = (0, 0)
-        self._before: tuple[Any, ...] = ()
 
     def migrate(self, rows: RowIds) -> Placement:
-        """Learn when it is time, count the batch, and move the next rows."""
-        if self._fade:
+        """Count the batch, learn when it is time, and promote rows from the last batch's slab."""
+        if self.fade:
             self.counts //= self.learning.decay
-            self._fade = False
-        self._before = (
-            self.row_of_slot,
-            self._moves,
-            self._done,
-            self.next_learning,
-            self.learnings,
-            self.moved_rows,
-        )
-        if self.batch == self.next_learning:
+            self.fade = False
+        self._before = {name: getattr(self, name) for name in _UNDONE}
+        if self.batch >= self.next_learning:
             self._learn()
         every = max(1, round(1 / self.learning.sample))
-        self._counted = rows if self.learnings == 0 or self.batch % every == 0 else None
+        self._counted = rows if self.batch % every == 0 else None
         if self._counted is not None:
             np.add.at(self.counts, self._counted, 1)
         self.batch += 1
-        placement = super().migrate(rows)
-        self.moved_rows += len(placement.rows)
-        return placement
+        return self._promote()
 
     def _learn(self) -> None:
-        """Make the rows with the highest counts the resident ones."""
-        popular = top_rows(self.counts, self.space.slots, self.target)
-        self.retarget(popular)
-        self.learnings += 1
+        """Find the popular rows; while slots are empty there is nothing to choose."""
         interval = min(self.learning.relearn_every, round(self.batch * (self.learning.growth - 1)))
         self.next_learning = self.batch + max(1, interval)
-        self._fade = self.learning.decay > 1
+        if self.used < self.space.slots:
+            return
+        self.popular = np.zeros(self.space.rows, bool)
+        self.popular[top_rows(self.counts, self.space.slots, self.row_of_slot)] = True
+        slots = np.flatnonzero(~self.popular[self.row_of_slot]).astype(np.int32)
+        self.unpopular = slots[np.argsort(self.counts[self.row_of_slot[slots]], kind="stable")]
+        self.replaced = 0
+        self.learnings += 1
+        self.fade = self.learning.decay > 1
+
+    def _promote(self) -> Placement:
+        """Slots for rows of the last slab: empty ones for any row, then unpopular ones for popular rows."""
+        empty = np.arange(self.used, min(self.space.slots, self.used + len(self.slab)), dtype=np.int32)
+        rest = self.slab[len(empty) :]
+        chosen = rest[self.popular[rest]][: len(self.unpopular) - self.replaced]
+        victims = self.unpopular[self.replaced : self.replaced + len(chosen)]
+        slots = np.concatenate((empty, victims))
+        rows = np.concatenate((self.slab[: len(empty)], chosen))
+        self._moved = (slots, self.row_of_slot[slots])
+        self.row_of_slot[slots] = rows
+        self.used += len(empty)
+        self.replaced += len(chosen)
+        self.replaced_rows += len(chosen)
+        return Placement(slots, rows)
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
-        """Nothing beyond the popular set; lookups are counted for the report."""
-        self._last_hits = (len(hits), len(looked_up))
+        """All misses pass through the slab; the next batch's ``migrate`` may promote them."""
+        self.slab = misses
         self.hits += len(hits)
         self.lookups += len(looked_up)
-        return super().admit(hits, misses, looked_up)
+        return NOTHING
 
     def undo(self) -> None:
-        """Take back the last batch: its counts, its learning, its moves."""
+        """Take back the last batch: its counts, its learning, its promotions."""
+        slots, rows = self._moved
+        self.row_of_slot[slots] = rows
         if self._counted is not None:
             np.subtract.at(self.counts, self._counted, 1)
-        self._counted, self._fade = None, False
-        hits, lookups = self._last_hits
-        self.hits, self.lookups, self.batch = self.hits - hits, self.lookups - lookups, self.batch - 1
-        (self.row_of_slot, self._moves, self._done, self.next_learning, self.learnings, self.moved_rows) = (
-            self._before
-        )
+        for name, value in self._before.items():
+            setattr(self, name, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Residents, moves under way, counts and the learning schedule."""
-        return super().state_dict() | {
-            "counts": self.counts,
-            "batch": self.batch,
-            "next_learning": self.next_learning,
-            "learnings": self.learnings,
-            "moved_rows": self.moved_rows,
-            "hits": self.hits,
-            "lookups": self.lookups,
-            "fade": self._fade,
-        }
+        """Counts, residents and the learning schedule."""
+        return {name: getattr(self, name) for name in ("counts", "row_of_slot", *_UNDONE)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there."""
-        super().load_state_dict(state)
-        self.counts, self._fade = state["counts"], bool(state["fade"])
-        self.batch, self.next_learning = int(state["batch"]), int(state["next_learning"])
-        self.learnings, self.moved_rows = int(state["learnings"]), int(state["moved_rows"])
-        self.hits, self.lookups = int(state["hits"]), int(state["lookups"])
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+_UNDONE = (
+    "popular",
+    "unpopular",
+    "slab",
+    "used",
+    "replaced",
+    "replaced_rows",
+    "batch",
+    "next_learning",
+    "learnings",
+    "hits",
+    "lookups",
+    "fade",
+)
+"""Attributes that a batch replaces and never changes in place."""

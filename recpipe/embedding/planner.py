@@ -58,6 +58,11 @@ class TierPlan:
         """The arrivals that the store must deliver."""
         return self.arrivals[self.carried_from < 0]
 
+    @property
+    def fetches_residents(self) -> bool:
+        """Whether resident lookups must wait for the store too: a row that gets a slot comes from there."""
+        return bool((self.carried_from[: len(self.placed)] < 0).any())
+
 
 @dataclass
 class Bags:
@@ -86,7 +91,7 @@ class Planner:
         self.space = space
         self.policy = policy
         self.carry = carry
-        """Whether rows that the next batch needs again stay in the slab, not passing through the store."""
+        """Whether slab rows that the next batch needs again stay there, not passing through the store."""
         self.where = np.full(space.rows, IN_STORE, np.int32)
         self.row_of_slot = np.full(space.slots, -1, np.int64)
         self.slab_rows: RowIds = np.empty(0, np.int64)
@@ -106,7 +111,7 @@ class Planner:
         slots = np.concatenate((moved.slots, admitted.slots))
         placed = np.concatenate((moved.rows, admitted.rows))
         slab = misses[self.where[misses] < 0]
-        carried_from = self._sources(before, evicted, np.concatenate((placed, slab)))
+        carried_from = self._sources(before, evicted, placed, slab)
         self.where[before] = np.where(self.where[before] < 0, IN_STORE, self.where[before])
         self.where[slab] = -2 - np.arange(len(slab), dtype=np.int32)
         self.slab_rows = slab
@@ -139,23 +144,28 @@ class Planner:
         self.where[distinct] = saved[winners]
         return distinct, which
 
-    def _sources(self, slab: RowIds, evicted: RowIds, arrivals: RowIds) -> NDArray[np.int64]:
-        """Where each arriving row is among the departing ones (the last slab, then evicted rows), or -1."""
+    def _sources(self, slab: RowIds, evicted: RowIds, placed: RowIds, new_slab: RowIds) -> NDArray[np.int64]:
+        """Where each arriving row is among the departing ones (the last slab, then evicted rows), or -1.
+
+        Without ``carry``, rows do not pass from slab to slab but through the store.
+        """
         departures = np.concatenate((slab, evicted))
-        usable = departures if self.carry else np.concatenate((np.full(len(slab), -1), evicted))
-        known = np.flatnonzero(usable >= 0)
-        sources = np.full(len(arrivals), -1, np.int64)
-        if len(known) and len(arrivals):
-            saved = self.where[usable[known]]
-            # A row may leave its slot and come back into the slab; nothing arrives twice.
-            arriving_where = self.where[arrivals]
-            self.where[arrivals] = IN_STORE
-            self.where[usable[known]] = -2 - known.astype(np.int32)
-            sources = np.where(self.where[arrivals] < IN_STORE, -2 - self.where[arrivals], -1).astype(
-                np.int64
-            )
-            self.where[usable[known]] = saved
-            self.where[arrivals] = arriving_where
+        arrivals = np.concatenate((placed, new_slab))
+        known = np.flatnonzero(departures >= 0)
+        if not len(known) or not len(arrivals):
+            return np.full(len(arrivals), -1, np.int64)
+        leaving = departures[known]
+        leaving_where, arriving_where = self.where[leaving], self.where[arrivals]
+        self.where[arrivals] = IN_STORE
+        self.where[leaving] = -2 - known.astype(np.int32)
+        found = self.where[arrivals]
+        # A row may leave its slot and come back into the slab: what arrivals had is restored last.
+        self.where[leaving] = leaving_where
+        self.where[arrivals] = arriving_where
+        sources = np.where(found < IN_STORE, -2 - found, -1).astype(np.int64)
+        if not self.carry:
+            to_slab = np.arange(len(arrivals)) >= len(placed)
+            sources[to_slab & (sources < len(slab))] = -1
         return sources
 
     def _lookups(

@@ -27,13 +27,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe.embedding import seams
 from recpipe.embedding.collection import TableCollection, make_tbe
-from recpipe.embedding.planner import Bags, Planner, TierPlan
+from recpipe.embedding.planner import IN_STORE, Bags, Planner, TierPlan
 from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, policy_bytes
 from recpipe.embedding.stores.base import ColdStore, IoCounters, Records
 from recpipe.embedding.tables import Region, TableSet, Values, row_chunks
@@ -97,7 +98,10 @@ class TieredEmbeddingBagCollection(TableCollection):
     # -- the four calls ----------------------------------------------------------------------
 
     def bags(self, sparse: KeyedJaggedTensor) -> Bags:
-        """The batch's lookups as global rows."""
+        """The batch's lookups as global rows, features in the tables' order whatever their order in ``sparse``."""
+        names = list(self._base_of_feature)
+        if sparse.keys() != names:
+            sparse = sparse.permute([sparse.keys().index(name) for name in names])
         values = sparse.values().cpu().numpy()
         offsets = sparse.offsets().cpu().numpy().astype(np.int64, copy=False)
         size = sparse.stride()
@@ -124,15 +128,14 @@ class TieredEmbeddingBagCollection(TableCollection):
         with self._planning:
             self.planner.commit()
         left = np.flatnonzero(plan.evicted >= 0)
-        slots = torch.from_numpy(plan.slots[left].astype(np.int64)).to(self.device)
-        departing = torch.cat((self._slab_records(), take(self.resident, slots)))
+        departing = torch.cat((self._slab_records(), take(self.resident, self._index(plan.slots[left]))))
         rows = np.concatenate((self._slab_rows, plan.evicted[left]))
-        carried = plan.carried_from[plan.carried_from >= 0]
-        # ``carried_from`` counts empty slots too; they were left out of ``departing``.
-        position = np.concatenate((np.arange(len(self._slab_rows)), np.full(len(plan.evicted), -1)))
+        # ``carried_from`` counts empty slots among the departures; they were left out of ``departing``.
+        position = np.full(len(self._slab_rows) + len(plan.evicted), -1)
+        position[: len(self._slab_rows)] = np.arange(len(self._slab_rows))
         position[len(self._slab_rows) + left] = len(self._slab_rows) + np.arange(len(left))
-        carried = position[carried]
-        carried_records = departing[torch.from_numpy(carried).to(self.device)]
+        carried = position[plan.carried_from[plan.carried_from >= 0]]
+        carried_records = departing[self._index(carried)]
         leaving = np.ones(len(rows), bool)
         leaving[carried] = False
         if self._slab_written:
@@ -141,8 +144,14 @@ class TieredEmbeddingBagCollection(TableCollection):
         if id(plan) not in self._fetches:
             self.prefetch(plan)
         self._slab_rows, self._slab_written = plan.slab, False
-        self._arriving = (plan, carried_records)
+        self._arriving = (plan, self._promote(plan, carried_records))
         self.times.advance += perf_counter() - start
+
+    def _promote(self, plan: TierPlan, carried: torch.Tensor) -> torch.Tensor:
+        """Put carried rows that get a slot there at once; returns the carried rows of the slab."""
+        promoted = np.flatnonzero(plan.carried_from[: len(plan.placed)] >= 0)
+        put(self.resident, self._index(plan.slots[promoted]), carried[: len(promoted)])
+        return carried[len(promoted) :]
 
     def arrive(self) -> None:
         """Wait for the batch's rows and put them into their slots and the slab; at once if they are there."""
@@ -153,16 +162,17 @@ class TieredEmbeddingBagCollection(TableCollection):
         start = perf_counter()
         fetched = self._fetches.pop(id(plan)).result().use()
         self.times.wait += perf_counter() - start
-        records = fetched
-        if len(carried):
-            from_store = torch.from_numpy(plan.carried_from < 0).to(self.device)
-            records = torch.empty((len(from_store), self.tables.layout.width), device=self.device)
-            records[from_store] = fetched
-            records[~from_store] = carried
-        placed = len(plan.placed)
-        put(self.resident, torch.from_numpy(plan.slots.astype(np.int64)).to(self.device), records[:placed])
+        from_store = plan.carried_from < 0
+        fetched_slots = plan.slots[from_store[: len(plan.placed)]]
+        put(self.resident, self._index(fetched_slots), fetched[: len(fetched_slots)])
         self._reserve_slab(len(plan.slab))
-        put(self.slab, torch.arange(len(plan.slab), device=self.device), records[placed:])
+        slab_fetched = from_store[len(plan.placed) :]
+        put(self.slab, self._index(np.flatnonzero(slab_fetched)), fetched[len(fetched_slots) :])
+        put(self.slab, self._index(np.flatnonzero(~slab_fetched)), carried)
+
+    def _index(self, positions: NDArray[np.integer[Any]]) -> torch.Tensor:
+        """Positions as torch takes them: int64 on the device."""
+        return torch.from_numpy(positions.astype(np.int64)).to(self.device)
 
     # -- lookups -----------------------------------------------------------------------------
 
@@ -235,17 +245,19 @@ class TieredEmbeddingBagCollection(TableCollection):
             return fetched
         hot = np.flatnonzero(where >= 0)
         records = torch.empty((len(rows), self.tables.layout.width), device=self.device)
-        records[torch.from_numpy(cold).to(self.device)] = fetched
-        slots = torch.from_numpy(where[hot].astype(np.int64)).to(self.device)
-        records[torch.from_numpy(hot).to(self.device)] = take(self.resident, slots)
+        records[self._index(cold)] = fetched
+        records[self._index(hot)] = take(self.resident, self._index(where[hot]))
         return records
 
     def write_rows(self, rows: RowIds, records: Records) -> None:
         """Replace the records of distinct global ``rows`` (inside ``quiesced``)."""
         where = self.planner.where[rows]
         hot, cold = np.flatnonzero(where >= 0), np.flatnonzero(where < 0)
-        slots = torch.from_numpy(where[hot].astype(np.int64)).to(self.device)
-        put(self.resident, slots, torch.from_numpy(records[hot]).to(self.device))
+        put(self.resident, self._index(where[hot]), torch.from_numpy(records[hot]).to(self.device))
+        # The next batch may take a row from the slab instead of the store.
+        held = np.flatnonzero(where < IN_STORE)
+        positions = torch.from_numpy(-2 - where[held].astype(np.int64)).to(self.device)
+        put(self.slab, positions, torch.from_numpy(records[held]).to(self.device))
         self._io.submit(self.store.scatter, rows[cold], np.ascontiguousarray(records[cold])).result()
 
     def regions(self) -> Iterator[Region]:
@@ -293,7 +305,7 @@ class TieredEmbeddingBagCollection(TableCollection):
             used = np.flatnonzero(state["row_of_slot"] >= 0)
             for part in np.array_split(used, max(1, len(used) // 65_536)):
                 fetched = self._io.submit(self._fetch, state["row_of_slot"][part]).result().use()
-                put(self.resident, torch.from_numpy(part).to(self.device), fetched)
+                put(self.resident, self._index(part), fetched)
             planner.restore(state["row_of_slot"])
             planner.policy.load_state_dict(state["state"])
         return True
@@ -358,7 +370,7 @@ class TieredEmbeddingBagCollection(TableCollection):
         """Queue ``rows[which]`` with their records for the store; later fetches see them."""
         if not len(which):
             return
-        chosen = records if len(which) == len(rows) else records[torch.from_numpy(which).to(self.device)]
+        chosen = records if len(which) == len(rows) else records[self._index(which)]
         landed = self._transfer.to_host(chosen)
 
         def write() -> None:

@@ -116,8 +116,7 @@ class _Lookups:
         if plan is None:
             self._warm: torch.Tensor = ranker.dlrm.sparse_arch(staged.batch.sparse).flatten(1)
             return
-        if len(plan.placed):
-            # Rows that get a slot in this batch come with its fetch: no micro-batch can go before them.
+        if plan.fetches_residents:
             _tiers(ranker).arrive()
         self._warm = _tiers(ranker).lookup_resident(plan)
 

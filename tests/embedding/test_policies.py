@@ -165,7 +165,6 @@ def test_hot_set_moves_in_chunks_and_keeps_what_stays() -> None:
     slots = cache.slot_of()
     wanted = np.arange(15, 60)
     assert policy.retarget(wanted) == 10
-    assert policy.target.tolist()[: len(wanted)] != list(range(45)), "the new set is not the old one"
     while len(cache.batch(nothing)[0].slots):
         pass
     now = cache.slot_of()

@@ -59,7 +59,10 @@ class Setting:
 
 
 class Rig:
-    """One run, step by step: ``micro`` has the micro-batches' ends of every batch, ``evicted`` counts rows that left."""
+    """One run, step by step.
+
+    ``micro`` has the ends of every batch's micro-batches; ``evicted`` counts rows that left their slots.
+    """
 
     def __init__(self, dataset: Dataset, setting: Setting, folder: Path) -> None:
         self.device = torch.device(setting.device)
@@ -121,7 +124,7 @@ class Rig:
 
     def staged(self, steps: int) -> Iterator[StagedBatch]:
         """The first ``steps`` batches, each to be trained before the next one is asked for."""
-        for staged, _ in zip(self.loader, range(steps), strict=False):
+        for _, staged in zip(range(steps), self.loader, strict=False):
             self.micro.append(staged.bounds)
             if staged.plan is not None:
                 self.evicted += int((staged.plan.evicted >= 0).sum())

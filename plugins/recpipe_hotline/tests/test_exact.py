@@ -57,7 +57,7 @@ def test_equals_the_run_without_it(
 
 
 def test_the_shipped_knobs_are_exact(synthetic: Dataset, tmp_path: Path) -> None:
-    setting = Setting(knobs={})
+    setting = Setting(knobs={}, resident=0.9)
     rig, parameters = train(synthetic, setting, tmp_path / "with", STEPS)
     assert rig.split_batches > 0
     assert difference(parameters, baseline(synthetic, setting, tmp_path)) <= 1e-5

@@ -1,0 +1,118 @@
+"""The plugin as users meet it: conformance, knobs, report, composition."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from recpipe_hotline.plugin import Hotline, figures
+from recpipe_hotline.splitter import PopularFirst
+from recpipe_hotline.tests.rig import Setting, default_knobs, train
+from recpipe_hotline.tests.test_policy import batches, make, see
+
+from recpipe.data.dataset import Dataset
+from recpipe.plugin.api import RunFigures
+from recpipe.plugin.errors import PluginError
+from recpipe.report.record import Io
+from recpipe.testing import PluginSuite
+
+FIGURES = {
+    "popular_sample_share",
+    "popular_lookup_share",
+    "split_batch_share",
+    "cold_rows_read",
+    "cold_bytes_read",
+    "fetch_hidden_seconds",
+    "fetch_waited_seconds",
+    "learnings",
+    "moved_rows",
+    "popular_seconds",
+    "non_popular_seconds",
+    "speedup_bound",
+}
+
+
+class TestHotline(PluginSuite):
+    plugin = "hotline"
+    # Enough steps to learn and few enough lookups for popular samples.
+    overrides: ClassVar = (
+        "data.samples=20000",
+        "data.batch_size=256",
+        "data.tables={a: 50, b: 500, c: 2000}",
+        "trainer.max_steps=40",
+        "tiers.resident_bytes=30%",
+    )
+
+    def test_really_trains_micro_batches(self, trained: Any) -> None:
+        """Else the other tests would compare a run with itself."""
+        shown = trained.report["plugins"]["hotline"]
+        assert set(shown) == FIGURES
+        assert shown["split_batch_share"] > 0.3
+        assert shown["learnings"] > 1
+        assert 0 < shown["popular_sample_share"] < 1
+        assert trained.report["io"]["rows_read"] == shown["cold_rows_read"] > 0
+        assert trained.report["altered"] == []
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "remedy"),
+    [
+        ("learn_batches", 0, "must be at least 1"),
+        ("relearn_every", 0, "must be at least 1"),
+        ("decay", 0, "must be at least 1"),
+        ("min_micro_batch", -1, "must be at least 0"),
+        ("migrate_rows", 0, "must be at least 1"),
+        ("growth", 0.5, "must be at least 1"),
+        ("sample", 0.0, "a share of batches above 0, up to 1"),
+        ("sample", 1.5, "a share of batches above 0, up to 1"),
+        ("sample", float("nan"), "a share of batches above 0, up to 1"),
+        ("growth", float("nan"), "must be at least 1"),
+    ],
+)
+def test_knobs_out_of_range(knob: str, value: float, remedy: str) -> None:
+    with pytest.raises(PluginError, match=f"plugins.hotline.{knob}={value}: .*{remedy}"):
+        Hotline(**default_knobs() | {knob: value})
+
+
+def run_figures(**io: float) -> RunFigures:
+    return RunFigures(
+        steps=1,
+        samples=8,
+        lookups=80,
+        io=Io(store="host", **io),  # type: ignore[arg-type]
+        before_cold_seconds=2.0,
+        after_cold_seconds=5.0,
+    )
+
+
+def test_figures_add_up() -> None:
+    policy = make()
+    for rows in batches(10):
+        see(policy, rows)
+    shown = figures(policy, PopularFirst(1), run_figures(fetch_seconds=3.0, wait_seconds=1.0, rows_read=7))
+    assert shown["fetch_hidden_seconds"] == 2.0
+    assert shown["fetch_waited_seconds"] == 1.0
+    assert shown["cold_rows_read"] == 7
+    assert shown["speedup_bound"] == pytest.approx((3 + 2 + 5) / (3 + 5))
+    assert shown["popular_lookup_share"] == policy.hits / policy.lookups
+    assert shown["popular_sample_share"] == 0
+
+
+def test_nothing_is_hidden_when_training_waits_longer_than_fetches_take() -> None:
+    shown = figures(make(), PopularFirst(1), run_figures(fetch_seconds=1.0, wait_seconds=1.5))
+    assert shown["fetch_hidden_seconds"] == 0.0
+
+
+def test_figures_of_a_run(synthetic: Dataset, tmp_path: Path) -> None:
+    rig, _ = train(synthetic, Setting(), tmp_path, 40)
+    shown = rig.figures()
+    assert set(shown) == FIGURES
+    fetch, wait = rig.tiers.times.fetch, rig.tiers.times.wait
+    assert shown["fetch_hidden_seconds"] == pytest.approx(max(0.0, fetch - wait))
+    assert shown["learnings"] == rig.policy.learnings > 1
+    popular = sum(bounds[0] for bounds in rig.micro if len(bounds) > 1)
+    samples = sum(bounds[-1] for bounds in rig.micro)
+    # The batch that was staged ahead is counted, too.
+    assert shown["popular_sample_share"] == pytest.approx(popular / samples, abs=0.05)
+    assert shown["split_batch_share"] == pytest.approx(rig.split_batches / len(rig.micro), abs=0.05)

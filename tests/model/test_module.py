@@ -1,0 +1,143 @@
+"""The LightningModule: losses that are no number, random state, and dense parameters in checkpoints."""
+
+from __future__ import annotations
+
+import random
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+
+from recpipe.errors import UserError
+from recpipe.model.module import RankingModule, random_state, set_random_state
+from recpipe.pipeline.loader import EvalLoader
+from tests.embedding.samples import CPU, dump, identical
+from tests.pipeline.samples import SIZE, Listed, assembly_of, collection_of, loader_of, ranker_over
+
+
+def module_of(dataset, embeddings, lr=0.1, name="dlrm") -> RankingModule:
+    def optimizer(parameters):
+        return torch.optim.SGD(parameters, lr=lr)
+
+    return RankingModule(ranker_over(embeddings, name), optimizer, assembly_of(), loader_of(dataset, embeddings))
+
+
+def fit(module: RankingModule, dataset=None) -> L.Trainer:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        inference_mode=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, module.loader, EvalLoader(dataset, SIZE, CPU) if dataset else None)
+    return trainer
+
+
+def spoil_dense(dataset, module) -> None:
+    dataset.lists["train"][4].dense[2, 1] = float("inf")
+
+
+def spoil_labels(dataset, module) -> None:
+    dataset.lists["train"][4].labels[2] = float("nan")
+
+
+def spoil_parameter(dataset, module) -> None:
+    name = next(n for n in module.ranker.dense_parameters() if n.startswith("over_arch"))
+    module.on_train_batch_start = lambda batch, index: (
+        module.ranker.dense_parameters()[name].data.fill_(float("nan")) if index == 4 else None
+    )
+
+
+def spoil_tables(dataset, module) -> None:
+    def fill(batch, index) -> None:
+        if index == 4:
+            storage = module.ranker.embeddings
+            for region in storage.regions():
+                weights, state = storage.read(region)
+                storage.write(region, (np.full_like(weights, np.nan), state))
+
+    module.on_train_batch_start = fill
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (spoil_dense, "the batch's dense features"),
+        (spoil_labels, "the batch's labels"),
+        (spoil_parameter, "parameter over_arch"),
+        (spoil_tables, "the pooled embeddings"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["resident", "hot"])
+def test_a_loss_that_is_no_number_stops_and_names_the_tensor(tmp_path, policy, spoil, words) -> None:
+    if spoil is spoil_tables and policy != "resident":
+        pytest.skip("tables are not written while the next batch's rows are on their way")
+    dataset = Listed()
+    module = module_of(dataset, collection_of(policy, "adagrad", tmp_path))
+    spoil(dataset, module)
+    with pytest.raises(UserError, match=f"loss is not finite at step 5; first bad tensor: {words}.*Lower"):
+        fit(module)
+
+
+@pytest.mark.parametrize("policy", ["resident", "lru"])
+def test_a_bad_step_leaves_tables_and_dense_part_as_they_were(tmp_path, policy) -> None:
+    parameters = []
+    for count, spoiled in ((4, False), (10, True)):
+        dataset = Listed(count=10)
+        del dataset.lists["train"][count:]
+        module = module_of(dataset, collection_of(policy, "adagrad", tmp_path))
+        if spoiled:
+            spoil_dense(dataset, module)
+            with pytest.raises(UserError):
+                fit(module)
+        else:
+            fit(module)
+        parameters.append((dump(module.ranker.embeddings), module.state_dict()))
+    (tables, dense), (others, other_dense) = parameters
+    assert identical(tables, others)
+    assert all(torch.equal(dense[name], value) for name, value in other_dense.items())
+
+
+def test_a_diverging_run_stops(tmp_path) -> None:
+    with pytest.raises(UserError, match="not finite"):
+        fit(module_of(Listed(), collection_of("resident", "sgd", tmp_path), lr=1e30))
+
+
+def test_mean_loss_is_taken_once(tmp_path) -> None:
+    dataset = Listed()
+    module = module_of(dataset, collection_of("resident", "sgd", tmp_path), lr=1e-9)
+    fit(module, dataset)
+    assert 0.3 < module.take_mean_loss() < 1.5
+    assert np.isnan(module.take_mean_loss())
+    assert sum(t.numel() for t in module.quality._labels) == SIZE + 5
+
+
+def test_random_state_restores_every_generator() -> None:
+    def draw() -> tuple[float, ...]:
+        return float(torch.rand(())), random.random(), float(np.random.rand()), random.gauss(0, 1)
+
+    draw()
+    state = random_state()
+    first = draw()
+    assert draw() != first
+    set_random_state(state)
+    assert draw() == first
+
+
+def test_state_dict_is_the_dense_part_and_fits_only_its_model(tmp_path) -> None:
+    dataset = Listed()
+    module = module_of(dataset, collection_of("resident", "sgd", tmp_path))
+    state = {name: value.clone() + 1 for name, value in module.state_dict().items()}
+    assert not any("sparse_arch" in name for name in state)
+    module.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    other = module_of(dataset, collection_of("resident", "sgd", tmp_path), name="dlrm_dcn")
+    with pytest.raises(UserError, match="another model"):
+        other.load_state_dict(state)
+    name, value = next(iter(state.items()))
+    with pytest.raises(UserError, match=f"{name} is .* there and .* here"):
+        module.load_state_dict(state | {name: torch.zeros(3, *value.shape)})

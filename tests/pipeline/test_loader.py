@@ -1,0 +1,194 @@
+"""The loader: every batch once, through the plugins' chains, from any position; faults come out."""
+
+from __future__ import annotations
+
+import threading
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+
+from recpipe.pipeline.loader import EvalLoader, permuted
+from recpipe.plugin.api import Link, Split
+from tests.embedding.samples import CPU, FEATURES
+from tests.pipeline.samples import SIZE, Listed, collection_of, loader_of, parameters_after
+
+
+def same(left, right) -> bool:
+    return (
+        torch.equal(left.dense, right.dense)
+        and torch.equal(left.labels, right.labels)
+        and torch.equal(left.sparse.values(), right.sparse.values())
+        and torch.equal(left.sparse.offsets(), right.sparse.offsets())
+    )
+
+
+def test_every_batch_once_in_order_the_short_last_one_too() -> None:
+    dataset = Listed(count=10, last=7)
+    loader = loader_of(dataset)
+    assert len(loader) == 10
+    for _ in range(2):
+        seen = [staged.batch for staged in loader]
+        assert [batch.size for batch in seen] == [SIZE] * 9 + [7]
+        assert all(map(same, seen, dataset.lists["train"]))
+    ids = sum(batch.sparse.values().numel() for batch in dataset.lists["train"])
+    assert loader.lookups == 2 * ids
+
+
+def test_a_resumed_epoch_starts_at_first_and_the_next_one_at_0() -> None:
+    dataset = Listed()
+    loader = loader_of(dataset)
+    loader.first = 6
+    assert all(map(same, (s.batch for s in loader), dataset.lists["train"][6:]))
+    assert len(list(loader)) == 10
+
+
+class Counting(L.LightningModule):
+    """Counts the batches that Lightning hands to training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen: list[list[float]] = []
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return batch
+
+    def on_train_epoch_start(self) -> None:
+        self.seen.append([])
+
+    def training_step(self, batch, batch_idx) -> None:
+        self.seen[-1].append(float(batch.batch.dense[0, 0]))
+        self.optimizers().step()
+
+
+@pytest.mark.parametrize("policy", ["resident", "lru"])
+def test_lightning_trains_10_of_10_batches(tmp_path, policy) -> None:
+    dataset = Listed(count=10)
+    embeddings = collection_of(policy, "sgd", tmp_path)
+    module = Counting()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader_of(dataset, embeddings))
+    first_values = [float(batch.dense[0, 0]) for batch in dataset.lists["train"]]
+    assert module.seen == [first_values, first_values]
+    assert trainer.global_step == 20
+
+
+def test_chains_and_splitter_are_applied_in_order() -> None:
+    dataset = Listed(count=4)
+    threads = set()
+
+    def add_sum(batches):
+        for batch in batches:
+            threads.add(threading.current_thread().name)
+            batch.dense[:, 0] += 1
+            yield batch
+
+    def twice(batches):
+        for batch in batches:
+            batch.dense[:, 0] *= 2
+            yield batch
+            yield batch
+
+    def negated(batch):
+        batch.dense[:, 0] *= -1
+        return batch
+
+    def reverse(batch, needs_cold):
+        assert not needs_cold.any()
+        return Split(np.arange(batch.size)[::-1].copy(), (2, batch.size))
+
+    original = [batch.dense[:, 0].clone() for batch in dataset.lists["train"]]
+    loader = loader_of(
+        dataset,
+        stream=[Link(add_sum, "add"), Link(twice, "twice", after=("acme.add",))],
+        batch=[Link(negated)],
+        splitter=reverse,
+    )
+    seen = list(loader)
+    assert len(seen) == 8, "a stream may hold other batches than the data"
+    # The same batch twice: negated twice, so only the first sight of each can be told.
+    for staged in seen:
+        assert staged.bounds == (2, staged.batch.size)
+    assert threads == {"recpipe-loader_0"}
+    assert torch.allclose(dataset.lists["train"][0].dense[:, 0], (original[0] + 1) * 2)
+    assert torch.allclose(seen[0].batch.dense[:, 0].flip(0), -(original[0] + 1) * 2)
+
+
+def test_permuted_moves_whole_samples() -> None:
+    batch = Listed(count=1, last=9).lists["train"][0]
+    order = np.random.default_rng(0).permutation(9)
+    moved = permuted(batch, order)
+    assert torch.equal(moved.dense, batch.dense[order])
+    assert torch.equal(moved.labels, batch.labels[order])
+    for feature in FEATURES:
+        bags, expected = moved.sparse[feature.name].to_dense(), batch.sparse[feature.name].to_dense()
+        assert all(torch.equal(bag, expected[s]) for bag, s in zip(bags, order, strict=True))
+
+
+def fail(*_):
+    raise ZeroDivisionError("in the worker")
+
+
+def failing_stream(batches):
+    yield next(batches)
+    fail()
+
+
+@pytest.mark.parametrize(
+    "parts", [{"stream": [Link(failing_stream)]}, {"batch": [Link(fail)]}, {"splitter": fail}], ids=str
+)
+@pytest.mark.parametrize("policy", ["resident", "lru"])
+def test_faults_in_the_worker_come_out(tmp_path, policy, parts) -> None:
+    embeddings = collection_of(policy, "sgd", tmp_path)
+    with pytest.raises(ZeroDivisionError, match="in the worker") as caught:
+        list(loader_of(Listed(), embeddings, **parts))
+    assert "acme" in str(getattr(caught.value, "__notes__", ""))
+
+
+def test_faults_of_the_data_come_out_after_the_good_batches() -> None:
+    dataset = Listed()
+    dataset.lists["train"][3] = None
+    dataset.batches = lambda *_: (batch or fail() for batch in dataset.lists["train"])
+    seen = []
+    with pytest.raises(ZeroDivisionError):
+        for staged in loader_of(dataset):
+            seen.append(staged)
+    assert len(seen) == 3
+
+
+def test_an_epoch_left_early_ends_its_thread() -> None:
+    batches = iter(loader_of(Listed()))
+    next(batches)
+    batches.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("recpipe-loader")]
+
+
+def test_eval_loader_yields_the_held_out_part() -> None:
+    dataset = Listed()
+    loader = EvalLoader(dataset, SIZE, CPU)
+    assert len(loader) == 2
+    for _ in range(2):
+        assert all(map(same, loader, dataset.lists["eval"]))
+
+
+def test_a_transform_changes_what_is_trained(tmp_path) -> None:
+    def zeroed(batch):
+        batch.dense.zero_()
+        return batch
+
+    plain = parameters_after("lru", "sgd", tmp_path, Listed())
+    changed = parameters_after("lru", "sgd", tmp_path, Listed(), batch=[Link(zeroed)])
+    assert not np.allclose(plain["dense_arch.model._mlp.0._linear.weight"], changed["dense_arch.model._mlp.0._linear.weight"])

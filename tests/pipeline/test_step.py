@@ -1,0 +1,155 @@
+"""One training step: micro-batches equal the whole batch, and a loss that is no number updates nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from recpipe.data.batch import Batch
+from recpipe.pipeline.loader import first_cold, permuted
+from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.plugin.api import Split
+from tests.embedding.samples import dump, identical
+from tests.pipeline.samples import (
+    Listed,
+    collection_of,
+    furthest,
+    loader_of,
+    parameters_after,
+    random_batch,
+    ranker_over,
+)
+
+TOLERANCE = {"sgd": 1e-6, "rowwise_adagrad": 1e-5, "adagrad": 1e-5}
+POLICIES = ("resident", "nocache", "lru", "lfu", "hot")
+
+
+class AnySplit:
+    """Random orders, random bounds; ``popular_first``: samples without cold rows lead, as in Hotline."""
+
+    def __init__(self, seed: int, popular_first: bool) -> None:
+        self.rng, self.popular_first = np.random.default_rng(seed), popular_first
+        self.parts = 0
+
+    def __call__(self, batch: Batch, needs_cold: np.ndarray) -> Split:
+        order = self.rng.permutation(batch.size)
+        bounds = set(self.rng.choice(np.arange(1, batch.size), min(3, batch.size - 1), replace=False).tolist())
+        if self.popular_first:
+            order = order[np.argsort(needs_cold[order], kind="stable")]
+            bounds |= {int((~needs_cold).sum())} - {0}
+        bounds = (*sorted(bounds - {batch.size}), batch.size)
+        self.parts += len(bounds)
+        return Split(order, bounds)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """``whole(optimizer)``: parameters of the run with resident tables and whole batches."""
+    known: dict[str, dict[str, np.ndarray]] = {}
+
+    def of(optimizer: str) -> dict[str, np.ndarray]:
+        if optimizer not in known:
+            known[optimizer] = parameters_after("resident", optimizer, tmp_path_factory.mktemp("r"), Listed())
+        return known[optimizer]
+
+    return of
+
+
+@pytest.mark.parametrize("popular_first", [False, True])
+@pytest.mark.parametrize("optimizer", TOLERANCE)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_micro_batches_equal_the_whole_batch(whole, tmp_path, policy, optimizer, popular_first) -> None:
+    splitter = AnySplit(1, popular_first)
+    values = parameters_after(policy, optimizer, tmp_path, Listed(), splitter=splitter)
+    assert splitter.parts > 20
+    assert furthest(values, whole(optimizer)) < TOLERANCE[optimizer]
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_tiers_equal_resident_tables(whole, tmp_path, policy) -> None:
+    values = parameters_after(policy, "adagrad", tmp_path, Listed())
+    assert furthest(values, whole("adagrad")) < 1e-6
+
+
+def test_one_update_per_micro_batch_is_wrong(whole, tmp_path) -> None:
+    """The naive way: the tables' fused optimizer steps once for each part."""
+
+    def naive(ranker, staged, times):
+        low = 0
+        for high in staged.bounds:
+            part = permuted(staged.batch, np.arange(low, high))
+            loss = binary_cross_entropy_with_logits(ranker(part), part.labels, reduction="sum")
+            (loss / staged.batch.size).backward()
+            low = high
+
+    splitter = AnySplit(1, False)
+    values = parameters_after("resident", "rowwise_adagrad", tmp_path, Listed(), naive, splitter=splitter)
+    assert furthest(values, whole("rowwise_adagrad")) > 1e-2
+
+
+def test_micro_batches_see_every_sample_once(tmp_path) -> None:
+    dataset = Listed(count=3)
+    embeddings = collection_of("lru", "sgd", tmp_path)
+    ranker = ranker_over(embeddings)
+    for staged, batch in zip(
+        loader_of(dataset, embeddings, splitter=AnySplit(3, True)), dataset.lists["train"], strict=True
+    ):
+        expected = ranker.eval()(staged.batch).detach()
+        ranker.train()
+        loss, logits = accumulate(ranker, staged, StepTimes())
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+        mean = binary_cross_entropy_with_logits(logits, staged.batch.labels)
+        torch.testing.assert_close(loss, mean, rtol=1e-5, atol=1e-6)
+        assert torch.equal(staged.batch.dense.sum(0).round(decimals=3), batch.dense.sum(0).round(decimals=3))
+        assert not loss.requires_grad
+        assert not logits.requires_grad
+    embeddings.close()
+
+
+@pytest.mark.parametrize("bounds", [(), (10, 32)])
+@pytest.mark.parametrize("policy", ["resident", "lru", "hot"])
+def test_a_loss_that_is_no_number_changes_nothing(tmp_path, policy, bounds) -> None:
+    embeddings = collection_of(policy, "adagrad", tmp_path)
+    ranker = ranker_over(embeddings)
+    before = dump(embeddings)
+    batch = random_batch(np.random.default_rng(0), 32, True)
+    batch.dense[3, 1] = float("nan")
+    plan = None
+    if policy != "resident":
+        plan = embeddings.plan(batch.sparse)
+        embeddings.advance(plan)
+    loss, _ = accumulate(ranker, StagedBatch(batch, plan, bounds), StepTimes())
+    assert torch.isnan(loss)
+    assert identical(dump(embeddings), before)
+    good = random_batch(np.random.default_rng(1), 32, True)
+    if policy != "resident":
+        plan = embeddings.plan(good.sparse)
+        embeddings.advance(plan)
+    accumulate(ranker, StagedBatch(good, plan, bounds), StepTimes())
+    assert not identical(dump(embeddings), before), "the check must see an update"
+
+
+def test_times_are_split_where_cold_rows_are_waited_for(tmp_path) -> None:
+    embeddings = collection_of("hot", "sgd", tmp_path)
+    ranker, times = ranker_over(embeddings), StepTimes()
+    for staged in loader_of(Listed(), embeddings, splitter=AnySplit(3, True)):
+        accumulate(ranker, staged, times)
+    assert times.before_cold > 0
+    assert times.after_cold > 0
+    embeddings.close()
+
+
+def test_first_cold_is_the_start_of_a_micro_batch() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        size = int(rng.integers(1, 12))
+        needs_cold = rng.random(size) < rng.choice([0.0, 0.1, 0.7])
+        inner = rng.choice(np.arange(1, size), rng.integers(0, size), replace=False) if size > 1 else []
+        bounds = (*sorted(int(b) for b in inner), size)
+        first = first_cold(needs_cold, bounds)
+        assert first in (0, *bounds)
+        assert not needs_cold[:first].any()
+        following = next((b for b in bounds if b > first), size)
+        assert first == size or needs_cold[first:following].any()
