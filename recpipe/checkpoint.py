@@ -6,7 +6,8 @@
       tables/<t>.weight.npy    float32 [rows, D], whatever tier the rows were in
       tables/<t>.state.npy     float32 [rows, S]
 
-A kill at any moment leaves either the whole directory or a ``.partial`` one that nothing reads.
+A directory is whole when it has a manifest. It is written as ``.ckpt.partial`` and renamed at the end;
+a kill at any moment leaves the checkpoint of before or the new one whole, under one of the two names.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TableCheckpointIO(CheckpointIO):
         shutil.rmtree(partial, ignore_errors=True)
         try:
             (partial / "tables").mkdir(parents=True)
-            torch.save(_plain(checkpoint), partial / "trainer.pt")
+            _save(_plain(checkpoint), partial / "trainer.pt")
             save_tables(partial / "tables", self.storage, self.shapes)
             _seal(partial)
         except OSError as fault:
@@ -59,8 +60,7 @@ class TableCheckpointIO(CheckpointIO):
                 f"cannot write the checkpoint {final}: {fault.strerror}; "
                 "free space or set trainer.checkpoint_dir=DIRECTORY"
             ) from fault
-        if final.exists():
-            shutil.rmtree(final)
+        _discard(final)
         partial.rename(final)
         _sync(final.parent)
 
@@ -81,14 +81,15 @@ class TableCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint that newer ones replace."""
-        shutil.rmtree(path, ignore_errors=True)
+        _discard(Path(path))
 
 
 def newest(directory: Path) -> Path:
     """The newest whole checkpoint in ``directory`` (or ``directory`` itself); ``UserError`` without one."""
     if (directory / MANIFEST).is_file():
         return directory
-    found = sorted(d for d in directory.glob(f"*{SUFFIX}") if (d / MANIFEST).is_file())
+    names = (f"*{SUFFIX}", f"*{SUFFIX}{PARTIAL}")
+    found = [d for name in names for d in directory.glob(name) if (d / MANIFEST).is_file()]
     if not found and (directory / "checkpoints").is_dir():
         return newest(directory / "checkpoints")
     if not found:
@@ -97,23 +98,31 @@ def newest(directory: Path) -> Path:
         raise UserError(
             f"resume={directory}: no whole checkpoint there{extra}; name a run's checkpoints directory"
         )
-    return max(found, key=lambda d: int(json.loads((d / MANIFEST).read_text())["step"]))
+    return max(found, key=lambda d: (_manifest(d)[0], d.name))
 
 
 def verify(directory: Path) -> None:
     """Compare every file with the manifest; ``UserError`` names the first that differs."""
-    try:
-        manifest = json.loads((directory / MANIFEST).read_text())
-    except (OSError, ValueError) as fault:
-        raise UserError(
-            f"{directory} is not a whole checkpoint: {MANIFEST} cannot be read ({fault})"
-        ) from fault
-    for name, (size, digest) in manifest["files"].items():
+    for name, (size, digest) in _manifest(directory)[1].items():
         file = directory / name
         if not file.is_file() or file.stat().st_size != size or _digest(file) != digest:
             raise UserError(
                 f"{file} is damaged or missing: resume from an older checkpoint in {directory.parent}"
             )
+
+
+def _manifest(directory: Path) -> tuple[int, dict[str, tuple[int, str]]]:
+    """The step, and the size and digest of every file; ``UserError`` where the manifest makes no sense."""
+    try:
+        content = json.loads((directory / MANIFEST).read_bytes())
+        return int(content["step"]), {
+            str(name): (size, digest) for name, (size, digest) in content["files"].items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as fault:
+        raise UserError(
+            f"{directory / MANIFEST} is damaged ({type(fault).__name__}): remove {directory.name}, or resume from "
+            f"another checkpoint in {directory.parent}"
+        ) from fault
 
 
 def save_tables(directory: Path, storage: TableCollection, shapes: Shapes) -> None:
@@ -166,7 +175,11 @@ def new_array(path: Path, shape: tuple[int, int]) -> NDArray[np.float32]:
         empty = np.zeros(shape, np.float32)
         np.save(path, empty)
         return empty
-    return np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+    # Take the blocks now: on a full disk, writing to a sparse mapping ends the process by SIGBUS.
+    with path.open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
 
 
 def _open(
@@ -190,17 +203,36 @@ def _open(
 
 
 def _seal(partial: Path) -> None:
-    """Flush all files to disk and write the manifest, last of all."""
+    """Flush all files to disk and write the manifest, last of all and in one step."""
     files = sorted(f for f in partial.rglob("*") if f.is_file())
     for file in files:
         _sync(file)
     entries = {str(f.relative_to(partial)): [f.stat().st_size, _digest(f)] for f in files}
     step = torch.load(partial / "trainer.pt", weights_only=True, mmap=True)["global_step"]
-    manifest = partial / MANIFEST
+    _sync(partial / "tables")
+    manifest = partial / f"{MANIFEST}.new"
     manifest.write_text(json.dumps({"schema": 1, "step": int(step), "files": entries}, indent=1))
     _sync(manifest)
-    _sync(partial / "tables")
+    manifest.rename(partial / MANIFEST)
     _sync(partial)
+
+
+def _save(content: Any, file: Path) -> None:
+    """``torch.save``, with the OSError of a file that cannot be written."""
+    with file.open("wb") as stream:
+        try:
+            torch.save(content, stream)
+        except RuntimeError as fault:
+            # torch then trips over its own half-written archive, which hides the reason.
+            if isinstance(fault.__context__, OSError):
+                raise fault.__context__ from None
+            raise
+
+
+def _discard(directory: Path) -> None:
+    """Remove a checkpoint, its manifest first: what a kill leaves of it is not taken for a whole one."""
+    (directory / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _digest(file: Path) -> str:

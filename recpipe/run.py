@@ -72,7 +72,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     # 4. Tables in their tiers, and the model over them.
     reset_peak_rss()
     embeddings = build_embeddings(tables, tier_config, assembly, device, run_dir, cfg.data.batch_size)
-    with closing_tiers(embeddings) as tiers:
+    with closing_tiers(embeddings, None if tier_config.dir else run_dir / "tiers") as tiers:
         L.seed_everything(cfg.seed, verbose=False)
         ranker = Ranker(model_config, embeddings, len(dataset.schema.dense), device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,8 +67,14 @@ def assemble_plugins(
 
 
 @contextmanager
-def closing_tiers(embeddings: nn.Module) -> Iterator[TieredEmbeddingBagCollection | None]:
-    """The embeddings as tiers, or None when all rows are resident; the cold store is closed at the end."""
+def closing_tiers(
+    embeddings: nn.Module, scratch: Path | None
+) -> Iterator[TieredEmbeddingBagCollection | None]:
+    """The embeddings as tiers, or None when all rows are resident; the cold store is closed at the end.
+
+    ``scratch`` is a directory of the store's that nobody asked for by name: it is removed, since
+    checkpoints are the durable copy.
+    """
     if not isinstance(embeddings, TieredEmbeddingBagCollection):
         yield None
         return
@@ -75,3 +82,5 @@ def closing_tiers(embeddings: nn.Module) -> Iterator[TieredEmbeddingBagCollectio
         yield embeddings
     finally:
         embeddings.close()
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)

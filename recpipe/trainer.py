@@ -27,7 +27,7 @@ from recpipe.report.record import Point
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """``conf/trainer``. ``eval_every`` and ``checkpoint_every``: whole steps or a share of an epoch (0.25)."""
+    """``conf/trainer``; ``eval_every`` and ``checkpoint_every`` are whole steps or a share of an epoch."""
 
     max_epochs: int
     max_steps: int | None

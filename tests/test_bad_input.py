@@ -104,8 +104,8 @@ def test_a_directory_without_data(refused: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda fields: fields[:-1], ("row 7", "39", "40")),
-        (lambda fields: [*fields, "0000000f"], ("row 7", "41", "40")),
+        (lambda fields: fields[:-1], ("row 7", "40", "found 39")),
+        (lambda fields: [*fields, "0000000f"], ("row 7", "40", "found 41")),
         (with_field(3, "many"), ("row 7", "I3", "many")),
         (with_field(3, "nan"), ("row 7", "I3", "nan")),
         (with_field(0, "2"), ("row 7", "2")),
@@ -129,9 +129,7 @@ def test_bad_rows(
     (tmp_path / "rows.tsv").write_bytes(criteo_text(change))
     message = refused(*CRITEO, "data.path=rows.tsv")
     holds(message, "rows.tsv", *parts)
-    assert "on_bad_row=skip" in message or "must" in message or "expected" in message, message
-    prepared = [file for file in (tmp_path / "cache").rglob("meta.json")]
-    assert prepared == []
+    assert list((tmp_path / "cache").rglob("meta.json")) == []
 
 
 def test_a_bad_row_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,8 +291,8 @@ def test_npy_labels_and_parts(refused: Run, tmp_path: Path) -> None:
         (["data.samples=0"], ("data.samples=0",)),
         (["data.pooling=0"], ("data.pooling=0",)),
         (["task.name=tran"], ("task.name=tran", "train")),
-        (["compose.prefer={spliter: hotline}"], ("compose.prefer.spliter", "splitter")),
-        (["compose.prefer={splitter: hotline}"], ("compose.prefer.splitter=hotline",)),
+        (["+compose.prefer.spliter=hotline"], ("compose.prefer.spliter", "splitter")),
+        (["+compose.prefer.splitter=hotline"], ("compose.prefer.splitter=hotline",)),
         (["task=compare", "compare.plugins=[nocache,hotlin]"], ("hotlin", "hotline")),
         (["plugins.hotline.sample=0.1"], ("plugins.hotline",)),
     ],
@@ -362,7 +360,7 @@ SSD = [*SMALL, *QUIET, "tiers=ssd", "tiers.policy=lru", "tiers.dir=disk"]
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """``disk(options)``: a small file system of its own at ``disk``; skips where mounting is not permitted."""
+    """``disk(options)``: a small file system at ``disk``; skips where mounting is not permitted."""
     target = tmp_path / "disk"
     target.mkdir()
 

@@ -18,6 +18,8 @@ from recpipe.report.environment import environment
 from recpipe.tasks import compare_run
 from recpipe.tasks.compare_rows import Row, carried_overrides, command_line_overrides, parse_rows, quoted
 
+UNTIMED = ("trainer.checkpoint_every=null", "trainer.eval_every=1.0")
+"""What costs time but is not compared; the user's own overrides come later and win."""
 Launch = Callable[[list[str], Path], dict[str, Any]]
 """Runs ``python -m recpipe`` with these arguments in this directory; returns its report.json, {} if none."""
 
@@ -134,6 +136,7 @@ class _Comparison:
     def _launch(self, index: int, task: str, name: str, extra: list[str]) -> dict[str, Any]:
         row, directory = self.rows[index], self.out_dir / "runs" / name
         arguments = [
+            *UNTIMED,
             *self.carried[row.name],
             f"task={task}",
             *row.overrides(),

@@ -39,9 +39,8 @@ QUICK = {
     "relearn_every": 20,
     "sample": 1.0,
     "min_micro_batch": 4,
-    "migrate_rows": 1000,
 }
-"""Knobs under which a run of 60 steps learns several times and migrates over several batches."""
+"""Knobs under which a run of 60 steps learns several times."""
 
 
 @dataclass(frozen=True)

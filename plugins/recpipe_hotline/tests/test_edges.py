@@ -98,11 +98,6 @@ CASES = {
     ),
     "all counts kept": Case(lambda r: plain(r, [32] * STEPS), split, knobs={"decay": 1, "growth": 1.0}),
     "a quarter counted": Case(lambda r: plain(r, [32] * STEPS), split, knobs={"sample": 0.25}),
-    "one row migrates at a time": Case(
-        lambda r: plain(r, [32] * STEPS, rows=20),
-        lambda rig: rig.policy.moved_rows <= STEPS,
-        knobs={"migrate_rows": 1},
-    ),
 }
 
 

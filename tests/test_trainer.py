@@ -1,0 +1,301 @@
+"""Runs that are stopped and go on: bitwise the run that was never stopped, whatever stopped it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recpipe import checkpoint
+from recpipe.checkpoint import newest
+from recpipe.config import compose
+from recpipe.errors import UserError
+from recpipe.report import html
+from recpipe.run import run
+from recpipe.trainer import TrainerConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = (
+    "data.samples=2000",
+    "data.batch_size=64",
+    "data.tables={a: 12, b: 700, c: 90}",
+    "model.embedding_dim=8",
+    "model.bottom=[16]",
+    "model.top=[16]",
+    "trainer.progress=false",
+    "trainer.logger=null",
+    "trainer.eval_every=0.5",
+)
+EPOCH = 25
+KINDS = {
+    "resident": ("tiers.policy=resident",),
+    "nocache": ("tiers.policy=nocache",),
+    "lru": ("tiers.policy=lru",),
+    "lfu": ("tiers.policy=lfu",),
+    "hotline": ("+plugin=hotline", "plugins.hotline.learn_batches=5", "plugins.hotline.min_micro_batch=1"),
+}
+Parameters = dict[str, np.ndarray]
+Trained = Callable[..., Parameters]
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch) -> Trained:
+    """``trained(name, *overrides)``: run in this process, in a folder of that name; what it exports."""
+    monkeypatch.setattr(html, "write", lambda content, folder: None)
+    monkeypatch.setattr(checkpoint, "_sync", lambda path: None)
+
+    def train(name: str, *overrides: str) -> Parameters:
+        folder = tmp_path / name
+        export = f"task.export_parameters={folder}/parameters"
+        run(compose([*SMALL, *overrides, export], run_dir=folder))
+        return parameters(folder / "parameters")
+
+    return train
+
+
+def parameters(folder: Path) -> Parameters:
+    arrays = {f.name: np.load(f, allow_pickle=False) for f in sorted(folder.glob("*.npy"))}
+    return arrays | dict(np.load(folder / "dense.npz", allow_pickle=False))
+
+
+def identical(left: Parameters, right: Parameters) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[n], right[n]) for n in left)
+
+
+def furthest(left: Parameters, right: Parameters) -> float:
+    assert left.keys() == right.keys()
+    return max(float(np.abs(left[n] - right[n]).max()) for n in left if left[n].size)
+
+
+@pytest.mark.parametrize("store", ["host", "ssd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stopped_and_resumed_equals_never_stopped(trained, tmp_path, kind, store) -> None:
+    """Stopped in the middle of an epoch, at its end, and in the middle of the next one."""
+    if (kind, store) == ("resident", "ssd"):
+        return
+    recipe = (*KINDS[kind], f"tiers.store={store}", "data.pooling=3", "trainer.max_epochs=2")
+    whole = trained("whole", *recipe, "trainer.checkpoint_every=null")
+    resume: tuple[str, ...] = ()
+    for stop in (7, EPOCH, EPOCH + 8, None):
+        # The step at which each part ends is a multiple of the interval, so that it leaves a checkpoint.
+        every = f"trainer.checkpoint_every={ {7: 7, EPOCH: EPOCH, EPOCH + 8: 11}.get(stop, 5)}"
+        limit = f"trainer.max_steps={'null' if stop is None else stop}"
+        last = trained(f"until-{stop}", *recipe, *resume, limit, every)
+        resume = (f"resume={tmp_path}/until-{stop}",)
+    assert identical(last, whole)
+    stopped = parameters(tmp_path / "until-33" / "parameters")
+    assert furthest(stopped, whole) > 1e-3, "the comparison must see 17 missing steps"
+
+
+def test_resuming_at_another_position_is_seen(trained, tmp_path, monkeypatch) -> None:
+    recipe = KINDS["lru"]
+    whole = trained("whole", *recipe)
+    trained("part", *recipe, "trainer.max_steps=10", "trainer.checkpoint_every=10")
+    from recpipe.model.module import RankingModule
+
+    load = RankingModule.on_load_checkpoint
+
+    def one_batch_too_far(self, saved) -> None:
+        load(self, saved)
+        self.loader.first -= 1
+
+    monkeypatch.setattr(RankingModule, "on_load_checkpoint", one_batch_too_far)
+    assert not identical(trained("rest", *recipe, f"resume={tmp_path}/part"), whole)
+
+
+@pytest.mark.parametrize("kind", ["hotline", "lru"])
+def test_resumed_under_another_policy(trained, tmp_path, kind) -> None:
+    whole = trained("whole", *KINDS["resident"])
+    trained("part", *KINDS[kind], "trainer.max_steps=10", "trainer.checkpoint_every=10")
+    for other in ("nocache", "resident"):
+        last = trained(f"rest-{other}", *KINDS[other], f"resume={tmp_path}/part")
+        assert furthest(last, whole) < 1e-5
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_other_optimizers_resume_bitwise(trained, tmp_path, optimizer) -> None:
+    recipe = (*KINDS["lru"], f"optim={optimizer}")
+    whole = trained("whole", *recipe)
+    trained("part", *recipe, "trainer.max_steps=9", "trainer.checkpoint_every=9")
+    assert identical(trained("rest", *recipe, f"resume={tmp_path}/part"), whole)
+
+
+def test_momentum_of_the_dense_part_is_resumed(trained, tmp_path) -> None:
+    recipe = (*KINDS["resident"], "optim.dense={name: Adam, lr: 0.01}")
+    whole = trained("whole", *recipe)
+    trained("part", *recipe, "trainer.max_steps=9", "trainer.checkpoint_every=9")
+    assert identical(trained("rest", *recipe, f"resume={tmp_path}/part"), whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("seed=2", "other data"),
+        ("data.samples=2001", "other data"),
+        ("data.batch_size=32", "data.batch_size=64"),
+        ("data.tables={a: 12, b: 701, c: 90}", r"b\.weight\.npy holds \(700, 8\), .* has \(701, 8\)"),
+        ("model.embedding_dim=16", r"holds \(12, 8\), .* has \(12, 16\)"),
+        ("model.top=[32]", "another model: over_arch"),
+        ("model=dlrm_dcn", "another model: its dense parameters have other names"),
+        ("optim=sgd", r"state\.npy holds \(12, 1\), .* has \(12, 0\)"),
+        ("optim.dense={name: SGD, lr: 0.1}", "optim.dense"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(trained, tmp_path, change, words) -> None:
+    trained("part", "trainer.max_steps=4", "trainer.checkpoint_every=4")
+    with pytest.raises(UserError, match=words):
+        trained("rest", change, f"resume={tmp_path}/part")
+
+
+def test_a_damaged_checkpoint_is_refused(trained, tmp_path) -> None:
+    trained("part", "trainer.max_steps=4", "trainer.checkpoint_every=4")
+    file = newest(tmp_path / "part") / "tables" / "b.weight.npy"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=r"b\.weight\.npy is damaged"):
+        trained("rest", f"resume={tmp_path}/part")
+
+
+def test_resume_without_a_checkpoint(trained, tmp_path) -> None:
+    with pytest.raises(UserError, match=f"resume={tmp_path}: no whole checkpoint there"):
+        trained("rest", f"resume={tmp_path}")
+
+
+def test_only_the_newest_checkpoints_are_kept(trained, tmp_path) -> None:
+    trained("run", "trainer.checkpoint_every=4", "trainer.keep_checkpoints=2")
+    names = sorted(d.name for d in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-00000020.ckpt", "step-00000024.ckpt"]
+
+
+def test_no_checkpoints_when_none_are_asked_for(trained, tmp_path) -> None:
+    trained("run", "trainer.checkpoint_every=null")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_full_disk_ends_the_run_with_one_line(trained, monkeypatch) -> None:
+    def full(*_) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match="cannot write the checkpoint .*No space left on device; free space"):
+        trained("run", *KINDS["lru"], "trainer.checkpoint_every=5")
+
+
+# -- signals -----------------------------------------------------------------------------------
+
+SLOWLY = """
+import sys, time
+from recpipe.model.module import RankingModule
+step = RankingModule.training_step
+def slow(self, batch, index):
+    print("step", index, flush=True)
+    time.sleep(0.02)
+    return step(self, batch, index)
+RankingModule.training_step = slow
+from recpipe.cli import main
+main()
+"""
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """``python -m recpipe`` whose steps take 20 ms more and tell their number."""
+    source = os.pathsep.join([str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-c", SLOWLY, *SMALL, *overrides, f"hydra.run.dir={folder}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": source, "COLUMNS": "200"},
+        cwd=folder.parent,
+    )
+
+
+def until(child: subprocess.Popen[str], words: str) -> str:
+    assert child.stdout is not None
+    seen = ""
+    for line in child.stdout:
+        seen += line
+        if words in line:
+            return seen
+    raise AssertionError(f"ended without '{words}':\n{seen}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("kind", ["lru", "hotline"])
+def test_a_signal_leaves_a_checkpoint_to_go_on_from(trained, tmp_path, kind, number) -> None:
+    recipe = (*KINDS[kind], "trainer.checkpoint_every=1.0")
+    child = start(tmp_path / "stopped", *recipe)
+    until(child, "step 9")
+    time.sleep(0.007)
+    child.send_signal(number)
+    assert child.stdout is not None
+    rest = child.stdout.read()
+    assert child.wait() == 130, rest
+    assert f"stopped by {number.name} after step" in rest
+    assert "resume=" in rest
+    assert "Traceback" not in rest
+    assert 'step 24' not in rest
+    found = newest(tmp_path / "stopped")
+    assert f"go on with resume={found}" in rest.replace("\n", "")
+    assert identical(trained("rest", *recipe, f"resume={found}"), trained("whole", *recipe))
+
+
+@pytest.mark.slow
+def test_kill_9_leaves_the_last_whole_checkpoint(trained, tmp_path) -> None:
+    recipe = (*KINDS["lru"], "trainer.checkpoint_every=2")
+    child = start(tmp_path / "killed", *recipe)
+    until(child, "step 13")
+    child.kill()
+    child.wait()
+    found = newest(tmp_path / "killed")
+    assert int(found.name.partition(".")[0].removeprefix("step-")) in (10, 12, 14)
+    assert identical(trained("rest", *recipe, f"resume={tmp_path}/killed"), trained("whole", *recipe))
+
+
+# -- the recipe's values -----------------------------------------------------------------------
+
+VALUES = {
+    "max_epochs": 1,
+    "max_steps": None,
+    "device": "cpu",
+    "eval_every": 0.2,
+    "checkpoint_every": 1.0,
+    "keep_checkpoints": 2,
+    "checkpoint_dir": None,
+    "logger": None,
+    "progress": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_epochs": 0}, "max_epochs=0"),
+        ({"max_steps": 0}, "max_steps=0"),
+        ({"eval_every": 0}, "eval_every=0"),
+        ({"eval_every": 1.5}, "eval_every=1.5"),
+        ({"checkpoint_every": -0.1}, "checkpoint_every=-0.1"),
+        ({"logger": "wandb"}, "logger=wandb is unknown"),
+    ],
+)
+def test_bad_values_are_refused(change, words) -> None:
+    with pytest.raises(UserError, match=words):
+        TrainerConfig(**{**VALUES, **change})
+
+
+def test_intervals_and_steps() -> None:
+    config = TrainerConfig(**VALUES)
+    assert [config.interval(every, 40) for every in (1, 7, 400, 0.25, 1.0, 0.001)] == [1, 7, 40, 10, 40, 1]
+    assert config.steps(40) == 40
+    short = TrainerConfig(**{**VALUES, "max_epochs": 3, "max_steps": 50})
+    assert short.steps(40) == 50
+    assert short.interval(0.5, 100) == 25, "a share is of the run when that is shorter than an epoch"
