@@ -55,8 +55,14 @@ fi
 
 echo "setup: installing $requirements and recpipe into .venv (about 1 GB for CPU, 5 GB for CUDA)"
 rm -f "$stamp"
+quiet="--disable-pip-version-check --no-warn-script-location"
+if [ "$requirements" = requirements/cpu.txt ]; then
+    # Alone and without its dependencies, so that PyTorch's index is asked for this one package.
+    $pip install $quiet --retries 1 --no-deps -r requirements/torch-cpu.txt ||
+        fail "pip could not install torch's CPU build (its message is above); run ./setup.sh again when that is mended"
+fi
 # One command, so that pip resolves recpipe and the tested set together.
-$pip install --disable-pip-version-check --retries 1 pip -r "$requirements" -e '.[test]' ||
+$pip install $quiet pip -r "$requirements" -e '.[test]' ||
     fail "pip could not install $requirements (its message is above); run ./setup.sh again when that is mended"
 echo "$wanted" >"$stamp"
 echo "setup: done. Train: .venv/bin/python -m recpipe    Check: .venv/bin/python -m recpipe doctor"

@@ -50,8 +50,11 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     for part in ("splitter", "planner"):
         table.add_row(part, plan[part] or "-")
     table.add_row("resident rows", f"decided by {plan['cache']}")
+    alike: dict[str, list[str]] = {}
     for name, aspects in plan["tables"].items():
-        table.add_row(f"table {name}", ", ".join(f"{a}: {o}" for a, o in aspects.items()))
+        alike.setdefault(", ".join(f"{a}: {o}" for a, o in aspects.items()), []).append(name)
+    for owners, names in alike.items():
+        table.add_row("tables", f"{owners} of {', '.join(names)}")
     table.add_row("alters", ", ".join(plan["altered"]) or "nothing: equals the run without plugins")
     rows = f"{tiers['resident_rows']:,} of {tiers['rows']:,} rows of {tiers['record_bytes']} bytes"
     table.add_row("resident tier", f"{readable_bytes(tiers['resident_bytes'])} on 1 rank ({rows})")

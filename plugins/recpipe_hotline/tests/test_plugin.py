@@ -115,3 +115,9 @@ def test_figures_of_a_run(synthetic: Dataset, tmp_path: Path) -> None:
     # The batch that was staged ahead is counted, too.
     assert shown["popular_sample_share"] == pytest.approx(popular / samples, abs=0.05)
     assert shown["split_batch_share"] == pytest.approx(rig.split_batches / len(rig.micro), abs=0.05)
+
+
+def test_the_readme_explains_every_figure() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    for figure in FIGURES:
+        assert f"`{figure}`" in readme, figure

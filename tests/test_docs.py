@@ -1,0 +1,232 @@
+"""What the documentation says is so: names, defaults, commands, links, and the tutorial's plugin runs."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from omegaconf import OmegaConf
+
+from recpipe.config import compose, conf_dir
+from recpipe.data.config import CONFIGS
+from recpipe.embedding.policies import POLICIES
+from recpipe.plugin.api import Aspect, Contribution, Invariant
+from recpipe.plugin.load import installed
+from recpipe.report.record import DataFigures, Io, Memory, Point, RunReport, Throughput
+
+ROOT = Path(__file__).resolve().parent.parent
+PLUGINS, GUIDE = ROOT / "docs" / "plugins.md", ROOT / "docs" / "guide.md"
+IN_TREE = sorted(path.parent for path in ROOT.glob("plugins/recpipe_*/README.md"))
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("examples/*/README.md"),
+        *ROOT.glob("plugins/*/README.md"),
+    ]
+)
+TUTORIAL = {"first", "hello"}
+"""Plugins that the pages teach to write; they are not installed here."""
+
+
+def text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def fences(page: Path, *languages: str) -> Iterator[str]:
+    """Code blocks in one of ``languages``."""
+    for language, code in re.findall(r"^```(\w*)\n(.*?)^```", text(page), re.MULTILINE | re.DOTALL):
+        if language in languages:
+            yield code
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Arguments of every ``recpipe`` command in a page, placeholders (``...``, upper case words) left out."""
+    for code in fences(page, "sh", "bash", "console", ""):
+        joined = code.replace("\\\n", " ")
+        for line in joined.splitlines():
+            found = re.search(r"(?:python3? -m recpipe|\brecpipe)(?= |$)(.*)", line)
+            if found and "pip install" not in line:
+                words = shlex.split(found.group(1).partition("&&")[0].partition(" | ")[0], comments=True)
+                yield [word for word in words if "..." not in word]
+
+
+COMMANDS = [pytest.param(c, id=f"{name_of(p)}: {' '.join(c)}") for p in PAGES for c in commands(p)]
+
+
+# -- names -----------------------------------------------------------------------------------
+
+
+def test_every_extension_point_has_a_section_in_data_flow_order() -> None:
+    sections = re.findall(r"^### `(\w+)`", text(PLUGINS), re.MULTILINE)
+    assert sections == [field.name for field in dataclasses.fields(Contribution)]
+
+
+def test_the_law_of_every_extension_point_is_right() -> None:
+    """The word in a section's title is the one that the field's own description starts with."""
+    source = (ROOT / "recpipe" / "plugin" / "api.py").read_text(encoding="utf-8")
+    for name, law in re.findall(r"^### `(\w+)` \(([\w-]+)\)", text(PLUGINS), re.MULTILINE):
+        described = re.search(rf'^    {name}: .*?"""(\w[\w-]*):', source, re.MULTILINE | re.DOTALL)
+        assert described is not None, name
+        assert described.group(1).lower() == law, name
+
+
+@pytest.mark.parametrize("invariant", list(Invariant), ids=lambda i: i.name)
+def test_every_invariant_is_described(invariant: Invariant) -> None:
+    row = next((line for line in text(PLUGINS).splitlines() if line.startswith(f"| `{invariant.name}`")), "")
+    assert invariant.value in row.replace("`", "")
+
+
+def test_every_aspect_is_described() -> None:
+    for aspect in get_args(Aspect):
+        assert f"`{aspect}`" in text(PLUGINS), aspect
+
+
+def test_every_choice_of_every_group_is_named() -> None:
+    said = "\n".join(map(text, PAGES))
+    for file in conf_dir().glob("*/*.yaml"):
+        group, option = file.parent.name, file.stem
+        assert f"{group}={option}" in said or (f"`{group}=`" in said and f"`{option}`" in said), file
+    for plugin in IN_TREE:
+        for file in (plugin / "conf" / "plugin").glob("*.yaml"):
+            assert f"+plugin={file.stem}" in said
+
+
+def test_every_policy_is_named() -> None:
+    for policy in ("resident", *POLICIES):
+        assert f"`{policy}`" in text(GUIDE) or f"={policy}`" in text(GUIDE), policy
+
+
+def test_every_data_source_is_named() -> None:
+    for name in CONFIGS:
+        assert f"`{name}`" in text(GUIDE), name
+
+
+@pytest.mark.parametrize("plugin", IN_TREE, ids=lambda p: p.name)
+def test_every_knob_is_in_the_plugins_readme_with_its_default(plugin: Path) -> None:
+    for file in (plugin / "conf" / "plugin").glob("*.yaml"):
+        knobs = OmegaConf.to_container(OmegaConf.load(file))
+        assert isinstance(knobs, dict)
+        for knob, value in knobs.items():
+            shown = json.dumps(value).strip('"')
+            assert f"| `plugins.{file.stem}.{knob}` | {shown} |" in text(plugin / "README.md"), knob
+
+
+@pytest.mark.parametrize(
+    "kind", [RunReport, DataFigures, Io, Memory, Throughput, Point], ids=lambda k: k.__name__
+)
+def test_every_key_of_the_report_is_described(kind: type) -> None:
+    for field in dataclasses.fields(kind):
+        assert f"`{field.name}`" in text(GUIDE), field.name
+
+
+# -- commands, links, code -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_commands_compose(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("plugins", "doctor", "--help"):
+        assert len(arguments) <= 1
+        return
+    overrides = [argument for argument in arguments if argument not in ("-m", "--multirun")]
+    if any(re.search(rf"\b{name}\b", override) for name in TUTORIAL for override in overrides):
+        overrides = [o for o in overrides if "plugin" not in o]
+    if len(overrides) < len(arguments) and "-m" in arguments:
+        overrides = [re.sub(r"^([^=\[{]+=[^,\[{]+),.*", r"\1", override) for override in overrides]
+    overrides = [override for override in overrides if override not in ("--cfg", "job")]
+    compose(overrides)
+
+
+def test_there_are_commands_to_check() -> None:
+    """The patterns above find what they should."""
+    assert len(COMMANDS) >= 12
+    assert any("task=compare" in c.values[0] for c in COMMANDS)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", text(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (page.parent / file).resolve() if file else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_blocks_are_python(page: Path) -> None:
+    for code in fences(page, "python"):
+        ast.parse(code)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_are_about_the_project_alone(page: Path) -> None:
+    assert not re.search(r"(?<![\w.])/(work|tmp|opt|root|home)/", text(page))
+
+
+# -- the tutorial ----------------------------------------------------------------------------
+
+
+def tutorial_files() -> dict[str, str]:
+    """The files of the tutorial's plugin: a line with the name in backticks, then the code block."""
+    found = re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```", text(PLUGINS), re.MULTILINE | re.DOTALL)
+    return dict(found)
+
+
+def test_hello_world_runs(tmp_path: Path) -> None:
+    """The four files as the page has them, found through an entry point as pip would write it."""
+    files = tutorial_files()
+    assert set(files) == {
+        "pyproject.toml",
+        "recpipe_first/__init__.py",
+        "recpipe_first/plugin.py",
+        "recpipe_first/conf/plugin/first.yaml",
+    }
+    for name, code in files.items():
+        file = tmp_path / "site" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code, encoding="utf-8")
+    entry = re.search(r'entry-points."(.+)"\]\n(\w+) = "(.+)"', files["pyproject.toml"])
+    assert entry is not None
+    info = tmp_path / "site" / "recpipe_first-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: recpipe-first\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[{}]\n{} = {}\n".format(*entry.groups()))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "recpipe", "+plugin=[hotline,first]", "plugins.first.digits=2"),
+            *("data.samples=2000", "data.table_scale=0.01", "hydra.run.dir=out", "trainer.progress=false"),
+        ],
+        cwd=tmp_path,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path / "site", ROOT, ROOT / "plugins")))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads((tmp_path / "out" / "report.json").read_text())["plugins"]["first"]["click_share"]
+    assert 0 < shown < 1
+    assert shown == round(shown, 2)
+    assert "first" not in installed()
