@@ -159,15 +159,10 @@ def measure(setting: str, directory: Path, work: Path, repetitions: int) -> dict
 def show(setting: str, result: dict[str, list[float]]) -> None:
     """One setting's lines of the table."""
     ratios = [ours / hand for ours, hand in zip(result["recpipe"], result["by_hand"], strict=True)]
-    middle = statistics.median
-    print(
-        f"{setting}: by hand {middle(result['by_hand']):,.0f} samples/s, recpipe {middle(result['recpipe']):,.0f}"
-    )
-    print(f"  recpipe / by hand: {middle(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f})")
-    loader = middle(result["loader"])
-    print(
-        f"  loader alone: {loader:,.0f} samples/s, {loader / middle(result['recpipe']):.0f} times the training"
-    )
+    hand, ours, loader = (statistics.median(result[name]) for name in ("by_hand", "recpipe", "loader"))
+    print(f"{setting}: by hand {hand:,.0f} samples/s, recpipe {ours:,.0f}")
+    print(f"  recpipe / by hand: {statistics.median(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f})")
+    print(f"  loader alone: {loader:,.0f} samples/s, {loader / ours:.0f} times the training")
 
 
 if __name__ == "__main__":

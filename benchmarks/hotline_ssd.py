@@ -1,6 +1,6 @@
 """Hotline on the ssd tier against nocache, lru and lfu, and how far it is from its bound.
 
-    python benchmarks/hotline_ssd.py [--repetitions 5] [--samples 600000] [--scale 20.5] [--dir DIR] [-- OVERRIDE ...]
+    python benchmarks/hotline_ssd.py [--repetitions 5] [--samples 600000] [--scale 20.5] [OVERRIDE ...]
 
 Runs ``task=compare`` on generated clicks over large tables (20.5 times the default: 20 million rows) with
 10% of the bytes resident, and reads the runs' own reports. The bound for a batch is
@@ -35,7 +35,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         out = Path(folder, "compare")
         command = [
-            sys.executable, "-m", "recpipe", "task=compare", f"compare.plugins=[{','.join(ROWS)}]",
+            sys.executable, "-m", "recpipe", "task=compare",
+            f"compare.plugins=[{','.join(ROWS)}]",
             f"compare.repetitions={arguments.repetitions}", "tiers=ssd", "tiers.resident_bytes=10%",
             f"data.table_scale={arguments.scale}", f"data.samples={arguments.samples}", "data.eval_fraction=0.05",
             f"hydra.run.dir={out}", *arguments.overrides,

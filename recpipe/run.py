@@ -27,7 +27,7 @@ from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.quiet import quiet_libraries
 from recpipe.report import html, terminal
 from recpipe.report.record import write_json
-from recpipe.setup import assemble_plugins, choose_device, closing_tiers, output_dir
+from recpipe.setup import assemble_plugins, choose_device, closing_tiers, output_dir, refuse_ranks
 from recpipe.tasks.compare import compare
 from recpipe.tasks.export import export_parameters
 from recpipe.tasks.plan import describe, print_plan
@@ -38,6 +38,7 @@ from recpipe.trainer import Recorder, TrainerConfig, fit, make_trainer
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Carry out the recipe's task; returns the content of report.json (or compare.json, assembly.json)."""
     quiet_libraries()
+    refuse_ranks()
     run_dir = output_dir()
     task = cfg.task.name
     if task == "compare":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,13 @@ def output_dir() -> Path:
     if HydraConfig.initialized():
         return Path(HydraConfig.get().runtime.output_dir)
     return Path.cwd()
+
+
+def refuse_ranks() -> None:
+    """Several ranks would each train a model of their own and overwrite each other's report."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise UserError(f"WORLD_SIZE={ranks}: this version trains in one process; start it without torchrun")
 
 
 def choose_device(name: str) -> torch.device:

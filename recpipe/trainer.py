@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 
@@ -119,10 +120,16 @@ def _logger(name: str | None, run_dir: Path) -> Logger | bool:
 def _progress_bar(config: TrainerConfig, steps: int) -> list[L.Callback]:
     if not config.progress:
         return []
-    every = max(1, steps // 100)
-    return [
-        RichProgressBar(refresh_rate=every) if sys.stdout.isatty() else TQDMProgressBar(refresh_rate=every)
-    ]
+    every = max(1, steps // 50)
+    return [RichProgressBar(every) if sys.stdout.isatty() else LogProgressBar(every)]
+
+
+class LogProgressBar(TQDMProgressBar):
+    """For output that is no terminal: the training's bar alone, since every redraw stays in the log."""
+
+    def init_validation_tqdm(self) -> Tqdm:
+        """No bar for evaluations; their figures are printed."""
+        return Tqdm(disable=True)
 
 
 def _checkpointing(config: TrainerConfig, steps: int, directory: Path) -> list[L.Callback]:

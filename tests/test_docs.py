@@ -35,6 +35,7 @@ PAGES = sorted(
         *ROOT.glob("plugins/*/README.md"),
     ]
 )
+COMMAND = r"(?:^\s*(?:\$ )?|&& *)(?:[\w./-]*/)?(?:python3? -m recpipe|recpipe)(?= |$)(.*)"
 TUTORIAL = {"first", "hello"}
 """Plugins that the pages teach to write; they are not installed here."""
 
@@ -59,7 +60,7 @@ def commands(page: Path) -> Iterator[list[str]]:
     for code in fences(page, "sh", "bash", "console", ""):
         joined = code.replace("\\\n", " ")
         for line in joined.splitlines():
-            found = re.search(r"(?:python3? -m recpipe|\brecpipe)(?= |$)(.*)", line)
+            found = re.search(COMMAND, line)
             if found and "pip install" not in line:
                 words = shlex.split(found.group(1).partition("&&")[0].partition(" | ")[0], comments=True)
                 yield [word for word in words if "..." not in word]
@@ -78,7 +79,7 @@ def test_every_extension_point_has_a_section_in_data_flow_order() -> None:
 
 def test_the_law_of_every_extension_point_is_right() -> None:
     """The word in a section's title is the one that the field's own description starts with."""
-    source = (ROOT / "recpipe" / "plugin" / "api.py").read_text(encoding="utf-8")
+    source = text(ROOT / "recpipe" / "plugin" / "api.py").partition("class Contribution")[2]
     for name, law in re.findall(r"^### `(\w+)` \(([\w-]+)\)", text(PLUGINS), re.MULTILINE):
         described = re.search(rf'^    {name}: .*?"""(\w[\w-]*):', source, re.MULTILINE | re.DOTALL)
         assert described is not None, name

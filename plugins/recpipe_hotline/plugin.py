@@ -68,6 +68,7 @@ class PopularTables(TablePolicy):
 def figures(policy: PopularRows | None, splitter: PopularFirst, run: RunFigures) -> dict[str, Figure]:
     """What Hotline saved: shares of samples and lookups that were popular, traffic, and hidden fetches.
 
+    ``rows_not_moved`` would each have been fetched and written back without resident rows.
     ``speedup_bound`` is (T_fetch + T_pop + T_non) / (max(T_fetch, T_pop) + T_non) with this run's times:
     what hiding fetches behind popular micro-batches alone can give.
     """
@@ -79,6 +80,7 @@ def figures(policy: PopularRows | None, splitter: PopularFirst, run: RunFigures)
         "popular_sample_share": splitter.popular / max(1, splitter.samples),
         "popular_lookup_share": policy.hits / max(1, policy.lookups),
         "split_batch_share": splitter.split_batches / max(1, splitter.batches),
+        "rows_not_moved": policy.rows_kept,
         "cold_rows_read": run.io.rows_read,
         "cold_bytes_read": run.io.bytes_read,
         "fetch_hidden_seconds": hidden,

@@ -47,6 +47,9 @@ class PopularRows(CachePolicy):
         self.next_learning = learning.learn_batches
         self.learnings = 0
         self.hits = self.lookups = 0
+        self.rows_kept = 0
+        """Distinct resident rows that batches used: without residents, each would have moved both ways."""
+        self._marks = np.zeros(space.slots, np.int32)
         self.fade = False
         self._before: dict[str, Any] = {}
         self._moved = (NOTHING.slots, NOTHING.rows)
@@ -101,6 +104,9 @@ class PopularRows(CachePolicy):
         self.slab = misses
         self.hits += len(hits)
         self.lookups += len(looked_up)
+        order = np.arange(len(hits), dtype=np.int32)
+        self._marks[hits] = order
+        self.rows_kept += int(np.count_nonzero(self._marks[hits] == order))
         return NOTHING
 
     def undo(self) -> None:
@@ -133,6 +139,7 @@ _UNDONE = (
     "next_learning",
     "learnings",
     "hits",
+    "rows_kept",
     "lookups",
     "fade",
 )

@@ -6,7 +6,6 @@ placement, kernels and module are TorchRec's own, and all shards are on this pro
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +24,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from recpipe.embedding import seams
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.tables import FILL_ROWS, Region, TableSet, Values, to_numpy
-from recpipe.errors import UserError
 from recpipe.plugin.api import TableInfo
 from recpipe.plugin.assembly import Assembly
 
@@ -109,12 +107,7 @@ class ShardedCollection(TableCollection):
 
 
 def join_group(device: torch.device) -> None:
-    """A process group of this process alone; refuses to start in a group of several."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            "tiers.sharded=true runs on one process in this version; start without torchrun, or with "
-            "--nproc-per-node=1"
-        )
+    """A process group of this process alone, which TorchRec's distributed modules ask for."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -123,6 +123,7 @@ class TieredEmbeddingBagCollection(TableCollection):
 
     def advance(self, plan: TierPlan) -> None:
         """The last batch's update is done: send departing rows away; start the fetch if nobody has."""
+        self.arrive()  # a batch that was skipped still has its rows
         start = perf_counter()
         self._check_writes()
         with self._planning:
@@ -143,7 +144,7 @@ class TieredEmbeddingBagCollection(TableCollection):
         self._write(rows, departing, np.flatnonzero(leaving))
         if id(plan) not in self._fetches:
             self.prefetch(plan)
-        self._slab_rows, self._slab_written = plan.slab, False
+        self._slab_rows, self._slab_written = plan.slab, True
         self._arriving = (plan, self._promote(plan, carried_records))
         self.times.advance += perf_counter() - start
 
@@ -169,6 +170,7 @@ class TieredEmbeddingBagCollection(TableCollection):
         slab_fetched = from_store[len(plan.placed) :]
         put(self.slab, self._index(np.flatnonzero(slab_fetched)), fetched[len(fetched_slots) :])
         put(self.slab, self._index(np.flatnonzero(~slab_fetched)), carried)
+        self._slab_written = False
 
     def _index(self, positions: NDArray[np.integer[Any]]) -> torch.Tensor:
         """Positions as torch takes them: int64 on the device."""
@@ -338,11 +340,14 @@ class TieredEmbeddingBagCollection(TableCollection):
 
     def close(self) -> None:
         """Write what is left, wait for the store, and release it."""
-        with self.quiesced():
-            pass
-        self._io.shutdown(wait=True)
-        self._check_writes()
-        self.store.close()
+        try:
+            with self.quiesced():
+                pass
+            self._io.shutdown(wait=True)
+            self._check_writes()
+        finally:
+            self._io.shutdown(wait=True)
+            self.store.close()
 
     def _fetch(self, rows: RowIds) -> Landed:
         host = self._transfer.host_buffer(len(rows), self.tables.layout.width)

@@ -145,10 +145,16 @@ class RankingModule(L.LightningModule):
             placement = embeddings.placement_state()
         checkpoint["recpipe"] = {
             "batches_done": done,
+            "made_with": self._made_with(),
             "random": random_state(),
             "fingerprint": self.loader.dataset.fingerprint,
             "placement": placement,
         }
+
+    def _made_with(self) -> dict[str, Any]:
+        """Values without which neither the data position nor the dense optimizer's state mean anything."""
+        optimizer = self.make_optimizer(self.ranker.dense_parameters().values())
+        return {"data.batch_size": self.loader.batch_size, "optim.dense.name": type(optimizer).__name__}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue at the saved data position, with the same rows resident when the tiers are the same."""
@@ -157,6 +163,12 @@ class RankingModule(L.LightningModule):
             raise UserError(
                 "the checkpoint was made on other data (or another recipe for it); resume with the same data"
             )
+        for key, value in self._made_with().items():
+            theirs = saved["made_with"][key]
+            if theirs != value:
+                raise UserError(
+                    f"the checkpoint was made with {key}={theirs}, not {value}: resume with {key}={theirs}"
+                )
         self.loader.first = int(saved["batches_done"])
         self._random_state = saved["random"]
         embeddings = self.ranker.embeddings

@@ -78,7 +78,9 @@ def tiers(
     slots: int = SLOTS,
 ) -> TieredEmbeddingBagCollection:
     slots = 0 if policy == "nocache" else slots
-    cold = make_store(store, tables.layout, tables.fill, directory=folder) if isinstance(store, str) else store
+    cold = (
+        make_store(store, tables.layout, tables.fill, directory=folder) if isinstance(store, str) else store
+    )
     chosen = MAKERS[policy](RowSpace(tables.layout.bases, slots))
     return TieredEmbeddingBagCollection(tables, chosen, slots, cold, CPU, prefetch)
 

@@ -70,7 +70,9 @@ def random_bags(rng: np.random.Generator, size: int, longest: int = 4) -> Bags:
 
 def batches(count: int = 40, seed: int = 2) -> list[Bags]:
     rng = np.random.default_rng(seed)
-    return [random_bags(rng, int(rng.choice([1, 2, 17, 40])), int(rng.choice([0, 1, 4]))) for _ in range(count)]
+    return [
+        random_bags(rng, int(rng.choice([1, 2, 17, 40])), int(rng.choice([0, 1, 4]))) for _ in range(count)
+    ]
 
 
 class Places:
@@ -87,8 +89,12 @@ class Places:
         assert np.array_equal(self.slots[plan.slots], evicted)
         departures = np.concatenate((self.slab, evicted))
         carried = plan.carried_from[plan.carried_from >= 0]
-        arriving = np.where(plan.carried_from >= 0, departures[plan.carried_from], -1) if len(departures) else -1
-        assert np.array_equal(arriving[plan.carried_from >= 0] if len(carried) else [], plan.arrivals[plan.carried_from >= 0])
+        arriving = (
+            np.where(plan.carried_from >= 0, departures[plan.carried_from], -1) if len(departures) else -1
+        )
+        assert np.array_equal(
+            arriving[plan.carried_from >= 0] if len(carried) else [], plan.arrivals[plan.carried_from >= 0]
+        )
         assert len(np.unique(carried)) == len(carried)
         if ahead:
             assert self.store[plan.fetch].all(), "fetched before it was written"
@@ -182,7 +188,9 @@ def test_a_plan_taken_back_comes_out_again(kind: str, carry: bool) -> None:
         if index % 2:
             again = planner.undo()
             assert again is bags
-            for now, then in zip((planner.where, planner.row_of_slot, planner.slab_rows), before, strict=True):
+            for now, then in zip(
+                (planner.where, planner.row_of_slot, planner.slab_rows), before, strict=True
+            ):
                 np.testing.assert_array_equal(now, then)
             assert_same_plan(planner.plan(again), first)
         planner.commit()
@@ -218,7 +226,9 @@ def test_permuted_bags(size: int, one_hot: bool) -> None:
             for f in range(FEATURES)
             for s in order
         ]
-        assert [moved.rows[a:b].tolist() for a, b in zip(moved.offsets, moved.offsets[1:], strict=False)] == slow
+        assert [
+            moved.rows[a:b].tolist() for a, b in zip(moved.offsets, moved.offsets[1:], strict=False)
+        ] == slow
         assert moved.batch_size == size
 
 

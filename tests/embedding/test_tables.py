@@ -23,7 +23,9 @@ def test_fill_does_not_depend_on_chunks() -> None:
     cuts = [0, 1, 100, FILL_ROWS - 1, FILL_ROWS, FILL_ROWS + 3, 2 * FILL_ROWS + 2, rows]
     parts = [LARGE.fill("big", low, high) for low, high in zip(cuts, cuts[1:], strict=False)]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
-    np.testing.assert_array_equal(LARGE.fill("big", FILL_ROWS - 5, FILL_ROWS + 5), whole[FILL_ROWS - 5 :][:10])
+    np.testing.assert_array_equal(
+        LARGE.fill("big", FILL_ROWS - 5, FILL_ROWS + 5), whole[FILL_ROWS - 5 :][:10]
+    )
 
 
 def test_fill_depends_on_seed_table_and_chunk() -> None:

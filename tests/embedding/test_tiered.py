@@ -123,7 +123,12 @@ def test_tiny_batches(tmp_path, policy, size) -> None:
         torch.empty(0, dtype=torch.int64),
         lengths=torch.zeros(len(FEATURES) * size, dtype=torch.int64),
     )
-    batches = [empty, *(jagged(rng, size, True) for _ in range(10)), empty, *(jagged(rng, size, True) for _ in range(3))]
+    batches = [
+        empty,
+        *(jagged(rng, size, True) for _ in range(10)),
+        empty,
+        *(jagged(rng, size, True) for _ in range(3)),
+    ]
     both = ResidentCollection(table_set("sgd"), CPU), tiers(table_set("sgd"), policy, tmp_path)
     for collection in both:
         for index, batch in enumerate(batches):
@@ -156,7 +161,11 @@ def test_evaluation_moves_nothing(tmp_path) -> None:
     collection = tiers(table_set(), "lru", tmp_path, prefetch=False)
     batches = stream(8, True)
     train(collection, batches[:4])
-    residents, read, written = collection.planner.row_of_slot.copy(), collection.io.rows_read, collection.io.rows_written
+    residents, read, written = (
+        collection.planner.row_of_slot.copy(),
+        collection.io.rows_read,
+        collection.io.rows_written,
+    )
     for batch in batches:
         pooled_now(collection, batch)
     np.testing.assert_array_equal(collection.planner.row_of_slot, residents)

@@ -7,6 +7,7 @@ import pytest
 
 from recpipe.embedding import seams
 from recpipe.embedding.stores import HostStore
+from recpipe.errors import StoreError
 from tests.embedding.samples import (
     DIM,
     MAKERS,
@@ -139,26 +140,53 @@ def test_memory_is_what_was_allocated(tmp_path, policy, store) -> None:
     collection.close()
 
 
-def test_a_failed_write_stops_training(tmp_path) -> None:
-    tables = table_set()
+class Failing(HostStore):
+    """A store whose device fails from its third call of ``method`` on."""
 
-    class Failing(HostStore):
-        def scatter(self, rows, records) -> None:
-            raise OSError("no space left")
+    def __init__(self, tables, method: str) -> None:
+        super().__init__(tables.layout, tables.fill)
+        self.method, self.left, self.closed = method, 2, False
 
-    collection = tiers(tables, "nocache", tmp_path, Failing(tables.layout, tables.fill))
-    with pytest.raises(OSError, match="no space left"):
-        train_ahead(collection, stream(6, True))
-        collection.close()
+    def _count(self, method: str) -> None:
+        if method == self.method:
+            self.left -= 1
+            if self.left < 0:
+                raise StoreError("the device failed")
+
+    def gather(self, rows, out) -> None:
+        self._count("gather")
+        super().gather(rows, out)
+
+    def scatter(self, rows, records) -> None:
+        self._count("scatter")
+        super().scatter(rows, records)
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
 
 
-def test_a_failed_read_stops_training(tmp_path) -> None:
-    tables = table_set()
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("policy", MAKERS)
+@pytest.mark.parametrize("method", ["gather", "scatter"])
+def test_a_failing_store_stops_training_and_is_closed(tmp_path, method, policy, prefetch) -> None:
+    store = Failing(table_set(), method)
+    collection = tiers(table_set(), policy, tmp_path, store, prefetch)
+    with pytest.raises(StoreError, match="the device failed"):
+        try:
+            train_ahead(collection, stream(30, True))
+        finally:
+            collection.close()
+    assert store.closed
 
-    class Failing(HostStore):
-        def gather(self, rows, out) -> None:
-            raise OSError("bad sector")
 
-    collection = tiers(tables, "nocache", tmp_path, Failing(tables.layout, tables.fill))
-    with pytest.raises(OSError, match="bad sector"):
-        train_ahead(collection, stream(2, True))
+def test_a_batch_that_is_not_trained_changes_nothing(tmp_path) -> None:
+    """A callback may skip a batch: its rows have been fetched, and must not be lost."""
+    collection = tiers(table_set("adagrad"), "lru", tmp_path)
+    batches = stream(8, True)
+    train_ahead(collection, batches)
+    before = dump(collection)
+    for batch in stream(4, True, seed=8):
+        collection.advance(collection.plan(batch))
+    assert identical(dump(collection), before)
+    collection.close()

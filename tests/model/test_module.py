@@ -20,7 +20,9 @@ def module_of(dataset, embeddings, lr=0.1, name="dlrm") -> RankingModule:
     def optimizer(parameters):
         return torch.optim.SGD(parameters, lr=lr)
 
-    return RankingModule(ranker_over(embeddings, name), optimizer, assembly_of(), loader_of(dataset, embeddings))
+    return RankingModule(
+        ranker_over(embeddings, name), optimizer, assembly_of(), loader_of(dataset, embeddings)
+    )
 
 
 def fit(module: RankingModule, dataset=None) -> L.Trainer:

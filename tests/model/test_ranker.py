@@ -36,7 +36,9 @@ def test_tables_are_no_dense_parameters(tmp_path) -> None:
 
 
 def test_first_weights_do_not_depend_on_where_tables_live(tmp_path) -> None:
-    one, other = (ranker_over(collection_of(p, "sgd", tmp_path)).dense_parameters() for p in ("resident", "hot"))
+    one, other = (
+        ranker_over(collection_of(p, "sgd", tmp_path)).dense_parameters() for p in ("resident", "hot")
+    )
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 

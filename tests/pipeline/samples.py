@@ -45,7 +45,9 @@ class Listed(Dataset):
 
 def random_batch(rng: np.random.Generator, size: int, multi: bool) -> Batch:
     dense = torch.from_numpy(rng.standard_normal((size, DENSE), np.float32))
-    return Batch(dense, jagged(rng, size, multi), torch.from_numpy((rng.random(size) < 0.3).astype(np.float32)))
+    return Batch(
+        dense, jagged(rng, size, multi), torch.from_numpy((rng.random(size) < 0.3).astype(np.float32))
+    )
 
 
 def ranker_over(embeddings: nn.Module, name: str = "dlrm", seed: int = 8) -> Ranker:

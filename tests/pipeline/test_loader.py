@@ -191,4 +191,6 @@ def test_a_transform_changes_what_is_trained(tmp_path) -> None:
 
     plain = parameters_after("lru", "sgd", tmp_path, Listed())
     changed = parameters_after("lru", "sgd", tmp_path, Listed(), batch=[Link(zeroed)])
-    assert not np.allclose(plain["dense_arch.model._mlp.0._linear.weight"], changed["dense_arch.model._mlp.0._linear.weight"])
+    assert not np.allclose(
+        plain["dense_arch.model._mlp.0._linear.weight"], changed["dense_arch.model._mlp.0._linear.weight"]
+    )

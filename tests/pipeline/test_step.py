@@ -35,7 +35,9 @@ class AnySplit:
 
     def __call__(self, batch: Batch, needs_cold: np.ndarray) -> Split:
         order = self.rng.permutation(batch.size)
-        bounds = set(self.rng.choice(np.arange(1, batch.size), min(3, batch.size - 1), replace=False).tolist())
+        bounds = set(
+            self.rng.choice(np.arange(1, batch.size), min(3, batch.size - 1), replace=False).tolist()
+        )
         if self.popular_first:
             order = order[np.argsort(needs_cold[order], kind="stable")]
             bounds |= {int((~needs_cold).sum())} - {0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from recpipe_hotline.plugin import Hotline, figures
 from recpipe_hotline.splitter import PopularFirst
@@ -14,6 +15,8 @@ from recpipe_hotline.tests.test_policy import batches, make, see
 from recpipe.data.dataset import Dataset
 from recpipe.plugin.api import RunFigures
 from recpipe.plugin.errors import PluginError
+from recpipe.plugin.testing import SMALL
+from recpipe.plugin.testing import train as run
 from recpipe.report.record import Io
 from recpipe.testing import PluginSuite
 
@@ -21,6 +24,7 @@ FIGURES = {
     "popular_sample_share",
     "popular_lookup_share",
     "split_batch_share",
+    "rows_not_moved",
     "cold_rows_read",
     "cold_bytes_read",
     "fetch_hidden_seconds",
@@ -39,6 +43,7 @@ class TestHotline(PluginSuite):
     overrides: ClassVar = (
         "data.samples=20000",
         "data.batch_size=256",
+        "data.table_scale=1",
         "data.tables={a: 50, b: 500, c: 2000}",
         "trainer.max_steps=40",
         "tiers.resident_bytes=30%",
@@ -121,3 +126,37 @@ def test_the_readme_explains_every_figure() -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     for figure in FIGURES:
         assert f"`{figure}`" in readme, figure
+
+
+@pytest.mark.parametrize("stop", [7, 23])
+def test_resumed_is_bitwise_the_run_that_never_stopped(stop: int, tmp_path: Path) -> None:
+    """Before the first learning, and between later ones."""
+    overrides = ["+plugin=hotline", *SMALL, *TestHotline.overrides, "trainer.progress=false"]
+    whole = run(overrides, tmp_path / "whole")
+    kept = tmp_path / "first" / "checkpoints"
+    run([*overrides, f"trainer.max_steps={stop}", f"trainer.checkpoint_every={stop}"], tmp_path / "first")
+    rest = run([*overrides, f"resume={kept}"], tmp_path / "rest")
+    assert whole.parameters.keys() == rest.parameters.keys()
+    for name, value in whole.parameters.items():
+        np.testing.assert_array_equal(rest.parameters[name], value, err_msg=name)
+    shown = [r.report["plugins"]["hotline"] for r in (whole, rest)]
+    assert shown[0]["learnings"] == shown[1]["learnings"] > 1
+    assert shown[0]["popular_lookup_share"] == shown[1]["popular_lookup_share"]
+    assert shown[0]["replaced_rows"] == shown[1]["replaced_rows"]
+
+
+def test_a_checkpoint_can_be_continued_with_another_budget(tmp_path: Path) -> None:
+    """Rows are placed anew, and the result is that of the run without the plugin."""
+    overrides = [*SMALL, *TestHotline.overrides, "trainer.progress=false"]
+    whole = run(overrides, tmp_path / "whole")
+    first = [*overrides, "+plugin=hotline", "trainer.max_steps=20", "trainer.checkpoint_every=20"]
+    run(first, tmp_path / "first")
+    again = [
+        *overrides,
+        "+plugin=hotline",
+        "tiers.resident_bytes=60%",
+        f"resume={tmp_path / 'first' / 'checkpoints'}",
+    ]
+    rest = run(again, tmp_path / "rest")
+    for name, value in whole.parameters.items():
+        np.testing.assert_allclose(rest.parameters[name], value, rtol=0, atol=1e-5, err_msg=name)

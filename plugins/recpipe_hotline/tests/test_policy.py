@@ -156,6 +156,14 @@ def test_decay_forgets() -> None:
     assert changed_after(4) < changed_after(1)
 
 
+def test_rows_kept_are_distinct_per_batch() -> None:
+    policy = make(slots=ROWS)
+    for rows in (np.array([1, 2, 3]), np.array([1, 2]), np.array([1, 1, 2, 9, 2])):
+        see(policy, rows)
+    assert policy.hits == 2 + 4
+    assert policy.rows_kept == 2 + 2
+
+
 def test_no_slot_at_all() -> None:
     policy = make(slots=0)
     assert not any(see(policy, rows)[1] for rows in batches(10))

@@ -1,0 +1,176 @@
+"""``run``: what it leaves, that it repeats, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recpipe import run as run_module
+from recpipe.config import compose
+from recpipe.errors import UserError
+from recpipe.run import run
+
+SMALL = (
+    "data.samples=2000",
+    "data.batch_size=64",
+    "data.table_scale=0.01",
+    "trainer.progress=false",
+    "trainer.logger=null",
+    "trainer.checkpoint_every=null",
+)
+KEYS = {
+    "": {"schema", "task", "recipe", "assembly", "environment", "altered", "data", "throughput", "quality"},
+    "data": {"train_samples", "eval_samples", "lookups", "rejected_rows"},
+    "throughput": {"samples_per_second", "step_ms"},
+    "throughput.step_ms": {"p50", "p90", "p99"},
+    "quality": {"auc", "logloss", "ne"},
+    "memory": {"peak_rss_bytes", "resident_bytes", "cold_bytes"},
+    "io": {
+        "store",
+        "direct",
+        "rows_read",
+        "rows_written",
+        "bytes_read",
+        "bytes_written",
+        "wait_seconds",
+    },
+    "plugins": set(),
+}
+
+
+def trained(folder: Path, *overrides: str) -> dict:
+    return run(compose([*SMALL, *overrides], run_dir=folder))
+
+
+@pytest.mark.parametrize("recipe", [(), ("+plugin=hotline", "tiers.store=ssd")], ids=["resident", "hotline"])
+def test_report_has_every_public_key(tmp_path, recipe) -> None:
+    content = trained(tmp_path, *recipe)
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert json.loads(json.dumps(content)) == report
+    for path, keys in KEYS.items():
+        node = report
+        for part in filter(None, path.split(".")):
+            node = node[part]
+        assert keys <= set(node), path
+    assert (report["schema"], report["task"], report["altered"]) == (1, "train", [])
+    assert report["recipe"]["data"]["samples"] == 2000
+    assert report["data"] == {
+        "train_samples": 1600,
+        "eval_samples": 400,
+        "lookups": 1600 * 26,
+        "rejected_rows": 0,
+    }
+    assert report["throughput"]["samples_per_second"] > 0
+    assert 0 < report["quality"]["auc"] < 1
+    assert report["assembly"] == json.loads((tmp_path / "assembly.json").read_text(encoding="utf-8"))
+    assert "<html" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    if recipe:
+        assert report["plugins"]["hotline"]
+        assert (report["io"]["store"], report["assembly"]["cache"]) == ("ssd", "hotline")
+        assert report["io"]["rows_read"] > 0
+        assert report["memory"]["cold_bytes"] > report["memory"]["resident_bytes"] > 0
+    else:
+        assert report["plugins"] == {}
+        assert report["io"]["rows_read"] == report["memory"]["cold_bytes"] == 0
+
+
+@pytest.mark.parametrize("recipe", ["tiers.policy=resident", "tiers.policy=lru", "+plugin=hotline"])
+def test_same_seed_same_quality(tmp_path, recipe) -> None:
+    reports = [trained(tmp_path / str(n), recipe, f"seed={seed}") for n, seed in enumerate((5, 5, 6))]
+    first, second, other = ({k: v for k, v in r["quality"].items()} for r in reports)
+    assert first == second
+    assert first != other
+    losses = [[point["loss"] for point in r["history"]] for r in reports]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_policies_do_not_change_what_is_learned(tmp_path) -> None:
+    values = [
+        trained(tmp_path / p, f"tiers.policy={p}")["quality"]["logloss"]
+        for p in ("resident", "nocache", "lru", "lfu")
+    ]
+    assert values == pytest.approx([values[0]] * 4, abs=1e-6)
+
+
+def test_a_run_evaluates_at_its_end(tmp_path) -> None:
+    report = trained(tmp_path, "trainer.max_steps=7", "trainer.eval_every=5")
+    assert [(p["step"], p["samples"]) for p in report["history"]] == [(5, 320), (7, 448)]
+    assert all(math.isfinite(p["loss"]) for p in report["history"])
+    assert report["data"]["train_samples"] == 7 * 64
+
+
+def test_a_run_without_held_out_data(tmp_path) -> None:
+    report = trained(tmp_path, "data.eval_fraction=0", "trainer.max_steps=3")
+    assert report["data"]["eval_samples"] == 0
+    assert report["quality"]["auc"] is None
+    assert report["history"] == []
+
+
+def test_exported_parameters_are_those_of_the_model(tmp_path) -> None:
+    export = tmp_path / "parameters"
+    trained(tmp_path, "tiers.policy=lru", f"task.export_parameters={export}", "trainer.max_steps=2")
+    tables = {f.name for f in export.glob("*.npy")}
+    assert len(tables) == 52
+    assert {"C1.npy", "C26.state.npy"} <= tables
+    weights, state = np.load(export / "C1.npy"), np.load(export / "C1.state.npy")
+    assert weights.shape == (len(state), 16)
+    assert state.shape[1] == 1
+    assert state.any(), "two steps leave squares of gradients"
+    dense = np.load(export / "dense.npz")
+    assert not any("sparse" in name for name in dense.files)
+
+
+def test_plan_builds_nothing(tmp_path, monkeypatch, capsys) -> None:
+    def built(*args, **kwargs):
+        raise AssertionError("task=plan built something")
+
+    for name in ("build_embeddings", "Ranker", "TrainLoader", "make_trainer", "fit"):
+        monkeypatch.setattr(run_module, name, built)
+    plan = run(compose(["task=plan", "+plugin=hotline", "data.table_scale=1e4"], run_dir=tmp_path))
+    assert [f.name for f in tmp_path.iterdir()] == ["assembly.json"]
+    assert json.loads((tmp_path / "assembly.json").read_text(encoding="utf-8")) == json.loads(
+        json.dumps(plan)
+    )
+    assert plan["tiers"]["cold_bytes"] > 600e9, "more than any machine of ours holds"
+    assert plan["cache"] == plan["splitter"] == "hotline"
+    printed = capsys.readouterr().out
+    assert "hotline" in printed
+    assert "GiB" in printed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["task.name=sing"], "task.name=sing is unknown; choose train, compare or plan"),
+        (["trainer.device=tpu"], "trainer.device=tpu is unknown"),
+        (["trainer.device=cuda:99"], "cuda:99: torch sees"),
+        (["tiers.policy=lur"], "tiers.policy=lur is unknown; did you mean lru"),
+        (["tiers.policy=lru", "tiers.store=hots"], "tiers.store=hots.*did you mean host"),
+        (["tiers.policy=lru", "tiers.resident_bytes=10"], "not even one; raise it"),
+        (["tiers.policy=lru", "tiers.resident_bytes=much"], "tiers.resident_bytes=much: give bytes"),
+        (["+plugin=hotline", "tiers.policy=lru"], "hotline .* decides .* and so does tiers.policy=lru"),
+        (["model.embedding_dim=5"], "multiple of 4"),
+        (["optim.tables.name=adam"], "optim.tables.name=adam is unknown"),
+        (["optim.dense.name=Adagard"], "torch.optim has no such optimizer; did you mean Adagrad"),
+        (["optim.dense.learning=1"], "Adagrad does not take"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(tmp_path, overrides, words) -> None:
+    overrides = [f"+{o}" if o.startswith("optim.dense.learning") else o for o in overrides]
+    with pytest.raises(UserError, match=words) as caught:
+        trained(tmp_path, *overrides)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.parametrize("policy", ["resident", "lru"])
+def test_a_diverging_run_says_so(tmp_path, policy) -> None:
+    with pytest.raises(UserError, match=r"loss is not finite at step \d+; first bad tensor: ") as caught:
+        trained(tmp_path, f"tiers.policy={policy}", "optim.dense.lr=1e30", "trainer.checkpoint_every=1")
+    step = int(str(caught.value).split("step ")[1].split(";")[0])
+    saved = sorted((tmp_path / "checkpoints").iterdir())
+    assert saved[-1].name == f"step-{step - 1:08d}.ckpt", "the step before is there to look at"
