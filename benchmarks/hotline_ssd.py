@@ -38,7 +38,8 @@ def main() -> None:
             sys.executable, "-m", "recpipe", "task=compare",
             f"compare.plugins=[{','.join(ROWS)}]",
             f"compare.repetitions={arguments.repetitions}", "tiers=ssd", "tiers.resident_bytes=10%",
-            f"data.table_scale={arguments.scale}", f"data.samples={arguments.samples}", "data.eval_fraction=0.05",
+            f"data.table_scale={arguments.scale}", f"data.samples={arguments.samples}",
+            "data.eval_fraction=0.05",
             f"hydra.run.dir={out}", *arguments.overrides,
         ]  # fmt: skip
         subprocess.run(command, check=True)

@@ -120,8 +120,8 @@ def _manifest(directory: Path) -> tuple[int, dict[str, tuple[int, str]]]:
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as fault:
         raise UserError(
-            f"{directory / MANIFEST} is damaged ({type(fault).__name__}): remove {directory.name}, or resume from "
-            f"another checkpoint in {directory.parent}"
+            f"{directory / MANIFEST} is damaged ({type(fault).__name__}): remove {directory.name}, "
+            f"or resume from another checkpoint in {directory.parent}"
         ) from fault
 
 

@@ -68,7 +68,10 @@ def assemble_plugins(
     )
     active = gather(activate(active_plugins(cfg)), context)
     assembly = assemble(
-        active, context.tables, prefer=dict(cfg.compose.prefer), resident_bytes=context.resident_bytes
+        active,
+        context.tables,
+        prefer={slot: name for slot, name in cfg.compose.prefer.items() if name},
+        resident_bytes=context.resident_bytes,
     )
     cache_owner(tiers, assembly)
     return assembly

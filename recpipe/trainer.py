@@ -225,7 +225,7 @@ class Recorder(L.Callback):
         self.history: list[Point] = []
         self.evaluated_at = -1
         self._waiting: list[tuple[int, int, float, float, Any]] = []
-        self._last: float | None = None
+        self._last = 0.0
         self._reported = 0
 
     @property
@@ -248,8 +248,12 @@ class Recorder(L.Callback):
         """Samples trained so far."""
         return sum(self.step_samples)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The clock of the first step; a run resumed inside an epoch starts none."""
+        self._last = perf_counter()
+
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The clock of the first step."""
+        """The clock of an epoch's first step."""
         self._last = perf_counter()
 
     def on_train_batch_end(
@@ -262,7 +266,6 @@ class Recorder(L.Callback):
     ) -> None:
         """A step lasts from the end of the one before, so that waiting for data counts."""
         now = perf_counter()
-        assert self._last is not None
         self.step_seconds.append(now - self._last)
         self.step_samples.append(batch.batch.size)
         self._print_known(trainer)

@@ -291,8 +291,8 @@ def test_npy_labels_and_parts(refused: Run, tmp_path: Path) -> None:
         (["data.samples=0"], ("data.samples=0",)),
         (["data.pooling=0"], ("data.pooling=0",)),
         (["task.name=tran"], ("task.name=tran", "train")),
-        (["+compose.prefer.spliter=hotline"], ("compose.prefer.spliter", "splitter")),
-        (["+compose.prefer.splitter=hotline"], ("compose.prefer.splitter=hotline",)),
+        (["compose.prefer.spliter=hotline"], ("compose.prefer.spliter", "splitter")),
+        (["compose.prefer.splitter=hotline"], ("compose.prefer.splitter=hotline",)),
         (["task=compare", "compare.plugins=[nocache,hotlin]"], ("hotlin", "hotline")),
         (["plugins.hotline.sample=0.1"], ("plugins.hotline",)),
     ],
@@ -346,7 +346,7 @@ def test_the_named_plugin_gets_the_slot(
     """The remedy that the message names works."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    choice = ["+plugins.other={}", "+compose.prefer.splitter=hotline", "task=plan"]
+    choice = ["+plugins.other={}", "compose.prefer.splitter=hotline", "task=plan"]
     monkeypatch.setattr("sys.argv", ["recpipe", *SMALL, "+plugin=hotline", *choice])
     with pytest.raises(SystemExit) as left:
         command_line.main()

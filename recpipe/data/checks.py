@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from recpipe.errors import DataError
 
+REMEDY = "correct it, or leave bad rows out with data.on_bad_row=skip"
+
 
 class Values(Protocol):
     """A column to show a value of: a numpy or an Arrow array."""
@@ -39,5 +41,5 @@ class RowChecks:
         """How many rows are bad; ``DataError`` for the first of them unless ``skip``."""
         if self._worst is not None and not skip:
             index, message = self._worst
-            raise DataError(f"{self.file}, row {self.first_row + index}, {message}")
+            raise DataError(f"{self.file}, row {self.first_row + index}, {message}; {REMEDY}")
         return int(len(self.good) - self.good.sum())

@@ -74,6 +74,7 @@ class CriteoConfig(FileConfig):
     """Criteo rows. ``tables``: rows of C1 ... C26; ``hash_ids`` matters for .npy triples alone."""
 
     name: str = "criteo"
+    batch_size: int = 512
     tables: dict[str, int] = dataclasses.field(default_factory=dict)
     hash_ids: bool = True
 
@@ -87,6 +88,7 @@ class NpyConfig(CriteoConfig):
     """TorchRec's .npy triples: ids are taken as they are, unless ``hash_ids``: ids % rows."""
 
     name: str = "npy"
+    batch_size: int = 2048
     hash_ids: bool = False
 
 

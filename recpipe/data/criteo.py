@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 from numpy.typing import NDArray
 
+from recpipe.data.checks import REMEDY
 from recpipe.data.columns import Columns, Float32, Int32
 from recpipe.data.config import nearest
 from recpipe.data.dataset import Schema, SparseFeature
@@ -89,7 +90,7 @@ class CriteoSource:
             if not bad:
                 raise DataError(f"{file}, rows from {line}: {fault}") from fault
             if not self._skip:
-                raise DataError(f"{file}, row {line + bad[0][0]}: {_fault(bad[0][1])}") from None
+                raise DataError(f"{file}, row {line + bad[0][0]}: {_fault(bad[0][1])}; {REMEDY}") from None
             self.rejected_rows += len(bad)
             return parse_block(good, self.schema)
 

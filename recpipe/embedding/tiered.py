@@ -98,7 +98,7 @@ class TieredEmbeddingBagCollection(TableCollection):
     # -- the four calls ----------------------------------------------------------------------
 
     def bags(self, sparse: KeyedJaggedTensor) -> Bags:
-        """The batch's lookups as global rows, features in the tables' order whatever their order in ``sparse``."""
+        """The batch's lookups as global rows; features in the tables' order, whatever that of ``sparse``."""
         names = list(self._base_of_feature)
         if sparse.keys() != names:
             sparse = sparse.permute([sparse.keys().index(name) for name in names])

@@ -10,7 +10,6 @@ import lightning as L
 import numpy as np
 import torch
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from recpipe.data.batch import Batch
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
@@ -96,8 +95,7 @@ class RankingModule(L.LightningModule):
         with torch.no_grad():
             was_training = self.ranker.training
             self.ranker.eval()
-            pooled: KeyedTensor = nn.Module.__call__(self.ranker.embeddings, batch.sparse)
-            named.append(("the pooled embeddings", pooled.values()))
+            named.append(("the pooled embeddings", self.ranker.pooled(batch.sparse)))
             self.ranker.train(was_training)
         bad = next(
             (name for name, t in named if not torch.isfinite(t).all()), "the logits (all inputs are finite)"
@@ -146,15 +144,19 @@ class RankingModule(L.LightningModule):
         checkpoint["recpipe"] = {
             "batches_done": done,
             "made_with": self._made_with(),
+            "dense_defaults": self._fresh_optimizer().defaults,
             "random": random_state(),
             "fingerprint": self.loader.dataset.fingerprint,
             "placement": placement,
         }
 
+    def _fresh_optimizer(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(self.ranker.dense_parameters().values())
+
     def _made_with(self) -> dict[str, Any]:
         """Values without which neither the data position nor the dense optimizer's state mean anything."""
-        optimizer = self.make_optimizer(self.ranker.dense_parameters().values())
-        return {"data.batch_size": self.loader.batch_size, "optim.dense.name": type(optimizer).__name__}
+        name = type(self._fresh_optimizer()).__name__
+        return {"data.batch_size": self.loader.batch_size, "optim.dense.name": name}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue at the saved data position, with the same rows resident when the tiers are the same."""
@@ -169,6 +171,11 @@ class RankingModule(L.LightningModule):
                 raise UserError(
                     f"the checkpoint was made with {key}={theirs}, not {value}: resume with {key}={theirs}"
                 )
+        # torch would take the learning rate from the checkpoint even where the recipe has a new one.
+        mine = self._fresh_optimizer().defaults
+        changed = {k: value for k, value in mine.items() if saved["dense_defaults"][k] != value}
+        for group in checkpoint["optimizer_states"][0]["param_groups"]:
+            group.update(changed)
         self.loader.first = int(saved["batches_done"])
         self._random_state = saved["random"]
         embeddings = self.ranker.embeddings

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe.data.batch import Batch
 from recpipe.errors import UserError
@@ -74,8 +75,21 @@ class Ranker(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits float32 [B]."""
-        logits: torch.Tensor = self.dlrm(batch.dense, batch.sparse)
-        return logits.squeeze(1)
+        return self.score(batch.dense, self.pooled(batch.sparse))
+
+    def pooled(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Pooled embeddings float32 [B, F * dim], features in the model's order.
+
+        TorchRec's ``SparseArch`` cuts them apart by name and joins them again, which is needed only
+        where a sharded collection returns them in another order.
+        """
+        keyed: KeyedTensor = self.embeddings(sparse)
+        names = self.dlrm.sparse_arch.sparse_feature_names
+        if keyed.keys() == names:
+            values: torch.Tensor = keyed.values()
+            return values
+        by_name = keyed.to_dict()
+        return torch.cat([by_name[name] for name in names], dim=1)
 
     def score(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         """Logits float32 [n] from dense features [n, D] and pooled embeddings [n, F * dim]."""

@@ -114,7 +114,7 @@ class _Lookups:
         self._leaves: list[torch.Tensor] = []
         plan = staged.plan
         if plan is None:
-            self._warm: torch.Tensor = ranker.dlrm.sparse_arch(staged.batch.sparse).flatten(1)
+            self._warm = ranker.pooled(staged.batch.sparse)
             return
         if plan.fetches_residents:
             _tiers(ranker).arrive()

@@ -63,7 +63,9 @@ def _memory(memory: Mapping[str, Any]) -> str:
     peak, resident, cold = (
         figures.size(memory[f"{name}_bytes"]) for name in ("peak_rss", "resident", "cold")
     )
-    return f"peak RSS {peak}   resident tier {resident}   cold tier {cold}"
+    overhead = figures.size(memory["tier_overhead_bytes"])
+    beside = f" + {overhead} beside it" if memory["tier_overhead_bytes"] else ""
+    return f"peak RSS {peak}   resident tier {resident}{beside}   cold tier {cold}"
 
 
 def _io(io: Mapping[str, Any]) -> str:

@@ -171,10 +171,14 @@ def test_every_row_is_in_exactly_one_place(kind: str, carry: bool) -> None:
 def test_fetching_ahead_without_carrying_would_read_stale_rows() -> None:
     planner = planner_of("nocache", carry=False)
     places = Places(0, planner.space.rows)
-    with pytest.raises(AssertionError, match="fetched before it was written"):
+
+    def run() -> None:
         for bags in batches():
             places.carry_out(planner.plan(bags), ahead=True)
             planner.commit()
+
+    with pytest.raises(AssertionError, match="fetched before it was written"):
+        run()
 
 
 @pytest.mark.parametrize("carry", [False, True])

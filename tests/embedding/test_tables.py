@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -21,7 +23,7 @@ def test_fill_does_not_depend_on_chunks() -> None:
     rows = LARGE.features[1].rows
     whole = LARGE.fill("big", 0, rows)
     cuts = [0, 1, 100, FILL_ROWS - 1, FILL_ROWS, FILL_ROWS + 3, 2 * FILL_ROWS + 2, rows]
-    parts = [LARGE.fill("big", low, high) for low, high in zip(cuts, cuts[1:], strict=False)]
+    parts = [LARGE.fill("big", low, high) for low, high in pairwise(cuts)]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
     np.testing.assert_array_equal(
         LARGE.fill("big", FILL_ROWS - 5, FILL_ROWS + 5), whole[FILL_ROWS - 5 :][:10]

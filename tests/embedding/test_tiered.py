@@ -183,7 +183,7 @@ def test_values_written_between_batches_are_used(tmp_path, policy, prefetch) -> 
     collection = tiers(table_set("sgd"), policy, tmp_path, prefetch=prefetch)
     train(collection, batches)
     for region in collection.regions():
-        weights, state = collection.read(region)
+        _, state = collection.read(region)
         ids = np.arange(region.start, region.stop, dtype=np.float32)
         collection.write(region, (np.repeat(ids[:, None], DIM, axis=1), state))
         assert collection.read(region)[0][:, 0].tolist() == ids.tolist()

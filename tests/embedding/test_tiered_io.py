@@ -172,11 +172,15 @@ class Failing(HostStore):
 def test_a_failing_store_stops_training_and_is_closed(tmp_path, method, policy, prefetch) -> None:
     store = Failing(table_set(), method)
     collection = tiers(table_set(), policy, tmp_path, store, prefetch)
-    with pytest.raises(StoreError, match="the device failed"):
+
+    def run() -> None:
         try:
             train_ahead(collection, stream(30, True))
         finally:
             collection.close()
+
+    with pytest.raises(StoreError, match="the device failed"):
+        run()
     assert store.closed
 
 
