@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 
+from recpipe.checkpoint import SUFFIX
 from recpipe.errors import UserError
 from recpipe.metrics import Quality
 from recpipe.model.module import LOG_EVERY, RankingModule
@@ -133,20 +134,21 @@ class LogProgressBar(TQDMProgressBar):
 
 
 def _checkpointing(config: TrainerConfig, steps: int, directory: Path) -> list[L.Callback]:
-    stop = StopOnSignal(directory if config.checkpoint_every is not None else None)
+    last = config.steps(steps)
     if config.checkpoint_every is None:
-        return [stop]
+        return [StopOnSignal(None, 1, last)]
+    every = config.interval(config.checkpoint_every, steps)
     regular = ModelCheckpoint(
         dirpath=directory,
         filename="step-{step:08d}",
         auto_insert_metric_name=False,
-        every_n_train_steps=config.interval(config.checkpoint_every, steps),
+        every_n_train_steps=every,
         save_top_k=config.keep_checkpoints,
         monitor="step",
         mode="max",
         save_on_train_epoch_end=False,
     )
-    return [stop, regular]
+    return [StopOnSignal(directory, every, last), regular]
 
 
 def fit(
@@ -167,6 +169,8 @@ def fit(
         trainer.validate(module, evaluation, verbose=False)
     recorder.finish(trainer)
     module.quality.close()
+    if not recorder.step_seconds:
+        print(f"no step was left to train after {trainer.global_step}; raise trainer.max_steps or max_epochs")
     if stop.received is None:
         return None
     where = (
@@ -178,35 +182,52 @@ def fit(
 
 
 class StopOnSignal(L.Callback):
-    """SIGTERM, Ctrl-C: finish the step, leave a checkpoint to resume from, end. The second ends at once."""
+    """SIGTERM, Ctrl-C: finish the step, leave a checkpoint to resume from, end. The second ends at once.
 
-    def __init__(self, directory: Path | None) -> None:
+    Also saves after the last step, which the regular interval may not meet. ``directory`` None: saves none.
+    """
+
+    def __init__(self, directory: Path | None, every: int, last_step: int) -> None:
         self.directory = directory
+        self.every = every
+        self.last_step = last_step
         self.received: int | None = None
         self.saved: Path | None = None
         self._before: dict[int, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the signals over from Lightning, which would stop in the middle of a batch."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._receive)
+        self._take_over()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Also for the evaluation after training."""
+        self._take_over()
+
+    def _take_over(self) -> None:
+        if not self._before:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
-            raise KeyboardInterrupt
+            # Not KeyboardInterrupt, which Lightning turns into an exit with status 1.
+            raise SystemExit(128 + number)
         self.received = number
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop after this step when a signal has come."""
-        if self.received is None:
+        """Save and stop after this step when a signal has come; save after the last step."""
+        step = trainer.global_step
+        if self.received is None and step < self.last_step:
             return
-        trainer.should_stop = True
-        trainer.limit_val_batches = 0
+        if self.received is not None:
+            trainer.should_stop = True
+            trainer.limit_val_batches = 0
         if self.directory is not None and self.saved is None:
-            self.saved = self.directory / f"step-{trainer.global_step:08d}.ckpt"
-            trainer.save_checkpoint(self.saved)
+            self.saved = self.directory / f"step-{step:08d}{SUFFIX}"
+            if step % self.every:
+                trainer.save_checkpoint(self.saved)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give the signals back."""

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -282,7 +283,9 @@ def test_overrides_that_contradict_the_rows(override: str, message: str) -> None
         carried_overrides([override], parse_rows(["lru", "hotline"], INSTALLED))
 
 
-def test_outside_the_command_line_there_are_no_overrides_to_carry() -> None:
+def test_outside_the_command_line_there_are_no_overrides_to_carry(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Other tests of this process may have run recipes.
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
     with pytest.raises(UserError, match="run python -m recpipe task=compare"):
         command_line_overrides()
 

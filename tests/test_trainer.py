@@ -181,7 +181,7 @@ def test_resume_without_a_checkpoint(trained, tmp_path) -> None:
 def test_only_the_newest_checkpoints_are_kept(trained, tmp_path) -> None:
     trained("run", "trainer.checkpoint_every=4", "trainer.keep_checkpoints=2")
     names = sorted(d.name for d in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["step-00000020.ckpt", "step-00000024.ckpt"]
+    assert names == ["step-00000020.ckpt", "step-00000024.ckpt", "step-00000025.ckpt"], "and the last step's"
 
 
 def test_no_checkpoints_when_none_are_asked_for(trained, tmp_path) -> None:

@@ -19,9 +19,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
 from time import perf_counter
 from typing import Any
 
@@ -36,20 +35,10 @@ from recpipe.embedding import seams
 from recpipe.embedding.collection import TableCollection, make_tbe
 from recpipe.embedding.planner import IN_STORE, Bags, Planner, TierPlan
 from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, policy_bytes
+from recpipe.embedding.store_thread import StoreThread, TierTimes
 from recpipe.embedding.stores.base import ColdStore, IoCounters, Records
 from recpipe.embedding.tables import Region, TableSet, Values, row_chunks
-from recpipe.embedding.transfer import Landed, Transfer
-
-
-@dataclass
-class TierTimes:
-    """Seconds since the run began. ``fetch`` is hidden as far as ``wait`` is shorter."""
-
-    plan: float = 0.0
-    fetch: float = 0.0
-    write: float = 0.0
-    wait: float = 0.0
-    advance: float = 0.0
+from recpipe.embedding.transfer import Landed
 
 
 class TieredEmbeddingBagCollection(TableCollection):
@@ -80,15 +69,11 @@ class TieredEmbeddingBagCollection(TableCollection):
         self.prefetches = prefetch
         self.planner = Planner(RowSpace(tables.layout.bases, slots), policy, carry=prefetch)
         self.times = TierTimes()
-        self.io = IoCounters()
-        """What training moved; evaluation and checkpoints are not in it (``store.io`` has everything)."""
+        self.cold = StoreThread(store, device, self.times)
         self.resident = make_tbe(tables, max(1, slots), device)
         self.slab = make_tbe(tables, 1, device)
-        self._transfer = Transfer(device)
-        self._io = ThreadPoolExecutor(1, "recpipe-io")
         self._planning = threading.RLock()
         self._fetches: dict[int, Future[Landed]] = {}
-        self._writes: list[Future[None]] = []
         self._slab_rows: RowIds = np.empty(0, np.int64)
         self._slab_written = True
         self._arriving: tuple[TierPlan, torch.Tensor] | None = None
@@ -119,13 +104,13 @@ class TieredEmbeddingBagCollection(TableCollection):
 
     def prefetch(self, plan: TierPlan) -> None:
         """Start fetching the plan's rows, once ``advance`` of the batch before it has been called."""
-        self._fetches[id(plan)] = self._io.submit(self._counted_fetch, plan.fetch)
+        self._fetches[id(plan)] = self.cold.fetch(plan.fetch)
 
     def advance(self, plan: TierPlan) -> None:
         """The last batch's update is done: send departing rows away; start the fetch if nobody has."""
         self.arrive()  # a batch that was skipped still has its rows
         start = perf_counter()
-        self._check_writes()
+        self.cold.check_writes()
         with self._planning:
             self.planner.commit()
         left = np.flatnonzero(plan.evicted >= 0)
@@ -141,7 +126,9 @@ class TieredEmbeddingBagCollection(TableCollection):
         leaving[carried] = False
         if self._slab_written:
             leaving[: len(self._slab_rows)] = False
-        self._write(rows, departing, np.flatnonzero(leaving))
+        self.cold.write(
+            rows[leaving], departing if leaving.all() else departing[self._index(np.flatnonzero(leaving))]
+        )
         if id(plan) not in self._fetches:
             self.prefetch(plan)
         self._slab_rows, self._slab_written = plan.slab, True
@@ -230,7 +217,7 @@ class TieredEmbeddingBagCollection(TableCollection):
             planned = self.planner.undo()
             self.arrive()
             if not self._slab_written:
-                self._write(self._slab_rows, self._slab_records(), np.arange(len(self._slab_rows)))
+                self.cold.write(self._slab_rows, self._slab_records())
                 self._slab_written = True
             try:
                 yield
@@ -242,7 +229,7 @@ class TieredEmbeddingBagCollection(TableCollection):
         """Records of distinct global ``rows`` (inside ``quiesced``), float32 [n, width] on the device."""
         where = self.planner.where[rows]
         cold = np.flatnonzero(where < 0)
-        fetched = self._io.submit(self._fetch, rows[cold]).result().use()
+        fetched = self.cold.fetch_now(rows[cold])
         if len(cold) == len(rows):
             return fetched
         hot = np.flatnonzero(where >= 0)
@@ -260,7 +247,7 @@ class TieredEmbeddingBagCollection(TableCollection):
         held = np.flatnonzero(where < IN_STORE)
         positions = torch.from_numpy(-2 - where[held].astype(np.int64)).to(self.device)
         put(self.slab, positions, torch.from_numpy(records[held]).to(self.device))
-        self._io.submit(self.store.scatter, rows[cold], np.ascontiguousarray(records[cold])).result()
+        self.cold.write_now(rows[cold], records[cold])
 
     def regions(self) -> Iterator[Region]:
         """All rows of all tables, in chunks."""
@@ -306,13 +293,18 @@ class TieredEmbeddingBagCollection(TableCollection):
             assert not (planner.row_of_slot >= 0).any(), "placement is restored before training starts"
             used = np.flatnonzero(state["row_of_slot"] >= 0)
             for part in np.array_split(used, max(1, len(used) // 65_536)):
-                fetched = self._io.submit(self._fetch, state["row_of_slot"][part]).result().use()
+                fetched = self.cold.fetch_now(state["row_of_slot"][part])
                 put(self.resident, self._index(part), fetched)
             planner.restore(state["row_of_slot"])
             planner.policy.load_state_dict(state["state"])
         return True
 
     # -- the rest ----------------------------------------------------------------------------
+
+    @property
+    def io(self) -> IoCounters:
+        """What training moved; evaluation and checkpoints are not in it (``store.io`` has everything)."""
+        return self.cold.counters
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """As TorchRec's collection."""
@@ -343,55 +335,8 @@ class TieredEmbeddingBagCollection(TableCollection):
         try:
             with self.quiesced():
                 pass
-            self._io.shutdown(wait=True)
-            self._check_writes()
         finally:
-            self._io.shutdown(wait=True)
-            self.store.close()
-
-    def _fetch(self, rows: RowIds) -> Landed:
-        host = self._transfer.host_buffer(len(rows), self.tables.layout.width)
-        self.store.gather(rows, host.numpy())
-        return self._transfer.to_device(host)
-
-    def _counted_fetch(self, rows: RowIds) -> Landed:
-        """A fetch that training waits for, with its time and traffic."""
-        start = perf_counter()
-        with self._counting():
-            landed = self._fetch(rows)
-        self.times.fetch += perf_counter() - start
-        return landed
-
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Add the store's traffic inside to ``io``; for the I/O thread."""
-        before = replace(self.store.io)
-        yield
-        for field in fields(IoCounters):
-            gained = getattr(self.store.io, field.name) - getattr(before, field.name)
-            setattr(self.io, field.name, getattr(self.io, field.name) + gained)
-
-    def _write(self, rows: RowIds, records: torch.Tensor, which: RowIds) -> None:
-        """Queue ``rows[which]`` with their records for the store; later fetches see them."""
-        if not len(which):
-            return
-        chosen = records if len(which) == len(rows) else records[self._index(which)]
-        landed = self._transfer.to_host(chosen)
-
-        def write() -> None:
-            start = perf_counter()
-            with self._counting():
-                self.store.scatter(rows[which], landed())
-            self.times.write += perf_counter() - start
-
-        self._writes.append(self._io.submit(write))
-
-    def _check_writes(self) -> None:
-        """Raise what a finished write raised; wait when more than one batch's writes are under way."""
-        waiting = self._writes[:-2] + [w for w in self._writes[-2:] if w.done()]
-        for write in waiting:
-            write.result()
-            self._writes.remove(write)
+            self.cold.close()
 
     def _slab_records(self) -> torch.Tensor:
         return take(self.slab, torch.arange(len(self._slab_rows), device=self.device))
