@@ -1,6 +1,6 @@
 #!/bin/sh
 # Sets up .venv with a tested set of packages and recpipe itself; does nothing when it is up to date.
-#   RECPIPE_PYTHON        the Python to use (default: the first of 3.13, 3.12, 3.11, python3, 3.14 that fits)
+#   RECPIPE_PYTHON        the Python to use (default: python3 when it is 3.11 to 3.14, else the first of these that is there)
 #   RECPIPE_REQUIREMENTS  the set to install (default: requirements/cuda.txt with a GPU, else requirements/cpu.txt)
 set -eu
 cd "$(dirname "$0")"
@@ -11,8 +11,8 @@ fail() {
 }
 
 find_python() {
-    for candidate in ${RECPIPE_PYTHON:-python3.13 python3.12 python3.11 python3 python3.14}; do
-        if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null &&
+    for candidate in ${RECPIPE_PYTHON:-python3 python3.13 python3.12 python3.11 python3.14}; do
+        if "$candidate" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null &&
             "$candidate" -m pip --version >/dev/null 2>&1; then
             command -v "$candidate"
             return
@@ -36,13 +36,13 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && .venv/bin/python -c '
 fi
 
 if ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-    python=$(find_python) || fail "no Python >= 3.11 with pip and venv found; install one or set RECPIPE_PYTHON=/path/to/python3"
+    python=$(find_python) || fail "no Python 3.11 to 3.14 with pip and venv found; install one or set RECPIPE_PYTHON=/path/to/python3"
     echo "setup: making .venv with $python"
     rm -rf .venv
     # Without pip of its own: some systems ship venv without ensurepip. The outer pip installs into it.
     "$python" -m venv --without-pip .venv || fail "$python -m venv failed; on Debian and Ubuntu: apt install python3-venv"
 else
-    python=$(find_python) || fail "no Python >= 3.11 with pip found; set RECPIPE_PYTHON=/path/to/python3"
+    python=$(find_python) || fail "no Python 3.11 to 3.14 with pip found; set RECPIPE_PYTHON=/path/to/python3"
 fi
 
 # pip < 22.3 cannot install into another environment; .venv then gets a pip of its own.

@@ -125,6 +125,10 @@ def _run_hydra(argv: Sequence[str]) -> None:
             run(recipe)
 
     register()
+    if "task=compare" in argv:
+        # The comparison itself runs no plugin: knobs are handed on to the rows that have theirs.
+        argv = [f"+{word}" if word.startswith("plugins.") else word for word in argv]
+        sys.argv[1:] = argv
     decorate = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)
     # With HYDRA_FULL_ERROR Hydra hands us its exceptions instead of printing them and exiting with 1.
     with _environment("1"), readable_errors(argv):

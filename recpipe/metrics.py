@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import resource
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -150,11 +149,3 @@ def reset_peak_rss() -> bool:
     except OSError:
         return False
     return True
-
-
-def current_rss_bytes() -> int:
-    """Resident set of this process now, in bytes; the peak on systems without /proc."""
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
-        return peak_rss_bytes()
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -132,3 +132,12 @@ def test_missing_value_names_the_key(job, capsys: pytest.CaptureFixture[str]) ->
     assert (
         capsys.readouterr().err == "error: data.path has no value in this recipe: set it, data.path=VALUE\n"
     )
+
+
+def test_a_comparison_takes_knobs_of_its_plugins_as_a_run_does(cli: Cli) -> None:
+    done = cli(
+        "task=compare", "compare.plugins=[resident,hotline]", "compare.repetitions=1", "compare.warmup=0",
+        "plugins.hotline.sample=2", "data.samples=1000", "data.table_scale=0.01",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "row 'hotline': plugins.hotline.sample=2" in done.stderr

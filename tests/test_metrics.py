@@ -126,11 +126,11 @@ def test_submit_does_not_wait_for_the_computation(monkeypatch: pytest.MonkeyPatc
 
 def test_peak_rss_sees_memory_that_was_freed_until_it_is_reset() -> None:
     size = 96 << 20
-    metrics.reset_peak_rss()
-    before = metrics.current_rss_bytes()
+    if not metrics.reset_peak_rss():
+        pytest.skip("this kernel does not reset a process's peak")
+    before = metrics.peak_rss_bytes()
     block = np.ones(size, np.uint8)
-    assert metrics.current_rss_bytes() >= before + 0.9 * size
     del block
     assert metrics.peak_rss_bytes() >= before + 0.9 * size
-    if metrics.reset_peak_rss():
-        assert metrics.peak_rss_bytes() < before + 0.5 * size
+    metrics.reset_peak_rss()
+    assert metrics.peak_rss_bytes() < before + 0.5 * size

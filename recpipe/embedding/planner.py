@@ -6,12 +6,17 @@ here touches weights. Runs ahead of training, one batch early, in the loader's t
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, Slots
+
+if TYPE_CHECKING:
+    from recpipe.embedding.transfer import Landed
 
 Offsets = NDArray[np.int64]
 IN_STORE = -1
@@ -46,7 +51,8 @@ class TierPlan:
     needs_cold: NDArray[np.bool_]
     """Of each sample, in the batch's own order: whether it looks up a row that is not resident yet."""
     cold_first: int
-    lookups: int
+    fetched: Future[Landed] | None = None
+    """The fetch of ``fetch``'s rows, once it has been started."""
 
     @property
     def arrivals(self) -> RowIds:
@@ -198,7 +204,6 @@ class Planner:
             slab_offsets=in_slab,
             needs_cold=needs_cold,
             cold_first=0,
-            lookups=len(bags.rows),
         )
 
     def undo(self) -> Bags | None:

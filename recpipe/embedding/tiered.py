@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -38,7 +37,7 @@ from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, policy_byt
 from recpipe.embedding.store_thread import StoreThread, TierTimes
 from recpipe.embedding.stores.base import ColdStore, IoCounters, Records
 from recpipe.embedding.tables import Region, TableSet, Values, row_chunks
-from recpipe.embedding.transfer import Landed
+from recpipe.errors import DataError
 
 
 class TieredEmbeddingBagCollection(TableCollection):
@@ -73,7 +72,6 @@ class TieredEmbeddingBagCollection(TableCollection):
         self.resident = make_tbe(tables, max(1, slots), device)
         self.slab = make_tbe(tables, 1, device)
         self._planning = threading.RLock()
-        self._fetches: dict[int, Future[Landed]] = {}
         self._slab_rows: RowIds = np.empty(0, np.int64)
         self._slab_written = True
         self._arriving: tuple[TierPlan, torch.Tensor] | None = None
@@ -90,9 +88,16 @@ class TieredEmbeddingBagCollection(TableCollection):
         values = sparse.values().cpu().numpy()
         offsets = sparse.offsets().cpu().numpy().astype(np.int64, copy=False)
         size = sparse.stride()
-        starts = offsets[::size]
-        bases = np.array([self._base_of_feature[key] for key in list(sparse.keys())])
-        return Bags(values + np.repeat(bases, np.diff(starts)), offsets, size)
+        counts = np.diff(offsets[::size])
+        bases = self.tables.layout.bases
+        wrong = np.flatnonzero((values < 0) | (values >= np.repeat(np.diff(bases), counts)))
+        if len(wrong):
+            feature = self.tables.features[int(np.repeat(np.arange(len(counts)), counts)[wrong[0]])]
+            raise DataError(
+                f"id {values[wrong[0]]} of feature {feature.name} is not in its table of {feature.rows} "
+                "rows; raise the table's rows or hash the ids"
+            )
+        return Bags(values + np.repeat(bases[:-1], counts), offsets, size)
 
     def plan(self, sparse: KeyedJaggedTensor) -> TierPlan:
         """Decide where the batch's lookups go and which rows move; ``advance`` must follow."""
@@ -104,7 +109,12 @@ class TieredEmbeddingBagCollection(TableCollection):
 
     def prefetch(self, plan: TierPlan) -> None:
         """Start fetching the plan's rows, once ``advance`` of the batch before it has been called."""
-        self._fetches[id(plan)] = self.cold.fetch(plan.fetch)
+        plan.fetched = self.cold.fetch(plan.fetch)
+
+    def forget(self) -> None:
+        """Take back a plan whose batch will not be trained: the epoch was left early."""
+        with self._planning:
+            self.planner.undo()
 
     def advance(self, plan: TierPlan) -> None:
         """The last batch's update is done: send departing rows away; start the fetch if nobody has."""
@@ -129,7 +139,7 @@ class TieredEmbeddingBagCollection(TableCollection):
         self.cold.write(
             rows[leaving], departing if leaving.all() else departing[self._index(np.flatnonzero(leaving))]
         )
-        if id(plan) not in self._fetches:
+        if plan.fetched is None:
             self.prefetch(plan)
         self._slab_rows, self._slab_written = plan.slab, True
         self._arriving = (plan, self._promote(plan, carried_records))
@@ -148,7 +158,9 @@ class TieredEmbeddingBagCollection(TableCollection):
         plan, carried = self._arriving
         self._arriving = None
         start = perf_counter()
-        fetched = self._fetches.pop(id(plan)).result().use()
+        assert plan.fetched is not None, "advance has started the fetch"
+        fetched = plan.fetched.result().use()
+        plan.fetched = None
         self.times.wait += perf_counter() - start
         from_store = plan.carried_from < 0
         fetched_slots = plan.slots[from_store[: len(plan.placed)]]

@@ -47,14 +47,18 @@ class TrainLoader:
     def __iter__(self) -> Iterator[StagedBatch]:
         first, self.first = self.first, 0
         source = self.assembly.wrap_stream(self.dataset.batches("train", self.batch_size, first))
-        with ThreadPoolExecutor(1, "recpipe-loader") as worker:
-            pending = worker.submit(self._stage, source)
-            while (staged := pending.result()) is not None:
-                if self.tiers is not None and staged.plan is not None:
-                    self.tiers.advance(staged.plan)
+        try:
+            with ThreadPoolExecutor(1, "recpipe-loader") as worker:
                 pending = worker.submit(self._stage, source)
-                self.lookups += staged.batch.sparse.values().numel()
-                yield staged
+                while (staged := pending.result()) is not None:
+                    if self.tiers is not None and staged.plan is not None:
+                        self.tiers.advance(staged.plan)
+                    pending = worker.submit(self._stage, source)
+                    self.lookups += staged.batch.sparse.values().numel()
+                    yield staged
+        finally:
+            if self.tiers is not None:
+                self.tiers.forget()
 
     def _stage(self, source: Iterator[Batch]) -> StagedBatch | None:
         """The next batch, ready to train; None at the epoch's end. Runs in the worker thread."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.embedding import tiered
 from recpipe.embedding.collection import ResidentCollection
+from recpipe.errors import DataError
 from tests.embedding.samples import (
     CPU,
     DIM,
@@ -193,3 +196,14 @@ def test_values_written_between_batches_are_used(tmp_path, policy, prefetch) -> 
         sums = [float(bag.sum()) for bag in bags]
         assert pooled[feature.name][:, 0].tolist() == pytest.approx(sums)
     collection.close()
+
+
+@pytest.mark.parametrize("bad", [-1, 10**6])
+def test_an_id_outside_of_its_table_is_an_error(bad: int, tmp_path: Path) -> None:
+    collection = tiers(table_set("sgd"), "nocache", tmp_path)
+    names = [feature.name for feature in FEATURES]
+    ids = torch.zeros(len(names), dtype=torch.int64)
+    ids[1] = bad
+    sparse = KeyedJaggedTensor(names, ids, lengths=torch.ones(len(names), dtype=torch.int64))
+    with pytest.raises(DataError, match=f"id {bad} of feature {names[1]} is not in its table"):
+        collection.plan(sparse)
