@@ -76,7 +76,9 @@ def show_bound(reports: list[dict[str, Any]]) -> None:
             "fetch": fetch,
             "popular micro-batch": pop,
             "non-popular micro-batch": non,
+            "write back (the same I/O thread)": 1000 * io["write_seconds"] / steps,
             "wait for cold rows": 1000 * io["wait_seconds"] / steps,
+            "planning (the loader's thread)": 1000 * io["plan_seconds"] / steps,
             "serial: fetch + popular + non-popular": fetch + pop + non,
             "bound: max(fetch, popular) + non-popular": bound,
         }

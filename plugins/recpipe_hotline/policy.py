@@ -72,10 +72,10 @@ class PopularRows(CachePolicy):
 
     def _learn(self) -> None:
         """Find the popular rows; while slots are empty there is nothing to choose."""
-        interval = min(self.learning.relearn_every, round(self.batch * (self.learning.growth - 1)))
-        self.next_learning = self.batch + max(1, interval)
         if self.used < self.space.slots:
             return
+        interval = min(self.learning.relearn_every, round(self.batch * (self.learning.growth - 1)))
+        self.next_learning = self.batch + max(1, interval)
         self.popular = np.zeros(self.space.rows, bool)
         self.popular[top_rows(self.counts, self.space.slots, self.row_of_slot)] = True
         slots = np.flatnonzero(~self.popular[self.row_of_slot]).astype(np.int32)

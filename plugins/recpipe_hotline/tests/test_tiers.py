@@ -181,7 +181,7 @@ def test_micro_batches_make_up_the_batch(synthetic: Dataset, tmp_path: Path) -> 
             assert sizes.sum() == staged.batch.size
             assert (sizes > 0).all()
             assert len(plan.slab_offsets) - 1 == 26 * (staged.batch.size - plan.cold_first)
-            assert len(plan.indices) + len(plan.slab_indices) == plan.lookups
+            assert len(plan.indices) + len(plan.slab_indices) == staged.batch.sparse.values().numel()
             rig.update(staged)
 
 

@@ -14,7 +14,7 @@ from recpipe.embedding.stores.base import (
     StoreLayout,
 )
 from recpipe.embedding.stores.host import HostStore
-from recpipe.embedding.stores.ssd import SsdStore
+from recpipe.embedding.stores.ssd import STAGING_BYTES, SsdStore
 from recpipe.errors import UserError
 
 KINDS = ("host", "ssd")
@@ -39,19 +39,21 @@ def make_store(
     *,
     directory: str | os.PathLike[str] | None = None,
     pinned: bool = False,
+    staging_bytes: int = STAGING_BYTES,
 ) -> ColdStore:
     """The cold store ``tiers.store=kind``, holding what ``fill`` gives.
 
     ``directory`` (``tiers.dir``) is where an ``ssd`` store puts its files; ``pinned`` page-locks a
-    ``host`` store for a GPU. Raises UserError for an unknown kind or a missing directory, StoreError
-    where the memory or the disk cannot hold the rows.
+    ``host`` store for a GPU; ``staging_bytes`` bounds the blocks that an ``ssd`` store keeps between
+    a fetch and the write-back of its rows. Raises UserError for an unknown kind or a missing
+    directory, StoreError where the memory or the disk cannot hold the rows.
     """
     if kind == "host":
         return HostStore(layout, fill, pinned)
     if kind == "ssd":
         if directory is None:
             raise UserError("tiers.store=ssd needs a directory for its files: set tiers.dir=DIRECTORY")
-        return SsdStore.create(layout, fill, directory)
+        return SsdStore.create(layout, fill, directory, staging_bytes=staging_bytes)
     near = difflib.get_close_matches(kind.lower(), KINDS, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UserError(f"tiers.store={kind}: no such store (there are: {', '.join(KINDS)}){hint}")
