@@ -346,7 +346,7 @@ class TieredEmbeddingBagCollection(TableCollection):
         """Write what is left, wait for the store, and release it."""
         try:
             with self.quiesced():
-                pass
+                pass  # which has written the slab back
         finally:
             self.cold.close()
 
