@@ -317,7 +317,7 @@ class Recorder(L.Callback):
                 f"logloss {quality.logloss:.4f}  NE {quality.ne:.4f}  {speed:,.0f} samples/s"
             )
             bar = trainer.progress_bar_callback
-            if isinstance(bar, ProgressBar):
+            if isinstance(bar, ProgressBar) and not wait:  # after training its bar prints nothing any more
                 bar.print(line)
             else:
                 print(line, flush=True)
