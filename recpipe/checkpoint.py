@@ -125,13 +125,18 @@ def _manifest(directory: Path) -> tuple[int, dict[str, tuple[int, str]]]:
         ) from fault
 
 
-def save_tables(directory: Path, storage: TableCollection, shapes: Shapes) -> None:
-    """Write every table's weights and optimizer state as .npy files, a chunk of rows at a time."""
+def save_tables(
+    directory: Path, storage: TableCollection, shapes: Shapes, weights_part: str = "weight"
+) -> None:
+    """Write every table's weights and optimizer state as .npy files, a chunk of rows at a time.
+
+    ``weights_part`` names the weights' files as in ``table_file``.
+    """
     files: dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
     for region in storage.regions():
         if region.table not in files:
             files.clear()
-            files[region.table] = _create(directory, region.table, shapes[region.table])
+            files[region.table] = _create(directory, region.table, shapes[region.table], weights_part)
         weights, state = files[region.table]
         rows = slice(region.start, region.stop)
         weights[rows, region.left : region.right], state[rows] = storage.read(region)
@@ -156,15 +161,15 @@ def _cut(
 
 
 def table_file(directory: Path, table: str, part: str) -> Path:
-    """Where a table's ``weight`` or ``state`` lies; any table name makes a safe file name."""
-    return directory / f"{quote(table, safe='')}.{part}.npy"
+    """Where a table's ``weight`` or ``state`` lies ('': ``<table>.npy``); any table name is made safe."""
+    return directory / f"{quote(table, safe='')}{part and '.'}{part}.npy"
 
 
 def _create(
-    directory: Path, table: str, shape: tuple[int, int, int]
+    directory: Path, table: str, shape: tuple[int, int, int], weights_part: str
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     rows, dim, state = shape
-    return new_array(table_file(directory, table, "weight"), (rows, dim)), new_array(
+    return new_array(table_file(directory, table, weights_part), (rows, dim)), new_array(
         table_file(directory, table, "state"), (rows, state)
     )
 

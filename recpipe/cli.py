@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -117,8 +116,6 @@ def _run_hydra(argv: Sequence[str]) -> None:
             from recpipe.doctor import check_versions
 
             check_versions()
-            # FBGEMM logs every library it loads through the root logger, while it is imported.
-            logging.getLogger().setLevel(logging.WARNING)
             quiet_libraries()
             from recpipe.run import run
 

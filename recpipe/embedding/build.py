@@ -11,6 +11,7 @@ import torch
 
 from recpipe.embedding.collection import ResidentCollection, TableCollection
 from recpipe.embedding.policies import POLICIES, CachePolicy, RowSpace
+from recpipe.embedding.shard import ShardedCollection
 from recpipe.embedding.stores import make_store
 from recpipe.embedding.tables import TableSet
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
@@ -96,9 +97,6 @@ def build_embeddings(
     owner = cache_owner(config, assembly)
     module: TableCollection
     if config.sharded:
-        # Planner and distributed modules take seconds to import: only where they are used.
-        from recpipe.embedding.shard import ShardedCollection
-
         module = ShardedCollection(tables, assembly, device, batch_size)
     elif owner == "resident":
         module = ResidentCollection(tables, device)
