@@ -94,7 +94,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         stopped = fit(trainer, module, loader, evaluation, recorder, resume)
 
         # 7. What it did.
-        report = summarize(cfg, dataset, assembly, described, tables, tiers, module, recorder)
+        report = summarize(cfg, dataset, assembly, described, tables, embeddings, module, recorder)
         if cfg.task.export_parameters:
             export_parameters(Path(cfg.task.export_parameters), embeddings, tables, ranker)
     report.write(run_dir)

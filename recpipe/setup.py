@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from torch import nn
 
 from recpipe.config import active_plugins
+from recpipe.data.cache import default_cache_dir
 from recpipe.data.dataset import Dataset
 from recpipe.embedding.build import TierConfig, cache_owner
+from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.tables import TableSet
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.errors import UserError
@@ -65,6 +66,8 @@ def assemble_plugins(
         seed=cfg.seed,
         data_fingerprint=dataset.fingerprint,
         steps=steps,
+        cache_dir=Path(cfg.data.get("cache_dir") or default_cache_dir()).expanduser(),
+        batches=lambda first: dataset.batches("train", cfg.data.batch_size, first),
     )
     active = gather(activate(active_plugins(cfg)), context)
     assembly = assemble(
@@ -79,18 +82,15 @@ def assemble_plugins(
 
 @contextmanager
 def closing_tiers(
-    embeddings: nn.Module, scratch: Path | None
+    embeddings: TableCollection, scratch: Path | None
 ) -> Iterator[TieredEmbeddingBagCollection | None]:
-    """The embeddings as tiers, or None when all rows are resident; the cold store is closed at the end.
+    """The embeddings as tiers that the pipeline plans for, or None; they are closed at the end.
 
     ``scratch`` is a directory of the store's that nobody asked for by name: it is removed, since
     checkpoints are the durable copy.
     """
-    if not isinstance(embeddings, TieredEmbeddingBagCollection):
-        yield None
-        return
     try:
-        yield embeddings
+        yield embeddings if isinstance(embeddings, TieredEmbeddingBagCollection) else None
     finally:
         embeddings.close()
         if scratch is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from recpipe.embedding.collection import ResidentCollection, TableCollection
+from recpipe.embedding.parts import TierParts
 from recpipe.embedding.policies import POLICIES, CachePolicy, RowSpace
 from recpipe.embedding.shard import ShardedCollection
 from recpipe.embedding.stores import make_store
@@ -18,6 +19,7 @@ from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.errors import UserError
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.errors import PluginConflict, PluginError
+from recpipe.ranks import Ranks
 from recpipe.sizes import parse_bytes, readable_bytes
 
 
@@ -92,6 +94,7 @@ def build_embeddings(
     device: torch.device,
     run_dir: Path,
     batch_size: int,
+    ranks: Ranks | None = None,
 ) -> TableCollection:
     """The collection of tables that the recipe and the plugins ask for, filled with first values."""
     owner = cache_owner(config, assembly)
@@ -101,7 +104,7 @@ def build_embeddings(
     elif owner == "resident":
         module = ResidentCollection(tables, device)
     else:
-        module = _tiered(tables, config, assembly, device, run_dir, owner, batch_size)
+        module = _tiered(tables, config, assembly, device, run_dir, owner, batch_size, ranks or Ranks())
     for aspect in ("precision", "update"):
         for policy, names in assembly.policies(aspect):
             rewritten = policy.part.rewrite(module, names)
@@ -122,7 +125,8 @@ def _tiered(
     run_dir: Path,
     owner: str,
     batch_size: int,
-) -> TieredEmbeddingBagCollection:
+    ranks: Ranks,
+) -> TableCollection:
     budget = config.budget(tables) - assembly.device_bytes
     slots = 0 if owner == "nocache" else budget // tables.record_bytes
     if slots < 1 and owner != "nocache":
@@ -130,9 +134,6 @@ def _tiered(
             f"tiers.resident_bytes={config.resident_bytes} leaves {readable_bytes(max(0, budget))} for rows "
             f"of {tables.record_bytes} bytes: not even one; raise it"
         )
-    space = RowSpace(tables.layout.bases, slots)
-    claimed = assembly.policies("cache")
-    policy: CachePolicy = claimed[0][0].part.cache(space) if claimed else POLICIES[owner](space)
     directory = Path(config.dir).expanduser() if config.dir else run_dir / "tiers"
     store = make_store(
         config.store,
@@ -142,6 +143,18 @@ def _tiered(
         pinned=device.type == "cuda",
         staging_bytes=staging_bytes(batch_size * len(tables.features)),
     )
+    space = RowSpace(tables.layout.bases, slots)
+    claimed = assembly.policies("cache")
+    policy: CachePolicy
+    if claimed:
+        owned = claimed[0][0].part
+        store = owned.store(store)
+        own = owned.collection(TierParts(tables, slots, store, device, config.prefetch, ranks))
+        if own is not None:
+            return own
+        policy = owned.cache(space)
+    else:
+        policy = POLICIES[owner](space)
     return TieredEmbeddingBagCollection(tables, policy, slots, store, device, config.prefetch)
 
 

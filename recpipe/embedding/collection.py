@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
@@ -16,6 +17,8 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim import RowWiseAdagrad
 
 from recpipe.embedding import seams
+from recpipe.embedding.store_thread import TierTimes
+from recpipe.embedding.stores.base import IoCounters
 from recpipe.embedding.tables import Region, TableSet, Values, row_chunks, to_numpy
 
 TORCHREC_OPTIMIZERS = {
@@ -25,9 +28,25 @@ TORCHREC_OPTIMIZERS = {
 }
 
 
+@dataclass(frozen=True)
+class TierFigures:
+    """What a collection over tiers did while training, and the memory that it takes on this rank."""
+
+    io: IoCounters
+    times: TierTimes
+    direct: bool | None
+    """How its store does I/O, as in ``ColdStore.direct``."""
+    resident_bytes: int
+    cold_bytes: int
+    overhead_bytes: int
+
+
 class TableCollection(ABC, nn.Module):
     """A module with the interface of TorchRec's ``EmbeddingBagCollection`` whose every row can be read and
-    written with its optimizer state: for checkpoints, exports and comparisons."""
+    written with its optimizer state: for checkpoints, exports and comparisons.
+
+    Where several ranks train, all trainers make the same calls in the same order.
+    """
 
     @abstractmethod
     def regions(self) -> Iterator[Region]:
@@ -40,6 +59,13 @@ class TableCollection(ABC, nn.Module):
     @abstractmethod
     def write(self, region: Region, values: Values) -> None:
         """Replace the weights and optimizer state of ``region``."""
+
+    def tier_figures(self) -> TierFigures | None:
+        """What it moved between its tiers; None where all rows are resident."""
+        return None
+
+    def close(self) -> None:
+        """Write back what is only here and release files and threads; the tables are unusable then."""
 
 
 class ResidentCollection(FusedEmbeddingBagCollection, TableCollection):  # type: ignore[misc]

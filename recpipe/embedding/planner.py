@@ -37,8 +37,10 @@ class TierPlan:
     """Resident slots that get a new row, int32 [P]."""
     placed: RowIds
     """The rows that those slots get, int64 [P]."""
+    vacated: Slots
+    """Slots that lose their row: ``slots``, then those that are emptied, int32 [E]."""
     evicted: RowIds
-    """The rows that were there, -1 for an empty slot, int64 [P]."""
+    """The rows that were there, -1 for an empty slot, int64 [E]."""
     slab: RowIds
     """Rows of slab positions 0 .. S - 1, int64 [S]."""
     carried_from: NDArray[np.int64]
@@ -108,13 +110,16 @@ class Planner:
         assert self._pending is None, "the last plan has not been carried out"
         before = self.slab_rows
         moved = self.policy.migrate(bags.rows)
+        emptied = self._empty(moved.freed)
         dropped = self._evict(moved.slots, moved.rows)
         where = self.where[bags.rows]
         missing = np.flatnonzero(where < 0)
         misses, which = self._distinct(bags.rows[missing])
         admitted = self.policy.admit(where[where >= 0], misses, bags.rows)
-        evicted = np.concatenate((dropped, self._evict(admitted.slots, admitted.rows)))
+        emptied = np.concatenate((emptied, self._empty(admitted.freed)))
+        evicted = np.concatenate((dropped, self._evict(admitted.slots, admitted.rows), emptied))
         slots = np.concatenate((moved.slots, admitted.slots))
+        vacated = np.concatenate((slots, moved.freed, admitted.freed))
         placed = np.concatenate((moved.rows, admitted.rows))
         slab = misses[self.where[misses] < 0]
         carried_from = self._sources(before, evicted, placed, slab)
@@ -122,7 +127,7 @@ class Planner:
         self.where[slab] = -2 - np.arange(len(slab), dtype=np.int32)
         self.slab_rows = slab
         where[missing] = self.where[misses][which]
-        plan = self._lookups(bags, where, slots, placed, evicted, slab, carried_from)
+        plan = self._lookups(bags, where, slots, placed, vacated, evicted, slab, carried_from)
         self._pending = (plan, before, bags)
         return plan
 
@@ -136,6 +141,13 @@ class Planner:
         self.where[leaving[leaving >= 0]] = IN_STORE
         self.where[rows] = slots
         self.row_of_slot[slots] = rows
+        return leaving
+
+    def _empty(self, slots: Slots) -> RowIds:
+        """Take their rows from ``slots``; returns those rows (-1: the slot was empty)."""
+        leaving = self.row_of_slot[slots]
+        self.where[leaving[leaving >= 0]] = IN_STORE
+        self.row_of_slot[slots] = -1
         return leaving
 
     def _distinct(self, rows: RowIds) -> tuple[RowIds, NDArray[np.int32]]:
@@ -180,6 +192,7 @@ class Planner:
         where: Slots,
         slots: Slots,
         placed: RowIds,
+        vacated: Slots,
         evicted: RowIds,
         slab: RowIds,
         carried: RowIds,
@@ -195,6 +208,7 @@ class Planner:
             batch_size=bags.batch_size,
             slots=slots,
             placed=placed,
+            vacated=vacated,
             evicted=evicted,
             slab=slab,
             carried_from=carried,
@@ -216,9 +230,9 @@ class Planner:
         plan, before, bags = self._pending
         self.where[plan.slab] = IN_STORE
         self.where[plan.placed] = IN_STORE
-        self.row_of_slot[plan.slots] = plan.evicted
+        self.row_of_slot[plan.vacated] = plan.evicted
         left = plan.evicted >= 0
-        self.where[plan.evicted[left]] = plan.slots[left]
+        self.where[plan.evicted[left]] = plan.vacated[left]
         self.where[before] = -2 - np.arange(len(before), dtype=np.int32)
         self.slab_rows = before
         self.policy.undo()

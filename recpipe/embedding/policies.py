@@ -7,7 +7,7 @@ It moves nothing itself: ``recpipe.embedding.planner`` and ``tiered`` carry plac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,8 @@ class Placement:
 
     slots: Slots
     rows: RowIds
+    freed: Slots = field(default_factory=lambda: np.empty(0, np.int32))
+    """Slots that are emptied: their rows go to the cold store. None of them is in ``slots``."""
 
 
 NOTHING = Placement(np.empty(0, np.int32), np.empty(0, np.int64))

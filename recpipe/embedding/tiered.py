@@ -31,7 +31,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe.embedding import seams
-from recpipe.embedding.collection import TableCollection, make_tbe
+from recpipe.embedding.collection import TableCollection, TierFigures, make_tbe
 from recpipe.embedding.planner import IN_STORE, Bags, Planner, TierPlan
 from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, policy_bytes
 from recpipe.embedding.store_thread import StoreThread, TierTimes
@@ -124,7 +124,7 @@ class TieredEmbeddingBagCollection(TableCollection):
         with self._planning:
             self.planner.commit()
         left = np.flatnonzero(plan.evicted >= 0)
-        departing = torch.cat((self._slab_records(), take(self.resident, self._index(plan.slots[left]))))
+        departing = torch.cat((self._slab_records(), take(self.resident, self._index(plan.vacated[left]))))
         rows = np.concatenate((self._slab_rows, plan.evicted[left]))
         # ``carried_from`` counts empty slots among the departures; they were left out of ``departing``.
         position = np.full(len(self._slab_rows) + len(plan.evicted), -1)
@@ -237,6 +237,15 @@ class TieredEmbeddingBagCollection(TableCollection):
                 if planned is not None:
                     self.planner.plan(planned)
 
+    def resident_rows(self) -> tuple[RowIds, torch.Tensor]:
+        """Rows that are resident after the last trained batch, sorted, int64 [n], and a copy of their
+        records, float32 [n, width] on the device."""
+        with self.quiesced():
+            slots = np.flatnonzero(self.planner.row_of_slot >= 0)
+            rows = self.planner.row_of_slot[slots]
+            order = np.argsort(rows)
+            return rows[order], take(self.resident, self._index(slots[order]))
+
     def read_rows(self, rows: RowIds) -> torch.Tensor:
         """Records of distinct global ``rows`` (inside ``quiesced``), float32 [n, width] on the device."""
         where = self.planner.where[rows]
@@ -340,6 +349,17 @@ class TieredEmbeddingBagCollection(TableCollection):
             + policy_bytes(self.planner.policy)
             + sum(part.numel() * 4 for part in slab)
             + self.store.overhead_bytes
+        )
+
+    def tier_figures(self) -> TierFigures:
+        """Traffic, times and memory."""
+        return TierFigures(
+            self.io,
+            self.times,
+            self.store.direct,
+            self.resident_bytes,
+            self.store.cold_bytes,
+            self.overhead_bytes,
         )
 
     def close(self) -> None:

@@ -42,11 +42,19 @@ class TrainLoader:
         """Ids handed to training since this loader was made."""
 
     def __len__(self) -> int:
+        if self.assembly.order is not None:
+            return len(self.assembly.order.part)
         return self.dataset.num_batches("train", self.batch_size)
+
+    def _batches(self, first: int) -> Iterator[Batch]:
+        """The epoch's batches from ``first`` on, in the data module's order or a plugin's."""
+        if self.assembly.order is not None:
+            return self.assembly.order.part.batches(first)
+        return self.dataset.batches("train", self.batch_size, first)
 
     def __iter__(self) -> Iterator[StagedBatch]:
         first, self.first = self.first, 0
-        source = self.assembly.wrap_stream(self.dataset.batches("train", self.batch_size, first))
+        source = self.assembly.wrap_stream(self._batches(first))
         try:
             with ThreadPoolExecutor(1, "recpipe-loader") as worker:
                 pending = worker.submit(self._stage, source)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 from recpipe.plugin.errors import PluginError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import lightning as L
     import numpy as np
     from numpy.typing import NDArray
@@ -23,7 +25,10 @@ if TYPE_CHECKING:
     from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodec, ShardingPlanner
 
     from recpipe.data.batch import Batch
+    from recpipe.embedding.collection import TableCollection
+    from recpipe.embedding.parts import TierParts
     from recpipe.embedding.policies import CachePolicy, RowSpace
+    from recpipe.embedding.stores.base import ColdStore
     from recpipe.report.record import Io
 
 API = (1, 0)
@@ -72,9 +77,29 @@ class Context:
     """Equal for equal batches: the key for anything that a plugin caches about the data."""
     steps: int
     """Optimizer steps that the run is expected to take."""
+    trainers: int = 1
+    """Ranks that train; each takes its share of every batch."""
+    cache_dir: Path | None = None
+    """Where what is learned about the data is kept between runs (profiles); None: nowhere."""
+    batches: Callable[[int], Iterator[Batch]] = lambda first: iter(())
+    """``batches(first)``: an epoch's training batches from number ``first`` on, as the data module yields
+    them; every call reads anew, and seeks to ``first``."""
 
 
 # -- data ------------------------------------------------------------------------------------
+class EpochOrder(ABC):
+    """Which samples make which batch of an epoch, in which order; its plugin alters SAMPLE_ORDER."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Batches of an epoch; the same for every epoch."""
+
+    @abstractmethod
+    def batches(self, first: int) -> Iterator[Batch]:
+        """An epoch's batches from number ``first`` on; asked for in the loader's thread, one batch ahead
+        of training. Every sample of the epoch is in one batch."""
+
+
 StreamWrapper = Callable[["Iterator[Batch]"], "Iterator[Batch]"]
 BatchTransform = Callable[["Batch"], "Batch"]
 
@@ -115,6 +140,18 @@ class TablePolicy:
             f"{type(self).__name__} claims 'cache' but brings no cache(); override it or drop the aspect"
         )
 
+    def store(self, store: ColdStore) -> ColdStore:
+        """The cold store as the policy wants to reach it (aspect ``cache``): itself, or one around it."""
+        return store
+
+    def collection(self, parts: TierParts) -> TableCollection | None:
+        """Tables of the policy's own making instead of tiers under ``cache()``; None: tiers.
+
+        Called on every rank. Its ``forward`` gets this trainer's share of each batch, and its backward
+        makes the update, as a fused optimizer does (aspect ``cache``).
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class TableClaim:
@@ -123,6 +160,8 @@ class TableClaim:
     glob: str
     aspects: frozenset[Aspect]
     policy: TablePolicy
+    fallback: bool = False
+    """Gives way to any other plugin's claim instead of conflicting with it."""
 
 
 # -- optimizer and report --------------------------------------------------------------------
@@ -166,6 +205,8 @@ class Contribution:
     """Every extension point, in the order data flows. Leave what you do not touch."""
 
     # data
+    order: EpochOrder | None = None
+    """Slot: the order of an epoch's samples, instead of the data module's."""
     stream: Sequence[Link[StreamWrapper]] = ()
     """Chain: from one iterator of training batches to another; the first link is next to the data.
     Runs in the loader's thread, on host memory, up to one batch ahead of training; so does ``batch``."""

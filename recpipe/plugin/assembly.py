@@ -14,6 +14,7 @@ from recpipe.plugin.api import (
     Context,
     Contribution,
     Direction,
+    EpochOrder,
     Figure,
     Invariant,
     Origin,
@@ -47,6 +48,7 @@ class Assembly:
 
     plugins: tuple[Origin, ...]
     altered: frozenset[Invariant]
+    order: Owned[EpochOrder] | None
     stream: Sequence[Owned[StreamWrapper]]
     batch: Sequence[Owned[BatchTransform]]
     splitter: Owned[BatchSplitter] | None
@@ -119,6 +121,7 @@ class Assembly:
                 {"name": o.plugin, "distribution": o.distribution, "version": o.version} for o in self.plugins
             ],
             "altered": sorted(i.name for i in self.altered),
+            "order": self.order.origin.plugin if self.order else None,
             "stream": [link.label for link in self.stream],
             "batch": [link.label for link in self.batch],
             "splitter": self.splitter.origin.plugin if self.splitter else None,
@@ -154,10 +157,12 @@ def assemble(
     parts = [(origin, contribution) for origin, _, contribution in active]
     asked = sum(c.device_bytes for _, c in parts)
     splitter = slot("splitter", [(o, c.splitter) for o, c in parts], prefer.get("splitter", ""))
+    order = slot("order", [(o, c.order) for o, c in parts], prefer.get("order", ""))
     planner = slot("planner", [(o, c.planner) for o, c in parts], prefer.get("planner", ""))
     return Assembly(
         plugins=tuple(origin for origin, _ in parts),
         altered=frozenset(i for _, plugin, _ in active for i in plugin.alters),
+        order=order,
         stream=[_blamed(o, blame_stream) for o in chain("stream", [(o, c.stream) for o, c in parts])],
         batch=[_blamed(o, blame) for o in chain("batch", [(o, c.batch) for o, c in parts])],
         splitter=_blamed(splitter, blame) if splitter else None,

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from torchrec.distributed.planner.types import ParameterConstraints
 
     from recpipe.data.batch import Batch
+    from recpipe.embedding.collection import TableCollection
+    from recpipe.embedding.parts import TierParts
     from recpipe.embedding.policies import CachePolicy, RowSpace
+    from recpipe.embedding.stores.base import ColdStore
 
 R = TypeVar("R")
 
@@ -99,3 +102,11 @@ class BlamedPolicy(TablePolicy):
     def cache(self, space: RowSpace) -> CachePolicy:
         with blaming(self.origin, "tables.cache"):
             return self.policy.cache(space)
+
+    def store(self, store: ColdStore) -> ColdStore:
+        with blaming(self.origin, "tables.store"):
+            return self.policy.store(store)
+
+    def collection(self, parts: TierParts) -> TableCollection | None:
+        with blaming(self.origin, "tables.collection"):
+            return self.policy.collection(parts)

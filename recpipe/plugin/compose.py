@@ -17,7 +17,7 @@ K = TypeVar("K")
 Plugins = Sequence[tuple[Origin, Contribution]]
 Claims = dict[tuple[str, Aspect], "Owned[TablePolicy]"]
 
-SLOTS = ("splitter", "planner")
+SLOTS = ("order", "splitter", "planner")
 """Fields of ``Contribution`` that only one plugin can fill; ``compose.prefer.<slot>=<plugin>`` chooses."""
 
 
@@ -63,11 +63,24 @@ def keyed(name: str, wishes: Iterable[tuple[Origin, Mapping[K, P]]]) -> dict[K, 
 
 
 def claims(tables: Iterable[str], plugins: Plugins) -> Claims:
-    """Who owns which aspect of which table; two plugins may share a table, not an aspect of it."""
+    """Who owns which aspect of which table; two plugins may share a table, not an aspect of it.
+
+    A fallback claim is for what nobody else has claimed.
+    """
     tables = list(tables)
     merged: Claims = {}
+    _merge(merged, tables, plugins, fallback=False)
+    _merge(merged, tables, plugins, fallback=True)
+    return merged
+
+
+def _merge(merged: Claims, tables: Sequence[str], plugins: Plugins, *, fallback: bool) -> None:
+    """Add the claims that are (not) ``fallback`` ones."""
+    taken = frozenset(merged) if fallback else frozenset()
     for origin, contribution in plugins:
         for claim in contribution.tables:
+            if claim.fallback != fallback:
+                continue
             hits = [t for t in tables if fnmatchcase(t, claim.glob)]
             if not hits:
                 raise PluginConflict(
@@ -76,10 +89,11 @@ def claims(tables: Iterable[str], plugins: Plugins) -> Claims:
                 )
             for table in hits:
                 for aspect in sorted(claim.aspects):
+                    if (table, aspect) in taken:
+                        continue
                     if other := merged.get((table, aspect)):
                         raise PluginConflict(_clash(other.origin, origin, aspect, table))
                     merged[table, aspect] = Owned(f"{origin.plugin}.tables", origin, claim.policy)
-    return merged
 
 
 def _clash(first: Origin, second: Origin, aspect: Aspect, table: str) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from recpipe.data.dataset import Dataset
+from recpipe.embedding.collection import TableCollection, TierFigures
 from recpipe.embedding.tables import TableSet
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.metrics import Quality, peak_rss_bytes
 from recpipe.model.module import RankingModule
 from recpipe.plugin.api import RunFigures
@@ -25,7 +25,7 @@ def summarize(
     assembly: Assembly,
     described: Mapping[str, Any],
     tables: TableSet,
-    tiers: TieredEmbeddingBagCollection | None,
+    embeddings: TableCollection,
     module: RankingModule,
     recorder: Recorder,
 ) -> RunReport:
@@ -34,6 +34,7 @@ def summarize(
     assert isinstance(recipe, dict)
     last = recorder.history[-1] if recorder.history else None
     nan = float("nan")
+    tiers = embeddings.tier_figures()
     io = _io(tiers, str(cfg.tiers.store))
     run = RunFigures(
         steps=len(recorder.step_seconds),
@@ -62,19 +63,19 @@ def summarize(
     )
 
 
-def _memory(tables: TableSet, tiers: TieredEmbeddingBagCollection | None) -> Memory:
+def _memory(tables: TableSet, tiers: TierFigures | None) -> Memory:
     if tiers is None:
         return Memory(peak_rss_bytes(), tables.total_bytes, 0, 0)
-    return Memory(peak_rss_bytes(), tiers.resident_bytes, tiers.store.cold_bytes, tiers.overhead_bytes)
+    return Memory(peak_rss_bytes(), tiers.resident_bytes, tiers.cold_bytes, tiers.overhead_bytes)
 
 
-def _io(tiers: TieredEmbeddingBagCollection | None, store: str) -> Io:
+def _io(tiers: TierFigures | None, store: str) -> Io:
     if tiers is None:
         return Io()
     io, times = tiers.io, tiers.times
     return Io(
         store=store,
-        direct=tiers.store.direct,
+        direct=tiers.direct,
         rows_read=io.rows_read,
         rows_written=io.rows_written,
         bytes_read=io.bytes_read,

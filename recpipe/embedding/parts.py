@@ -1,0 +1,29 @@
+"""What a tiered collection is made of, as core hands it to whoever builds one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from recpipe.embedding.stores.base import ColdStore
+    from recpipe.embedding.tables import TableSet
+    from recpipe.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class TierParts:
+    """Everything that a collection over tiers needs; its rows start in ``store``."""
+
+    tables: TableSet
+    slots: int
+    """Rows that ``tiers.resident_bytes`` holds on each trainer."""
+    store: ColdStore
+    """Holds every row at first. Owned by the collection: its ``close`` closes it."""
+    device: torch.device
+    prefetch: bool
+    """Fetch what the next batch needs while this one trains."""
+    ranks: Ranks
+    """Who trains and who holds rows; one process is a group of one."""

@@ -1,0 +1,87 @@
+"""Lookups, row gradients and row updates as plain tensor functions.
+
+FBGEMM's fused tables update in their own backward pass, from the gradient of one process. Where
+several trainers share a row, its gradients must be added first: these functions are the same
+arithmetic in separate steps. Sums are made in the order of the lookups, so that equal inputs give
+equal bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recpipe.embedding.planner import Bags
+from recpipe.embedding.tables import TableOptimizer
+
+
+@dataclass(frozen=True)
+class RowBags:
+    """One trainer's lookups of a batch by distinct row, prepared once for both directions.
+
+    ``distinct`` are the rows looked up, sorted, int64 [U]; ``which`` [L] says which of them each lookup is.
+    """
+
+    distinct: NDArray[np.int64]
+    which: torch.Tensor
+    offsets: torch.Tensor
+    """Bag i is lookups [offsets[i], offsets[i + 1]), feature-major as in a KJT: int64 [F * B + 1]."""
+    bag_of: torch.Tensor
+    """The bags in which each row is looked up, row after row, int64 [L] ..."""
+    starts: torch.Tensor
+    """... and where each row's begin, int64 [U]."""
+    batch_size: int
+
+    @classmethod
+    def of(cls, bags: Bags) -> RowBags:
+        """From a batch's lookups; the rows are whatever numbers ``bags`` has."""
+        order = np.argsort(bags.rows, kind="stable")
+        ordered = bags.rows[order]
+        first = np.ones(len(ordered), bool)
+        first[1:] = ordered[1:] != ordered[:-1]
+        which = np.empty(len(ordered), np.int64)
+        which[order] = np.cumsum(first) - 1
+        bag_of_lookup = np.repeat(np.arange(len(bags.offsets) - 1), np.diff(bags.offsets))
+        return cls(
+            ordered[first],
+            torch.from_numpy(which),
+            torch.from_numpy(bags.offsets),
+            torch.from_numpy(bag_of_lookup[order]),
+            torch.from_numpy(np.flatnonzero(first)),
+            bags.batch_size,
+        )
+
+    def pooled(self, weights: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Sums of rows per bag, float32 [B, F * D]; ``weights`` [.., D] holds distinct row u at
+        ``positions[u]`` (None: at u)."""
+        at = self.which if positions is None else positions[self.which]
+        sums = torch.nn.functional.embedding_bag(at, weights, self.offsets[:-1], mode="sum")
+        features = (len(self.offsets) - 1) // max(1, self.batch_size)
+        shaped = sums.view(features, self.batch_size, weights.shape[1])
+        return shaped.transpose(0, 1).reshape(self.batch_size, features * weights.shape[1])
+
+    def gradients(self, pooled: torch.Tensor, dim: int) -> torch.Tensor:
+        """Gradient of every distinct row, float32 [U, D], from that of ``pooled`` (float32 [B, F * D])."""
+        bags = pooled.view(self.batch_size, -1, dim).transpose(0, 1).reshape(-1, dim)
+        if not len(self.distinct):
+            return bags.new_zeros((0, dim))
+        return torch.nn.functional.embedding_bag(self.bag_of, bags, self.starts, mode="sum")
+
+
+def updated(optimizer: TableOptimizer, records: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
+    """``records`` (float32 [n, D + state]) after one optimizer step with ``gradients`` (float32 [n, D]).
+
+    The formulas are FBGEMM's: Adagrad adds the squared gradient to the state, row-wise Adagrad the mean
+    of its squares, and both divide by the root of the new state plus eps.
+    """
+    dim = gradients.shape[1]
+    weights, state = records[:, :dim], records[:, dim:]
+    if optimizer.name == "sgd":
+        return weights - optimizer.lr * gradients
+    squares = gradients * gradients
+    grown = state + (squares if optimizer.name == "adagrad" else squares.mean(dim=1, keepdim=True))
+    step = optimizer.lr * gradients / (grown.sqrt() + optimizer.eps)
+    return torch.cat((weights - step, grown), dim=1)

@@ -1,0 +1,194 @@
+"""The processes of a run: who trains, who holds embedding rows, and the channels between them.
+
+One process is a group of one, so that nobody needs to ask how many there are. Several are started by
+``torchrun --nproc-per-node=N -m recpipe ...``; they talk through torch.distributed, gloo on CPUs and
+NCCL on GPUs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from recpipe.errors import UserError
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """A slower network than this machine's (``tiers.emulate``): added to every message between ranks."""
+
+    latency_us: float = 0.0
+    gbit_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.latency_us < 0 or (self.gbit_per_s is not None and not self.gbit_per_s > 0):
+            raise UserError(
+                f"tiers.emulate.latency_us={self.latency_us}, gbit_per_s={self.gbit_per_s}: give a latency "
+                "of at least 0 and a bandwidth above 0 (null: unlimited)"
+            )
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is added."""
+        return self.latency_us > 0 or self.gbit_per_s is not None
+
+    def seconds(self, size: int) -> float:
+        """Time that a message of ``size`` bytes takes on that network."""
+        return self.latency_us * 1e-6 + (size * 8e-9 / self.gbit_per_s if self.gbit_per_s else 0.0)
+
+
+@dataclass
+class Traffic:
+    """What this rank sent to and received from other ranks through a channel; bytes of payload."""
+
+    messages: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The run's processes. ``trainers`` and ``holders`` are global ranks, ascending; a rank can be both."""
+
+    rank: int = 0
+    world: int = 1
+    trainers: tuple[int, ...] = (0,)
+    holders: tuple[int, ...] = (0,)
+    emulation: Emulation = field(default_factory=Emulation)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where payloads must lie for the backend: the CPU for gloo, this rank's GPU for NCCL."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank trains."""
+        return self.rank in self.trainers
+
+    @property
+    def holds(self) -> bool:
+        """Whether this rank holds embedding rows."""
+        return self.rank in self.holders
+
+    @property
+    def trainer(self) -> int:
+        """This rank's number among the trainers; -1 when it does not train."""
+        return self.trainers.index(self.rank) if self.trains else -1
+
+    def channel(self, members: Sequence[int] | None = None) -> Channel:
+        """A channel of its own between ``members`` (None: all ranks).
+
+        Every rank of the run calls this, members or not, in the same order; calls on different channels
+        may then come from different threads at the same time.
+        """
+        chosen = tuple(range(self.world)) if members is None else tuple(members)
+        group = None
+        if self.world > 1:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            group = dist.new_group(list(chosen), backend=backend)
+        return Channel(chosen, self.rank, group, self.device, self.emulation)
+
+    def shares(self, low: int, high: int) -> list[slice]:
+        """[low, high) cut into one part for each trainer, in their order: sizes differ by at most 1."""
+        size, extra = divmod(high - low, len(self.trainers))
+        ends = [low + (i + 1) * size + min(i + 1, extra) for i in range(len(self.trainers))]
+        return [slice(start, stop) for start, stop in zip([low, *ends[:-1]], ends, strict=True)]
+
+
+class Channel:
+    """Collectives between its members. All of them call the same methods in the same order."""
+
+    def __init__(
+        self,
+        members: tuple[int, ...],
+        rank: int,
+        group: Any,
+        device: torch.device,
+        emulation: Emulation,
+    ) -> None:
+        self.members = members
+        self.index = members.index(rank) if rank in members else -1
+        """This rank's position among the members."""
+        self.traffic = Traffic()
+        self._group = group
+        self._device = device
+        self._emulation = emulation
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+        return len(self.members)
+
+    def exchange(self, parts: Sequence[Array], sizes: Sequence[int] | None = None) -> list[Array]:
+        """All to all: ``parts[i]`` goes to member i; returns what each member sent here, in their order.
+
+        All parts of all members have one dtype and one shape beyond the first axis. ``sizes`` are the
+        lengths of what will come; None: they are told first, by a message more.
+        """
+        assert len(parts) == self.size
+        if self.size == 1:
+            return [parts[0]]
+        if sizes is None:
+            mine = [np.array([len(part)], np.int64) for part in parts]
+            sizes = [int(n[0]) for n in self._all_to_all(mine, [1] * self.size)]
+        return self._all_to_all(parts, sizes)
+
+    def _all_to_all(self, parts: Sequence[Array], sizes: Sequence[int]) -> list[Array]:
+        start = time.perf_counter()
+        row = parts[0].shape[1:]
+        width = int(np.prod(row, dtype=np.int64))
+        out = torch.from_numpy(np.concatenate(parts).reshape(-1)).to(self._device)
+        into = torch.empty(sum(sizes) * width, dtype=out.dtype, device=self._device)
+        dist.all_to_all_single(
+            into, out, [n * width for n in sizes], [len(part) * width for part in parts], self._group
+        )
+        received = into.cpu().numpy().reshape(-1, *row)
+        own = parts[self.index].nbytes
+        self._account(out.nbytes - own, into.nbytes - own, start)
+        ends = np.cumsum(sizes)
+        return [received[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
+
+    def ordered_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of the members' ``values`` (float [n]), added in their order: the same bits on every member."""
+        if self.size == 1:
+            return values
+        start = time.perf_counter()
+        count = values.numel()
+        part = -(-count // self.size)
+        padded = values.new_zeros(part * self.size)
+        padded[:count] = values
+        pieces = torch.empty_like(padded)
+        dist.all_to_all_single(pieces, padded, group=self._group)
+        total = pieces[:part].clone()
+        for piece in pieces.view(self.size, part)[1:]:
+            total += piece
+        gathered = [torch.empty_like(total) for _ in range(self.size)]
+        dist.all_gather(gathered, total, group=self._group)
+        moved = 2 * total.nbytes * (self.size - 1)
+        self._account(moved, moved, start)
+        return torch.cat(gathered)[:count]
+
+    def gather(self, part: Array) -> list[Array]:
+        """Every member's ``part`` (any length, one dtype and row shape), in their order."""
+        return self.exchange([part] * self.size)
+
+    def barrier(self) -> None:
+        """Return once every member is here."""
+        self.gather(np.zeros(1, np.int64))
+
+    def _account(self, sent: int, received: int, start: float) -> None:
+        traffic = self.traffic
+        traffic.messages += 1
+        traffic.bytes_sent += sent
+        traffic.bytes_received += received
+        if self._emulation.active and sent + received:
+            time.sleep(self._emulation.seconds(max(sent, received)))
+        traffic.seconds += time.perf_counter() - start
