@@ -33,6 +33,7 @@ from recpipe.errors import UserError
 SUFFIX = ".ckpt"
 PARTIAL = ".partial"
 MANIFEST = "MANIFEST.json"
+_NAMES = (f"*{SUFFIX}", f"*{SUFFIX}{PARTIAL}")
 Shapes = dict[str, tuple[int, int, int]]
 """Per table: rows, dimension, width of the optimizer state."""
 
@@ -40,12 +41,17 @@ Shapes = dict[str, tuple[int, int, int]]
 class TableCheckpointIO(CheckpointIO):
     """Lightning's door for saving and loading, for directories that hold the tables too."""
 
-    def __init__(self, storage: TableCollection, shapes: Shapes) -> None:
+    def __init__(self, storage: TableCollection, shapes: Shapes, writes: bool = True) -> None:
         self.storage = storage
         self.shapes = shapes
+        self.writes = writes
+        """Whether this rank writes files; the others take part in reading the tables."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write ``path`` atomically; it is durable on return."""
+        """Write ``path`` atomically; it is durable on return, on the rank that writes."""
+        if not self.writes:
+            read_along(self.storage)
+            return
         final = Path(path)
         partial = final.with_name(final.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
@@ -81,15 +87,20 @@ class TableCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint that newer ones replace."""
-        _discard(Path(path))
+        if self.writes:
+            _discard(Path(path))
+
+
+def holds_checkpoint(directory: Path) -> bool:
+    """Whether a whole checkpoint lies in ``directory``."""
+    return any((d / MANIFEST).is_file() for name in _NAMES for d in directory.glob(name))
 
 
 def newest(directory: Path) -> Path:
     """The newest whole checkpoint in ``directory`` (or ``directory`` itself); ``UserError`` without one."""
     if (directory / MANIFEST).is_file():
         return directory
-    names = (f"*{SUFFIX}", f"*{SUFFIX}{PARTIAL}")
-    found = [d for name in names for d in directory.glob(name) if (d / MANIFEST).is_file()]
+    found = [d for name in _NAMES for d in directory.glob(name) if (d / MANIFEST).is_file()]
     if not found and (directory / "checkpoints").is_dir():
         return newest(directory / "checkpoints")
     if not found:
@@ -140,6 +151,12 @@ def save_tables(
         weights, state = files[region.table]
         rows = slice(region.start, region.stop)
         weights[rows, region.left : region.right], state[rows] = storage.read(region)
+
+
+def read_along(storage: TableCollection) -> None:
+    """Take part in ``save_tables`` on a rank that writes nothing: reading tables takes all trainers."""
+    for region in storage.regions():
+        storage.read(region)
 
 
 def load_tables(directory: Path, storage: TableCollection, shapes: Shapes) -> None:

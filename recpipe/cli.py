@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 from recpipe.errors import UserError
 from recpipe.quiet import calm_threads, quiet_libraries
@@ -44,7 +46,28 @@ class _Stop(BaseException):
 
 def main() -> None:
     """Entry point; exits 0, 2 for a user's error, 130 for Ctrl-C, 1 for a fault of the program."""
+    if _several():
+        _end_at_once(sys.argv[1:])
     sys.exit(_guarded(sys.argv[1:]))
+
+
+def _several() -> bool:
+    """Whether torchrun started more than this process."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _end_at_once(argv: Sequence[str]) -> NoReturn:
+    """One of several processes: after an error it must not wait for threads that wait for its peers."""
+    try:
+        status = _guarded(argv)
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _guarded(argv: Sequence[str]) -> int:
@@ -64,6 +87,11 @@ def _say(error: UserError, full_error: str | None) -> int:
     """Print ``error`` in one line, or with its traceback under HYDRA_FULL_ERROR=1."""
     if full_error:
         raise error
+    if _several():
+        from recpipe.launch import first_to_say
+
+        if not first_to_say(str(error)):
+            return 2
     print(f"error: {error}", file=sys.stderr)
     return 2
 
@@ -109,6 +137,11 @@ def _run_hydra(argv: Sequence[str]) -> None:
 
     user_setting = os.environ.get(FULL_ERROR)
     calm_threads()
+    if _several():
+        from recpipe.launch import agreed_arguments
+
+        argv = agreed_arguments(argv)
+        sys.argv[1:] = argv
 
     def job(recipe: DictConfig) -> None:
         with _environment(user_setting), _stopping(argv):

@@ -13,6 +13,7 @@ NOISE = (
     r".*Experiment logs directory .* exists and is not empty.*",
     r".*Checkpoint directory .* exists and is not empty.*",
     r".*`weights_only`.*",
+    r".*resuming from a checkpoint that ended before the epoch ended.*",
     r".*HeuristicalStorageReservation is known to cause issues.*",
     r".*`broadcast_buffers` is deprecated.*",
 )

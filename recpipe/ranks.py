@@ -8,8 +8,9 @@ NCCL on GPUs.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,8 @@ class Ranks:
     emulation: Emulation = field(default_factory=Emulation)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where payloads must lie for the backend: the CPU for gloo, this rank's GPU for NCCL."""
+    channels: list[Channel] = field(default_factory=list, compare=False, repr=False)
+    """All that were made; for the report."""
 
     @property
     def trains(self) -> bool:
@@ -94,13 +97,27 @@ class Ranks:
         if self.world > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             group = dist.new_group(list(chosen), backend=backend)
-        return Channel(chosen, self.rank, group, self.device, self.emulation)
+        made = Channel(chosen, self.rank, group, self.device, self.emulation)
+        self.channels.append(made)
+        return made
+
+    def traffic(self) -> Traffic:
+        """What this rank sent and received through all its channels."""
+        total = Traffic()
+        for channel in self.channels:
+            for part in fields(Traffic):
+                setattr(total, part.name, getattr(total, part.name) + getattr(channel.traffic, part.name))
+        return total
 
     def shares(self, low: int, high: int) -> list[slice]:
         """[low, high) cut into one part for each trainer, in their order: sizes differ by at most 1."""
         size, extra = divmod(high - low, len(self.trainers))
         ends = [low + (i + 1) * size + min(i + 1, extra) for i in range(len(self.trainers))]
         return [slice(start, stop) for start, stop in zip([low, *ends[:-1]], ends, strict=True)]
+
+
+class PeerLost(UserError):
+    """Another rank has died or left; its own message, if it had time for one, says why."""
 
 
 class Channel:
@@ -147,9 +164,10 @@ class Channel:
         width = int(np.prod(row, dtype=np.int64))
         out = torch.from_numpy(np.concatenate(parts).reshape(-1)).to(self._device)
         into = torch.empty(sum(sizes) * width, dtype=out.dtype, device=self._device)
-        dist.all_to_all_single(
-            into, out, [n * width for n in sizes], [len(part) * width for part in parts], self._group
-        )
+        with self._peers():
+            dist.all_to_all_single(
+                into, out, [n * width for n in sizes], [len(part) * width for part in parts], self._group
+            )
         received = into.cpu().numpy().reshape(-1, *row)
         own = parts[self.index].nbytes
         self._account(out.nbytes - own, into.nbytes - own, start)
@@ -166,12 +184,14 @@ class Channel:
         padded = values.new_zeros(part * self.size)
         padded[:count] = values
         pieces = torch.empty_like(padded)
-        dist.all_to_all_single(pieces, padded, group=self._group)
+        with self._peers():
+            dist.all_to_all_single(pieces, padded, group=self._group)
         total = pieces[:part].clone()
         for piece in pieces.view(self.size, part)[1:]:
             total += piece
         gathered = [torch.empty_like(total) for _ in range(self.size)]
-        dist.all_gather(gathered, total, group=self._group)
+        with self._peers():
+            dist.all_gather(gathered, total, group=self._group)
         moved = 2 * total.nbytes * (self.size - 1)
         self._account(moved, moved, start)
         return torch.cat(gathered)[:count]
@@ -183,6 +203,18 @@ class Channel:
     def barrier(self) -> None:
         """Return once every member is here."""
         self.gather(np.zeros(1, np.int64))
+
+    @contextmanager
+    def _peers(self) -> Iterator[None]:
+        """Turn the backend's error for a connection that broke into ``PeerLost``."""
+        try:
+            yield
+        except RuntimeError as fault:
+            reason = str(fault).splitlines()[0].rpartition("] ")[2][:120]
+            raise PeerLost(
+                f"lost the connection to another rank ({reason}): that rank's own message says why; "
+                "torchrun --max-restarts=N starts the run again from its newest checkpoint"
+            ) from fault
 
     def _account(self, sent: int, received: int, start: float) -> None:
         traffic = self.traffic

@@ -11,23 +11,34 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from omegaconf import DictConfig
 
-from recpipe.checkpoint import TableCheckpointIO, newest
+from recpipe.checkpoint import TableCheckpointIO
 from recpipe.config import knobs, typed
 from recpipe.data.make import open_dataset
 from recpipe.embedding.build import TierConfig, build_embeddings
 from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.errors import UserError
+from recpipe.launch import Topology, joined
 from recpipe.metrics import reset_peak_rss
 from recpipe.model.module import RankingModule
 from recpipe.model.ranker import ModelConfig, Ranker
 from recpipe.optim import dense_optimizer
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.quiet import quiet_libraries
+from recpipe.ranks import Ranks
 from recpipe.report import html, terminal
 from recpipe.report.record import write_json
-from recpipe.setup import assemble_plugins, choose_device, closing_tiers, output_dir, refuse_ranks
+from recpipe.setup import (
+    assemble_plugins,
+    choose_device,
+    closing_tiers,
+    output_dir,
+    refuse_ranks,
+    resume_from,
+    scratch_dir,
+)
 from recpipe.tasks.compare import compare
 from recpipe.tasks.export import export_parameters
 from recpipe.tasks.plan import describe, print_plan
@@ -38,19 +49,29 @@ from recpipe.trainer import Recorder, TrainerConfig, fit, make_trainer
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Carry out the recipe's task; returns the content of report.json (or compare.json, assembly.json)."""
     quiet_libraries()
-    refuse_ranks()
     run_dir = output_dir()
     task = cfg.task.name
     if task == "compare":
+        refuse_ranks("task=compare")
         return compare(cfg, run_dir)
     if task not in ("train", "plan"):
         raise UserError(f"task.name={task} is unknown; choose train, compare or plan")
 
-    # 1. The recipe's values, typed and checked.
+    # 1. The recipe's values, typed and checked; the processes that share the work (mostly one).
     device = choose_device(cfg.trainer.device)
+    tier_config = typed(TierConfig, cfg.tiers, "tiers")
+    topology = typed(Topology, cfg.topology, "topology")
+    with joined(topology, tier_config.emulation, device) as ranks:
+        return run_on(ranks, cfg, run_dir, device, tier_config)
+
+
+def run_on(
+    ranks: Ranks, cfg: DictConfig, run_dir: Path, device: torch.device, tier_config: TierConfig
+) -> dict[str, Any]:
+    """This rank's part of a run; reports are rank 0's."""
     trainer_config = typed(TrainerConfig, cfg.trainer, "trainer")
     model_config = typed(ModelConfig, cfg.model, "model")
-    tier_config = typed(TierConfig, cfg.tiers, "tiers")
+    leads = ranks.rank == 0
 
     # 2. Data: a schema, two splits in time order, batches from any position.
     dataset = open_dataset(cfg.data, cfg.seed)
@@ -63,44 +84,52 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     )
 
     # 3. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
-    assembly = assemble_plugins(cfg, dataset, tables, tier_config, device, steps)
-    described = describe(assembly, tables, tier_config)
-    write_json(run_dir / "assembly.json", described)
-    if task == "plan":
+    assembly = assemble_plugins(cfg, dataset, tables, tier_config, device, steps, ranks)
+    described = describe(assembly, tables, tier_config, ranks)
+    if leads:
+        write_json(run_dir / "assembly.json", described)
+    if cfg.task.name == "plan":
         print_plan(described)
         return described
 
-    # 4. Tables in their tiers, and the model over them.
+    # 4. Tables in their tiers, and the model over them. A rank that only holds rows serves them here.
     reset_peak_rss()
-    embeddings = build_embeddings(tables, tier_config, assembly, device, run_dir, cfg.data.batch_size)
-    with closing_tiers(embeddings, None if tier_config.dir else run_dir / "tiers") as tiers:
+    embeddings = build_embeddings(tables, tier_config, assembly, device, run_dir, cfg.data.batch_size, ranks)
+    trainers = ranks.channel(ranks.trainers)
+    scratch = scratch_dir(tier_config, run_dir, ranks)
+    with closing_tiers(embeddings, scratch, ranks) as tiers:
+        if not ranks.trains:
+            embeddings.serve()
+            return {}
         L.seed_everything(cfg.seed, verbose=False)
         ranker = Ranker(model_config, embeddings, len(dataset.schema.dense), device)
 
         # 5. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
-        loader = TrainLoader(dataset, cfg.data.batch_size, assembly, tiers, device)
-        evaluation = EvalLoader(dataset, cfg.data.batch_size, device)
+        loader = TrainLoader(dataset, cfg.data.batch_size, assembly, tiers, device, ranks)
+        evaluation = EvalLoader(dataset, cfg.data.batch_size, device, ranks)
         make_optimizer = partial(dense_optimizer, knobs(cfg.optim.dense, "optim.dense"))
-        module = RankingModule(ranker, make_optimizer, assembly, loader)
+        module = RankingModule(ranker, make_optimizer, assembly, loader, trainers)
 
         # 6. Lightning runs the loop.
         recorder = Recorder(loader)
-        checkpoint_io = TableCheckpointIO(embeddings, tables.shapes())
+        checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads)
         callbacks = [recorder, *(owned.part for owned in assembly.callbacks)]
         trainer = make_trainer(
-            trainer_config, loader, bool(len(evaluation)), checkpoint_io, callbacks, run_dir
+            trainer_config, loader, bool(len(evaluation)), checkpoint_io, callbacks, run_dir, leads
         )
-        resume = newest(Path(cfg.resume).expanduser()) if cfg.resume else None
+        resume = resume_from(cfg.resume, trainer_config.checkpoints(run_dir))
         stopped = fit(trainer, module, loader, evaluation, recorder, resume)
 
         # 7. What it did.
-        report = summarize(cfg, dataset, assembly, described, tables, embeddings, module, recorder)
+        report = summarize(cfg, dataset, assembly, described, tables, embeddings, module, recorder, ranks)
         if cfg.task.export_parameters:
-            export_parameters(Path(cfg.task.export_parameters), embeddings, tables, ranker)
-    report.write(run_dir)
+            target = Path(cfg.task.export_parameters)
+            export_parameters(target, embeddings, tables, ranker, writes=leads)
     content = report.to_dict()
-    html.write(content, run_dir)
-    terminal.print_result(content, run_dir)
+    if leads:
+        report.write(run_dir)
+        html.write(content, run_dir)
+        terminal.print_result(content, run_dir)
     if stopped is not None:
         print(stopped)
         raise KeyboardInterrupt

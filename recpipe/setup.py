@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from recpipe.checkpoint import holds_checkpoint, newest
 from recpipe.config import active_plugins
 from recpipe.data.cache import default_cache_dir
 from recpipe.data.dataset import Dataset
@@ -20,9 +20,11 @@ from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.tables import TableSet
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.errors import UserError
+from recpipe.launch import Process, agreed_path
 from recpipe.plugin.api import Context, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble, gather
 from recpipe.plugin.load import activate
+from recpipe.ranks import Ranks
 
 
 def output_dir() -> Path:
@@ -32,17 +34,31 @@ def output_dir() -> Path:
     return Path.cwd()
 
 
-def refuse_ranks() -> None:
-    """Several ranks would each train a model of their own and overwrite each other's report."""
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks != "1":
-        raise UserError(f"WORLD_SIZE={ranks}: this version trains in one process; start it without torchrun")
+def refuse_ranks(task: str) -> None:
+    """For what starts processes of its own."""
+    if Process.current().world > 1:
+        raise UserError(f"{task} runs in one process; start it without torchrun")
+
+
+def resume_from(resume: str | None, checkpoints: Path) -> Path | None:
+    """The checkpoint to go on from; after torchrun has restarted the run, the newest of its own, if any."""
+    own = Process.current().attempt > 0 and holds_checkpoint(checkpoints)
+    chosen = newest(checkpoints) if own else newest(Path(resume).expanduser()) if resume else None
+    return agreed_path(chosen)
+
+
+def scratch_dir(tiers: TierConfig, run_dir: Path, ranks: Ranks) -> Path | None:
+    """Where the store's files lie when nobody has named a place: to be removed at the end."""
+    if tiers.dir:
+        return None
+    return run_dir / "tiers" if ranks.world == 1 else run_dir / "tiers" / f"rank-{ranks.rank}"
 
 
 def choose_device(name: str) -> torch.device:
-    """``trainer.device``: auto takes a GPU where there is one."""
+    """``trainer.device``: auto takes a GPU where there is one, each local rank its own."""
     if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        own = Process.current().local_rank % max(1, torch.cuda.device_count())
+        return torch.device("cuda", own) if torch.cuda.is_available() else torch.device("cpu")
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise UserError(f"trainer.device={name} is unknown; choose auto, cpu, cuda or cuda:N")
@@ -54,7 +70,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def assemble_plugins(
-    cfg: DictConfig, dataset: Dataset, tables: TableSet, tiers: TierConfig, device: torch.device, steps: int
+    cfg: DictConfig,
+    dataset: Dataset,
+    tables: TableSet,
+    tiers: TierConfig,
+    device: torch.device,
+    steps: int,
+    ranks: Ranks,
 ) -> Assembly:
     """Load the recipe's plugins and merge what they contribute; raises ``PluginError`` where they clash."""
     context = Context(
@@ -66,7 +88,10 @@ def assemble_plugins(
         seed=cfg.seed,
         data_fingerprint=dataset.fingerprint,
         steps=steps,
+        trainers=len(ranks.trainers),
         cache_dir=Path(cfg.data.get("cache_dir") or default_cache_dir()).expanduser(),
+        epoch_samples=dataset.size("train"),
+        held_out=lambda first: dataset.batches("eval", cfg.data.batch_size, first),
         batches=lambda first: dataset.batches("train", cfg.data.batch_size, first),
     )
     active = gather(activate(active_plugins(cfg)), context)
@@ -82,7 +107,7 @@ def assemble_plugins(
 
 @contextmanager
 def closing_tiers(
-    embeddings: TableCollection, scratch: Path | None
+    embeddings: TableCollection, scratch: Path | None, ranks: Ranks
 ) -> Iterator[TieredEmbeddingBagCollection | None]:
     """The embeddings as tiers that the pipeline plans for, or None; they are closed at the end.
 
@@ -91,7 +116,13 @@ def closing_tiers(
     """
     try:
         yield embeddings if isinstance(embeddings, TieredEmbeddingBagCollection) else None
-    finally:
+    except BaseException:
+        # Closing takes all ranks, and the others do not know: this process ends, and they notice.
+        if ranks.world == 1:
+            embeddings.close()
+        raise
+    else:
         embeddings.close()
+    finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import lightning as L
+import numpy as np
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -24,6 +25,7 @@ from recpipe.metrics import Quality
 from recpipe.model.module import LOG_EVERY, RankingModule
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.pipeline.step import StagedBatch
+from recpipe.ranks import Channel
 from recpipe.report.record import Point
 
 
@@ -64,6 +66,10 @@ class TrainerConfig:
         )
         return max(1, min(math.ceil(steps), steps_per_epoch))
 
+    def checkpoints(self, run_dir: Path) -> Path:
+        """Where checkpoints go."""
+        return Path(self.checkpoint_dir).expanduser() if self.checkpoint_dir else run_dir / "checkpoints"
+
     def steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole run."""
         return min(self.max_steps or sys.maxsize, self.max_epochs * steps_per_epoch)
@@ -76,11 +82,9 @@ def make_trainer(
     checkpoint_io: CheckpointIO,
     callbacks: Sequence[L.Callback],
     run_dir: Path,
+    leads: bool,
 ) -> L.Trainer:
-    """A Trainer for one device; processes beyond it are torchrun's business."""
-    checkpoints = (
-        Path(config.checkpoint_dir).expanduser() if config.checkpoint_dir else run_dir / "checkpoints"
-    )
+    """A Trainer for one device; the other ranks' gradients come in through the module."""
     accelerator, devices = _accelerator(config.device)
     return L.Trainer(
         accelerator=accelerator,
@@ -92,14 +96,14 @@ def make_trainer(
         num_sanity_val_steps=0,
         inference_mode=False,  # FBGEMM's CPU lookup has no kernel for inference tensors
         log_every_n_steps=LOG_EVERY,
-        logger=_logger(config.logger, run_dir),
+        logger=_logger(config.logger, run_dir) if leads else False,
         callbacks=[
             *callbacks,
-            *_progress_bar(config, len(loader)),
-            *_checkpointing(config, len(loader), checkpoints),
+            *(_progress_bar(config, len(loader)) if leads else ()),
+            *_checkpointing(config, len(loader), config.checkpoints(run_dir)),
         ],
         plugins=[checkpoint_io],
-        enable_progress_bar=config.progress,
+        enable_progress_bar=config.progress and leads,
         enable_model_summary=False,
         enable_checkpointing=config.checkpoint_every is not None,
         use_distributed_sampler=False,
@@ -147,6 +151,7 @@ def _checkpointing(config: TrainerConfig, steps: int, directory: Path) -> list[L
         monitor="step",
         mode="max",
         save_on_train_epoch_end=False,
+        enable_version_counter=False,  # it would look at files that another rank is writing
     )
     return [StopOnSignal(directory, every, last), regular]
 
@@ -165,6 +170,7 @@ def fit(
     trainer.fit(module, loader, evaluation, ckpt_path=resume)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     stop = next(c for c in callbacks if isinstance(c, StopOnSignal))
+    stop.agree(module.trainers)
     if stop.received is None and len(evaluation) and recorder.evaluated_at != trainer.global_step:
         trainer.validate(module, evaluation, verbose=False)
     recorder.finish(trainer)
@@ -194,16 +200,19 @@ class StopOnSignal(L.Callback):
         self.received: int | None = None
         self.saved: Path | None = None
         self._before: dict[int, Any] = {}
+        self._module: RankingModule | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the signals over from Lightning, which would stop in the middle of a batch."""
-        self._take_over()
+        self._take_over(pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Also for the evaluation after training."""
-        self._take_over()
+        self._take_over(pl_module)
 
-    def _take_over(self) -> None:
+    def _take_over(self, module: L.LightningModule) -> None:
+        assert isinstance(module, RankingModule)
+        self._module = module
         if not self._before:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._receive)
@@ -213,21 +222,32 @@ class StopOnSignal(L.Callback):
             # Not KeyboardInterrupt, which Lightning turns into an exit with status 1.
             raise SystemExit(128 + number)
         self.received = number
+        if self._module is not None:
+            self._module.stop_asked = True
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save and stop after this step when a signal has come; save after the last step."""
         step = trainer.global_step
-        if self.received is None and step < self.last_step:
+        assert isinstance(pl_module, RankingModule)
+        stop = pl_module.stop_agreed
+        if stop and self.received is None:
+            self.received = signal.SIGTERM  # another rank got it
+        if not stop and step < self.last_step:
             return
-        if self.received is not None:
+        if stop:
             trainer.should_stop = True
             trainer.limit_val_batches = 0
         if self.directory is not None and self.saved is None:
             self.saved = self.directory / f"step-{step:08d}{SUFFIX}"
             if step % self.every:
                 trainer.save_checkpoint(self.saved)
+
+    def agree(self, trainers: Channel) -> None:
+        """After training: a signal that came to any trainer has come to all."""
+        told = np.concatenate(trainers.gather(np.array([self.received or 0])))
+        self.received = int(told.max()) or None
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give the signals back."""
@@ -288,7 +308,7 @@ class Recorder(L.Callback):
         """A step lasts from the end of the one before, so that waiting for data counts."""
         now = perf_counter()
         self.step_seconds.append(now - self._last)
-        self.step_samples.append(batch.batch.size)
+        self.step_samples.append(batch.consumed)
         self._print_known(trainer)
         self._last = perf_counter()
 

@@ -12,7 +12,7 @@ from recpipe.errors import DataError
 
 @dataclass
 class Batch:
-    """B samples: dense float32 [B, D], sparse ids (KJT of F features x B bags), labels float32 [B].
+    """B >= 0 samples: dense float32 [B, D], sparse ids (KJT of F features x B bags), labels float32 [B].
 
     Checked once, here, where it is made. Follows TorchRec's ``Pipelineable``: ``to``,
     ``pin_memory`` and ``record_stream`` move all three parts together.
@@ -24,8 +24,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         size = self.labels.shape[0] if self.labels.dim() == 1 else -1
-        if size < 1:
-            raise DataError(f"labels must be a non-empty vector, not of shape {tuple(self.labels.shape)}")
+        if size < 0:
+            raise DataError(f"labels must be a vector, not of shape {tuple(self.labels.shape)}")
         if self.dense.dim() != 2 or self.dense.shape[0] != size:
             raise DataError(f"dense must be [{size}, D] for {size} labels, not {tuple(self.dense.shape)}")
         if self.dense.dtype != torch.float32 or self.labels.dtype != torch.float32:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,22 @@ import torch
 
 from recpipe.embedding.collection import ResidentCollection, TableCollection
 from recpipe.embedding.parts import TierParts
-from recpipe.embedding.policies import POLICIES, CachePolicy, RowSpace
+from recpipe.embedding.policies import POLICIES, RowSpace
 from recpipe.embedding.shard import ShardedCollection
-from recpipe.embedding.stores import make_store
+from recpipe.embedding.shared_rows import ReplicatedCollection
+from recpipe.embedding.stores import KINDS, make_store
+from recpipe.embedding.stores.base import ColdStore, Fill, StoreLayout
+from recpipe.embedding.stores.sharded import HeldRows, ShardedStore
 from recpipe.embedding.tables import TableSet
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.errors import UserError
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.errors import PluginConflict, PluginError
-from recpipe.ranks import Ranks
+from recpipe.ranks import Emulation, Ranks
 from recpipe.sizes import parse_bytes, readable_bytes
+
+SHARDED = "sharded"
+"""``tiers.store`` of rows partitioned over ranks."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,8 @@ class TierConfig:
     dir: str | None
     prefetch: bool
     sharded: bool
+    holder_store: str = "host"
+    emulate: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = ["resident", *POLICIES]
@@ -40,6 +48,30 @@ class TierConfig:
             near = difflib.get_close_matches(self.policy, names, n=1)
             hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
             raise UserError(f"tiers.policy={self.policy} is unknown; {hint}")
+        for key, value, kinds in (
+            ("store", self.store, (*KINDS, SHARDED)),
+            ("holder_store", self.holder_store, KINDS),
+        ):
+            if value not in kinds:
+                near = difflib.get_close_matches(value, kinds, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise UserError(f"tiers.{key}={value}: no such store (there are: {', '.join(kinds)}){hint}")
+        unknown = set(self.emulate) - {"latency_us", "gbit_per_s"}
+        if unknown:
+            raise UserError(
+                f"no 'tiers.emulate.{min(unknown)}' in the recipe; there are latency_us, gbit_per_s"
+            )
+
+    @property
+    def emulation(self) -> Emulation:
+        """``emulate`` as the channels take it."""
+        return Emulation(self.emulate.get("latency_us") or 0.0, self.emulate.get("gbit_per_s"))
+
+    def described_store(self, ranks: Ranks) -> str:
+        """The cold store in words: its kind and, over ranks, what each holder keeps its part in."""
+        if self.store != SHARDED and ranks.world == 1:
+            return self.store
+        return f"sharded ({self.holder_store if self.store == SHARDED else self.store})"
 
     def budget(self, tables: TableSet) -> int:
         """Bytes of ``tiers.resident_bytes``, at most those of all tables."""
@@ -94,17 +126,28 @@ def build_embeddings(
     device: torch.device,
     run_dir: Path,
     batch_size: int,
-    ranks: Ranks | None = None,
+    ranks: Ranks,
 ) -> TableCollection:
     """The collection of tables that the recipe and the plugins ask for, filled with first values."""
     owner = cache_owner(config, assembly)
+    several = len(ranks.trainers) > 1
     module: TableCollection
     if config.sharded:
+        if ranks.world > 1:
+            raise UserError("tiers.sharded=true trains in one process; start it without torchrun")
         module = ShardedCollection(tables, assembly, device, batch_size)
     elif owner == "resident":
-        module = ResidentCollection(tables, device)
+        if len(ranks.trainers) < ranks.world:
+            raise UserError(
+                "topology.embedding_ranks names ranks that only hold rows, but tiers.policy=resident keeps "
+                "all rows on every trainer; choose nocache, lru, lfu or a caching plugin"
+            )
+        trainers = ranks.channel()
+        module = (
+            ReplicatedCollection(tables, device, trainers) if several else ResidentCollection(tables, device)
+        )
     else:
-        module = _tiered(tables, config, assembly, device, run_dir, owner, batch_size, ranks or Ranks())
+        module = _tiered(tables, config, assembly, device, run_dir, owner, batch_size, ranks)
     for aspect in ("precision", "update"):
         for policy, names in assembly.policies(aspect):
             rewritten = policy.part.rewrite(module, names)
@@ -134,28 +177,48 @@ def _tiered(
             f"tiers.resident_bytes={config.resident_bytes} leaves {readable_bytes(max(0, budget))} for rows "
             f"of {tables.record_bytes} bytes: not even one; raise it"
         )
-    directory = Path(config.dir).expanduser() if config.dir else run_dir / "tiers"
-    store = make_store(
-        config.store,
-        tables.layout,
-        tables.fill,
-        directory=directory,
-        pinned=device.type == "cuda",
-        staging_bytes=staging_bytes(batch_size * len(tables.features)),
-    )
+    trainers = ranks.channel(ranks.trainers)
+    store = _store(tables, config, device, run_dir, batch_size, ranks)
     space = RowSpace(tables.layout.bases, slots)
     claimed = assembly.policies("cache")
-    policy: CachePolicy
     if claimed:
         owned = claimed[0][0].part
-        store = owned.store(store)
+        if ranks.trains:
+            store = owned.store(store)
         own = owned.collection(TierParts(tables, slots, store, device, config.prefetch, ranks))
         if own is not None:
             return own
-        policy = owned.cache(space)
-    else:
-        policy = POLICIES[owner](space)
-    return TieredEmbeddingBagCollection(tables, policy, slots, store, device, config.prefetch)
+    if not ranks.trains:
+        assert isinstance(store, ShardedStore)
+        return HeldRows(store)
+    policy = claimed[0][0].part.cache(space) if claimed else POLICIES[owner](space)
+    return TieredEmbeddingBagCollection(
+        tables, policy, slots, store, device, config.prefetch, ranks, trainers
+    )
+
+
+def _store(
+    tables: TableSet, config: TierConfig, device: torch.device, run_dir: Path, batch_size: int, ranks: Ranks
+) -> ColdStore:
+    """The cold store; over the ranks where there are several, whatever each keeps its part in."""
+    kind = config.holder_store if config.store == SHARDED else config.store
+    directory = Path(config.dir).expanduser() if config.dir else run_dir / "tiers"
+    if ranks.world > 1:
+        directory /= f"rank-{ranks.rank}"
+
+    def local(layout: StoreLayout, fill: Fill) -> ColdStore:
+        return make_store(
+            kind,
+            layout,
+            fill,
+            directory=directory,
+            pinned=device.type == "cuda",
+            staging_bytes=staging_bytes(batch_size * len(tables.features)),
+        )
+
+    if config.store == SHARDED or ranks.world > 1:
+        return ShardedStore(tables.layout, tables.fill, ranks, local)
+    return local(tables.layout, tables.fill)
 
 
 def staging_bytes(lookups: int) -> int:

@@ -64,6 +64,10 @@ class TableCollection(ABC, nn.Module):
         """What it moved between its tiers; None where all rows are resident."""
         return None
 
+    def serve(self) -> None:
+        """On a rank that holds rows and does not train: answer the trainers until they are done."""
+        raise NotImplementedError(f"{type(self).__name__} does not run on ranks that only hold rows")
+
     def close(self) -> None:
         """Write back what is only here and release files and threads; the tables are unusable then."""
 

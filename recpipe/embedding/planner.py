@@ -14,8 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, Slots
+from recpipe.errors import DataError
 
 if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from recpipe.embedding.shared_rows import SharedLookups
+    from recpipe.embedding.tables import TableSet
     from recpipe.embedding.transfer import Landed
 
 Offsets = NDArray[np.int64]
@@ -53,6 +58,8 @@ class TierPlan:
     needs_cold: NDArray[np.bool_]
     """Of each sample, in the batch's own order: whether it looks up a row that is not resident yet."""
     cold_first: int
+    shared: SharedLookups | None = None
+    """This trainer's share of the lookups, where several train."""
     fetched: Future[Landed] | None = None
     """The fetch of ``fetch``'s rows, once it has been started."""
 
@@ -81,15 +88,37 @@ class Bags:
     batch_size: int
 
     def permuted(self, order: NDArray[np.int64]) -> Bags:
-        """The same bags with samples in ``order`` (int64 [B])."""
+        """The bags of the samples in ``order`` (int64 [n]), in that order."""
         features = (len(self.offsets) - 1) // self.batch_size
         bags = (np.arange(features)[:, None] * self.batch_size + order[None, :]).ravel()
-        if len(self.rows) == len(bags) and np.array_equal(self.offsets, np.arange(len(bags) + 1)):
-            return Bags(self.rows[bags], self.offsets, self.batch_size)
+        if len(self.rows) == len(self.offsets) - 1 and np.array_equal(
+            self.offsets, np.arange(len(self.offsets))
+        ):
+            return Bags(self.rows[bags], np.arange(len(bags) + 1), len(order))
         lengths = np.diff(self.offsets)[bags]
         offsets = np.concatenate(([0], np.cumsum(lengths)))
         picks = np.arange(offsets[-1]) + np.repeat(self.offsets[bags] - offsets[:-1], lengths)
-        return Bags(self.rows[picks], offsets, self.batch_size)
+        return Bags(self.rows[picks], offsets, len(order))
+
+
+def global_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> Bags:
+    """The batch's lookups as global rows; features in the tables' order, whatever that of ``sparse``."""
+    names = [f.name for f in tables.features]
+    if sparse.keys() != names:
+        sparse = sparse.permute([sparse.keys().index(name) for name in names])
+    values = sparse.values().cpu().numpy()
+    offsets = sparse.offsets().cpu().numpy().astype(np.int64, copy=False)
+    size = sparse.stride()
+    counts = np.diff(offsets[np.arange(len(names) + 1) * size])
+    bases = tables.layout.bases
+    wrong = np.flatnonzero((values < 0) | (values >= np.repeat(np.diff(bases), counts)))
+    if len(wrong):
+        feature = tables.features[int(np.repeat(np.arange(len(counts)), counts)[wrong[0]])]
+        raise DataError(
+            f"id {values[wrong[0]]} of feature {feature.name} is not in its table of {feature.rows} "
+            "rows; raise the table's rows or hash the ids"
+        )
+    return Bags(values + np.repeat(bases[:-1], counts), offsets, size)
 
 
 class Planner:
@@ -256,11 +285,12 @@ class Planner:
 
 
 def reorder(plan: TierPlan, order: NDArray[np.int64], cold_first: int) -> TierPlan:
-    """``plan`` with samples in ``order``; the slab's bags cover samples ``cold_first ..`` alone."""
-    size = plan.batch_size
+    """``plan`` with the samples in ``order``; the slab's bags cover samples ``cold_first ..`` alone."""
+    size, features = plan.batch_size, (len(plan.offsets) - 1) // plan.batch_size
     resident = Bags(plan.indices, plan.offsets, size).permuted(order)
     slab = Bags(plan.slab_indices, plan.slab_offsets, size).permuted(order)
-    starts = slab.offsets[:-1].reshape(-1, size)[:, cold_first:].ravel()
+    starts = slab.offsets[:-1].reshape(features, len(order))[:, cold_first:].ravel()
+    plan.batch_size = len(order)
     plan.indices, plan.offsets = resident.rows, resident.offsets
     plan.slab_indices, plan.slab_offsets = slab.rows, np.append(starts, len(slab.rows))
     plan.cold_first = cold_first

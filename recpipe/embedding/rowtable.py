@@ -58,17 +58,30 @@ class RowBags:
         """Sums of rows per bag, float32 [B, F * D]; ``weights`` [.., D] holds distinct row u at
         ``positions[u]`` (None: at u)."""
         at = self.which if positions is None else positions[self.which]
-        sums = torch.nn.functional.embedding_bag(at, weights, self.offsets[:-1], mode="sum")
-        features = (len(self.offsets) - 1) // max(1, self.batch_size)
-        shaped = sums.view(features, self.batch_size, weights.shape[1])
-        return shaped.transpose(0, 1).reshape(self.batch_size, features * weights.shape[1])
+        return pool(weights, at, self.offsets, self.batch_size)
 
     def gradients(self, pooled: torch.Tensor, dim: int) -> torch.Tensor:
         """Gradient of every distinct row, float32 [U, D], from that of ``pooled`` (float32 [B, F * D])."""
-        bags = pooled.view(self.batch_size, -1, dim).transpose(0, 1).reshape(-1, dim)
         if not len(self.distinct):
-            return bags.new_zeros((0, dim))
+            return pooled.new_zeros((0, dim))
+        bags = pooled.view(self.batch_size, -1, dim).transpose(0, 1).reshape(-1, dim)
         return torch.nn.functional.embedding_bag(self.bag_of, bags, self.starts, mode="sum")
+
+
+def pool(weights: torch.Tensor, at: torch.Tensor, offsets: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """Sums of ``weights[at]`` (weights [.., D], at int64 [L]) per bag, float32 [B, F * D].
+
+    Bags are feature-major as in a KJT, ``offsets`` int64 [F * B + 1]. Without samples: [0, 0].
+    """
+    dim = weights.shape[1]
+    if not batch_size:
+        return weights.new_zeros((0, 0))
+    features = (len(offsets) - 1) // batch_size
+    if len(at):
+        sums = torch.nn.functional.embedding_bag(at, weights, offsets[:-1], mode="sum")
+    else:
+        sums = weights.new_zeros((features * batch_size, dim))
+    return sums.view(features, batch_size, dim).transpose(0, 1).reshape(batch_size, features * dim)
 
 
 def updated(optimizer: TableOptimizer, records: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from recpipe.embedding.policies import RowIds
 from recpipe.embedding.stores.base import ColdStore, IoCounters, Records
 from recpipe.embedding.transfer import Landed, Transfer
+from recpipe.ranks import Ranks
 
 
 @dataclass
@@ -31,12 +32,14 @@ class StoreThread:
     """One thread, one queue: a fetch sees every write that was queued before it.
 
     ``counters`` and ``times`` hold what training moved. Evaluation, checkpoints and exports use
-    ``fetch_now`` and ``write_now``, which are in neither.
+    ``fetch_now`` and ``write_now``, which are in neither. Where several ranks train, all of them make the
+    same calls with the same rows: each writes its share, in rounds that all take part in.
     """
 
-    def __init__(self, store: ColdStore, device: torch.device, times: TierTimes) -> None:
+    def __init__(self, store: ColdStore, device: torch.device, times: TierTimes, ranks: Ranks) -> None:
         self.store = store
         self.times = times
+        self.ranks = ranks
         self.counters = IoCounters()
         self._transfer = Transfer(device)
         self._thread = ThreadPoolExecutor(1, "recpipe-io")
@@ -48,10 +51,10 @@ class StoreThread:
 
     def write(self, rows: RowIds, records: torch.Tensor) -> None:
         """Queue a write of ``records`` (float32 [n, width] on the device, not changed later)."""
+        mine = self._share(len(rows))
         if len(rows):
-            self._writes.append(
-                self._thread.submit(self._counted_write, rows, self._transfer.to_host(records))
-            )
+            to_host = self._transfer.to_host(records[mine])
+            self._writes.append(self._thread.submit(self._counted_write, rows[mine], to_host))
 
     def check_writes(self) -> None:
         """Raise what a finished write raised; wait when more than two writes are under way."""
@@ -66,7 +69,12 @@ class StoreThread:
 
     def write_now(self, rows: RowIds, records: Records) -> None:
         """Replace the records of ``rows``."""
-        self._thread.submit(self.store.scatter, rows, np.ascontiguousarray(records)).result()
+        mine = self._share(len(rows))
+        self._thread.submit(self.store.scatter, rows[mine], np.ascontiguousarray(records[mine])).result()
+
+    def _share(self, rows: int) -> slice:
+        """Which of ``rows`` this trainer writes."""
+        return self.ranks.shares(0, rows)[self.ranks.trainer]
 
     def close(self) -> None:
         """Wait for all that is queued, raise what failed, and close the store in any case."""

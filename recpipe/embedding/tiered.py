@@ -30,14 +30,15 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from recpipe.embedding import seams
-from recpipe.embedding.collection import TableCollection, TierFigures, make_tbe
-from recpipe.embedding.planner import IN_STORE, Bags, Planner, TierPlan
+from recpipe.embedding.collection import TableCollection, TierFigures
+from recpipe.embedding.planner import IN_STORE, Bags, Planner, TierPlan, global_bags
 from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, policy_bytes
+from recpipe.embedding.rowtable import RowBags, pool
+from recpipe.embedding.slots import make_slots, put, take, views
 from recpipe.embedding.store_thread import StoreThread, TierTimes
 from recpipe.embedding.stores.base import ColdStore, IoCounters, Records
 from recpipe.embedding.tables import Region, TableSet, Values, row_chunks
-from recpipe.errors import DataError
+from recpipe.ranks import Channel, Ranks
 
 
 class TieredEmbeddingBagCollection(TableCollection):
@@ -50,6 +51,8 @@ class TieredEmbeddingBagCollection(TableCollection):
         store: the cold tier; holds every row at first. Owned: ``close`` closes it.
         device: where resident rows and slab live.
         prefetch: fetch a batch's rows while the batch before it trains. Off: fetch when its turn comes.
+        ranks: who trains. Several trainers plan alike, each holds a replica of resident rows and slab
+            and looks up its own samples; ``trainers`` is the channel over which gradients are added.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class TieredEmbeddingBagCollection(TableCollection):
         store: ColdStore,
         device: torch.device,
         prefetch: bool,
+        ranks: Ranks | None = None,
+        trainers: Channel | None = None,
     ) -> None:
         super().__init__()
         self.tables = tables
@@ -68,9 +73,11 @@ class TieredEmbeddingBagCollection(TableCollection):
         self.prefetches = prefetch
         self.planner = Planner(RowSpace(tables.layout.bases, slots), policy, carry=prefetch)
         self.times = TierTimes()
-        self.cold = StoreThread(store, device, self.times)
-        self.resident = make_tbe(tables, max(1, slots), device)
-        self.slab = make_tbe(tables, 1, device)
+        self.ranks = ranks or Ranks()
+        self._trainers = trainers if len(self.ranks.trainers) > 1 else None
+        self.cold = StoreThread(store, device, self.times, self.ranks)
+        self.resident = make_slots(tables, max(1, slots), device, self._trainers)
+        self.slab = make_slots(tables, 1, device, self._trainers)
         self._planning = threading.RLock()
         self._slab_rows: RowIds = np.empty(0, np.int64)
         self._slab_written = True
@@ -82,22 +89,7 @@ class TieredEmbeddingBagCollection(TableCollection):
 
     def bags(self, sparse: KeyedJaggedTensor) -> Bags:
         """The batch's lookups as global rows; features in the tables' order, whatever that of ``sparse``."""
-        names = list(self._base_of_feature)
-        if sparse.keys() != names:
-            sparse = sparse.permute([sparse.keys().index(name) for name in names])
-        values = sparse.values().cpu().numpy()
-        offsets = sparse.offsets().cpu().numpy().astype(np.int64, copy=False)
-        size = sparse.stride()
-        counts = np.diff(offsets[::size])
-        bases = self.tables.layout.bases
-        wrong = np.flatnonzero((values < 0) | (values >= np.repeat(np.diff(bases), counts)))
-        if len(wrong):
-            feature = self.tables.features[int(np.repeat(np.arange(len(counts)), counts)[wrong[0]])]
-            raise DataError(
-                f"id {values[wrong[0]]} of feature {feature.name} is not in its table of {feature.rows} "
-                "rows; raise the table's rows or hash the ids"
-            )
-        return Bags(values + np.repeat(bases[:-1], counts), offsets, size)
+        return global_bags(self.tables, sparse)
 
     def plan(self, sparse: KeyedJaggedTensor) -> TierPlan:
         """Decide where the batch's lookups go and which rows move; ``advance`` must follow."""
@@ -179,10 +171,14 @@ class TieredEmbeddingBagCollection(TableCollection):
 
     def lookup_resident(self, plan: TierPlan) -> torch.Tensor:
         """Pooled resident rows of all samples, float32 [B, F * D]; its backward updates them."""
+        if plan.shared is not None:
+            return self._shared_lookup(self.resident, *plan.shared.resident)
         return self._lookup(self.resident, plan.indices, plan.offsets)
 
     def lookup_slab(self, plan: TierPlan) -> torch.Tensor:
         """Pooled slab rows of samples ``plan.cold_first ..``, float32 [B - cold_first, F * D]."""
+        if plan.shared is not None:
+            return self._shared_lookup(self.slab, *plan.shared.slab)
         return self._lookup(self.slab, plan.slab_indices, plan.slab_offsets)
 
     def _lookup(self, tbe: nn.Module, indices: RowIds, offsets: RowIds) -> torch.Tensor:
@@ -191,10 +187,15 @@ class TieredEmbeddingBagCollection(TableCollection):
         )
         return pooled
 
+    def _shared_lookup(self, table: nn.Module, bags: RowBags, touched: RowIds) -> torch.Tensor:
+        pooled: torch.Tensor = table(bags, touched)
+        return pooled
+
     def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
         """All calls in a row: pooled embeddings of ``sparse``; in eval mode nothing moves or is planned."""
         if not self.training or not torch.is_grad_enabled():
             return self._keyed(self.read_pooled(sparse))
+        assert self._trainers is None, "several trainers plan whole batches: see pipeline.loader"
         plan = self.plan(sparse)
         self.advance(plan)
         self.arrive()
@@ -211,14 +212,12 @@ class TieredEmbeddingBagCollection(TableCollection):
         with self.quiesced():
             distinct, which = np.unique(bags.rows, return_inverse=True)
             weights = self.read_rows(distinct)[:, : self.tables.dim]
-        pooled = nn.functional.embedding_bag(
-            torch.from_numpy(which).to(self.device),
+        return pool(
             weights,
-            torch.from_numpy(bags.offsets[:-1]).to(self.device),
-            mode="sum",
+            torch.from_numpy(which).to(self.device),
+            torch.from_numpy(bags.offsets).to(self.device),
+            bags.batch_size,
         )
-        features = len(self.tables.features)
-        return pooled.view(features, bags.batch_size, -1).transpose(0, 1).reshape(bags.batch_size, -1)
 
     # -- rows as they are between two batches ------------------------------------------------
 
@@ -343,7 +342,7 @@ class TieredEmbeddingBagCollection(TableCollection):
     @property
     def overhead_bytes(self) -> int:
         """Memory beyond the resident rows: row maps, the policy's tables, the slab, the store's buffers."""
-        slab = seams.tbe_views(self.slab)[0]
+        slab = views(self.slab)
         return (
             self.planner.overhead_bytes
             + policy_bytes(self.planner.policy)
@@ -375,23 +374,6 @@ class TieredEmbeddingBagCollection(TableCollection):
 
     def _reserve_slab(self, rows: int) -> None:
         """Make room for ``rows`` slab rows; what it held has been taken out by ``advance``."""
-        have = seams.tbe_views(self.slab)[0][0].shape[0]
+        have = views(self.slab)[0].shape[0]
         if rows > have:
-            self.slab = make_tbe(self.tables, 1 << (rows - 1).bit_length(), self.device)
-
-
-def take(tbe: nn.Module, slots: torch.Tensor) -> torch.Tensor:
-    """Records of ``slots`` (int64 [n]) of a one-table TBE: a copy, float32 [n, width]."""
-    weights, state = seams.tbe_views(tbe)[0]
-    return torch.cat((weights.index_select(0, slots), state.index_select(0, slots)), dim=1)
-
-
-def put(tbe: nn.Module, slots: torch.Tensor, records: torch.Tensor) -> None:
-    """Replace the records of ``slots`` (int64 [n], distinct) of a one-table TBE."""
-    if not len(slots):
-        # Even an empty copy would tell autograd that the weights have changed since they were looked up.
-        return
-    weights, state = seams.tbe_views(tbe)[0]
-    with torch.no_grad():
-        weights.index_copy_(0, slots, records[:, : weights.shape[1]])
-        state.index_copy_(0, slots, records[:, weights.shape[1] :])
+            self.slab = make_slots(self.tables, 1 << (rows - 1).bit_length(), self.device, self._trainers)

@@ -18,7 +18,9 @@ from recpipe.metrics import BackgroundQuality
 from recpipe.model.ranker import Ranker
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.pipeline.sync import add_up
 from recpipe.plugin.assembly import Assembly
+from recpipe.ranks import Channel, Ranks
 
 LOG_EVERY = 50
 """Steps between log lines: Lightning's logging costs more than a small model's step would allow."""
@@ -33,6 +35,7 @@ class RankingModule(L.LightningModule):
         make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
         assembly: Assembly,
         loader: TrainLoader,
+        trainers: Channel | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -40,6 +43,11 @@ class RankingModule(L.LightningModule):
         self.make_optimizer = make_optimizer
         self.assembly = assembly
         self.loader = loader
+        self.trainers = trainers or Ranks().channel()
+        self.stop_asked = False
+        """Whether this rank was asked to stop ..."""
+        self.stop_agreed = False
+        """... and whether any rank was, as all of them know after the same step."""
         self.quality = BackgroundQuality()
         self.step_times = StepTimes()
         self.loss_sum = torch.zeros((), dtype=torch.float64)
@@ -71,6 +79,8 @@ class RankingModule(L.LightningModule):
         optimizer.zero_grad()
         with self.assembly.around_step(batch.batch):
             loss, _ = accumulate(self.ranker, batch, self.step_times)
+            dense = self.ranker.dense_parameters().values()
+            loss, self.stop_agreed = add_up(self.trainers, dense, loss, self.stop_asked)
             looked_at = loss.device.type == "cpu" or batch_idx % LOG_EVERY == 0
             if looked_at and not torch.isfinite(loss):
                 raise UserError(self._diverged(batch.batch))
@@ -109,7 +119,18 @@ class RankingModule(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Keep the batch's predictions; the figures are computed in a thread of their own."""
-        self.quality.add(self.ranker(batch), batch.labels)
+        logits, labels = self.ranker(batch) if batch.size else self._no_logits(batch), batch.labels
+        if self.trainers.size > 1:
+            logits, labels = self._gathered(logits), self._gathered(labels)
+        self.quality.add(logits, labels)
+
+    def _no_logits(self, batch: Batch) -> torch.Tensor:
+        """Of a share without samples; its lookups are made, since other ranks take part in them."""
+        self.ranker.pooled(batch.sparse)
+        return batch.labels.new_zeros(0)
+
+    def _gathered(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(self.trainers.gather(values.cpu().numpy())))
 
     # -- checkpoints -------------------------------------------------------------------------
 

@@ -11,14 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset, Split
-from recpipe.embedding.planner import Bags, reorder
+from recpipe.embedding.planner import TierPlan, reorder
+from recpipe.embedding.shared_rows import share
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.errors import DataError
+from recpipe.pipeline.share import cut, picked
 from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.assembly import Assembly
+from recpipe.ranks import Ranks
 
 
 class TrainLoader:
@@ -31,15 +34,17 @@ class TrainLoader:
         assembly: Assembly,
         tiers: TieredEmbeddingBagCollection | None,
         device: torch.device,
+        ranks: Ranks | None = None,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
+        self.ranks = ranks or Ranks()
         self.assembly = assembly
         self.tiers = tiers
         self.device = device
         self.first = 0
         self.lookups = 0
-        """Ids handed to training since this loader was made."""
+        """Ids handed to training, on this rank, since this loader was made."""
 
     def __len__(self) -> int:
         if self.assembly.order is not None:
@@ -73,24 +78,48 @@ class TrainLoader:
         batch = next(source, None)
         if batch is None:
             return None
+        consumed = batch.size
         batch = self.assembly.transform(batch)
+        if not batch.size:
+            raise DataError("a plugin's batch transform returned a batch without samples; it must leave one")
         plan = self.tiers.plan(batch.sparse) if self.tiers is not None else None
-        bounds: tuple[int, ...] = ()
-        if self.assembly.splitter is not None:
-            needs_cold = plan.needs_cold if plan is not None else np.zeros(batch.size, bool)
-            split = self.assembly.splitter.part(batch, needs_cold)
-            batch, bounds = permuted(batch, split.order), split.bounds
-            if plan is not None:
-                plan = reorder(plan, split.order, first_cold(needs_cold[split.order], bounds))
+        staged = self._share(batch, plan)
+        staged.consumed = consumed
         if self.tiers is not None and self.tiers.prefetches and plan is not None:
             self.tiers.prefetch(plan)
-        return StagedBatch(on_device(batch, self.device), plan, bounds)
+        return staged
+
+    def _share(self, batch: Batch, plan: TierPlan | None) -> StagedBatch:
+        """What this rank trains of ``batch``, in the splitter's micro-batches if there is one."""
+        needs_cold = plan.needs_cold if plan is not None else np.zeros(batch.size, bool)
+        splitter, alone = self.assembly.splitter, len(self.ranks.trainers) == 1
+        if splitter is None and alone:
+            return StagedBatch(on_device(batch, self.device), plan)
+        order = np.arange(batch.size)
+        bounds: tuple[int, ...] = (batch.size,)
+        if splitter is not None:
+            split = splitter.part(batch, needs_cold)
+            order, bounds = split.order, split.bounds
+        mine = cut(order, bounds, needs_cold, self.ranks)
+        if plan is not None:
+            (reorder if alone else share)(plan, mine.samples, mine.cold_first)
+        return StagedBatch(
+            on_device(picked(batch, mine.samples), self.device),
+            plan,
+            mine.bounds if splitter is not None else (),
+            mine.cold_from,
+            total=batch.size,
+            alone=alone,
+        )
 
 
 class EvalLoader:
-    """The held-out split, in order, on the device."""
+    """This rank's share of the held-out split's batches (it may be empty), in order, on the device."""
 
-    def __init__(self, dataset: Dataset, batch_size: int, device: torch.device) -> None:
+    def __init__(
+        self, dataset: Dataset, batch_size: int, device: torch.device, ranks: Ranks | None = None
+    ) -> None:
+        self.ranks = ranks or Ranks()
         self.dataset = dataset
         self.batch_size = batch_size
         self.device = device
@@ -101,28 +130,10 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Batch]:
         split: Split = "eval"
         for batch in self.dataset.batches(split, self.batch_size):
+            if len(self.ranks.trainers) > 1:
+                mine = self.ranks.shares(0, batch.size)[self.ranks.trainer]
+                batch = picked(batch, np.arange(mine.start, mine.stop))
             yield on_device(batch, self.device)
-
-
-def first_cold(needs_cold: NDArray[np.bool_], bounds: tuple[int, ...]) -> int:
-    """Start of the first micro-batch that holds a sample that needs cold rows; B when none does."""
-    low = 0
-    for high in bounds:
-        if needs_cold[low:high].any():
-            return low
-        low = high
-    return low
-
-
-def permuted(batch: Batch, order: NDArray[np.int64]) -> Batch:
-    """The batch with its samples in ``order`` (int64 [B])."""
-    index = torch.from_numpy(order)
-    sparse = batch.sparse
-    bags = Bags(sparse.values().numpy(), sparse.offsets().numpy().astype(np.int64), batch.size).permuted(
-        order
-    )
-    jagged = type(sparse)(sparse.keys(), torch.from_numpy(bags.rows), offsets=torch.from_numpy(bags.offsets))
-    return Batch(batch.dense[index], jagged, batch.labels[index])
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:

@@ -23,6 +23,18 @@ class StagedBatch:
     """What it does to the tiers; None when all rows are resident."""
     bounds: tuple[int, ...] = ()
     """Where its micro-batches end; empty for one."""
+    cold_from: int = 0
+    """The first micro-batch that waits for cold rows."""
+    total: int = 0
+    """Samples of the whole batch, of which ``batch`` is this rank's share (0: all of them)."""
+    consumed: int = 0
+    """Samples read for it, of which a plugin may have left some out (0: none)."""
+    alone: bool = True
+    """Whether no other rank trains a share of it."""
+
+    def __post_init__(self) -> None:
+        self.total = self.total or self.batch.size
+        self.consumed = self.consumed or self.total
 
 
 @dataclass
@@ -37,21 +49,38 @@ def accumulate(ranker: Ranker, staged: StagedBatch, times: StepTimes) -> tuple[t
     """Forward and backward of one batch; returns (mean loss, logits [B]), both detached.
 
     On return the tables have made their fused update and the dense gradients are those of the mean
-    loss over the whole batch. On a CPU, a loss that is not finite leaves the tables as they were.
+    loss over the whole batch. Where several ranks train, loss and dense gradients are this rank's
+    addends. On a CPU with one trainer, a loss that is not finite leaves the tables as they were.
     """
     if staged.bounds:
         return _micro_batches(ranker, staged, times)
     batch = staged.batch
-    logits = ranker(batch) if staged.plan is None else ranker.score(batch.dense, _pooled(ranker, staged.plan))
-    loss = binary_cross_entropy_with_logits(logits, batch.labels)
-    if _usable(loss):
+    pooled = ranker.pooled(batch.sparse) if staged.plan is None else _pooled(ranker, staged.plan)
+    logits, loss = _score(ranker, staged, pooled, 0, batch.size)
+    if _usable(staged, loss):
         torch.autograd.backward(loss)
     return loss.detach(), logits.detach()
 
 
-def _usable(loss: torch.Tensor) -> bool:
-    """Whether to update from ``loss``. A GPU is not stopped at every step to look."""
-    return loss.device.type != "cpu" or bool(torch.isfinite(loss))
+def _score(
+    ranker: Ranker, staged: StagedBatch, pooled: torch.Tensor, low: int, high: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of samples [low, high) with these pooled rows, and their part of the batch's mean loss."""
+    batch = staged.batch
+    if low == high:
+        # The tables' backward must run all the same: other ranks wait for its messages.
+        return pooled.new_zeros(0), pooled.sum()
+    logits = ranker.score(batch.dense[low:high], pooled)
+    labels = batch.labels[low:high]
+    if high - low == staged.total:
+        return logits, binary_cross_entropy_with_logits(logits, labels)
+    return logits, binary_cross_entropy_with_logits(logits, labels, reduction="sum") / staged.total
+
+
+def _usable(staged: StagedBatch, loss: torch.Tensor) -> bool:
+    """Whether to update from ``loss``. A GPU is not stopped at every step to look, nor are several ranks,
+    which must all do the same."""
+    return loss.device.type != "cpu" or not staged.alone or bool(torch.isfinite(loss))
 
 
 def _tiers(ranker: Ranker) -> TieredEmbeddingBagCollection:
@@ -83,18 +112,17 @@ def _micro_batches(
     total = torch.zeros((), device=batch.labels.device)
     logits = []
     low = 0
-    for high in staged.bounds:
-        if plan is not None and high > plan.cold_first and not tables.cold_is_here:
+    for number, high in enumerate(staged.bounds):
+        if plan is not None and number >= staged.cold_from and not tables.cold_is_here:
             times.before_cold += perf_counter() - started
             tables.wait_for_cold()
             started = perf_counter()
-        scores = ranker.score(batch.dense[low:high], tables.leaf(low, high))
-        loss = binary_cross_entropy_with_logits(scores, batch.labels[low:high], reduction="sum") / batch.size
+        scores, loss = _score(ranker, staged, tables.leaf(low, high), low, high)
         torch.autograd.backward(loss)
         total += loss.detach()
         logits.append(scores.detach())
         low = high
-    if _usable(total):
+    if _usable(staged, total):
         tables.backward()
     elapsed = perf_counter() - started
     if tables.cold_is_here:
@@ -135,7 +163,7 @@ class _Lookups:
         if self._cold is not None:
             assert self.staged.plan is not None
             first = self.staged.plan.cold_first
-            if low >= first:
+            if low >= first and low < high:
                 pooled = pooled + self._cold.detach()[low - first : high - first]
         self._leaves.append(pooled.requires_grad_())
         return pooled
@@ -144,9 +172,10 @@ class _Lookups:
         """One backward, and so one fused update, per tier."""
         if self.staged.plan is not None:
             _tiers(self.ranker).arrive()
-        gradients = [leaf.grad for leaf in self._leaves]
-        gradient = torch.cat([g for g in gradients if g is not None])
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
+        gradient = torch.cat(gradients)
         torch.autograd.backward(self._warm, gradient)
         if self._cold is not None:
             assert self.staged.plan is not None
-            torch.autograd.backward(self._cold, gradient[self.staged.plan.cold_first :])
+            cold = gradient[self.staged.plan.cold_first :]
+            torch.autograd.backward(self._cold, cold.view(self._cold.shape))

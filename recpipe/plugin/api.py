@@ -81,6 +81,10 @@ class Context:
     """Ranks that train; each takes its share of every batch."""
     cache_dir: Path | None = None
     """Where what is learned about the data is kept between runs (profiles); None: nowhere."""
+    epoch_samples: int = 0
+    """Training samples of an epoch."""
+    held_out: Callable[[int], Iterator[Batch]] = lambda first: iter(())
+    """As ``batches``, of the held-out part."""
     batches: Callable[[int], Iterator[Batch]] = lambda first: iter(())
     """``batches(first)``: an epoch's training batches from number ``first`` on, as the data module yields
     them; every call reads anew, and seeks to ``first``."""

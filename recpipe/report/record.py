@@ -105,6 +105,21 @@ class Point:
     samples_per_second: float
 
 
+@dataclass
+class RankFigures:
+    """The run's processes, and what rank 0 sent to and received from the others (bytes of payload)."""
+
+    world: int = 1
+    trainers: Sequence[int] = (0,)
+    holders: Sequence[int] = (0,)
+    emulate: Mapping[str, float | None] | None = None
+    """The slower network that was played, latency_us and gbit_per_s; None: this machine's own."""
+    messages: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    message_seconds: float = 0.0
+
+
 PluginFigures = Mapping[str, object]
 """One plugin's figures by name: a number or string is a row of its table; a list of numbers, or of
 [x, y] pairs, is drawn as a curve in report.html."""
@@ -126,6 +141,7 @@ class RunReport:
     plugins: Mapping[str, PluginFigures]
     environment: Mapping[str, Any]
     history: Sequence[Point] = field(default_factory=list)
+    ranks: RankFigures = field(default_factory=RankFigures)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as report.json has it: plain JSON values only."""

@@ -35,6 +35,8 @@ def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "memory", _memory(report["memory"])
     if report["io"]["store"]:
         yield "cold tier", _io(report["io"])
+    if report["ranks"]["world"] > 1:
+        yield "ranks", _ranks(report["ranks"])
     yield from _plugins(report["plugins"])
     if report["altered"]:
         yield "alters", ", ".join(report["altered"]) + " (need not equal the run without plugins)"
@@ -73,6 +75,17 @@ def _io(io: Mapping[str, Any]) -> str:
     read = f"read {figures.count(io['rows_read'])} rows, {figures.size(io['bytes_read'])}"
     written = f"wrote {figures.count(io['rows_written'])} rows, {figures.size(io['bytes_written'])}"
     return f"{io['store']}{mode}: {read}; {written}; waited {figures.decimal(io['wait_seconds'], 2)} s"
+
+
+def _ranks(ranks: Mapping[str, Any]) -> str:
+    roles = f"{len(ranks['trainers'])} training, {len(ranks['holders'])} holding rows, of {ranks['world']}"
+    sent, received = figures.size(ranks["bytes_sent"]), figures.size(ranks["bytes_received"])
+    text = f"{roles}; rank 0: {figures.count(ranks['messages'])} messages, sent {sent}, received {received}"
+    if ranks["emulate"]:
+        speed = ranks["emulate"]["gbit_per_s"]
+        text += f"; emulated network: {ranks['emulate']['latency_us']:g} us a message"
+        text += f", {speed:g} Gbit/s" if speed else ""
+    return text
 
 
 def _plugins(plugins: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def compare(
     cfg: DictConfig,
     out_dir: Path,
     *,
-    launch: Launch = compare_run.launch,
+    launch: Launch | None = None,
     overrides: Sequence[str] | None = None,
     installed: Collection[str] | None = None,
     console: Console | None = None,
@@ -42,6 +43,7 @@ def compare(
     finished when a run fails or Ctrl-C comes is kept, with ``"partial": true`` in compare.json.
     """
     repetitions, warmup = _rounds(cfg)
+    launch = launch or partial(compare_run.launch, ranks=cfg.compare.ranks)
     rows = parse_rows(list(cfg.compare.plugins), _installed() if installed is None else installed)
     carried = carried_overrides(command_line_overrides() if overrides is None else overrides, rows)
     plan = _Comparison(rows, carried, repetitions, warmup, out_dir.absolute(), launch, console or Console())
@@ -62,7 +64,7 @@ def _installed() -> Collection[str]:
 
 
 def _rounds(cfg: DictConfig) -> tuple[int, int]:
-    for key, least in (("repetitions", 1), ("warmup", 0)):
+    for key, least in (("repetitions", 1), ("warmup", 0), ("ranks", 1)):
         value = cfg.compare[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UserError(f"compare.{key} must be a whole number of at least {least}, not {value!r}")

@@ -19,14 +19,15 @@ from numpy.typing import NDArray
 
 from recpipe.errors import UserError
 
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node={}"
 _CHUNK_FLOATS = 1 << 22  # 16 MiB of each of the two files at a time
 
 
-def launch(arguments: list[str], directory: Path) -> dict[str, Any]:
+def launch(arguments: list[str], directory: Path, ranks: int = 1) -> dict[str, Any]:
     """Run ``python -m recpipe arguments`` to its end and return its ``directory/report.json`` ({} if none).
 
     A fresh process each time: no allocator state, cached page or thread pool leaks from one run into the
-    next. Its output goes to ``directory/run.log``. Raises UserError with the run's own message where it
+    next. Several ``ranks`` are started by torchrun. Its output goes to ``directory/run.log``. Raises UserError with the run's own message where it
     exits with status 2, and one that names the log for any other failure.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -34,7 +35,7 @@ def launch(arguments: list[str], directory: Path) -> dict[str, Any]:
     with log.open("wb") as output:
         # Its own session: Ctrl-C reaches this process alone, which then ends the run in order.
         run = subprocess.Popen(
-            [sys.executable, "-m", "recpipe", *arguments],
+            [sys.executable, *(TORCHRUN.format(ranks).split() if ranks > 1 else ()), "-m", "recpipe", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -67,7 +68,7 @@ def _end(run: subprocess.Popen[bytes]) -> None:
 def _failure(status: int, log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
-    if status == 2 and errors:
+    if errors:
         return errors[-1].removeprefix("error: ")
     how = f"was killed by signal {-status}" if status < 0 else f"failed with status {status}"
     last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")

@@ -7,15 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.checkpoint import save_tables
+from recpipe.checkpoint import read_along, save_tables
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.tables import TableSet, to_numpy
 from recpipe.errors import UserError
 from recpipe.model.ranker import Ranker
 
 
-def export_parameters(directory: Path, storage: TableCollection, tables: TableSet, ranker: Ranker) -> None:
-    """Write ``<table>.npy`` float32 [rows, D], ``<table>.state.npy`` float32 [rows, S] and ``dense.npz``."""
+def export_parameters(
+    directory: Path, storage: TableCollection, tables: TableSet, ranker: Ranker, writes: bool = True
+) -> None:
+    """Write ``<table>.npy`` float32 [rows, D], ``<table>.state.npy`` float32 [rows, S] and ``dense.npz``.
+
+    Every trainer calls it; the one that ``writes`` does.
+    """
+    if not writes:
+        read_along(storage)
+        return
     dense: dict[str, Any] = {n: to_numpy(p) for n, p in ranker.dense_parameters().items()}
     try:
         directory.mkdir(parents=True, exist_ok=True)

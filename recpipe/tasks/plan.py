@@ -12,10 +12,11 @@ from rich.table import Table
 from recpipe.embedding.build import TierConfig, cache_owner
 from recpipe.embedding.tables import TableSet
 from recpipe.plugin.assembly import Assembly
+from recpipe.ranks import Ranks
 from recpipe.sizes import readable_bytes
 
 
-def describe(assembly: Assembly, tables: TableSet, tiers: TierConfig) -> dict[str, Any]:
+def describe(assembly: Assembly, tables: TableSet, tiers: TierConfig, ranks: Ranks) -> dict[str, Any]:
     """Content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
     owner = cache_owner(tiers, assembly)
     resident = {"resident": tables.total_bytes, "nocache": 0}.get(
@@ -25,8 +26,9 @@ def describe(assembly: Assembly, tables: TableSet, tiers: TierConfig) -> dict[st
         **assembly.to_dict(),
         "cache": owner,
         "sharded": tiers.sharded,
+        "ranks": {"trainers": list(ranks.trainers), "holders": list(ranks.holders)},
         "tiers": {
-            "store": None if owner == "resident" else tiers.store,
+            "store": None if owner == "resident" else tiers.described_store(ranks),
             "record_bytes": tables.record_bytes,
             "rows": tables.layout.total_rows,
             "resident_bytes": resident,
@@ -56,8 +58,10 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     for owners, names in alike.items():
         table.add_row("tables", f"{owners} of {', '.join(names)}")
     table.add_row("alters", ", ".join(plan["altered"]) or "nothing: equals the run without plugins")
+    count = len(plan["ranks"]["trainers"])
+    trainers = "1 rank" if count == 1 else f"each of {count} ranks"
     rows = f"{tiers['resident_rows']:,} of {tiers['rows']:,} rows of {tiers['record_bytes']} bytes"
-    table.add_row("resident tier", f"{readable_bytes(tiers['resident_bytes'])} on 1 rank ({rows})")
+    table.add_row("resident tier", f"{readable_bytes(tiers['resident_bytes'])} on {trainers} ({rows})")
     cold = f"{readable_bytes(tiers['cold_bytes'])} ({tiers['store']})" if tiers["store"] else "-"
     table.add_row("cold tier", cold)
     Console().print(table)

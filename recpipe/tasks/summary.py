@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,8 +15,9 @@ from recpipe.metrics import Quality, peak_rss_bytes
 from recpipe.model.module import RankingModule
 from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import Assembly
+from recpipe.ranks import Ranks
 from recpipe.report.environment import environment
-from recpipe.report.record import DataFigures, Io, Memory, RunReport, Throughput
+from recpipe.report.record import DataFigures, Io, Memory, RankFigures, RunReport, Throughput
 from recpipe.trainer import Recorder
 
 
@@ -28,6 +30,7 @@ def summarize(
     embeddings: TableCollection,
     module: RankingModule,
     recorder: Recorder,
+    ranks: Ranks,
 ) -> RunReport:
     """Everything that report.json holds."""
     recipe = OmegaConf.to_container(cfg, resolve=True)
@@ -35,7 +38,7 @@ def summarize(
     last = recorder.history[-1] if recorder.history else None
     nan = float("nan")
     tiers = embeddings.tier_figures()
-    io = _io(tiers, str(cfg.tiers.store))
+    io = _io(tiers, str(described["tiers"]["store"]))
     run = RunFigures(
         steps=len(recorder.step_seconds),
         samples=recorder.samples,
@@ -60,6 +63,21 @@ def summarize(
         plugins=assembly.figures(run),
         environment=environment(),
         history=recorder.history,
+        ranks=_ranks(ranks),
+    )
+
+
+def _ranks(ranks: Ranks) -> RankFigures:
+    traffic, emulation = ranks.traffic(), ranks.emulation
+    return RankFigures(
+        world=ranks.world,
+        trainers=ranks.trainers,
+        holders=ranks.holders,
+        emulate=asdict(emulation) if emulation.active else None,
+        messages=traffic.messages,
+        bytes_sent=traffic.bytes_sent,
+        bytes_received=traffic.bytes_received,
+        message_seconds=traffic.seconds,
     )
 
 

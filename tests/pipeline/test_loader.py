@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe.pipeline.loader import EvalLoader, permuted
+from recpipe.pipeline.loader import EvalLoader
+from recpipe.pipeline.share import picked
 from recpipe.plugin.api import Link, Split
 from tests.embedding.samples import CPU, FEATURES
 from tests.pipeline.samples import SIZE, Listed, collection_of, loader_of, parameters_after
@@ -130,7 +131,7 @@ def test_chains_and_splitter_are_applied_in_order() -> None:
 def test_permuted_moves_whole_samples() -> None:
     batch = Listed(count=1, last=9).lists["train"][0]
     order = np.random.default_rng(0).permutation(9)
-    moved = permuted(batch, order)
+    moved = picked(batch, order)
     assert torch.equal(moved.dense, batch.dense[order])
     assert torch.equal(moved.labels, batch.labels[order])
     for feature in FEATURES:

@@ -8,9 +8,10 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from recpipe.data.batch import Batch
-from recpipe.pipeline.loader import first_cold, permuted
+from recpipe.pipeline.share import cut, picked
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.plugin.api import Split
+from recpipe.ranks import Ranks
 from tests.embedding.samples import dump, identical
 from tests.pipeline.samples import (
     Listed,
@@ -81,7 +82,7 @@ def test_one_update_per_micro_batch_is_wrong(whole, tmp_path) -> None:
     def naive(ranker, staged, times):
         low = 0
         for high in staged.bounds:
-            part = permuted(staged.batch, np.arange(low, high))
+            part = picked(staged.batch, np.arange(low, high))
             loss = binary_cross_entropy_with_logits(ranker(part), part.labels, reduction="sum")
             (loss / staged.batch.size).backward()
             low = high
@@ -150,7 +151,7 @@ def test_first_cold_is_the_start_of_a_micro_batch() -> None:
         needs_cold = rng.random(size) < rng.choice([0.0, 0.1, 0.7])
         inner = rng.choice(np.arange(1, size), rng.integers(0, size), replace=False) if size > 1 else []
         bounds = (*sorted(int(b) for b in inner), size)
-        first = first_cold(needs_cold, bounds)
+        first = cut(np.arange(size), bounds, needs_cold, Ranks()).cold_first
         assert first in (0, *bounds)
         assert not needs_cold[:first].any()
         following = next((b for b in bounds if b > first), size)

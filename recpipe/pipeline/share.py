@@ -1,0 +1,55 @@
+"""A trainer's part of a batch: of every micro-batch its share, so that all trainers pass them together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recpipe.data.batch import Batch
+from recpipe.embedding.planner import Bags
+from recpipe.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which samples of a batch one trainer trains, in which order and micro-batches."""
+
+    samples: NDArray[np.int64]
+    """Positions in the batch, int64 [n]; may be none."""
+    bounds: tuple[int, ...]
+    """Where its micro-batches end in ``samples``; some may be empty."""
+    cold_from: int
+    """Number of the first micro-batch of which a sample, of any trainer, needs cold rows."""
+
+    @property
+    def cold_first(self) -> int:
+        """Where that micro-batch begins in ``samples``."""
+        return (0, *self.bounds)[self.cold_from]
+
+
+def cut(
+    order: NDArray[np.int64], bounds: tuple[int, ...], needs_cold: NDArray[np.bool_], ranks: Ranks
+) -> Share:
+    """This rank's share of a batch whose samples come in ``order`` (int64 [B]) in micro-batches that end at
+    ``bounds``; ``needs_cold`` [B] is in the batch's own order."""
+    starts = (0, *bounds[:-1])
+    own = [ranks.shares(low, high)[ranks.trainer] for low, high in zip(starts, bounds, strict=True)]
+    cold = [needs_cold[order[low:high]].any() for low, high in zip(starts, bounds, strict=True)]
+    return Share(
+        np.concatenate([order[part] for part in own]),
+        tuple(np.cumsum([part.stop - part.start for part in own]).tolist()),
+        int(np.argmax(cold)) if any(cold) else len(bounds),
+    )
+
+
+def picked(batch: Batch, samples: NDArray[np.int64]) -> Batch:
+    """The ``samples`` (int64 [n]) of ``batch``, in that order."""
+    index = torch.from_numpy(samples)
+    sparse = batch.sparse
+    bags = Bags(sparse.values().numpy(), sparse.offsets().numpy().astype(np.int64), batch.size)
+    bags = bags.permuted(samples)
+    jagged = type(sparse)(sparse.keys(), torch.from_numpy(bags.rows), offsets=torch.from_numpy(bags.offsets))
+    return Batch(batch.dense[index], jagged, batch.labels[index])

@@ -1,0 +1,187 @@
+"""Runs of several processes, started as a user starts them: one output directory, the same training."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from recpipe.config import compose
+from recpipe.errors import UserError
+from recpipe.launch import Process, Topology, joined
+from recpipe.ranks import Emulation
+from recpipe.run import run
+from recpipe.tasks.compare_run import parameter_difference
+from tests.conftest import ROOT
+
+SMALL = (
+    "data.samples=1300",
+    "data.batch_size=64",
+    "data.table_scale=0.01",
+    "optim=sgd",
+    "trainer.progress=false",
+    "trainer.logger=null",
+    "trainer.eval_every=1.0",
+    "trainer.checkpoint_every=null",
+)
+
+
+def start(folder: Path, ranks: int, *overrides: str, restarts: int = 0) -> subprocess.Popen[str]:
+    source = os.pathsep.join([str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [f"--max-restarts={restarts}", "-m", "recpipe", *SMALL, *overrides]
+    environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
+    folder.mkdir(parents=True, exist_ok=True)
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**environment, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def torchrun(folder: Path, ranks: int, *overrides: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a whole run in ``folder``."""
+    process = start(folder, ranks, *overrides)
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+def alone(folder: Path, *overrides: str) -> dict:
+    return run(compose([*SMALL, f"task.export_parameters={folder / 'parameters'}", *overrides], folder))
+
+
+def together(folder: Path, ranks: int, *overrides: str) -> dict:
+    """The report of a run that must succeed, in the one directory that it made."""
+    status, out, err = torchrun(folder, ranks, "task.export_parameters=parameters", *overrides)
+    assert status == 0, err
+    (report,) = folder.glob("outputs/*/*/report.json")
+    assert out.count("report:") == 1, "rank 0 alone reports"
+    return json.loads(report.read_text(encoding="utf-8"))
+
+
+def difference(one: Path, other: Path) -> float:
+    return parameter_difference(one / "parameters", other / "parameters")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "recipe"),
+    [
+        (2, ("tiers.policy=lru", "tiers.store=ssd")),
+        (3, ("tiers.policy=resident", "optim=rowwise_adagrad", "+optim.dense.eps=1e-3", "optim.tables.eps=1e-3")),
+    ],
+    ids=["lru ssd", "resident row-wise"],
+)
+def test_ranks_train_what_one_process_trains(tmp_path, ranks, recipe) -> None:
+    """1,040 training samples in batches of 64: the last one has 16, and 3 ranks share no batch evenly."""
+    expected = alone(tmp_path / "one", *recipe)
+    report = together(tmp_path / "many", ranks, *recipe)
+    assert difference(tmp_path / "one", tmp_path / "many") < 1e-5
+    assert report["quality"] == pytest.approx(expected["quality"], abs=1e-4)
+    assert report["data"] == {**expected["data"], "lookups": report["data"]["lookups"]}
+    assert report["ranks"]["trainers"] == list(range(ranks))
+    assert report["ranks"]["messages"] > 0
+
+
+@pytest.mark.slow
+def test_a_trainer_and_a_holder_are_bitwise_one_process(tmp_path) -> None:
+    recipe = ("tiers.policy=lfu", "optim=adagrad")
+    alone(tmp_path / "one", *recipe)
+    emulated = ("tiers.emulate.latency_us=50", "tiers.emulate.gbit_per_s=10")
+    report = together(tmp_path / "two", 2, *recipe, "topology.embedding_ranks=[1]", *emulated)
+    assert difference(tmp_path / "one", tmp_path / "two") == 0
+    assert report["ranks"]["emulate"] == {"latency_us": 50, "gbit_per_s": 10}
+    assert (report["ranks"]["trainers"], report["ranks"]["holders"]) == ([0], [1])
+    assert report["io"]["store"] == "sharded (host)"
+
+
+@pytest.mark.slow
+def test_more_trainers_than_samples_in_the_last_batch(tmp_path) -> None:
+    """The last batch has 1 sample: two of three ranks train none of it, and nobody waits for ever."""
+    recipe = ("data.samples=1180", "data.batch_size=41", "+plugin=hotline")
+    alone(tmp_path / "one", *recipe)
+    together(tmp_path / "three", 3, *recipe)
+    assert difference(tmp_path / "one", tmp_path / "three") < 1e-5
+
+
+@pytest.mark.slow
+def test_a_signal_stops_all_ranks_after_one_step_with_a_checkpoint_to_resume(tmp_path) -> None:
+    recipe = ("tiers.policy=lru", "data.samples=40000", "trainer.checkpoint_every=1000")
+    process = start(tmp_path / "run", 2, *recipe, "trainer.max_epochs=50", "trainer.eval_every=20")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    workers = [int(pid) for pid in re.findall(r"\d+", _children(process.pid))]
+    os.kill(workers[-1], signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    saved = list(tmp_path.glob("run/outputs/*/*/checkpoints/*.ckpt"))
+    assert len(saved) == 1, (out, err)
+    assert "stopped by SIGTERM after step" in out
+    step = int(saved[0].stem.removeprefix("step-"))
+    more = ("tiers.policy=lru", "data.samples=40000", f"resume={saved[0]}", f"trainer.max_steps={step + 3}")
+    status, out, err = torchrun(tmp_path / "more", 2, *more)
+    assert status == 0, err
+    assert f"resuming from {saved[0]}" in out
+
+
+def _children(parent: int) -> str:
+    return subprocess.run(["pgrep", "-P", str(parent)], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+def test_a_users_mistake_is_told_once(tmp_path) -> None:
+    status, out, err = torchrun(tmp_path, 2, "model.embedding_dim=5")
+    assert status != 0
+    assert err.count("model.embedding_dim=5 must be a multiple of 4") == 1
+    assert "recpipe/cli.py" not in err, "no traceback of ours; torchrun prints one of its own"
+
+
+def test_roles() -> None:
+    assert Topology().roles(3) == ((0, 1, 2), (0, 1, 2))
+    assert Topology([2]).roles(3) == ((0, 1), (2,))
+    assert Topology([0, 1, 2]).roles(3) == ((0, 1, 2), (0, 1, 2))
+    assert Topology([1, 2], [0, 1]).roles(3) == ((0, 1), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("topology", "said"),
+    [
+        (Topology([3]), "ranks 0 to 1"),
+        (Topology([]), "ranks 0 to 1"),
+        (Topology([1], [5]), "topology.trainers=[5]"),
+        (Topology([0]), "rank 0 reports and must train"),
+        (Topology([0], [0]), "rank 1 neither trains nor holds"),
+    ],
+)
+def test_roles_that_make_no_sense_are_refused(topology, said) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        topology.roles(2)
+
+
+def test_one_process_refuses_what_needs_several(tmp_path) -> None:
+    with (
+        pytest.raises(UserError, match="this run has one rank"),
+        joined(Topology(), Emulation(100.0), torch.device("cpu")),
+    ):
+        pass
+    with pytest.raises(UserError, match="torchrun --nproc-per-node"):
+        run(compose([*SMALL, "topology.embedding_ranks=[1]"], tmp_path))
+
+
+def test_tasks_that_start_processes_refuse_torchrun(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert Process.current().world == 2
+    with pytest.raises(UserError, match="task=compare runs in one process"):
+        run(compose(["task=compare"], tmp_path))
