@@ -7,6 +7,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.api import (
     Context,
     Contribution,
+    EpochOrder,
     Figure,
     Invariant,
     Link,
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Context",
     "Contribution",
+    "EpochOrder",
     "Figure",
     "Invariant",
     "Link",

@@ -91,9 +91,9 @@ class FakeRuns:
         np.savez(directory / "dense.npz", weight=np.ones((3, 3), np.float32))
 
 
-def config(*plugins: str, repetitions: Any = 3, warmup: Any = 1) -> DictConfig:
+def config(*plugins: str, repetitions: Any = 3, warmup: Any = 1, ranks: Any = 1) -> DictConfig:
     return OmegaConf.create(
-        {"compare": {"plugins": list(plugins), "repetitions": repetitions, "warmup": warmup}}
+        {"compare": {"plugins": list(plugins), "repetitions": repetitions, "warmup": warmup, "ranks": ranks}}
     )
 
 
@@ -194,7 +194,8 @@ def test_wrong_names_are_told_before_anything_runs(
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("repetitions", 0), ("repetitions", 2.5), ("warmup", -1), ("warmup", "x")]
+    ("key", "value"),
+    [("repetitions", 0), ("repetitions", 2.5), ("warmup", -1), ("warmup", "x"), ("ranks", 0)],
 )
 def test_wrong_numbers_of_rounds(tmp_path: Path, key: str, value: Any) -> None:
     with pytest.raises(UserError, match=f"compare.{key} must be a whole number"):

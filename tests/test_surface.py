@@ -8,8 +8,9 @@ import inspect
 import recpipe
 from recpipe.plugin import api
 
-API = (1, 0)
+API = (1, 1)
 CONTRIBUTION = {
+    "order": "EpochOrder | None",
     "stream": "Sequence[Link[StreamWrapper]]",
     "batch": "Sequence[Link[BatchTransform]]",
     "splitter": "BatchSplitter | None",
@@ -31,10 +32,16 @@ CONTEXT = {
     "seed": "int",
     "data_fingerprint": "str",
     "steps": "int",
+    "trainers": "int",
+    "cache_dir": "Path | None",
+    "epoch_samples": "int",
+    "held_out": "Callable[[int], Iterator[Batch]]",
+    "batches": "Callable[[int], Iterator[Batch]]",
 }
 EXPORTS = [
     "Context",
     "Contribution",
+    "EpochOrder",
     "Figure",
     "Invariant",
     "Link",
@@ -73,7 +80,7 @@ def test_small_types() -> None:
         "after_cold_seconds": "float",
     }
     assert list(fields(api.Link)) == ["part", "name", "before", "after"]
-    assert list(fields(api.TableClaim)) == ["glob", "aspects", "policy"]
+    assert list(fields(api.TableClaim)) == ["glob", "aspects", "policy", "fallback"]
     assert [i.name for i in api.Invariant] == [
         "SAMPLE_ORDER",
         "BATCH_SIZE",
@@ -82,7 +89,7 @@ def test_small_types() -> None:
         "ID_SPACE",
     ]
     methods = [n for n, _ in inspect.getmembers(api.TablePolicy, inspect.isfunction) if not n.startswith("_")]
-    assert methods == ["cache", "constrain", "rewrite"]
+    assert methods == ["cache", "collection", "constrain", "rewrite", "store"]
 
 
 def test_exports() -> None:

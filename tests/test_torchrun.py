@@ -79,7 +79,15 @@ def difference(one: Path, other: Path) -> float:
     ("ranks", "recipe"),
     [
         (2, ("tiers.policy=lru", "tiers.store=ssd")),
-        (3, ("tiers.policy=resident", "optim=rowwise_adagrad", "+optim.dense.eps=1e-3", "optim.tables.eps=1e-3")),
+        (
+            3,
+            (
+                "tiers.policy=resident",
+                "optim=rowwise_adagrad",
+                "+optim.dense.eps=1e-3",
+                "optim.tables.eps=1e-3",
+            ),
+        ),
     ],
     ids=["lru ssd", "resident row-wise"],
 )
@@ -142,7 +150,7 @@ def _children(parent: int) -> str:
 
 @pytest.mark.slow
 def test_a_users_mistake_is_told_once(tmp_path) -> None:
-    status, out, err = torchrun(tmp_path, 2, "model.embedding_dim=5")
+    status, _, err = torchrun(tmp_path, 2, "model.embedding_dim=5")
     assert status != 0
     assert err.count("model.embedding_dim=5 must be a multiple of 4") == 1
     assert "recpipe/cli.py" not in err, "no traceback of ours; torchrun prints one of its own"

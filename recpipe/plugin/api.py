@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from recpipe.embedding.stores.base import ColdStore
     from recpipe.report.record import Io
 
-API = (1, 0)
+API = (1, 1)
 """Version of this file's contract: a plugin's major must equal it, its minor must not exceed it."""
 
 P = TypeVar("P")

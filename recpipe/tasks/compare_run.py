@@ -27,15 +27,16 @@ def launch(arguments: list[str], directory: Path, ranks: int = 1) -> dict[str, A
     """Run ``python -m recpipe arguments`` to its end and return its ``directory/report.json`` ({} if none).
 
     A fresh process each time: no allocator state, cached page or thread pool leaks from one run into the
-    next. Several ``ranks`` are started by torchrun. Its output goes to ``directory/run.log``. Raises UserError with the run's own message where it
-    exits with status 2, and one that names the log for any other failure.
+    next. Several ``ranks`` are started by torchrun. Its output goes to ``directory/run.log``. Raises
+    UserError with the run's own message where it has one, and one that names the log for any other failure.
     """
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / "run.log"
+    starter = TORCHRUN.format(ranks).split() if ranks > 1 else []
     with log.open("wb") as output:
         # Its own session: Ctrl-C reaches this process alone, which then ends the run in order.
         run = subprocess.Popen(
-            [sys.executable, *(TORCHRUN.format(ranks).split() if ranks > 1 else ()), "-m", "recpipe", *arguments],
+            [sys.executable, *starter, "-m", "recpipe", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -29,7 +29,8 @@ def test_the_parts_are_a_partition_of_the_rows(holders: int) -> None:
     for rank in range(holders):
         ranks = Ranks(rank, holders, (0,), tuple(range(holders)))
         part, make = part_layout(LAYOUT, ranks), part_fill(LAYOUT, fill, ranks)
-        records = np.concatenate([make("rows", low, min(low + 7, part.total_rows)) for low in range(0, part.total_rows, 7)])
+        starts = range(0, part.total_rows, 7)
+        records = np.concatenate([make("rows", low, min(low + 7, part.total_rows)) for low in starts])
         assert np.array_equal(records[:, 0], np.arange(rank, LAYOUT.total_rows, holders))
         seen += records[:, 0].astype(int).tolist()
     assert sorted(seen) == list(range(LAYOUT.total_rows))
@@ -47,7 +48,9 @@ def test_one_process_is_a_group_of_one() -> None:
     store.close()
 
 
-def _trainer(rank: int, world: int, meeting: str, holders: tuple[int, ...], trainers: tuple[int, ...]) -> None:
+def _trainer(
+    rank: int, world: int, meeting: str, holders: tuple[int, ...], trainers: tuple[int, ...]
+) -> None:
     with joined(rank, world, meeting) as _:
         ranks = Ranks(rank, world, trainers, holders)
         store = ShardedStore(LAYOUT, fill, ranks, HostStore)
