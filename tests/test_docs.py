@@ -35,7 +35,7 @@ PAGES = sorted(
         *ROOT.glob("plugins/*/README.md"),
     ]
 )
-COMMAND = r"(?:^\s*(?:\$ )?|&& *)(?:[\w./-]*/)?(?:python3? -m recpipe|recpipe)(?= |$)(.*)"
+COMMAND = r"(?:^\s*(?:\$ )?|&& *)(?:[\w./-]*/)?(?:python3? -m recpipe|torchrun .*?-m recpipe|recpipe)(?= |$)(.*)"
 TUTORIAL = {"first", "hello"}
 """Plugins that the pages teach to write; they are not installed here."""
 

@@ -26,6 +26,7 @@ class Hotline(Plugin):
         sample: float,
         decay: int,
         min_micro_batch: int,
+        profile: bool = False,
     ) -> None:
         for name, value, least in (
             ("learn_batches", learn_batches, 1),
@@ -40,10 +41,11 @@ class Hotline(Plugin):
             raise PluginError(f"plugins.hotline.sample={sample}: give a share of batches above 0, up to 1")
         self.learning = Learning(learn_batches, growth, relearn_every, sample, decay)
         self.min_micro_batch = min_micro_batch
+        self.profile = profile
 
     def contribute(self, ctx: Context) -> Contribution:
         """The cache of all tables, the splitter, and the report."""
-        popular = PopularTables(self.learning)
+        popular = PopularTables(self.learning, ctx if self.profile else None)
         splitter = PopularFirst(self.min_micro_batch)
         return Contribution(
             splitter=splitter,
@@ -55,13 +57,19 @@ class Hotline(Plugin):
 class PopularTables(TablePolicy):
     """Brings the policy and keeps it for the report."""
 
-    def __init__(self, learning: Learning) -> None:
+    def __init__(self, learning: Learning, profiled: Context | None = None) -> None:
         self.learning = learning
+        self.profiled = profiled
+        """Where the popularity profile comes from; None: start without one."""
         self.policy: PopularRows | None = None
 
     def cache(self, space: RowSpace) -> CachePolicy:
         """The policy for ``space``."""
         self.policy = PopularRows(space, self.learning)
+        if self.profiled is not None:
+            from recpipe.embedding.profile import SAMPLE, load_profile
+
+            self.policy.counts = load_profile(self.profiled, SAMPLE).dense(space.rows)
         return self.policy
 
 

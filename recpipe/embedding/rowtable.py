@@ -68,6 +68,14 @@ class RowBags:
         return torch.nn.functional.embedding_bag(self.bag_of, bags, self.starts, mode="sum")
 
 
+def distinct(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Distinct ``rows``, sorted. numpy's own ``unique`` hashes integers, 20 times slower than its sort."""
+    ordered = np.sort(rows)
+    first = np.ones(len(ordered), bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return ordered[first]
+
+
 def pool(weights: torch.Tensor, at: torch.Tensor, offsets: torch.Tensor, batch_size: int) -> torch.Tensor:
     """Sums of ``weights[at]`` (weights [.., D], at int64 [L]) per bag, float32 [B, F * D].
 

@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.planner import Bags, TierPlan, global_bags, reorder
-from recpipe.embedding.rowtable import RowBags, updated
+from recpipe.embedding.rowtable import RowBags, distinct, updated
 from recpipe.embedding.tables import Region, TableSet, Values, row_chunks, to_numpy
 from recpipe.ranks import Channel
 
@@ -38,7 +38,7 @@ class SharedLookups:
 def share(plan: TierPlan, samples: NDArray[np.int64], cold_first: int) -> TierPlan:
     """This trainer's part of ``plan``: its ``samples`` (int64 [n]) in their order, of which those from
     ``cold_first`` on may need the slab. Which rows move stays as it was."""
-    touched = np.unique(plan.indices)
+    touched = distinct(plan.indices)
     slab = np.arange(len(plan.slab))
     plan = reorder(plan, samples, cold_first)
     size = plan.batch_size
@@ -120,7 +120,7 @@ class ReplicatedCollection(TableCollection):
         """Pooled rows of this trainer's samples; the trainers tell each other which rows they look up."""
         bags = RowBags.of(global_bags(self.tables, sparse))
         if torch.is_grad_enabled():
-            touched = np.unique(np.concatenate(self.trainers.gather(bags.distinct)))
+            touched = distinct(np.concatenate(self.trainers.gather(bags.distinct)))
             pooled = self.table(bags, touched)
         else:
             pooled = bags.pooled(self.table.weights, torch.from_numpy(bags.distinct))

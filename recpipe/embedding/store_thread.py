@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
@@ -108,6 +108,4 @@ class StoreThread:
         """Add the store's traffic inside to ``counters``."""
         before = replace(self.store.io)
         yield
-        for field in fields(IoCounters):
-            gained = getattr(self.store.io, field.name) - getattr(before, field.name)
-            setattr(self.counters, field.name, getattr(self.counters, field.name) + gained)
+        self.counters = self.counters.plus(self.store.io.plus(before, -1))

@@ -324,7 +324,7 @@ class TieredEmbeddingBagCollection(TableCollection):
     @property
     def io(self) -> IoCounters:
         """What training moved; evaluation and checkpoints are not in it (``store.io`` has everything)."""
-        return self.cold.counters
+        return self.cold.counters.plus(self.store.background())
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """As TorchRec's collection."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,11 @@ class IoCounters:
     read_seconds: float = 0.0
     write_seconds: float = 0.0
 
+    def plus(self, other: IoCounters, sign: int = 1) -> IoCounters:
+        """Both together, or the difference with ``sign`` -1."""
+        both = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return IoCounters(*(mine + sign * theirs for mine, theirs in both))
+
 
 class ColdStore(ABC):
     """Records by global row number. Calls come one at a time; a later call sees earlier writes."""
@@ -76,6 +81,10 @@ class ColdStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Flush and release files and memory; the store cannot be used afterwards."""
+
+    def background(self) -> IoCounters:
+        """What the store moved on its own, between calls; not in ``io``."""
+        return IoCounters()
 
     @property
     @abstractmethod

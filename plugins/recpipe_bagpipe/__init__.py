@@ -1,0 +1,1 @@
+"""BagPipe (Agarwal et al., SOSP 2023): caching by looking ahead in the stream of batches."""

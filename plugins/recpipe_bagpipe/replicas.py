@@ -1,0 +1,316 @@
+"""Tables of several trainers: each holds replicas of the rows that it is about to use."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from recpipe.data.batch import Batch
+from recpipe.embedding.collection import TableCollection, TierFigures
+from recpipe.embedding.parts import TierParts
+from recpipe.embedding.planner import global_bags
+from recpipe.embedding.rowtable import RowBags
+from recpipe.embedding.store_thread import TierTimes
+from recpipe.embedding.stores.sharded import ShardedStore
+from recpipe.embedding.tables import Region, Values, row_chunks
+from recpipe.errors import UserError
+from recpipe.ranks import Channel
+from recpipe_bagpipe.ahead import Ahead, Lookups
+from recpipe_bagpipe.oracle import BatchPlan, plan
+from recpipe_bagpipe.replica import Replica
+from recpipe_bagpipe.rounds import Rounds, RoundStore
+from recpipe_bagpipe.steps import Rows, Step, step_of
+from recpipe_bagpipe.sync import RowSync
+
+Oracle = Callable[[Iterator[Lookups]], Iterator[BatchPlan]]
+"""``oracle.plan`` with everything but the stream filled in."""
+NONE: Rows = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class _Fetching:
+    """A batch whose gate is open; ``records`` (float32 [n, width]) are there once ``landed`` is."""
+
+    step: Step
+    records: torch.Tensor
+    landed: Future[None] | None
+
+
+class Replicas(TableCollection):
+    """This trainer's replicas, driven by the oracle's plans of the stream that ``stream`` wraps.
+
+    ``cleanup`` is the oracle's interval; ``early`` moves the prefetch gate by so many batches and is for
+    tests: anything but 0 is wrong.
+    """
+
+    def __init__(
+        self,
+        parts: TierParts,
+        store: RoundStore,
+        oracle: Oracle,
+        cleanup: int,
+        channels: tuple[Channel, Channel],
+        early: int = 0,
+    ) -> None:
+        super().__init__()
+        layout = parts.tables.layout
+        self.tables = parts.tables
+        self.times = TierTimes()
+        self.replica = Replica(min(parts.slots, layout.total_rows), layout.total_rows, layout.width)
+        self.rounds = Rounds(store, self.times)
+        self.sync = RowSync(self.replica, parts.tables.optimizer, parts.tables.dim, *channels)
+        self.rows_expired = 0
+        self.rows_fetched = 0
+        self._ranks = parts.ranks
+        self._oracle, self._cleanup, self._early = oracle, cleanup, early
+        self._ahead: Ahead[Step] | None = None
+        self._running: Ahead[Step] | None = None
+        self._peak_bytes = 0
+        self._next = 0
+        self._peak_fetched = 0
+        self._opened: deque[_Fetching] = deque()
+        self._anchor = torch.zeros(0, requires_grad=True)
+
+    # -- the stream --------------------------------------------------------------------------
+
+    def stream(self, source: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches of ``source``, which are those of all trainers, read and planned ahead."""
+        trainer, trainers = self._ranks.trainer, len(self._ranks.trainers)
+        self._ahead = Ahead(
+            source,
+            self._lookups,
+            self._oracle,
+            lambda plan: step_of(plan, trainer, trainers),
+            2 * self._cleanup,
+        )
+        return self._ahead.batches()
+
+    def _lookups(self, batch: Batch) -> Lookups:
+        """The rows that each trainer's share looks up."""
+        bags = global_bags(self.tables, batch.sparse)
+        shares = self._ranks.shares(0, batch.size)
+        return tuple(bags.permuted(np.arange(part.start, part.stop)).rows for part in shares)
+
+    # -- a batch -----------------------------------------------------------------------------
+
+    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
+        """Pooled rows of this trainer's share; with gradients enabled its backward updates the tables."""
+        bags = RowBags.of(global_bags(self.tables, sparse))
+        if torch.is_grad_enabled():
+            step = self._begin()
+            if not np.array_equal(bags.distinct, step.mine):
+                raise UserError(
+                    f"batch {step.number} looks up other rows than were planned for it: bagpipe over several "
+                    "trainers needs the batches as they were read; drop the plugin that changes them"
+                )
+            pooled: torch.Tensor = _Lookup.apply(self._anchor, self, step, bags)  # type: ignore[no-untyped-call]
+        else:
+            pooled = bags.pooled(self._read(bags.distinct)[:, : self.tables.dim].contiguous())
+        names = [f.name for f in self.tables.features]
+        return KeyedTensor(names, [self.tables.dim] * len(names), pooled)
+
+    def _begin(self) -> Step:
+        """Everything between the last batch's backward and the next one's lookups."""
+        self.rounds.check()
+        if self._ahead is not self._running:
+            self._empty()
+            self._running = self._ahead
+        if self._running is None:
+            raise RuntimeError("bagpipe: a batch trains that did not come through the planned stream")
+        number, self._next = self._next, self._next + 1
+        # The delayed rows of the batch before are in neither this batch nor this cleanup.
+        self._wait(lambda: self.sync.join(number - 2))
+        # Where the budget is tight, rounds come in between too: the batch's gate is its own round then.
+        if number % self._cleanup == 0 or not self._opened:
+            self._clean(self._running, number)
+        fetching = self._opened.popleft()
+        step = fetching.step
+        assert step.number == number, (step.number, number)
+        if fetching.landed is not None:
+            self._wait(fetching.landed.result)
+        self.replica.put(step.fetch, fetching.records)
+        self.sync.hand_over(step.handover)
+        return step
+
+    def _clean(self, ahead: Ahead[Step], number: int) -> None:
+        """The round before batch ``number``: expired rows go, rows of batches whose gate opens come."""
+        more = self._early
+
+        def opens(step: Step) -> bool:
+            nonlocal more
+            if step.fetch_after <= number:
+                return True
+            more -= 1
+            return more >= 0
+
+        opened = list(ahead.steps(opens))
+        cleanup = (self._opened[0].step if self._opened else opened[0]).cleanup
+        records = self.replica.take(cleanup.write)
+        self.replica.release(cleanup.free)
+        read = np.concatenate([NONE, *(step.fetch for step in opened)])
+        into = np.empty((len(read), self.tables.layout.width), np.float32)
+        landed = None
+        if cleanup.rows or any(step.fetched for step in opened):
+            landed = self.rounds.start(cleanup.write, records, read, into)
+        start = 0
+        for step in opened:
+            stop = start + len(step.fetch)
+            self._opened.append(_Fetching(step, torch.from_numpy(into[start:stop]), landed))
+            start = stop
+        self._count(opened, cleanup.rows)
+
+    def _count(self, opened: list[Step], expired: int) -> None:
+        self.rows_expired += expired
+        self.rows_fetched += sum(step.fetched for step in opened)
+        under_way = sum(fetching.records.nbytes for fetching in self._opened)
+        self._peak_fetched = max(self._peak_fetched, under_way)
+
+    def _update(self, step: Step, bags: RowBags, pooled: torch.Tensor) -> None:
+        """The backward pass: one optimizer step, from the gradients of all trainers."""
+        self.sync.update(step, bags.gradients(pooled.contiguous(), self.tables.dim))
+
+    def _wait(self, action: Callable[[], None]) -> None:
+        start = perf_counter()
+        action()
+        self.times.wait += perf_counter() - start
+
+    # -- rows as they are between two batches ------------------------------------------------
+
+    def _read(self, rows: Rows) -> torch.Tensor:
+        """Records of distinct ``rows`` as the last batch left them, float32 [n, width]; every trainer calls
+        it, each with its own rows. What has changed is written first, and stays resident."""
+        self.sync.join()
+        changed = self.replica.flushed()
+        return torch.from_numpy(self.rounds.now(changed, self.replica.take(changed), rows))
+
+    def _empty(self) -> None:
+        """Write what has changed and forget all rows, those under way included: the next batch must be the
+        first of a new stream, whose oracle knows of no resident row."""
+        self._read(NONE)
+        self.replica.clear()
+        self._opened.clear()
+        self._next = 0
+        if self._running is not None:
+            self._peak_bytes = max(self._peak_bytes, self._running.peak_bytes)
+        if self._ahead is self._running:
+            self._ahead = None
+        self._running = None
+
+    def regions(self) -> Iterator[Region]:
+        """All rows of all tables, in chunks."""
+        yield from row_chunks(self.tables.features, self.tables.dim)
+
+    def read(self, region: Region) -> Values:
+        """Current weights and optimizer state of ``region``, on every trainer."""
+        records = self._read(self._rows_of(region)).numpy()
+        return records[:, : self.tables.dim], records[:, self.tables.dim :]
+
+    def write(self, region: Region, values: Values) -> None:
+        """Replace weights and optimizer state of ``region``, between two streams; trainer 0 sends them."""
+        self._empty()
+        chosen = slice(None) if self._ranks.trainer == 0 else slice(0)
+        records = torch.from_numpy(np.concatenate(values, axis=1)[chosen])
+        self.rounds.now(self._rows_of(region)[chosen], records, NONE)
+
+    def _rows_of(self, region: Region) -> Rows:
+        layout = self.tables.layout
+        base = int(layout.bases[layout.tables.index(region.table)])
+        return np.arange(base + region.start, base + region.stop, dtype=np.int64)
+
+    # -- the rest ----------------------------------------------------------------------------
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """As TorchRec's collection."""
+        return self.tables.configs()
+
+    def is_weighted(self) -> bool:
+        """As TorchRec's collection; weighted bags are not supported."""
+        return False
+
+    def tier_figures(self) -> TierFigures:
+        """This trainer's traffic, times and memory."""
+        store = self.rounds.store
+        return TierFigures(
+            self.rounds.counters,
+            self.times,
+            store.direct,
+            self.replica.records.nbytes,
+            store.cold_bytes,
+            self.replica.overhead_bytes + store.overhead_bytes,
+        )
+
+    def figures(self) -> dict[str, int]:
+        """For the plugin's part of the report; rows and bytes are those of all trainers together."""
+        waiting = 0 if self._running is None else self._running.peak_bytes
+        return {
+            "replicas": len(self._ranks.trainers),
+            "rows_fetched": self.rows_fetched,
+            "rows_expired": self.rows_expired,
+            "lookahead_bytes": max(self._peak_bytes, waiting),
+            "buffer_bytes": self._peak_fetched,
+            **asdict(self.sync.figures),
+        }
+
+    def close(self) -> None:
+        """Write what has changed, and release the store and the threads; every trainer calls it."""
+        try:
+            self._read(NONE)
+        finally:
+            self.sync.close()
+            self.rounds.close()
+
+
+class _Lookup(torch.autograd.Function):
+    """Pooling whose backward updates the replicas; the anchor makes autograd call it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tables: Replicas, step: Step, bags: RowBags) -> torch.Tensor:
+        ctx.call = (tables, step, bags)
+        return bags.pooled(tables.replica.take(step.mine)[:, : tables.tables.dim].contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None]:
+        tables, step, bags = ctx.call
+        tables._update(step, bags, gradient)
+        return None, None, None, None
+
+
+def replicas(
+    parts: TierParts, *, lookahead: int, cleanup: int, increase: int = 1, decrease: int = 2
+) -> Replicas | None:
+    """The collection of a rank that trains; None on one that only holds rows. Called on every rank.
+
+    ``lookahead`` and ``cleanup`` are in batches, as ``oracle.plan`` takes them.
+    """
+    ranks = parts.ranks
+    channels = ranks.channel(ranks.trainers), ranks.channel(ranks.trainers)
+    if not ranks.trains:
+        return None
+    if parts.device.type != "cpu":
+        raise UserError(
+            f"trainer.device={parts.device}: bagpipe over several trainers keeps its replicas in host "
+            "memory; use trainer.device=cpu"
+        )
+    assert isinstance(parts.store, ShardedStore), "several trainers share one store"
+
+    def oracle(stream: Iterator[Lookups]) -> Iterator[BatchPlan]:
+        return plan(
+            stream,
+            lookahead,
+            cleanup,
+            len(ranks.trainers),
+            parts.slots,
+            increase=increase,
+            decrease=decrease,
+        )
+
+    return Replicas(parts, parts.store, oracle, cleanup, channels)

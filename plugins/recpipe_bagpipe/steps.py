@@ -1,0 +1,171 @@
+"""What one trainer has to do in a batch, from the plan that all trainers share.
+
+All lists of rows follow from the plan, which every trainer has: no row number is ever sent, and
+everybody knows which messages would be empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from recpipe_bagpipe.oracle import BatchPlan
+
+Rows = NDArray[np.int64]
+Mask = NDArray[np.uint64]
+"""Of each row a set of trainers: bit t is trainer t."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Rows of a batch whose gradients are added over the trainers, as one trainer sees them."""
+
+    held: Rows
+    """Rows that it holds, sorted, int64 [K]."""
+    send: tuple[Rows, ...]
+    """Per trainer: positions, among the rows it looks up, of the gradients that the other one needs; none
+    for itself."""
+    own: Rows
+    """Positions, among the rows it looks up, of the gradients that it keeps."""
+    used: tuple[Rows, ...]
+    """Per trainer: positions in ``held`` of the rows that the trainer looks up."""
+    rows: int
+    """How many rows there are on all trainers together; 0: nobody sends anything."""
+    copies: int
+    """Gradient rows sent, over all trainers."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Records that new holders get from a row's lowest holder, as one trainer sees them."""
+
+    send: tuple[Rows, ...]
+    """Rows for each trainer."""
+    receive: tuple[Rows, ...]
+    """Rows from each trainer."""
+    copies: int
+    """Records sent, over all trainers; 0: nobody sends anything."""
+
+
+@dataclass(frozen=True)
+class Cleanup:
+    """Rows that leave the caches before a batch, as one trainer sees them."""
+
+    write: Rows
+    """Rows that it writes."""
+    free: Rows
+    """Rows that it holds: ``write`` are among them."""
+    rows: int
+    """Rows that all trainers together write."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One trainer's part of a ``BatchPlan``."""
+
+    number: int
+    fetch_after: int
+    """The cleanup round whose reads may bring this batch's rows."""
+    mine: Rows
+    """Distinct rows of its share of the batch, sorted."""
+    fetch: Rows
+    """Rows that it fetches from the store."""
+    fetched: int
+    """Rows that all trainers together fetch, each counted as often as it is fetched."""
+    cleanup: Cleanup
+    handover: Handover
+    local: Rows
+    """Rows that it alone holds, ..."""
+    local_at: Rows
+    """... and where they are in ``mine``."""
+    local_rows: int
+    """Rows with one holder, over all trainers."""
+    critical: Sync
+    delayed: Sync
+    held: Rows
+    """Rows of this batch, of anybody's share, that it holds, ..."""
+    writes: NDArray[np.bool_]
+    """... and whether it is the one that writes them: the lowest holder."""
+
+
+def has(mask: Mask, trainer: int) -> NDArray[np.bool_]:
+    """Whether ``trainer`` is in each set."""
+    bits: NDArray[np.bool_] = (mask >> np.uint64(trainer)) & np.uint64(1) != 0
+    return bits
+
+
+def lowest(mask: Mask, trainers: int) -> NDArray[np.int64]:
+    """The lowest trainer of each set; ``trainers`` where it is empty."""
+    found = np.full(len(mask), trainers, np.int64)
+    for trainer in reversed(range(trainers)):
+        found[has(mask, trainer)] = trainer
+    return found
+
+
+def step_of(plan: BatchPlan, trainer: int, trainers: int) -> Step:
+    """The part of ``trainer``, one of ``trainers``, in ``plan``."""
+    rows, users, holders = plan.rows, plan.users, plan.holders
+    mine = rows[has(users, trainer)]
+    holds = has(holders, trainer)
+    fetched = np.zeros(len(rows), bool)
+    fetched[plan.fetch] = True
+    alone = ~(plan.critical | plan.delayed)
+    local = rows[alone & holds]
+    return Step(
+        number=plan.number,
+        fetch_after=plan.fetch_after,
+        mine=mine,
+        fetch=rows[fetched & holds],
+        fetched=_count(holders[fetched], trainers),
+        cleanup=_cleanup(plan, trainer),
+        handover=_handover(plan, trainer, trainers),
+        local=local,
+        local_at=np.searchsorted(mine, local),
+        local_rows=int(alone.sum()),
+        critical=_sync(plan, plan.critical, mine, trainer, trainers),
+        delayed=_sync(plan, plan.delayed, mine, trainer, trainers),
+        held=rows[holds],
+        writes=lowest(holders[holds], trainers) == trainer,
+    )
+
+
+def _count(mask: Mask, trainers: int) -> int:
+    """Members of all sets together."""
+    return sum(int(has(mask, trainer).sum()) for trainer in range(trainers))
+
+
+def _cleanup(plan: BatchPlan, trainer: int) -> Cleanup:
+    free = plan.expired[has(plan.expired_holders, trainer)]
+    return Cleanup(plan.expired[plan.writer == trainer], free, len(plan.expired))
+
+
+def _sync(plan: BatchPlan, chosen: NDArray[np.bool_], mine: Rows, trainer: int, trainers: int) -> Sync:
+    rows, users, holders = plan.rows[chosen], plan.users[chosen], plan.holders[chosen]
+    holds, uses = has(holders, trainer), has(users, trainer)
+    others = [t for t in range(trainers) if t != trainer]
+    send = [
+        np.searchsorted(mine, rows[uses & has(holders, t)]) if t != trainer else np.empty(0, np.int64)
+        for t in range(trainers)
+    ]
+    copies = sum(
+        int((has(users, a) & has(holders, b)).sum()) for a in range(trainers) for b in range(trainers)
+    )
+    assert others or not len(rows), "a single trainer adds up nothing"
+    return Sync(
+        held=rows[holds],
+        send=tuple(send),
+        own=np.searchsorted(mine, rows[uses]),
+        used=tuple(np.flatnonzero(has(users[holds], t)) for t in range(trainers)),
+        rows=len(rows),
+        copies=copies - _count(users, trainers),
+    )
+
+
+def _handover(plan: BatchPlan, trainer: int, trainers: int) -> Handover:
+    moved = plan.handover
+    return Handover(
+        send=tuple(moved.rows[(moved.source == trainer) & has(moved.new, t)] for t in range(trainers)),
+        receive=tuple(moved.rows[(moved.source == t) & has(moved.new, trainer)] for t in range(trainers)),
+        copies=_count(moved.new, trainers),
+    )

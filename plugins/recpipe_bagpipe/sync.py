@@ -1,0 +1,123 @@
+"""Replicas kept equal: gradients to the holders of a row, records to its new holders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recpipe.embedding.rowtable import updated
+from recpipe.embedding.tables import TableOptimizer
+from recpipe.ranks import Channel
+from recpipe_bagpipe.replica import Replica
+from recpipe_bagpipe.steps import Handover, Step, Sync
+from recpipe_bagpipe.worker import Worker
+
+
+@dataclass
+class SyncFigures:
+    """What the trainers told each other, all trainers together, but ``messages``, in which this one took
+    part. Rows of gradients count once for each batch, copies once for each receiver."""
+
+    local_rows: int = 0
+    critical_rows: int = 0
+    critical_bytes: int = 0
+    delayed_rows: int = 0
+    delayed_bytes: int = 0
+    handover_rows: int = 0
+    handover_bytes: int = 0
+    messages: int = 0
+
+
+class RowSync:
+    """Updates of one trainer's replicas. ``now`` carries what the next batch waits for, ``later``
+    the rest."""
+
+    def __init__(
+        self, replica: Replica, optimizer: TableOptimizer, dim: int, now: Channel, later: Channel
+    ) -> None:
+        self.replica = replica
+        self.optimizer = optimizer
+        self.dim = dim
+        self.figures = SyncFigures()
+        self._now, self._later = now, later
+        self._several = now.size > 1
+        self._worker = Worker("recpipe-delayed")
+        self._pending: list[tuple[int, Future[None]]] = []
+
+    def hand_over(self, handover: Handover) -> None:
+        """Bring records from their lowest holder to new holders, before the batch that needs them."""
+        if not handover.copies:
+            return
+        received = np.concatenate(handover.receive)
+        parts = [self.replica.take(rows).numpy() for rows in handover.send]
+        came = self._now.exchange(parts, [len(rows) for rows in handover.receive])
+        self.replica.put(received, torch.from_numpy(np.concatenate(came)))
+        figures = self.figures
+        figures.messages += 1
+        figures.handover_rows += handover.copies
+        figures.handover_bytes += handover.copies * self.replica.records.shape[1] * 4
+
+    def update(self, step: Step, gradients: torch.Tensor) -> None:
+        """One optimizer step of all rows of a batch; ``gradients`` (float32 [U, D]) are those of
+        ``step.mine``. Delayed rows are updated in the background: see ``join``."""
+        self.replica.mark(step.held, step.writes)
+        if step.delayed.rows:
+            work = self._summing(step.delayed, gradients, self._later)
+            self._pending.append((step.number, self._worker.submit(work)))
+        own = gradients[torch.from_numpy(step.local_at)]
+        # What the other trainers would have added: it turns -0.0 into 0.0.
+        self._apply(self.replica.slots(step.local), own + 0.0 if self._several else own)
+        if step.critical.rows:
+            self._summing(step.critical, gradients, self._now)()
+        self._count(step)
+
+    def join(self, last: int | None = None) -> None:
+        """Return once the delayed updates of batches up to ``last`` (None: all) have been made."""
+        while self._pending and (last is None or self._pending[0][0] <= last):
+            self._pending.pop(0)[1].result()
+
+    def close(self) -> None:
+        """Let the background thread end."""
+        self._worker.close()
+
+    def _summing(self, sync: Sync, gradients: torch.Tensor, channel: Channel) -> Callable[[], None]:
+        """The work of exchanging and adding the rows' gradients, and of updating the rows held here."""
+        parts = [gradients[torch.from_numpy(at)].numpy() for at in sync.send]
+        own = gradients[torch.from_numpy(sync.own)].numpy()
+        slots = self.replica.slots(sync.held)
+        here = channel.index
+
+        def work() -> None:
+            sizes = [0 if t == here else len(used) for t, used in enumerate(sync.used)]
+            came = channel.exchange(parts, sizes)
+            came[here] = own
+            self._apply(slots, self._total(sync, came))
+
+        return work
+
+    def _total(self, sync: Sync, came: list[NDArray[np.float32]]) -> torch.Tensor:
+        """Sums in the order of the trainers; one that does not use a row adds zero, as in core."""
+        total = torch.zeros((len(sync.held), self.dim))
+        for trainer, (used, part) in enumerate(zip(sync.used, came, strict=True)):
+            addend = torch.zeros_like(total)
+            addend[torch.from_numpy(used)] = torch.from_numpy(part)
+            total = total + addend if trainer else addend
+        return total
+
+    def _apply(self, slots: torch.Tensor, gradients: torch.Tensor) -> None:
+        records = self.replica.records
+        records[slots] = updated(self.optimizer, records[slots], gradients)
+
+    def _count(self, step: Step) -> None:
+        figures, size = self.figures, self.dim * 4
+        figures.local_rows += step.local_rows
+        figures.critical_rows += step.critical.rows
+        figures.critical_bytes += step.critical.copies * size
+        figures.delayed_rows += step.delayed.rows
+        figures.delayed_bytes += step.delayed.copies * size
+        figures.messages += bool(step.critical.rows) + bool(step.delayed.rows)

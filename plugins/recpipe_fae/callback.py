@@ -1,0 +1,88 @@
+"""The Shuffle Scheduler's part in training: the held-out loss at the end of each segment."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import lightning as L
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from recpipe.pipeline.loader import on_device
+from recpipe.plugin.api import Context
+from recpipe.plugin.errors import PluginError
+from recpipe_fae.prepare import Preparation
+from recpipe_fae.schedule import Scheduler, plan
+
+
+class ShuffleScheduler(L.Callback):
+    """Evaluates after each segment and publishes the next rate; its state goes into checkpoints."""
+
+    def __init__(self, ctx: Context, prepared: Preparation, scheduler: Scheduler, samples: int) -> None:
+        self.ctx, self.prepared, self.scheduler, self.samples = ctx, prepared, scheduler, samples
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The loader may wait for decisions from now on."""
+        self.scheduler.go()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Decide when a segment has ended."""
+        self.batch_done(pl_module.ranker)
+
+    def batch_done(self, ranker: torch.nn.Module) -> None:
+        """One more batch was trained."""
+        scheduler, classes = self.scheduler, self.prepared.classes
+        scheduler.trained += 1
+        cold, hot = classes.batches(False), classes.batches(True)
+        epoch_ends = scheduler.trained == cold + hot
+        if scheduler.adapts:
+            segments = plan(scheduler.rates, cold, hot)
+        else:
+            segments = plan([], cold, hot, scheduler.start)
+        ends = accumulate(segment.stop - segment.start for segment in segments)
+        if scheduler.trained in ends:
+            scheduler.swaps += not epoch_ends
+            if scheduler.adapts:
+                scheduler.decide(self.held_out_loss(ranker), epoch_ends=epoch_ends)
+        if epoch_ends:
+            scheduler.trained = 0
+
+    def held_out_loss(self, ranker: torch.nn.Module) -> float:
+        """Mean binary cross-entropy of the first held-out samples, in whole batches."""
+        training, total, seen = ranker.training, 0.0, 0
+        ranker.eval()
+        with torch.no_grad():
+            for batch in self.ctx.held_out(0):
+                batch = on_device(batch, torch.device(self.ctx.device))
+                loss = binary_cross_entropy_with_logits(ranker(batch), batch.labels, reduction="sum")
+                total, seen = total + float(loss), seen + batch.size
+                if seen >= self.samples:
+                    break
+        ranker.train(training)
+        if not seen:
+            raise PluginError(
+                "plugins.fae.schedule=true needs held-out samples, and the data has none; "
+                "hold some out, or set plugins.fae.schedule=false"
+            )
+        return total / seen
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """No decision will come: a waiting loader must not hang."""
+        self.scheduler.stop()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """As above."""
+        self.scheduler.stop()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """As above."""
+        self.scheduler.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rates, losses and the position in the epoch."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from there."""
+        self.scheduler.load_state_dict(state_dict)

@@ -1,0 +1,117 @@
+"""Which samples are hot, and their batches: one bit per sample, read by seeking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.data.batch import Batch
+from recpipe.embedding.policies import RowIds
+from recpipe.embedding.profile import global_rows, table_bases
+from recpipe.pipeline.share import picked
+from recpipe.plugin.api import Context
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The epoch's samples in two classes; ``packed[i]`` has the bits of the data module's batch i."""
+
+    packed: NDArray[np.uint8]
+    ends: dict[bool, NDArray[np.int64]]
+    """For hot (True) and cold (False): samples of the class before each of the data module's batches."""
+    batch_size: int
+    lookups: int
+    hot_lookups: int
+
+    def samples(self, hot: bool) -> int:
+        """Samples of the class."""
+        return int(self.ends[hot][-1])
+
+    def batches(self, hot: bool) -> int:
+        """Mini-batches of the class, a short last one included."""
+        return -(-self.samples(hot) // self.batch_size)
+
+    def members(self, number: int, size: int, hot: bool) -> NDArray[np.int64]:
+        """Samples of the data module's batch ``number`` that are of the class."""
+        bits = np.unpackbits(self.packed[number], count=size).astype(bool)
+        return np.flatnonzero(bits == hot)
+
+
+def hot_samples(batch: Batch, resident: NDArray[np.bool_], bases: RowIds) -> NDArray[np.bool_]:
+    """Samples whose every lookup is of a resident row: bool [B]; one without lookups is hot."""
+    cold = ~resident[global_rows(batch, bases)]
+    lengths = batch.sparse.lengths().numpy()
+    bag_of = np.repeat(np.arange(len(lengths)), lengths)
+    hot = np.ones(batch.size, bool)
+    hot[bag_of[cold] % batch.size] = False
+    return hot
+
+
+def classify(ctx: Context, hot_rows: RowIds) -> Classes:
+    """One full pass over the epoch."""
+    bases = table_bases(ctx)
+    resident = np.zeros(int(bases[-1]), bool)
+    resident[hot_rows] = True
+    packed, hot, sizes = [], [0], [0]
+    lookups = hot_lookups = 0
+    width = -(-ctx.batch_size // 8)
+    for batch in ctx.batches(0):
+        bits = hot_samples(batch, resident, bases)
+        row = np.zeros(width, np.uint8)
+        row[: -(-batch.size // 8)] = np.packbits(bits)
+        packed.append(row)
+        hot.append(int(bits.sum()))
+        sizes.append(batch.size)
+        rows = global_rows(batch, bases)
+        lookups += len(rows)
+        hot_lookups += int(resident[rows].sum())
+    counts, total = np.cumsum(hot), np.cumsum(sizes)
+    table = np.array(packed, np.uint8).reshape(-1, width)
+    return Classes(table, {True: counts, False: total - counts}, ctx.batch_size, lookups, hot_lookups)
+
+
+def class_batches(ctx: Context, classes: Classes, hot: bool, first: int) -> Iterator[Batch]:
+    """The class's mini-batches from number ``first`` on, samples in the data module's order."""
+    if first >= classes.batches(hot):
+        return
+    ends, skip = classes.ends[hot], first * classes.batch_size
+    number = int(np.searchsorted(ends, skip, side="right")) - 1
+    skip -= int(ends[number])
+    parts: list[Batch] = []
+    held = 0
+    for batch in ctx.batches(number):
+        members = classes.members(number, batch.size, hot)[skip:]
+        number, skip = number + 1, 0
+        while len(members):
+            taken, members = np.split(members, [classes.batch_size - held])
+            parts.append(picked(batch, taken))
+            held += len(taken)
+            if held == classes.batch_size:
+                yield joined(parts)
+                parts, held = [], 0
+    if parts:
+        yield joined(parts)
+
+
+def joined(parts: list[Batch]) -> Batch:
+    """One batch of all samples of ``parts``, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    keys = parts[0].sparse.keys()
+    bounds = [part.sparse.offset_per_key() for part in parts]
+    values = [
+        part.sparse.values()[bound[f] : bound[f + 1]]
+        for f in range(len(keys))
+        for part, bound in zip(parts, bounds, strict=True)
+    ]
+    lengths = torch.cat([part.sparse.lengths().view(len(keys), -1) for part in parts], dim=1)
+    return Batch(
+        torch.cat([part.dense for part in parts]),
+        KeyedJaggedTensor(keys, torch.cat(values), lengths=lengths.reshape(-1)),
+        torch.cat([part.labels for part in parts]),
+    )

@@ -1,0 +1,112 @@
+"""What FAE learns before training: the hot set and the samples' classes; made once, when first needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.data.batch import Batch
+from recpipe.embedding.policies import CachePolicy, HotSet, RowIds, RowSpace
+from recpipe.embedding.popularity import top_rows
+from recpipe.embedding.profile import load_profile, table_bases
+from recpipe.plugin.api import Context, EpochOrder, TablePolicy
+from recpipe_fae.classify import Classes, class_batches, classify
+from recpipe_fae.schedule import Scheduler, plan
+
+CHUNK = 65_536
+"""Rows that enter the hot set per batch, unless the first cold segment is too short for that."""
+
+
+@dataclass(frozen=True)
+class HotRule:
+    """``threshold`` None: top K over all tables; else a row's least share of its table's lookups."""
+
+    sample: float
+    threshold: float | None
+
+
+def choose(counts: NDArray[np.int32], bases: RowIds, threshold: float | None, slots: int) -> RowIds:
+    """The hot rows, sorted; ties go to lower global numbers, and rows never sampled are not hot."""
+    if threshold is not None:
+        per_table = np.add.reduceat(np.append(counts.astype(np.int64), 0), bases[:-1])
+        counts = np.where(counts >= threshold * np.repeat(per_table, np.diff(bases)), counts, 0)
+    return top_rows(counts, slots)
+
+
+class Preparation:
+    """Profile, hot rows and classes of one run."""
+
+    def __init__(self, ctx: Context, rule: HotRule) -> None:
+        self.ctx, self.rule = ctx, rule
+        self.hot_rows: RowIds = np.empty(0, np.int64)
+        self.reused = False
+        self.profile_seconds = self.classify_seconds = 0.0
+        self._classes: Classes | None = None
+
+    def prepare(self, slots: int) -> None:
+        """Choose at most ``slots`` hot rows and classify all samples by them."""
+        start = time.perf_counter()
+        bases = table_bases(self.ctx)
+        profile = load_profile(self.ctx, self.rule.sample)
+        self.reused = profile.reused
+        self.hot_rows = choose(profile.dense(int(bases[-1])), bases, self.rule.threshold, slots)
+        middle = time.perf_counter()
+        self._classes = classify(self.ctx, self.hot_rows)
+        self.profile_seconds, self.classify_seconds = middle - start, time.perf_counter() - middle
+
+    @property
+    def classes(self) -> Classes:
+        """The samples' classes."""
+        if self._classes is None:
+            self.prepare(self.ctx.resident_bytes // self.ctx.record_bytes)
+        assert self._classes is not None
+        return self._classes
+
+
+class HotTables(TablePolicy):
+    """The hot set is resident; it is filled before the first hot mini-batch."""
+
+    def __init__(self, prepared: Preparation, scheduler: Scheduler) -> None:
+        self.prepared, self.scheduler = prepared, scheduler
+
+    def cache(self, space: RowSpace) -> CachePolicy:
+        """The policy for ``space``."""
+        assert np.array_equal(space.bases, table_bases(self.prepared.ctx)), "tables in another order"
+        self.prepared.prepare(space.slots)
+        rows, classes = self.prepared.hot_rows, self.prepared.classes
+        first = plan([self.scheduler.start], classes.batches(False), classes.batches(True))
+        cold = first[0].stop if first and not first[0].hot else 1
+        return HotSet(space, rows, max(CHUNK, -(-len(rows) // cold)))
+
+
+class HotAndCold(EpochOrder):
+    """Cold and hot mini-batches in the scheduler's segments; order is stable in each class."""
+
+    def __init__(self, prepared: Preparation, scheduler: Scheduler) -> None:
+        self.prepared, self.scheduler = prepared, scheduler
+
+    def __len__(self) -> int:
+        classes = self.prepared.classes
+        return classes.batches(False) + classes.batches(True)
+
+    def batches(self, first: int) -> Iterator[Batch]:
+        """From number ``first`` on; waits where a segment's rate is not decided yet."""
+        classes, ctx = self.prepared.classes, self.prepared.ctx
+        readers: dict[bool, Iterator[Batch]] = {}
+        position = number = 0
+        while position < len(self):
+            segment = self.scheduler.segment(number, classes.batches(False), classes.batches(True))
+            if segment is None:
+                return
+            number += 1
+            size = segment.stop - segment.start
+            skipped = min(size, max(0, first - position))
+            if skipped < size and segment.hot not in readers:
+                readers[segment.hot] = class_batches(ctx, classes, segment.hot, segment.start + skipped)
+            for _ in range(skipped, size):
+                yield next(readers[segment.hot])
+            position += size

@@ -1,0 +1,115 @@
+"""The Shuffle Scheduler: which share of a class trains before the swap to the other one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FALLS = 4
+"""Falls of the held-out loss in a row after which the rate doubles."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Mini-batches ``start`` to ``stop`` of one class."""
+
+    hot: bool
+    start: int
+    stop: int
+
+
+def plan(rates: Sequence[float], cold: int, hot: int, final: float | None = None) -> list[Segment]:
+    """The epoch's segments at ``rates`` (percent, one per segment), then all others at ``final`` if given.
+
+    Cold and hot take turns, cold first. A segment takes its rate's share of its class; once one class
+    is used up, the rest of the other is one segment. Segments without a batch are left out.
+    """
+    sizes, done, segments = {False: cold, True: hot}, {False: 0.0, True: 0.0}, list[Segment]()
+    kind = False
+    while min(done.values()) < 100:
+        if len(segments) >= len(rates) and final is None:
+            break
+        rate = rates[len(segments)] if len(segments) < len(rates) else final
+        assert rate is not None
+        if done[kind] < 100:
+            alone = done[not kind] >= 100 or not sizes[not kind]
+            start = int(sizes[kind] * done[kind] / 100)
+            done[kind] = 100.0 if alone else min(100.0, done[kind] + rate)
+            stop = int(sizes[kind] * done[kind] / 100)
+            if stop > start:
+                segments.append(Segment(kind, start, stop))
+        kind = not kind
+    return segments
+
+
+class Scheduler:
+    """Rates as the held-out loss asks for; shared by the training thread and the loader's."""
+
+    def __init__(self, rate: float, adapts: bool) -> None:
+        self.start, self.adapts = rate, adapts
+        self.rate = rate
+        self.rates = [rate]
+        """The rate of each of this epoch's segments that has been decided."""
+        self.history: list[float] = [rate]
+        self.losses: list[float] = []
+        self.falls = 0
+        self.swaps = 0
+        self.trained = 0
+        """Batches of this epoch that were trained."""
+        self._stopped = False
+        self._changed = threading.Condition()
+
+    def observe(self, loss: float) -> float:
+        """The rate after a swap: halved when ``loss`` rose, doubled after four falls in a row."""
+        if self.losses:
+            if loss > self.losses[-1]:
+                self.rate, self.falls = max(1.0, self.rate / 2), 0
+            else:
+                self.falls = self.falls + 1 if loss < self.losses[-1] else 0
+                if self.falls == FALLS:
+                    self.rate, self.falls = min(100.0, self.rate * 2), 0
+        self.losses.append(loss)
+        self.history.append(self.rate)
+        return self.rate
+
+    def decide(self, loss: float, *, epoch_ends: bool) -> None:
+        """Publish the rate of the next segment; the loader may be waiting for it."""
+        with self._changed:
+            rate = self.observe(loss)
+            self.rates = [rate] if epoch_ends else [*self.rates, rate]
+            self._changed.notify_all()
+
+    def segment(self, number: int, cold: int, hot: int) -> Segment | None:
+        """The epoch's segment ``number``, waiting for its rate; None after the last, or when stopped."""
+        if not self.adapts:
+            return _at(plan([], cold, hot, self.start), number)
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or len(self.rates) > number)
+            return None if self._stopped else _at(plan(self.rates, cold, hot), number)
+
+    def stop(self) -> None:
+        """Let a waiting loader go: no decision will come."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def go(self) -> None:
+        """Training starts: decisions will come."""
+        with self._changed:
+            self._stopped = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later decisions depend on."""
+        names = ("rate", "rates", "history", "losses", "falls", "swaps", "trained")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there."""
+        for name, value in state.items():
+            setattr(self, name, list(value) if isinstance(value, list) else value)
+
+
+def _at(segments: list[Segment], number: int) -> Segment | None:
+    return segments[number] if number < len(segments) else None

@@ -1,0 +1,47 @@
+"""Segments and the rate's rule."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from recpipe_fae.schedule import Scheduler, Segment, plan
+
+
+def test_a_full_rate_is_all_cold_then_all_hot() -> None:
+    assert plan([], 7, 5, 100) == [Segment(False, 0, 7), Segment(True, 0, 5)]
+
+
+@pytest.mark.parametrize(("rate", "turns"), [(50, 2), (30, 4), (10, 10), (1, 100)])
+def test_each_batch_is_in_one_of_2_ceil_100_r_segments(rate: float, turns: int) -> None:
+    segments = plan([], 200, 300, rate)
+    assert len(segments) == 2 * turns
+    assert [s.hot for s in segments] == [False, True] * turns
+    for hot, size in ((False, 200), (True, 300)):
+        covered = [n for s in segments if s.hot == hot for n in range(s.start, s.stop)]
+        assert covered == list(range(size))
+
+
+@pytest.mark.parametrize(("cold", "hot"), [(0, 4), (4, 0), (0, 0), (1, 1), (1, 100)])
+def test_small_classes_lose_nothing(cold: int, hot: int) -> None:
+    segments = plan([], cold, hot, 30)
+    assert sum(s.stop - s.start for s in segments) == cold + hot
+    assert all(s.stop > s.start for s in segments)
+
+
+def test_the_rate_halves_when_the_loss_rises_and_doubles_after_four_falls() -> None:
+    scheduler = Scheduler(50, adapts=True)
+    assert [scheduler.observe(x) for x in (1.0, 1.1, 1.0, 0.9, 0.8, 0.7)] == [50, 25, 25, 25, 25, 50]
+    assert [scheduler.observe(x) for x in (0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.09, 0.08)][-1] == 100
+    for loss in range(1, 12):
+        scheduler.observe(loss)
+    assert scheduler.rate == 1
+
+
+def test_a_waiting_loader_is_let_go() -> None:
+    scheduler, found = Scheduler(50, adapts=True), []
+    waiting = threading.Thread(target=lambda: found.append(scheduler.segment(1, 4, 4)))
+    waiting.start()
+    scheduler.stop()
+    waiting.join(20)
+    assert found == [None]

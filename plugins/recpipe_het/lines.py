@@ -1,0 +1,137 @@
+"""The trainer's side: cached rows with the gradients that have not been pushed yet."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from recpipe.embedding.policies import CachePolicy, Slots
+from recpipe.embedding.rowtable import updated
+from recpipe.embedding.tables import TableOptimizer
+from recpipe_het.messages import ABSENT, Check, Floats, Push, Reply, Rows
+
+
+class Lines:
+    """One trainer's cache. A batch is ``open`` -> (round with the holders) -> ``receive`` -> ``add``.
+
+    ``make_policy`` gives an empty policy; ``bounds`` (int64 [T]) are the tables' bounds. A line's view
+    is what its holder would hold if the line were pushed now and nobody else wrote.
+    """
+
+    def __init__(
+        self,
+        make_policy: Callable[[], CachePolicy],
+        bounds: Rows,
+        optimizer: TableOptimizer,
+        dim: int,
+        width: int,
+    ) -> None:
+        self._make_policy, self._bounds = make_policy, bounds
+        self.optimizer, self.dim, self.width = optimizer, dim, width
+        self.policy = make_policy()
+        space = self.policy.space
+        self.where = np.full(space.rows, -1, np.int32)
+        self.row_of_slot = np.full(space.slots, -1, np.int64)
+        self.version = np.full(space.slots, ABSENT, np.int64)
+        self.updates = np.zeros(space.slots, np.int64)
+        self.base = np.zeros((space.slots, width), np.float32)
+        self.gradient = np.zeros((space.slots, dim), np.float32)
+        self.pushed: Counter[str] = Counter()
+        """Rows pushed, by reason."""
+        self.largest_pending = 0
+        self._over: Slots = np.empty(0, np.int32)
+        self._loose: list[Push] = []
+        self._rows: Rows = np.empty(0, np.int64)
+        self._slots: Slots = np.empty(0, np.int32)
+
+    def bound_of(self, rows: Rows) -> Rows:
+        """The bound of each row's table, int64 [n]."""
+        return self._bounds[np.searchsorted(self.policy.space.bases, rows, side="right") - 1]
+
+    def open(self, rows: Rows, looked_up: Rows) -> tuple[Push, Check]:
+        """Start a batch that looks up the distinct ``rows``; ``looked_up`` has them with repeats.
+
+        All rows are looked up before any is inserted, so that a batch cannot evict its own rows.
+        """
+        slots = self.where[rows]
+        hit = slots >= 0
+        placement = self.policy.admit(slots[hit], rows[~hit], looked_up)
+        push = Push.of(self.dim, [self.due(), self._take(placement.slots, "eviction")])
+        self._place(placement.slots, placement.rows)
+        self._rows, self._slots = rows, self.where[rows]
+        newest = np.full(len(rows), ABSENT, np.int64)
+        newest[hit] = self.version[slots[hit]] + self.bound_of(rows[hit])
+        return push, Check(rows, newest)
+
+    def due(self) -> Push:
+        """What must not wait: gradients without a line, and lines over their bound."""
+        loose, self._loose = self._loose, []
+        self.pushed["no_line"] += sum(len(push.rows) for push in loose)
+        over, self._over = self._take(self._over, "bound"), self._over[:0]
+        return Push.of(self.dim, [*loose, over])
+
+    def _take(self, slots: Slots, reason: str) -> Push:
+        """The pending gradients of ``slots``, which from now on are part of their base records."""
+        slots = slots[self.updates[slots] > 0]
+        push = Push(self.row_of_slot[slots], self.updates[slots], self.gradient[slots])
+        self.base[slots] = self._view(slots)
+        self.version[slots] += push.updates
+        self.updates[slots], self.gradient[slots] = 0, 0
+        self.pushed[reason] += len(slots)
+        return push
+
+    def _place(self, slots: Slots, rows: Rows) -> None:
+        old = self.row_of_slot[slots]
+        self.where[old[old >= 0]] = -1
+        self.row_of_slot[slots], self.where[rows] = rows, slots
+        self.version[slots] = ABSENT
+
+    def receive(self, reply: Reply) -> Floats:
+        """Take the pulled records in; the batch's records as this trainer sees them, float32 [U, width]."""
+        records = np.zeros((len(self._rows), self.width), np.float32)
+        records[reply.positions] = reply.records
+        slots = self._slots[reply.positions]
+        lined = slots >= 0
+        self.base[slots[lined]] = reply.records[lined]
+        self.version[slots[lined]] = reply.versions[lined]
+        cached = self._slots >= 0
+        records[cached] = self._view(self._slots[cached])
+        return records
+
+    def _view(self, slots: Slots) -> Floats:
+        base, gradient = torch.from_numpy(self.base[slots]), torch.from_numpy(self.gradient[slots])
+        view: Floats = updated(self.optimizer, base, gradient).numpy()
+        return view
+
+    def add(self, gradients: Floats) -> None:
+        """One local update of the open batch's rows, float32 [U, D]; what is due goes out next round."""
+        cached = self._slots >= 0
+        slots = self._slots[cached]
+        self.gradient[slots] += gradients[cached]
+        self.updates[slots] += 1
+        self.largest_pending = max(self.largest_pending, int(self.updates[slots].max(initial=0)))
+        self._over = slots[self.updates[slots] > self.bound_of(self._rows[cached])]
+        rows = self._rows[~cached]
+        self._loose.append(Push(rows, np.ones(len(rows), np.int64), gradients[~cached]))
+
+    def flush(self) -> Push:
+        """Everything that has not been pushed."""
+        used = np.flatnonzero(self.updates > 0).astype(np.int32)
+        loose, self._loose = self._loose, []
+        self._over = self._over[:0]
+        return Push.of(self.dim, [*loose, self._take(used, "flush")])
+
+    def clear(self) -> None:
+        """Forget all lines, which have been flushed, and what the policy has learned."""
+        assert not self.updates.any() and not self._loose, "flush before clear"
+        self.policy = self._make_policy()
+        self.where[:], self.row_of_slot[:], self.version[:] = -1, -1, ABSENT
+
+    @property
+    def overhead_bytes(self) -> int:
+        """DRAM beyond the base records: pending gradients, versions and maps."""
+        parts = (self.where, self.row_of_slot, self.version, self.updates, self.gradient)
+        return sum(part.nbytes for part in parts)

@@ -1,0 +1,112 @@
+"""HET as a plugin: tables of its own making, and figures for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from recpipe.embedding.collection import TableCollection
+from recpipe.embedding.parts import TierParts
+from recpipe.embedding.policies import CachePolicy, Lfu, Lru, RowSpace
+from recpipe.embedding.stores.sharded import HeldRows, ShardedStore
+from recpipe.plugin.api import Context, Contribution, Figure, Invariant, Plugin, TableClaim, TablePolicy
+from recpipe.plugin.errors import PluginError
+from recpipe_het.lines import Lines
+from recpipe_het.policy import LfuOpt
+from recpipe_het.rounds import Rounds
+from recpipe_het.tables import HetTables
+
+CACHES: dict[str, type[CachePolicy]] = {"lru": Lru, "lfu": Lfu, "lfuopt": LfuOpt}
+
+
+class HET(Plugin):
+    """Rows are cached by each trainer and may be up to a bound of updates old (VLDB'22)."""
+
+    api = (1, 1)
+    alters = frozenset({Invariant.EXACT_GRADIENT})
+
+    def __init__(self, *, bound: int, bounds: Mapping[str, int], cache: str) -> None:
+        for name, value in {"bound": bound, **{f"bounds.{t}": s for t, s in bounds.items()}}.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise PluginError(f"plugins.het.{name}={value}: give a whole number of updates, at least 0")
+        if cache not in CACHES:
+            raise PluginError(f"plugins.het.cache={cache}: choose one of {', '.join(CACHES)}")
+        self.bound, self.bounds, self.cache = bound, dict(bounds), cache
+
+    def contribute(self, ctx: Context) -> Contribution:
+        """The cache of all tables and the report."""
+        for name in self.bounds:
+            if name not in ctx.tables:
+                raise PluginError(
+                    f"plugins.het.bounds.{name}: no such table; there are {', '.join(ctx.tables)}"
+                )
+        cached = CachedTables(CACHES[self.cache], self.bound, self.bounds)
+        return Contribution(
+            tables=[TableClaim("*", frozenset({"cache"}), cached)],
+            report=[lambda run: figures(cached.built)],
+        )
+
+
+class CachedTables(TablePolicy):
+    """Builds the tables and keeps them for the report."""
+
+    def __init__(self, cache: type[CachePolicy], bound: int, bounds: dict[str, int]) -> None:
+        self.cache_type, self.bound, self.bounds = cache, bound, bounds
+        self.built: HetTables | None = None
+
+    def collection(self, parts: TierParts) -> TableCollection:
+        """The tables of this rank; called on every rank."""
+        if parts.device.type != "cpu":
+            raise PluginError(
+                f"trainer.device={parts.device}: het keeps its caches in host memory; use trainer.device=cpu"
+            )
+        rounds = Rounds(parts.tables, parts.store, parts.ranks)
+        if not parts.ranks.trains:
+            assert isinstance(parts.store, ShardedStore), "a rank that only holds rows holds a part"
+            return ServedRows(parts.store, rounds)
+        layout = parts.tables.layout
+        space = RowSpace(layout.bases, min(parts.slots, layout.total_rows))
+        bounds = np.array([self.bounds.get(name, self.bound) for name in layout.tables], np.int64)
+        lines = Lines(
+            lambda: self.cache_type(space), bounds, parts.tables.optimizer, parts.tables.dim, layout.width
+        )
+        self.built = HetTables(parts, rounds, lines)
+        return self.built
+
+
+class ServedRows(HeldRows):
+    """A rank that holds rows and does not train."""
+
+    def __init__(self, store: ShardedStore, rounds: Rounds) -> None:
+        super().__init__(store)
+        self.rounds = rounds
+
+    def serve(self) -> None:
+        """Apply pushes and answer checks until the trainers are done."""
+        self.rounds.serve()
+        self.store.close()
+
+
+def figures(tables: HetTables | None) -> dict[str, Figure]:
+    """What was shipped, on this trainer. ``share_saved`` is against every distinct row of every batch
+    pulled and pushed."""
+    assert tables is not None, "the report comes after the tables were built"
+    shipped, lines = tables.shipped, tables.lines
+    moved = shipped.rows_pulled + shipped.rows_pushed
+    return {
+        "lookups": shipped.lookups,
+        "version_checks": shipped.checks,
+        "cache_hits": shipped.hits,
+        "rows_pulled": shipped.rows_pulled,
+        "rows_pushed": shipped.rows_pushed,
+        "bytes_pulled": shipped.rows_pulled * tables.tables.record_bytes,
+        "bytes_pushed": shipped.rows_pushed * 4 * tables.tables.dim,
+        "share_saved": 1 - moved / max(1, 2 * shipped.checks),
+        "pushes_bound": lines.pushed["bound"],
+        "pushes_eviction": lines.pushed["eviction"],
+        "pushes_no_line": lines.pushed["no_line"],
+        "pushes_flush": lines.pushed["flush"],
+        "largest_stale_pull": shipped.largest_staleness,
+        "largest_pending": lines.largest_pending,
+    }

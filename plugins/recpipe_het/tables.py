@@ -1,0 +1,180 @@
+"""HET's tables: one trainer's cache over the rows of the holders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from recpipe.embedding.collection import TableCollection, TierFigures
+from recpipe.embedding.parts import TierParts
+from recpipe.embedding.planner import global_bags
+from recpipe.embedding.policies import policy_bytes
+from recpipe.embedding.rowtable import RowBags
+from recpipe.embedding.store_thread import TierTimes
+from recpipe.embedding.stores.base import IoCounters, Records
+from recpipe.embedding.tables import Region, Values, row_chunks
+from recpipe_het.lines import Lines
+from recpipe_het.messages import ABSENT, Check, Push, Rows
+from recpipe_het.rounds import NONE, Rounds, Write
+
+
+@dataclass
+class Shipped:
+    """What training asked for and what was shipped for it, on this trainer."""
+
+    lookups: int = 0
+    """Lookups, repeats included."""
+    checks: int = 0
+    """Distinct rows of the batches: what would be pulled and pushed without a cache."""
+    hits: int = 0
+    rows_pulled: int = 0
+    rows_pushed: int = 0
+    largest_staleness: int = 0
+    """Largest difference of versions found by a pull of a cached row."""
+
+
+class HetTables(TableCollection):
+    """This trainer's cache. All trainers call alike: each training batch is one round."""
+
+    def __init__(self, parts: TierParts, rounds: Rounds, lines: Lines) -> None:
+        super().__init__()
+        self.tables, self.ranks = parts.tables, parts.ranks
+        self.rounds, self.lines = rounds, lines
+        self.shipped = Shipped()
+        self.io, self.times = IoCounters(), TierTimes()
+        self._empty = True
+        self._anchor = torch.zeros(0, requires_grad=True)
+
+    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
+        """Pooled rows of this trainer's share; with gradients enabled its backward adds to the lines.
+
+        Without gradients: what a checkpoint would hold. All lines are pushed first, and stay.
+        """
+        bags = global_bags(self.tables, sparse)
+        lookups = RowBags.of(bags)
+        if torch.is_grad_enabled():
+            records = self._pull(lookups.distinct, bags.rows)
+            pooled: torch.Tensor = _Lookup.apply(self._anchor, self, lookups, records)  # type: ignore[no-untyped-call]
+        else:
+            records = self._current(lookups.distinct)
+            pooled = lookups.pooled(torch.from_numpy(records[:, : self.tables.dim]).contiguous())
+        names = [f.name for f in self.tables.features]
+        return KeyedTensor(names, [self.tables.dim] * len(names), pooled)
+
+    def _pull(self, rows: Rows, looked_up: Rows) -> Records:
+        """The round of a training batch."""
+        self._empty = False
+        push, check = self.lines.open(rows, looked_up)
+        start = perf_counter()
+        reply = self.rounds.run(push, check)
+        self.times.wait += perf_counter() - start
+        had = check.newest[reply.positions] != ABSENT
+        stale = reply.versions - check.newest[reply.positions] + self.lines.bound_of(rows[reply.positions])
+        shipped = self.shipped
+        shipped.lookups += len(looked_up)
+        shipped.checks += len(rows)
+        shipped.hits += int((check.newest != ABSENT).sum())
+        shipped.rows_pulled += len(reply.positions)
+        shipped.largest_staleness = max(shipped.largest_staleness, int(stale[had].max(initial=0)))
+        self._count_push(push)
+        self.io.rows_read += len(reply.positions)
+        self.io.bytes_read += reply.records.nbytes
+        return self.lines.receive(reply)
+
+    def _count_push(self, push: Push) -> None:
+        self.shipped.rows_pushed += len(push.rows)
+        self.io.rows_written += len(push.rows)
+        self.io.bytes_written += push.gradients.nbytes
+
+    def _current(self, rows: Rows) -> Records:
+        """Records of distinct ``rows`` with all trainers' updates; not counted as training's traffic."""
+        push = self.lines.flush()
+        self._count_push(push)
+        self.rounds.run(push)
+        out = np.empty((len(rows), self.tables.layout.width), np.float32)
+        reply = self.rounds.run(check=Check(rows, np.full(len(rows), ABSENT, np.int64)))
+        out[reply.positions] = reply.records
+        return out
+
+    def _forget(self) -> None:
+        """Push everything and drop all lines, so that a resumed run starts as this one goes on."""
+        push = self.lines.flush()
+        self._count_push(push)
+        self.rounds.run(push)
+        if not self._empty:
+            self.lines.clear()
+            self._empty = True
+
+    def regions(self) -> Iterator[Region]:
+        """All rows of all tables, in chunks."""
+        yield from row_chunks(self.tables.features, self.tables.dim)
+
+    def read(self, region: Region) -> Values:
+        """Current weights and optimizer state of ``region``, on every trainer; empties the caches."""
+        self._forget()
+        records = self._current(self._rows_of(region))
+        return records[:, : self.tables.dim], records[:, self.tables.dim :]
+
+    def write(self, region: Region, values: Values) -> None:
+        """Replace weights and optimizer state of ``region``; trainer 0 sends them, the caches are emptied."""
+        self._forget()
+        chosen = slice(None) if self.ranks.trainer == 0 else slice(0)
+        self.rounds.run(write=Write(self._rows_of(region)[chosen], np.concatenate(values, axis=1)[chosen]))
+
+    def _rows_of(self, region: Region) -> Rows:
+        layout = self.tables.layout
+        base = int(layout.bases[layout.tables.index(region.table)])
+        return np.arange(base + region.start, base + region.stop, dtype=np.int64)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """As TorchRec's collection."""
+        return self.tables.configs()
+
+    def is_weighted(self) -> bool:
+        """As TorchRec's collection; weighted bags are not supported."""
+        return False
+
+    def tier_figures(self) -> TierFigures:
+        """This trainer's traffic with the holders, times and memory."""
+        store, holder = self.rounds.store, self.rounds.holder
+        versions = 0 if holder is None else holder.versions.nbytes
+        return TierFigures(
+            self.io,
+            self.times,
+            store.direct,
+            self.lines.base.nbytes,
+            store.cold_bytes,
+            self.lines.overhead_bytes + policy_bytes(self.lines.policy) + versions + store.overhead_bytes,
+        )
+
+    def close(self) -> None:
+        """Push what is pending, let the holders go, and release the store."""
+        try:
+            self.rounds.run(self.lines.flush(), Check(NONE, NONE))
+            self.rounds.stop()
+        finally:
+            self.rounds.store.close()
+
+
+class _Lookup(torch.autograd.Function):
+    """Pooling whose backward adds to the lines; the anchor makes autograd call it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, tables: HetTables, bags: RowBags, records: Records
+    ) -> torch.Tensor:
+        ctx.call = (tables, bags)
+        return bags.pooled(torch.from_numpy(records[:, : tables.tables.dim]).contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None]:
+        tables, bags = ctx.call
+        tables.lines.add(bags.gradients(gradient.contiguous(), tables.tables.dim).numpy())
+        return None, None, None, None

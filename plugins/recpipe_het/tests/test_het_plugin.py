@@ -1,0 +1,56 @@
+"""HET as users meet it: conformance, knobs, bound 0 against no cache, and resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from recpipe_het.plugin import HET
+
+from recpipe.plugin.errors import PluginError
+from recpipe.plugin.listing import SAMPLE
+from recpipe.plugin.testing import SMALL, Trained, train
+from recpipe.testing import PluginSuite
+
+RUN: tuple[str, ...] = (*SMALL, "trainer.progress=false")
+
+
+class TestHet(PluginSuite):
+    plugin = "het"
+    overrides: ClassVar = ("tiers.resident_bytes=30%",)
+
+    def test_ships_no_more_than_was_asked(self, trained: Trained) -> None:
+        shown = trained.report["plugins"]["het"]
+        assert 0 < shown["rows_pulled"] < shown["version_checks"]
+        assert shown["rows_pulled"] + shown["cache_hits"] >= shown["version_checks"]
+        assert trained.report["altered"] == ["EXACT_GRADIENT"]
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "said"),
+    [
+        ("bound", -1, "bound=-1: give a whole number"),
+        ("bound", 1.5, "bound=1.5: give a whole number"),
+        ("bounds", {"a": -2}, "bounds.a=-2: give a whole number"),
+        ("cache", "fifo", "cache=fifo: choose one of lru, lfu, lfuopt"),
+    ],
+)
+def test_knobs_out_of_range(knob: str, value: Any, said: str) -> None:
+    with pytest.raises(PluginError, match=f"plugins.het.{said}"):
+        HET(**{"bound": 1, "bounds": {}, "cache": "lru"} | {knob: value})
+
+
+def test_bounds_name_tables() -> None:
+    with pytest.raises(PluginError, match="bounds.nosuch: no such table"):
+        HET(bound=1, bounds={"nosuch": 2}, cache="lru").contribute(SAMPLE)
+
+
+@pytest.mark.parametrize("cache", ["lru", "lfu", "lfuopt"])
+def test_bound_zero_is_the_run_without_a_cache(cache: str, tmp_path: Path) -> None:
+    mine = train([*RUN, "+plugin=het", "plugins.het.bound=0", f"plugins.het.cache={cache}"], tmp_path / "het")
+    plain = train([*RUN, "tiers.policy=nocache"], tmp_path / "plain")
+    assert mine.parameters.keys() == plain.parameters.keys()
+    for name, values in plain.parameters.items():
+        np.testing.assert_allclose(mine.parameters[name], values, atol=1e-5, err_msg=name)

@@ -1,0 +1,166 @@
+"""The guarantees of bounded staleness, under random schedules of several trainers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from recpipe_het.policy import LfuOpt
+from recpipe_het.tests.rig import DIM, World, batch, schedule
+
+from recpipe.embedding.policies import CachePolicy, Lfu, Lru, RowSpace
+from recpipe.embedding.rowtable import updated
+from recpipe.embedding.tables import TableOptimizer
+
+POLICIES = [Lru, Lfu, LfuOpt]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("bound", [0, 1, 3, 10])
+def test_staleness_is_bounded(bound: int, policy: type[CachePolicy]) -> None:
+    """s against the holder, 2s per peer, N*s in all; what is due is pushed right after the update."""
+    world = World(bounds=(bound,), policy=policy)
+    schedule(world, seed=bound)
+    workers = len(world.workers)
+    assert world.stale.max() <= bound
+    assert world.peer.max() <= 2 * bound
+    assert world.unseen.max() <= workers * bound
+    assert world.pulled <= world.asked
+
+
+def test_lockstep_bounds_are_the_papers() -> None:
+    """With rounds in lockstep all due pushes precede the reads: s, 2s and N*s exactly."""
+    for bound in (0, 1, 3):
+        world = World(bounds=(bound,))
+        rng = np.random.default_rng(bound)
+        for _ in range(500):
+            lockstep(world, rng)
+        assert world.stale.max() <= bound
+        assert world.peer.max() <= 2 * bound
+        assert world.unseen.max() <= len(world.workers) * bound
+
+
+def lockstep(world: World, rng: np.random.Generator) -> None:
+    """One round of all workers."""
+    work = [batch(rng, world.rows) for _ in world.workers]
+    opened = [world.start(who, rows) for who, (rows, _) in enumerate(work)]
+    world.push([(who, push) for who, (push, _) in enumerate(opened)])
+    for who, (_, check) in enumerate(opened):
+        world.read(who, check)
+    for who, (rows, gradients) in enumerate(work):
+        world.finish(who, rows, gradients)
+
+
+def test_a_looser_check_breaks_the_bound() -> None:
+    """The negative control: pulling one update too late is seen."""
+    world = World(bounds=(1,), slack=1)
+    schedule(world, seed=1)
+    assert world.stale.max() == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_update_is_lost(policy: type[CachePolicy]) -> None:
+    """After a flush versions count all updates, and values are their sums, exactly."""
+    world = World(bounds=(3,), policy=policy)
+    schedule(world, seed=5)
+    world.flush()
+    assert np.array_equal(world.holder.versions, sum(w.made for w in world.workers))
+    assert np.array_equal(world.holder.read(np.arange(world.rows)), -world.total)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_own_writes_are_read(policy: type[CachePolicy]) -> None:
+    """One worker alone always sees the sum of its updates, whatever is evicted."""
+    world = World(workers=1, bounds=(7,), policy=policy)
+    rng = np.random.default_rng(2)
+    for _ in range(500):
+        rows, gradients = batch(rng, world.rows)
+        before = -world.total[rows]
+        assert np.array_equal(world.step(0, rows, gradients), before)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_bound_zero_is_synchronous(optimizer: str) -> None:
+    """Bitwise the rank-ordered reference, with gradients that round."""
+    world = World(bounds=(0,), optimizer=optimizer)
+    reference = torch.zeros(world.rows, world.holder.store.layout.width)
+    rng = np.random.default_rng(9)
+    for _ in range(200):
+        picked = [batch(rng, world.rows)[0] for _ in world.workers]
+        work = [(rows, rng.standard_normal((len(rows), DIM)).astype(np.float32)) for rows in picked]
+        opened = [world.start(who, rows) for who, (rows, _) in enumerate(work)]
+        world.push([(who, push) for who, (push, _) in enumerate(opened)])
+        total = torch.zeros(world.rows, DIM)
+        for who, (rows, gradients) in enumerate(work):
+            assert np.array_equal(world.read(who, opened[who][1]), reference[torch.from_numpy(rows)].numpy())
+            total[torch.from_numpy(rows)] += torch.from_numpy(gradients)
+            world.finish(who, rows, gradients)
+        touched = torch.from_numpy(np.unique(np.concatenate([rows for rows, _ in work])))
+        reference[touched] = updated(world.optimizer, reference[touched], total[touched])
+    world.flush()
+    assert np.array_equal(world.holder.read(np.arange(world.rows)), reference.numpy())
+
+
+def test_several_updates_in_one_push_are_one_adagrad_step() -> None:
+    """The holder's step takes the sum of the gradients; the local view is that step already."""
+    world = World(workers=1, bounds=(5,), optimizer="adagrad")
+    rows, one = np.array([3]), np.ones((1, DIM), np.float32)
+    for _ in range(3):
+        world.step(0, rows, one)
+    zero = torch.zeros(1, 2 * DIM)
+    expected = updated(TableOptimizer("adagrad", 1.0), zero, torch.full((1, DIM), 3.0)).numpy()
+    assert np.array_equal(world.step(0, rows, 0 * one), expected)
+    world.flush()
+    assert np.array_equal(world.holder.read(rows), expected)
+    assert world.holder.versions[3] == 4
+    thrice = zero
+    for _ in range(3):
+        thrice = updated(TableOptimizer("adagrad", 1.0), thrice, torch.ones(1, DIM))
+    assert not np.array_equal(expected, thrice.numpy())
+
+
+def test_bounds_are_per_table() -> None:
+    """Each table keeps its own bound, and the looser one uses it."""
+    world = World(bounds=(0, 5), slots=40)
+    rng = np.random.default_rng(3)
+    for _ in range(1500):
+        first, _ = batch(rng, 30)
+        rows = np.concatenate((first, batch(rng, 30)[0] + 30))
+        gradients = rng.integers(-3, 4, (len(rows), DIM)).astype(np.float32)
+        world.step(int(rng.integers(3)), rows, gradients)
+    assert world.stale[:30].max() == 0
+    assert 0 < world.stale[30:].max() <= 5
+
+
+def test_rows_shipped_do_not_grow_with_the_bound() -> None:
+    """On one trace."""
+    shipped = []
+    for bound in (0, 1, 3, 10, 100):
+        world = World(bounds=(bound,))
+        schedule(world, seed=4)
+        shipped.append(world.pulled + world.pushed)
+    assert shipped == sorted(shipped, reverse=True)
+    assert shipped[-1] < shipped[0]
+
+
+def test_lfuopt_keeps_rows_of_ten_uses_for_good() -> None:
+    """Nine uses do not protect a row, ten do; a cache full of permanent rows admits nothing."""
+    none = np.empty(0, np.int32)
+    for uses, stays in ((9, False), (10, True)):
+        policy = LfuOpt(RowSpace(np.array([0, 100]), 1))
+        slot = policy.admit(none, np.array([7]), np.array([7])).slots
+        for _ in range(uses - 1):
+            policy.admit(slot, np.empty(0, np.int64), np.array([7]))
+        placed = policy.admit(none, np.array([8]), np.array([8]))
+        assert (len(placed.slots) == 0) is stays
+
+
+def test_lfuopt_undo_takes_a_batch_back() -> None:
+    """Decisions after an undo are those without the batch."""
+    none = np.empty(0, np.int32)
+    policy = LfuOpt(RowSpace(np.array([0, 100]), 2))
+    policy.admit(none, np.array([1, 2]), np.array([1, 2]))
+    before = {k: np.copy(v) for k, v in policy.state_dict().items()}
+    policy.admit(np.array([0], np.int32), np.array([3]), np.array([1, 3]))
+    policy.undo()
+    assert all(np.array_equal(before[k], v) for k, v in policy.state_dict().items())

@@ -1,0 +1,245 @@
+"""Slipstream along the training loop: when snapshots are taken, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import ceil
+from time import perf_counter
+from typing import Any
+
+import lightning as L
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.data.batch import Batch
+from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.model.module import RankingModule
+from recpipe.plugin.errors import PluginError
+from recpipe_slipstream.classifier import InputClassifier, Marks
+from recpipe_slipstream.freeze import FrozenRows
+from recpipe_slipstream.snapshot import Changes, Snapshot, changes, count_touches
+from recpipe_slipstream.threshold import SEARCHES, input_scores, stale_share
+
+FILLED = 0.01
+"""Hot rows have settled when a batch adds less than this share to them, or when no slot is empty."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """The plugin's knobs with shares turned into batches; see its yaml."""
+
+    drop: float
+    window: int
+    start: int
+    sampled_batches: int
+    epoch_batches: int
+    stale_lookups: int | None
+    min_touches: int
+    snapshot_every: int | None
+    search: str
+    freeze: bool
+
+
+@dataclass
+class Totals:
+    """Sums over the batches trained so far, kept over a resume; seconds are of host time."""
+
+    samples: int = 0
+    hot: int = 0
+    dropped: int = 0
+    marked_hot: int = 0
+    """Hot inputs that the marks in force have classified, ..."""
+    marked_dropped: int = 0
+    """... and those of them that were left out."""
+    snapshots: int = 0
+    threshold: float = 0.0
+    sampled_inputs: int = 0
+    sampled_share: float = 0.0
+    snapshot_seconds: float = 0.0
+    search_seconds: float = 0.0
+    classify_seconds: float = 0.0
+    freeze_seconds: float = 0.0
+
+
+class StaleInputs(L.Callback):
+    """Opens windows, compares their snapshots, finds the threshold and marks rows.
+
+    ``batches(i)`` reads the epoch's batches from number i on. Everything is decided by batch number, so
+    that several trainers, and a resumed run, decide alike.
+    """
+
+    def __init__(self, method: Method, batches: Callable[[int], Iterator[Batch]], seed: int) -> None:
+        self.method = method
+        self.batches = batches
+        self.seed = seed
+        self.classifier = InputClassifier(method.stale_lookups)
+        self.frozen = FrozenRows() if method.freeze else None
+        self.totals = Totals()
+        self.done = 0
+        """Batches trained."""
+        self.next_window: int | None = method.start
+        """The first batch that the next window may begin with; None: there will be none."""
+        self.before: Snapshot | None = None
+        """S0 of the open window."""
+        self.touches: NDArray[np.int64] = np.empty(0, np.int64)
+        """The window's lookups of each of S0's rows."""
+        self._hot_rows = 0
+
+    # -- Lightning's hooks -------------------------------------------------------------------
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Find the tiers; without them no row is hot, and nothing could ever be left out."""
+        assert isinstance(pl_module, RankingModule)
+        embeddings = pl_module.ranker.embeddings
+        if not isinstance(embeddings, TieredEmbeddingBagCollection):
+            raise PluginError(
+                f"plugin slipstream compares rows that are resident in tiers; {type(embeddings).__name__} "
+                "has none: drop the plugin that brings tables of its own, or slipstream"
+            )
+        self.start(embeddings)
+
+    def start(self, tiers: TieredEmbeddingBagCollection) -> None:
+        """Go on after ``done`` batches with ``tiers``."""
+        self.classifier.tiers = tiers
+        self.classifier.restart(self.done)
+        if self.frozen is not None:
+            self.frozen.switch(tiers, self.classifier.in_force(self.done))
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch, and do what is due before the next one."""
+        self.after_batch()
+
+    def after_batch(self) -> None:
+        """One more batch has been trained."""
+        classifier, tiers = self.classifier, self.classifier.tiers
+        assert tiers is not None
+        seen = classifier.trained(self.done)
+        self._count(seen.samples, seen.hot, seen.dropped, seen.seconds)
+        if self.frozen is not None:
+            start = perf_counter()
+            self.frozen.put_back(tiers, seen.rows)
+            self.totals.freeze_seconds += perf_counter() - start
+        if self.before is not None:
+            count_touches(self.touches, self.before.rows, seen.rows)
+        self.done += 1
+        self._advance(tiers)
+        if self.frozen is not None:
+            self.frozen.switch(tiers, classifier.in_force(self.done))
+
+    def _count(self, samples: int, hot: int, dropped: int, seconds: float) -> None:
+        totals = self.totals
+        totals.samples += samples
+        totals.hot += hot
+        totals.dropped += dropped
+        totals.marked_hot += hot
+        totals.marked_dropped += dropped
+        totals.classify_seconds += seconds
+
+    # -- blocks ------------------------------------------------------------------------------
+
+    def _advance(self, tiers: TieredEmbeddingBagCollection) -> None:
+        """Open a window, begin it or end it, when batch ``done`` is the next one."""
+        window = self.classifier.window
+        start = perf_counter()
+        if window is None:
+            # Batch ``done`` may have been classified already, so a window begins one batch later.
+            first = self.done + 1
+            if self.next_window is None or first + 1 < self.next_window:
+                return
+            if self._settled(tiers) and first >= self.next_window:
+                self.classifier.window = (first, first + self.method.window)
+        elif self.done == window[0]:
+            self.before = Snapshot.take(tiers)
+            self.touches = np.zeros(len(self.before.rows), np.int64)
+        elif self.done == window[1]:
+            self._mark(tiers, window)
+        else:
+            return
+        self.totals.snapshot_seconds += perf_counter() - start
+
+    def _settled(self, tiers: TieredEmbeddingBagCollection) -> bool:
+        """Whether hot rows have their slots: a window in which they still come would see few of them."""
+        with tiers.quiesced():
+            hot = int((tiers.planner.row_of_slot >= 0).sum())
+        before, self._hot_rows = self._hot_rows, hot
+        return hot > 0 and (hot == tiers.planner.space.slots or hot - before < FILLED * hot)
+
+    def _mark(self, tiers: TieredEmbeddingBagCollection, window: tuple[int, int]) -> None:
+        """The window is over: take the second snapshot, find the threshold, mark rows."""
+        assert self.before is not None
+        after = Snapshot.take(tiers)
+        moved = changes(self.before, after, self.touches, self.method.min_touches)
+        self.before, self.classifier.window = None, None
+        every = self.method.snapshot_every
+        self.next_window = None if every is None else window[0] + every
+        if not len(moved.rows):
+            # The hot set was replaced meanwhile, as when another plugin's phase ends: try again.
+            self.next_window = self.done
+            return
+        start = perf_counter()
+        totals, scores = self.totals, self._sampled_scores(moved, window[1])
+        totals.threshold = SEARCHES[self.method.search](scores, self.method.drop)
+        totals.sampled_inputs = len(scores)
+        totals.sampled_share = stale_share(scores, totals.threshold)
+        totals.snapshots += 1
+        totals.marked_hot = totals.marked_dropped = 0
+        stale = moved.stale(totals.threshold)
+        marks = Marks(self.done + 1, moved.rows, stale, tiers.planner.space.rows)
+        self.classifier.marks = (*self.classifier.marks[-1:], marks)
+        seconds = perf_counter() - start
+        totals.search_seconds += seconds
+        totals.snapshot_seconds -= seconds
+
+    def _sampled_scores(self, moved: Changes, end: int) -> NDArray[np.float32]:
+        """Scores of the hot inputs in batches chosen at random from the rest of the epoch."""
+        tiers = self.classifier.tiers
+        assert tiers is not None
+        rest = np.arange(end % self.method.epoch_batches, self.method.epoch_batches)
+        rng = np.random.default_rng((self.seed, self.totals.snapshots))
+        chosen = np.sort(rng.choice(rest, min(self.method.sampled_batches, len(rest)), replace=False))
+        scores = [np.empty(0, np.float32)]
+        for number in chosen.tolist():
+            batch = next(self.batches(number))
+            scores.append(input_scores(moved, tiers.bags(batch.sparse), self.method.stale_lookups))
+        return np.concatenate(scores)
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later decisions depend on, as of the last trained batch."""
+        before = self.before
+        return {
+            "done": self.done,
+            "next_window": self.next_window,
+            "window": self.classifier.window,
+            "hot_rows": self._hot_rows,
+            "before": None if before is None else {"rows": before.rows, "weights": before.weights},
+            "touches": self.touches.copy(),
+            "marks": [
+                {"first": m.first, "rows": m.rows, "stale": m.stale, "total_rows": m.total_rows}
+                for m in self.classifier.marks
+            ],
+            "totals": vars(self.totals).copy(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``'s result; knobs may differ, and count from here on."""
+        self.done = state_dict["done"]
+        self.next_window = state_dict["next_window"]
+        window = state_dict["window"]
+        self.classifier.window = None if window is None else (window[0], window[1])
+        self._hot_rows = state_dict["hot_rows"]
+        before = state_dict["before"]
+        self.before = None if before is None else Snapshot(**before)
+        self.touches = state_dict["touches"]
+        self.classifier.marks = tuple(Marks(**marks) for marks in state_dict["marks"])
+        self.totals = Totals(**state_dict["totals"])
+
+
+def batches_of(share: float, samples: int, batch_size: int) -> tuple[int, int]:
+    """(batches that are ``share`` of an epoch of ``samples``, at least 1; batches of that epoch)."""
+    epoch = max(1, ceil(samples / batch_size))
+    return max(1, round(share * epoch)), epoch

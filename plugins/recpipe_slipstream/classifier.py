@@ -1,0 +1,122 @@
+"""Slipstream's input classifier: leaves the stale inputs of a batch out, in the loader's thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.data.batch import Batch
+from recpipe.embedding.planner import Bags
+from recpipe.embedding.policies import RowIds
+from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.pipeline.share import picked
+from recpipe_slipstream.threshold import samples_of
+
+COLD, HOT, STALE = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Which rows are hot and which of them stale, from batch ``first`` on."""
+
+    first: int
+    rows: RowIds
+    """Hot rows, sorted, int64 [n]."""
+    stale: NDArray[np.bool_]
+    """Of each of ``rows``, bool [n]."""
+    total_rows: int
+    codes: NDArray[np.uint8] = field(init=False, repr=False)
+    """COLD, HOT or STALE of every row there is, uint8 [total_rows]."""
+
+    def __post_init__(self) -> None:
+        codes = np.zeros(self.total_rows, np.uint8)
+        codes[self.rows] = np.where(self.stale, STALE, HOT)
+        object.__setattr__(self, "codes", codes)
+
+    @property
+    def stale_rows(self) -> RowIds:
+        """Global numbers of the stale rows, sorted."""
+        return self.rows[self.stale]
+
+
+def classify(
+    marks: Marks, bags: Bags, stale_lookups: int | None
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """(hot [B], stale [B]) inputs. Hot: all lookups, one at least, find hot rows. Stale: hot, and at least
+    ``stale_lookups`` of its lookups (None: all) find stale rows."""
+    code, sample = marks.codes[bags.rows], samples_of(bags)
+    lookups = np.bincount(sample, minlength=bags.batch_size)
+    cold = np.bincount(sample[code == COLD], minlength=bags.batch_size)
+    stale = np.bincount(sample[code == STALE], minlength=bags.batch_size)
+    hot = (cold == 0) & (lookups > 0)
+    return hot, hot & (stale >= (lookups if stale_lookups is None else stale_lookups))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the classifier did with one batch, until that batch has been trained."""
+
+    number: int
+    rows: RowIds
+    """Global rows that the inputs that were kept look up, with repeats."""
+    samples: int
+    hot: int = 0
+    """Of them classified and found hot, ..."""
+    dropped: int = 0
+    """... and left out."""
+    seconds: float = 0.0
+
+
+class InputClassifier:
+    """A batch transform. Batches are numbered from 0 in the order of training, over all epochs.
+
+    It runs one batch ahead of training: what is decided after batch b was trained is looked at from
+    batch b + 2 on, so that it never matters how far ahead the loader's thread happens to be.
+    """
+
+    def __init__(self, stale_lookups: int | None) -> None:
+        self.stale_lookups = stale_lookups
+        self.tiers: TieredEmbeddingBagCollection | None = None
+        self.window: tuple[int, int] | None = None
+        """Batches [first, end) whose inputs are all trained: two snapshots are taken around them."""
+        self.marks: tuple[Marks, ...] = ()
+        """Those in force and those to come, by ``first``."""
+        self._next = 0
+        self._seen: dict[int, Seen] = {}
+
+    def restart(self, number: int) -> None:
+        """The next batch to come is ``number``; batches that were not trained are forgotten."""
+        self._next = number
+        self._seen.clear()
+
+    def in_force(self, number: int) -> Marks | None:
+        """The marks that batch ``number`` is classified by; None in a window and before the first ones."""
+        if self.window is not None and self.window[0] <= number < self.window[1]:
+            return None
+        return next((marks for marks in reversed(self.marks) if marks.first <= number), None)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """``batch`` without its stale inputs; a batch of which nothing would be left stays whole."""
+        assert self.tiers is not None, "training has begun"
+        number, self._next = self._next, self._next + 1
+        start = perf_counter()
+        marks, bags = self.in_force(number), self.tiers.bags(batch.sparse)
+        if marks is None:
+            self._seen[number] = Seen(number, bags.rows, batch.size, seconds=perf_counter() - start)
+            return batch
+        hot, stale = classify(marks, bags, self.stale_lookups)
+        keep = np.flatnonzero(~stale)
+        dropped = batch.size - len(keep) if len(keep) else 0
+        if dropped:
+            batch, bags = picked(batch, keep), bags.permuted(keep)
+        self._seen[number] = Seen(
+            number, bags.rows, batch.size + dropped, int(hot.sum()), dropped, perf_counter() - start
+        )
+        return batch
+
+    def trained(self, number: int) -> Seen:
+        """What was done with batch ``number``, which has been trained now."""
+        return self._seen.pop(number)

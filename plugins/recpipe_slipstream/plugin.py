@@ -1,0 +1,117 @@
+"""Slipstream as a plugin: a filter for batches, a callback that tells it what is stale, figures."""
+
+from __future__ import annotations
+
+from recpipe.plugin.api import Context, Contribution, Figure, Invariant, Link, Plugin, TableClaim
+from recpipe.plugin.errors import PluginError
+from recpipe_slipstream.callback import Method, StaleInputs, Totals, batches_of
+from recpipe_slipstream.hotset import HotTables
+from recpipe_slipstream.threshold import SEARCHES
+
+
+class Slipstream(Plugin):
+    """Leaves out inputs whose popular rows have stopped changing (2024).
+
+    Not exact: what is left out makes no update at all, neither of rows nor of the dense part.
+    """
+
+    api = (1, 0)
+    conflicts = ("het",)  # its tables are not tiers: it has no resident rows to compare
+    # Records must be weights first, and ids the data module's own: inputs are sampled from there.
+    relies_on = frozenset({Invariant.TABLE_LAYOUT, Invariant.ID_SPACE})
+    alters = frozenset({Invariant.EXACT_GRADIENT, Invariant.BATCH_SIZE})
+
+    def __init__(
+        self,
+        *,
+        drop: float,
+        window: float,
+        start: int,
+        sample: float,
+        stale_lookups: int | None,
+        min_touches: int,
+        snapshot_every: int | None,
+        threshold: str,
+        freeze_stale_rows: bool,
+    ) -> None:
+        for knob, share in (("window", window), ("sample", sample)):
+            if not 0 < share <= 1:
+                raise _wrong(knob, share, "give a share of an epoch's batches above 0, up to 1")
+        if not 0 <= drop < 1:
+            raise _wrong("drop", drop, "give a share of hot inputs from 0 (off) to below 1")
+        for name, count, least in (
+            ("start", start, 0),
+            ("min_touches", min_touches, 0),
+            ("stale_lookups", stale_lookups, 1),
+            ("snapshot_every", snapshot_every, 1),
+        ):
+            if count is not None and count < least:
+                raise _wrong(name, count, f"must be at least {least}")
+        if threshold not in SEARCHES:
+            raise _wrong("threshold", threshold, f"choose {' or '.join(SEARCHES)}")
+        self.drop, self.window, self.start, self.sample = drop, window, start, sample
+        self.stale_lookups, self.min_touches = stale_lookups, min_touches
+        self.snapshot_every, self.threshold = snapshot_every, threshold
+        self.freeze_stale_rows = freeze_stale_rows
+        if drop == 0:
+            self.alters = frozenset()  # type: ignore[misc]  # off: this one plugin object alters nothing
+
+    def contribute(self, ctx: Context) -> Contribution:
+        """The filter with its callback, and a hot set for where no other plugin has one."""
+        window, epoch = batches_of(self.window, ctx.epoch_samples, ctx.batch_size)
+        hot_set = TableClaim("*", frozenset({"cache"}), HotTables(ctx), fallback=True)
+        if self.drop == 0:
+            return Contribution(tables=[hot_set], report=[lambda run: figures(None)])
+        if self.snapshot_every is not None and self.snapshot_every < window + 2:
+            raise _wrong(
+                "snapshot_every",
+                self.snapshot_every,
+                f"a window takes {window} batches, so give at least {window + 2}, or lower "
+                "plugins.slipstream.window",
+            )
+        method = Method(
+            drop=self.drop,
+            window=window,
+            start=self.start,
+            sampled_batches=batches_of(self.sample, ctx.epoch_samples, ctx.batch_size)[0],
+            epoch_batches=epoch,
+            stale_lookups=self.stale_lookups,
+            min_touches=self.min_touches,
+            snapshot_every=self.snapshot_every,
+            search=self.threshold,
+            freeze=self.freeze_stale_rows,
+        )
+        callback = StaleInputs(method, ctx.batches, ctx.seed)
+        return Contribution(
+            batch=[Link(callback.classifier)],
+            tables=[hot_set],
+            callbacks=[callback],
+            report=[lambda run: figures(callback)],
+        )
+
+
+def _wrong(knob: str, value: object, remedy: str) -> PluginError:
+    return PluginError(f"plugins.slipstream.{knob}={value}: {remedy}")
+
+
+def figures(callback: StaleInputs | None) -> dict[str, Figure]:
+    """What was left out, and by which threshold; all 0 where the plugin is off (None)."""
+    totals = callback.totals if callback else Totals()
+    marks = callback.classifier.marks[-1:] if callback else ()
+    return {
+        "dropped_share": totals.dropped / max(1, totals.samples),
+        "dropped_hot_share": totals.dropped / max(1, totals.hot),
+        "dropped_samples": totals.dropped,
+        "hot_samples": totals.hot,
+        "threshold": totals.threshold,
+        "sampled_share": totals.sampled_share,
+        "realised_share": totals.marked_dropped / max(1, totals.marked_hot),
+        "sampled_inputs": totals.sampled_inputs,
+        "hot_rows": sum(len(m.rows) for m in marks),
+        "stale_rows": sum(int(m.stale.sum()) for m in marks),
+        "snapshots": totals.snapshots,
+        "snapshot_seconds": totals.snapshot_seconds,
+        "search_seconds": totals.search_seconds,
+        "classify_seconds": totals.classify_seconds,
+        "freeze_seconds": totals.freeze_seconds,
+    }

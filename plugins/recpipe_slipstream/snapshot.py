@@ -1,0 +1,71 @@
+"""Slipstream's snapshot block: how far each hot row moved while a window of batches was trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recpipe.embedding.policies import RowIds
+from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Hot rows at one moment, in host memory of their own."""
+
+    rows: RowIds
+    """Global row numbers, sorted, int64 [n]."""
+    weights: NDArray[np.float32]
+    """Their weights, without optimizer state, float32 [n, dim]."""
+
+    @classmethod
+    def take(cls, tiers: TieredEmbeddingBagCollection) -> Snapshot:
+        """The rows that are resident after the last trained batch."""
+        rows, records = tiers.resident_rows()
+        weights = records[:, : tiers.tables.dim].clone(memory_format=torch.contiguous_format)
+        return cls(rows, weights.cpu().numpy())
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Rows that were hot at both ends of a window, and how far they moved."""
+
+    rows: RowIds
+    """Global row numbers, sorted, int64 [n]."""
+    delta: NDArray[np.float32]
+    """max_d |S1 - S0| of each row, float32 [n]; infinite for a row that was looked up too seldom to tell."""
+
+    def stale(self, threshold: float) -> NDArray[np.bool_]:
+        """Which of ``rows`` are stale: every dimension moved by less than ``threshold``."""
+        return self.delta < np.float32(threshold)
+
+    def of(self, rows: RowIds) -> NDArray[np.float32]:
+        """The change of each of ``rows`` (any order, repeats included); NaN for one that is not hot."""
+        if not len(self.rows):
+            return np.full(len(rows), np.nan, np.float32)
+        place = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
+        return np.where(self.rows[place] == rows, self.delta[place], np.float32(np.nan))
+
+
+def changes(before: Snapshot, after: Snapshot, touches: NDArray[np.int64], min_touches: int) -> Changes:
+    """Compare two snapshots; ``touches`` counts the window's lookups of each of ``before.rows``.
+
+    A row with fewer than ``min_touches`` lookups has not had the chance to move, so it never counts as
+    stale; 0 takes a row that nobody looked up for a stale one, as the authors' code does.
+    """
+    rows, old, new = np.intersect1d(before.rows, after.rows, assume_unique=True, return_indices=True)
+    if not len(rows):
+        return Changes(rows, np.empty(0, np.float32))
+    delta = np.abs(after.weights[new] - before.weights[old]).max(axis=1)
+    delta[touches[old] < min_touches] = np.inf
+    return Changes(rows, delta)
+
+
+def count_touches(touches: NDArray[np.int64], rows: RowIds, looked_up: RowIds) -> None:
+    """Add a batch's lookups of ``rows`` (sorted) to ``touches``, in place."""
+    if len(rows):
+        place = np.minimum(np.searchsorted(rows, looked_up), len(rows) - 1)
+        touches += np.bincount(place[rows[place] == looked_up], minlength=len(rows))

@@ -1,0 +1,179 @@
+"""A run without Lightning: loader, plugins, step and callback, open to inspection after every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from recpipe_slipstream.callback import StaleInputs
+
+from recpipe.config import active_plugins, compose
+from recpipe.data.batch import Batch
+from recpipe.data.dataset import Dataset, Split
+from recpipe.embedding.policies import CachePolicy, RowSpace
+from recpipe.embedding.stores import make_store
+from recpipe.embedding.tables import TableOptimizer, TableSet, to_numpy
+from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.model.ranker import ModelConfig, Ranker
+from recpipe.optim import dense_optimizer
+from recpipe.pipeline import step
+from recpipe.pipeline.loader import TrainLoader
+from recpipe.pipeline.step import StagedBatch, StepTimes
+from recpipe.plugin.api import Context, Origin, TableInfo
+from recpipe.plugin.assembly import assemble, gather
+from recpipe.plugin.compose import Owned
+from recpipe.plugin.load import activate
+
+BATCH = 200
+DENSE = {"sgd": {"name": "SGD", "lr": 0.1}, "rowwise_adagrad": {"name": "Adagrad", "lr": 0.02}}
+QUICK = {"window": 0.1, "sample": 0.2}
+"""Knobs under which a run of 80 batches takes a window of 8 and samples 16."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run is made of; ``knobs`` None: without Slipstream. ``others``: plugins beside it."""
+
+    knobs: Mapping[str, Any] | None = field(default_factory=lambda: dict(QUICK))
+    others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    optimizer: str = "rowwise_adagrad"
+    resident: float = 0.4
+    prefetch: bool = True
+    policy: Callable[[RowSpace], CachePolicy] | None = None
+    """Instead of the plugins' policy."""
+
+
+class Rig:
+    """One run, batch by batch: ``read`` and ``kept`` hold every batch before and after the plugins."""
+
+    def __init__(self, dataset: Dataset, setting: Setting, folder: Path) -> None:
+        self.tables = TableSet(dataset.schema.sparse, 8, TableOptimizer(setting.optimizer, 0.1), seed=1)
+        slots = int(self.tables.layout.total_rows * setting.resident)
+        self.context = self._context(dataset, slots)
+        plugins = {name: defaults(name) | dict(knobs) for name, knobs in setting.others.items()}
+        if setting.knobs is not None:
+            plugins["slipstream"] = defaults("slipstream") | dict(setting.knobs)
+        assembly = assemble(gather(activate(plugins), self.context), self.context.tables)
+        space = RowSpace(self.tables.layout.bases, slots)
+        make = setting.policy or assembly.policies("cache")[0][0].part.cache
+        store = make_store("host", self.tables.layout, self.tables.fill, directory=folder, pinned=False)
+        self.tiers = TieredEmbeddingBagCollection(
+            self.tables, make(space), slots, store, torch.device("cpu"), setting.prefetch
+        )
+        torch.manual_seed(1)
+        model = ModelConfig("dlrm", 8, [16], [16], cross_layers=2, cross_rank=8)
+        self.ranker = Ranker(model, self.tiers, len(dataset.schema.dense), torch.device("cpu"))
+        self.optimizer = dense_optimizer(DENSE[setting.optimizer], self.ranker.dense_parameters().values())
+        self.read: list[Batch] = []
+        self.kept: list[Batch] = []
+        links = [recorder(self.read), *assembly.batch, recorder(self.kept)]
+        self.assembly = replace(assembly, batch=links)
+        self.loader = TrainLoader(dataset, BATCH, self.assembly, self.tiers, torch.device("cpu"))
+        parts = [owned.part for owned in assembly.callbacks]
+        self.callback = next((part for part in parts if isinstance(part, StaleInputs)), None)
+        self.consumed: list[int] = []
+
+    def _context(self, dataset: Dataset, slots: int) -> Context:
+        return Context(
+            tables={f.name: TableInfo(f.name, f.rows, 8) for f in self.tables.features},
+            device="cpu",
+            batch_size=BATCH,
+            resident_bytes=slots * self.tables.record_bytes,
+            record_bytes=self.tables.record_bytes,
+            seed=1,
+            data_fingerprint=dataset.fingerprint,
+            steps=80,
+            epoch_samples=dataset.size("train"),
+            batches=lambda first: dataset.batches("train", BATCH, first),
+        )
+
+    @property
+    def slipstream(self) -> StaleInputs:
+        assert self.callback is not None
+        return self.callback
+
+    def steps(self, count: int) -> Iterator[int]:
+        """Train ``count`` batches; yields each one's number after it was trained."""
+        if self.callback is not None:
+            self.callback.start(self.tiers)
+        for number, staged in zip(range(count), self.loader, strict=False):
+            self.consumed.append(staged.consumed)
+            self._update(staged)
+            if self.callback is not None:
+                self.callback.after_batch()
+            yield number
+
+    def _update(self, staged: StagedBatch) -> None:
+        self.optimizer.zero_grad()
+        step.accumulate(self.ranker, staged, StepTimes())
+        self.optimizer.step()
+
+    def train(self, count: int) -> Rig:
+        """Train ``count`` batches."""
+        for _ in self.steps(count):
+            pass
+        return self
+
+    def records(self) -> NDArray[np.float32]:
+        """Every row with its optimizer state, float32 [rows, width]."""
+        with self.tiers.quiesced():
+            rows = np.arange(self.tables.layout.total_rows)
+            return to_numpy(self.tiers.read_rows(rows)).copy()
+
+    def parameters(self) -> dict[str, NDArray[np.float32]]:
+        """Rows, dense parameters and the dense optimizer's state."""
+        found = {"rows": self.records()}
+        for name, parameter in self.ranker.dense_parameters().items():
+            found[name] = to_numpy(parameter).copy()
+            for key, value in self.optimizer.state[parameter].items():
+                found[f"{name}.{key}"] = to_numpy(torch.as_tensor(value)).copy()
+        return found
+
+    def rows_of(self, batches: Sequence[Batch]) -> NDArray[np.int64]:
+        """Distinct global rows that ``batches`` look up."""
+        return np.unique(np.concatenate([self.tiers.bags(batch.sparse).rows for batch in batches]))
+
+
+def recorder(into: list[Batch]) -> Owned[Callable[[Batch], Batch]]:
+    """A link of the batch chain that keeps what passes."""
+
+    def keep(batch: Batch) -> Batch:
+        into.append(batch)
+        return batch
+
+    return Owned("test.keep", Origin("test"), keep)
+
+
+def defaults(plugin: str) -> dict[str, Any]:
+    """The values of the plugin's yaml."""
+    return active_plugins(compose([f"+plugin={plugin}"]))[plugin]
+
+
+def equal(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    """Whether all parameters are the same bits."""
+    assert one.keys() == two.keys()
+    return all(np.array_equal(one[name], two[name]) for name in one)
+
+
+class Replay(Dataset):
+    """These training batches, in order, with the schema of ``like``."""
+
+    def __init__(self, like: Dataset, batches: Sequence[Batch]) -> None:
+        self.schema = like.schema
+        self.fingerprint = "replay"
+        self.rejected_rows = 0
+        self._batches = batches
+
+    def size(self, split: Split) -> int:
+        return sum(batch.size for batch in self._batches) if split == "train" else 0
+
+    def num_batches(self, split: Split, batch_size: int) -> int:
+        return len(self._batches) if split == "train" else 0
+
+    def batches(self, split: Split, batch_size: int, first: int = 0) -> Iterator[Batch]:
+        yield from self._batches[first:]

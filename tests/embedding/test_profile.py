@@ -1,0 +1,85 @@
+"""The popularity profile: counted from a sample, kept, reused, and refused when it is not sound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recpipe.data.batch import Batch
+from recpipe.data.config import SyntheticConfig
+from recpipe.data.make import open_dataset
+from recpipe.embedding.profile import global_rows, load_profile, table_bases
+from recpipe.errors import UserError
+from recpipe.plugin.api import Context, TableInfo
+
+
+@pytest.fixture
+def ctx(tmp_path: Path) -> Context:
+    dataset = open_dataset(SyntheticConfig(samples=2000, table_scale=0.01), seed=1)
+    return Context(
+        tables={f.name: TableInfo(f.name, f.rows, 8) for f in dataset.schema.sparse},
+        device="cpu",
+        batch_size=64,
+        resident_bytes=1000,
+        record_bytes=36,
+        seed=1,
+        data_fingerprint=dataset.fingerprint,
+        steps=1,
+        epoch_samples=dataset.size("train"),
+        cache_dir=tmp_path,
+        batches=lambda first: dataset.batches("train", 64, first),
+    )
+
+
+def test_a_full_sample_counts_every_lookup(ctx: Context) -> None:
+    bases = table_bases(ctx)
+    truth = np.zeros(int(bases[-1]), np.int32)
+    for batch in ctx.batches(0):
+        np.add.at(truth, global_rows(batch, bases), 1)
+    assert np.array_equal(load_profile(ctx, 1.0).dense(len(truth)), truth)
+
+
+def test_it_is_reused_and_keyed_by_what_it_depends_on(ctx: Context) -> None:
+    first, second = load_profile(ctx, 0.2), load_profile(ctx, 0.2)
+    assert (first.reused, second.reused) == (False, True)
+    assert np.array_equal(first.rows, second.rows)
+    assert np.array_equal(first.counts, second.counts)
+    for other in (replace(ctx, seed=2), replace(ctx, data_fingerprint="x")):
+        assert not load_profile(other, 0.2).reused
+    assert not load_profile(ctx, 0.3).reused
+
+
+def test_a_small_sample_reads_few_batches(ctx: Context) -> None:
+    read: list[int] = []
+
+    def counted(first: int) -> Iterator[Batch]:
+        for batch in ctx.batches(first):
+            read.append(batch.size)
+            yield batch
+
+    load_profile(replace(ctx, batches=counted), 0.1)
+    assert len(read) == -(-ctx.epoch_samples // 640)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a zip", None])
+def test_a_damaged_file_is_named_with_the_remedy(ctx: Context, tmp_path: Path, content: bytes | None) -> None:
+    load_profile(ctx, 0.2)
+    (file,) = (tmp_path / "profiles").iterdir()
+    file.write_bytes(file.read_bytes()[:-40] if content is None else content)
+    with pytest.raises(UserError, match=rf"{file.name} is damaged; delete it"):
+        load_profile(ctx, 0.2)
+
+
+def test_a_foreign_file_is_refused(ctx: Context, tmp_path: Path) -> None:
+    load_profile(ctx, 0.2)
+    (mine,) = (tmp_path / "profiles").iterdir()
+    other = replace(ctx, seed=2)
+    load_profile(other, 0.2)
+    (theirs,) = set((tmp_path / "profiles").iterdir()) - {mine}
+    mine.replace(theirs)
+    with pytest.raises(UserError, match="of other data or tables; delete it"):
+        load_profile(other, 0.2)

@@ -1,0 +1,117 @@
+"""Every pair of the plugins in the tree, and the triples that make sense: exact together, or refused.
+
+A combination may change which samples train (a plugin says so in ``alters``). It must not change what
+training them does: the same batches, fed to plain tables, end with the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from recpipe.config import compose
+from recpipe.data.batch import Batch
+from recpipe.pipeline.loader import TrainLoader
+from recpipe.plugin.errors import PluginError
+from recpipe.plugin.load import installed
+from recpipe.run import run
+from recpipe.tasks.compare_run import parameter_difference
+
+IN_TREE = ("bagpipe", "fae", "het", "hotline", "slipstream")
+WORKING = [
+    ("bagpipe", "slipstream"),
+    ("fae", "slipstream"),
+    ("hotline", "slipstream"),
+]
+REFUSED = [
+    *(pair for pair in combinations(IN_TREE, 2) if pair not in WORKING),
+    ("fae", "hotline", "slipstream"),
+    ("bagpipe", "fae", "slipstream"),
+    ("bagpipe", "hotline", "slipstream"),
+]
+RECIPE = (
+    "data.samples=12000",
+    "data.batch_size=128",
+    "data.tables={a: 3000, b: 800, c: 50}",
+    "optim=sgd",
+    "trainer.progress=false",
+    "trainer.logger=null",
+    "trainer.checkpoint_every=null",
+    "trainer.eval_every=0.5",
+)
+KNOBS = {"slipstream": ("plugins.slipstream.window=0.1", "plugins.slipstream.sample=0.1")}
+TOLERANCE = 1e-6
+"""Hotline's micro-batches add float sums in another order; the others are bitwise."""
+
+
+def recipe(plugins: tuple[str, ...], folder: Path, *overrides: str) -> list[str]:
+    knobs = [knob for name in plugins for knob in KNOBS.get(name, ())]
+    export = f"task.export_parameters={folder / 'parameters'}"
+    return [*RECIPE, f"+plugin=[{','.join(plugins)}]", "tiers.resident_bytes=30%", export, *knobs, *overrides]
+
+
+def test_every_plugin_in_the_tree_takes_part() -> None:
+    folders = {path.name.removeprefix("recpipe_") for path in Path("plugins").glob("recpipe_*")}
+    assert set(IN_TREE) == folders <= set(installed())
+
+
+@pytest.fixture
+def trained(monkeypatch) -> list[Batch]:
+    """The batches that training gets, after every plugin, in order."""
+    batches: list[Batch] = []
+    share = TrainLoader._share
+
+    def watched(self: TrainLoader, batch: Batch, plan: object) -> object:
+        batches.append(batch)
+        return share(self, batch, plan)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TrainLoader, "_share", watched)
+    return batches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["host", "ssd"])
+@pytest.mark.parametrize("plugins", WORKING, ids="+".join)
+def test_together_they_train_as_plain_tables_would(tmp_path, monkeypatch, trained, plugins, store) -> None:
+    report = run(compose(recipe(plugins, tmp_path / "pair", f"tiers.store={store}"), tmp_path))
+    batches = list(trained)
+    samples = sum(batch.size for batch in batches)
+    assert samples < report["data"]["train_samples"], "slipstream leaves some out, or the test shows nothing"
+    assert set(report["altered"]) >= {"EXACT_GRADIENT"}
+
+    def again(self: TrainLoader, first: int) -> Iterator[Batch]:
+        return iter(batches[first:])
+
+    monkeypatch.setattr(TrainLoader, "_batches", again)
+    export = f"task.export_parameters={tmp_path / 'plain' / 'parameters'}"
+    run(compose([*RECIPE, "tiers.policy=nocache", export], tmp_path))
+    assert _apart(tmp_path) <= TOLERANCE
+    batches[1] = batches[0]
+    run(compose([*RECIPE, "tiers.policy=nocache", export], tmp_path))
+    assert _apart(tmp_path) > TOLERANCE, "the check must see another batch"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plugins", WORKING, ids="+".join)
+def test_slipstream_that_drops_nothing_changes_nothing(tmp_path, plugins) -> None:
+    off = ("plugins.slipstream.drop=0",)
+    run(compose(recipe(plugins, tmp_path / "pair", *off), tmp_path))
+    alone = tuple(name for name in plugins if name != "slipstream")
+    run(compose(recipe(alone, tmp_path / "plain"), tmp_path))
+    assert _apart(tmp_path) == 0
+
+
+@pytest.mark.parametrize("plugins", REFUSED, ids="+".join)
+def test_the_others_are_refused_with_both_names_and_a_remedy(tmp_path, plugins) -> None:
+    with pytest.raises(PluginError) as caught:
+        run(compose([*RECIPE, f"+plugin=[{','.join(plugins)}]", "task=plan"], tmp_path))
+    said = str(caught.value)
+    assert sum(name in said for name in plugins) >= 2, said
+    assert "drop" in said or "prefer" in said, said
+
+
+def _apart(folder: Path) -> float:
+    return parameter_difference(folder / "plain" / "parameters", folder / "pair" / "parameters")
