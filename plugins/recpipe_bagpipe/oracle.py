@@ -66,7 +66,7 @@ class BatchPlan:
     writer: Rows
     """Of each expired row the one trainer that writes it to the store."""
     window: int
-    """Batches after this one that were known when it was planned: the effective L."""
+    """L as it was in force: how many batches ahead are known, where the stream has as many."""
 
 
 def plan(
@@ -309,7 +309,7 @@ class _Oracle:
             expired=gone,
             expired_holders=gone_holders,
             writer=_nth_holder(gone_holders, gone, self.trainers),
-            window=len(self.coming),
+            window=self.window,
         )
 
 

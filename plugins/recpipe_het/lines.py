@@ -126,7 +126,8 @@ class Lines:
 
     def clear(self) -> None:
         """Forget all lines, which have been flushed, and what the policy has learned."""
-        assert not self.updates.any() and not self._loose, "flush before clear"
+        assert not self.updates.any(), "flush before clear"
+        assert not self._loose, "flush before clear"
         self.policy = self._make_policy()
         self.where[:], self.row_of_slot[:], self.version[:] = -1, -1, ABSENT
 

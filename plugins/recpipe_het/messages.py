@@ -44,7 +44,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Reply:
-    """Of a ``Check``, the rows at ``positions`` (int64 [m]) with versions and records (float32 [m, width])."""
+    """Of a ``Check``, rows ``positions`` (int64 [m]) with versions and records (float32 [m, width])."""
 
     positions: Rows
     versions: Rows

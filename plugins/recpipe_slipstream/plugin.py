@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from recpipe.plugin.api import Context, Contribution, Figure, Invariant, Link, Plugin, TableClaim
 from recpipe.plugin.errors import PluginError
 from recpipe_slipstream.callback import Method, StaleInputs, Totals, batches_of
@@ -16,7 +19,9 @@ class Slipstream(Plugin):
     """
 
     api = (1, 0)
-    conflicts = ("het",)  # its tables are not tiers: it has no resident rows to compare
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "het": "het's tables are not tiers, so slipstream finds no resident rows to compare"
+    }
     # Records must be weights first, and ids the data module's own: inputs are sampled from there.
     relies_on = frozenset({Invariant.TABLE_LAYOUT, Invariant.ID_SPACE})
     alters = frozenset({Invariant.EXACT_GRADIENT, Invariant.BATCH_SIZE})

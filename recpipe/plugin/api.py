@@ -247,7 +247,8 @@ class Plugin(ABC):
     torchrec: ClassVar[str] = ""
     """Versions it works with, such as ``>=1.6,<1.9``; empty: all that recpipe supports."""
     requires: ClassVar[tuple[str, ...]] = ()
-    conflicts: ClassVar[tuple[str, ...]] = ()
+    conflicts: ClassVar[tuple[str, ...] | Mapping[str, str]] = ()
+    """Plugins that this one cannot run with; as a mapping, each with the reason."""
     relies_on: ClassVar[frozenset[Invariant]] = frozenset()
     alters: ClassVar[frozenset[Invariant]] = frozenset()
     """What a run with this plugin does not keep; one that alters nothing reproduces the run without it."""

@@ -99,6 +99,11 @@ def _merge(merged: Claims, tables: Sequence[str], plugins: Plugins, *, fallback:
 def _clash(first: Origin, second: Origin, aspect: Aspect, table: str) -> str:
     if first == second:
         return f"{second} claims the {aspect} of table '{table}' twice; its globs must be disjoint"
+    if aspect == "cache":
+        return (
+            f"{first} and {second} both claim the cache of table '{table}': each decides which rows are "
+            "resident, and one policy does that for all tables. Drop one of the two"
+        )
     return (
         f"{first} and {second} both claim the {aspect} of table '{table}'. Drop one, or narrow one so that "
         f"they are disjoint, for example by plugins.{second.plugin}.tables if it has that knob"

@@ -101,8 +101,9 @@ def check_together(active: Mapping[str, type[Plugin]]) -> None:
                 raise PluginConflict(f"plugin '{name}' needs '{other}': add it, +plugin=[{other},{name}]")
         for other in cls.conflicts:
             if other in active:
+                reason = cls.conflicts[other] if isinstance(cls.conflicts, Mapping) else f"'{name}' says so"
                 raise PluginConflict(
-                    f"plugins '{name}' and '{other}' cannot run together ('{name}' says so). Drop one"
+                    f"plugins '{name}' and '{other}' cannot run together ({reason}). Drop one of the two"
                 )
         for other, theirs in active.items():
             broken: frozenset[Invariant] = cls.relies_on & theirs.alters

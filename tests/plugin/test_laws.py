@@ -59,9 +59,14 @@ def test_plugins_share_a_table_but_not_an_aspect() -> None:
     assert owners["user_id"] == {"precision": "acme"}
     with pytest.raises(
         PluginConflict,
-        match=r"hotline \(.*\) and bagpipe \(.*\) both claim the cache of table 't_cat_1'.*bagpipe.tables",
+        match=r"hotline \(.*\) and bagpipe \(.*\) both claim the cache of table 't_cat_1'.*one policy",
     ):
         merged(hot, precise, (BAGPIPE, claim("t_cat_1", "placement", "cache")))
+    with pytest.raises(
+        PluginConflict,
+        match=r"acme \(.*\) and bagpipe \(.*\) both claim the precision of table 't_cat_1'.*bagpipe.tables",
+    ):
+        merged(precise, (BAGPIPE, claim("t_cat_1", "precision")))
     with pytest.raises(
         PluginConflict, match="claims tables 'x\\*', but the model has: t_cat_0, t_cat_1, user_id"
     ):

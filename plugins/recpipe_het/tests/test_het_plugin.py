@@ -54,3 +54,24 @@ def test_bound_zero_is_the_run_without_a_cache(cache: str, tmp_path: Path) -> No
     assert mine.parameters.keys() == plain.parameters.keys()
     for name, values in plain.parameters.items():
         np.testing.assert_allclose(mine.parameters[name], values, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("cache", ["lru", "lfu", "lfuopt"])
+def test_resumed_is_bitwise_the_run_that_never_stopped(cache: str, tmp_path: Path) -> None:
+    """With checkpoints at the same steps: each one pushes everything and empties the caches."""
+    overrides = [
+        *RUN,
+        "+plugin=het",
+        "plugins.het.bound=3",
+        f"plugins.het.cache={cache}",
+        "tiers.resident_bytes=30%",
+        "trainer.checkpoint_every=7",
+        # max_steps must not move evaluations, which push.
+        "trainer.eval_every=1.0",
+    ]
+    whole = train(overrides, tmp_path / "whole")
+    train([*overrides, "trainer.max_steps=7"], tmp_path / "first")
+    rest = train([*overrides, f"resume={tmp_path / 'first' / 'checkpoints'}"], tmp_path / "rest")
+    assert whole.parameters.keys() == rest.parameters.keys()
+    for name, value in whole.parameters.items():
+        np.testing.assert_array_equal(rest.parameters[name], value, err_msg=name)
