@@ -35,7 +35,8 @@ PAGES = sorted(
         *ROOT.glob("plugins/*/README.md"),
     ]
 )
-COMMAND = r"(?:^\s*(?:\$ )?|&& *)(?:[\w./-]*/)?(?:python3? -m recpipe|torchrun .*?-m recpipe|recpipe)(?= |$)(.*)"
+PROGRAM = r"python3? -m recpipe|torchrun .*?-m recpipe|recpipe"
+COMMAND = rf"(?:^\s*(?:\$ )?|&& *)(?:[\w./-]*/)?(?:{PROGRAM})(?= |$)(.*)"
 TUTORIAL = {"first", "hello"}
 """Plugins that the pages teach to write; they are not installed here."""
 

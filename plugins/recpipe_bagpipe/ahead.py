@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from recpipe_bagpipe.oracle import BatchPlan, Rows
-
 from recpipe.data.batch import Batch
+from recpipe_bagpipe.oracle import BatchPlan, Rows
 
 S = TypeVar("S")
 Lookups = tuple[Rows, ...]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +85,7 @@ def plan(
     Args:
         stream: per batch and trainer the global rows that the trainer's share looks up, with repeats.
         lookahead: L: batches x + 1 .. x + L are known when x is planned (fewer at the stream's end).
-        cleanup: C: rows expire before batches 0, C, 2C, ...; in between only where the budget asks for it.
+        cleanup: C: rows expire before batches 0, C, 2C, ...; more often where the budget shrinks the window.
         trainers: N. With several, updates of delayed rows come one batch late, and so do expiries.
         slots: rows that each trainer can hold (None: as many as there are), those on their way and those
             that wait for a cleanup included. The window adapts: divided by ``decrease`` when it does not
@@ -159,7 +160,9 @@ class _Oracle:
     def next(self) -> BatchPlan | None:
         """The plan of the next batch; None after the last one."""
         x = self.number
-        expired = self._expire(x) if x % self.cleanup == 0 else None
+        # A window that the budget has shrunk is cleaned up so much more often.
+        due = x - self.round >= max(1, self.cleanup * self.window // self.lookahead) or x == 0
+        expired = self._expire(x) if due else None
         self._announce(x)
         if not self.coming:
             if self.waiting is None:
@@ -193,7 +196,7 @@ class _Oracle:
                     self.window = max(1, min(self.window // self.decrease, len(self.coming) - 1))
                 return
             self._take(self.waiting, x + len(self.coming))
-        if x % self.cleanup == 0:
+        if x == self.round:
             self.window = min(self.lookahead, self.window + self.increase)
 
     def _read(self) -> _Known | None:
@@ -271,8 +274,9 @@ class _Oracle:
         self.need[expired] = 0
         return expired
 
-    def _bit(self, trainer: int) -> np.integer:  # type: ignore[type-arg]
-        return self.need.dtype.type(1 << trainer)  # type: ignore[no-any-return]
+    def _bit(self, trainer: int) -> np.integer[Any]:
+        bit: np.integer[Any] = self.need.dtype.type(1 << trainer)
+        return bit
 
     def _planned(self, x: int, batch: _Known, following: Rows, expired: Rows | None) -> BatchPlan:
         gone = NONE if expired is None else np.sort(expired)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recpipe_bagpipe.policy import Lookahead
-from recpipe_bagpipe.replicas import Replicas, replicas
-
 from recpipe.data.batch import Batch
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.parts import TierParts
@@ -26,6 +23,8 @@ from recpipe.plugin.api import (
     TablePolicy,
 )
 from recpipe.plugin.errors import PluginError
+from recpipe_bagpipe.policy import Lookahead
+from recpipe_bagpipe.replicas import Replicas, replicas
 
 
 class BagPipe(Plugin):
@@ -129,7 +128,8 @@ class PlannedTables(TablePolicy):
             "rows_expired": policy.evicted,
             "rows_written": run.io.rows_written,
             "fetch_groups": bulk.announced,
-            "critical_misses": policy.critical_misses,
+            # What training read itself, beside the bulk reads.
+            "critical_misses": run.io.rows_read - bulk.background().rows_read,
             "lookahead_mean": sum(windows) / len(windows),
             "lookahead_least": min(windows),
             "lookahead_bytes": policy.peak_bytes,

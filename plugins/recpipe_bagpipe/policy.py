@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from recpipe_bagpipe.ahead import Ahead
-from recpipe_bagpipe.oracle import BatchPlan, Rows, plan
 
 from recpipe.data.batch import Batch
 from recpipe.embedding.planner import global_bags
 from recpipe.embedding.policies import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe.embedding.stores.bulk import BulkStore
 from recpipe.embedding.tables import TableSet
+from recpipe_bagpipe.ahead import Ahead
+from recpipe_bagpipe.oracle import BatchPlan, Rows, plan
 
 COLD, RESIDENT, COMING = 0, 1, 2
 
@@ -25,7 +25,8 @@ class Lookahead(CachePolicy):
 
     Before every C-th batch the rows of batches up to 2C ahead that are neither resident nor on their way
     are announced to ``bulk``; each then finds its slot with its batch. A slot is taken from the row that
-    was needed longest ago, never from one that a known batch needs.
+    was needed longest ago, never from one that a known batch needs. The prefetch gate is ``bulk``'s: a
+    row that was evicted and is announced again is found where its write waits.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Lookahead(CachePolicy):
         self.state = np.zeros(space.rows, np.uint8)
         self.row_of_slot = np.full(space.slots, -1, np.int64)
         self.used = 0
-        self.peak_bytes = self.announced_rows = self.critical_misses = self.evicted = 0
+        self.peak_bytes = self.announced_rows = self.evicted = 0
         self.windows: list[int] = []
         """Effective lookahead of every batch."""
         self._ahead: Ahead[BatchPlan] | None = None
@@ -58,9 +59,13 @@ class Lookahead(CachePolicy):
         self._opened: deque[BatchPlan] = deque()
         self._current: BatchPlan | None = None
         self._undone = False
-        self._before: tuple[Slots, RowIds, RowIds, NDArray[np.uint8], int, int, int, Slots] | None = None
+        self._before: tuple[Slots, RowIds, RowIds, NDArray[np.uint8], int, int, Slots] | None = None
         self._victims: Slots = NOTHING.slots
         self._next = 0
+        self._next_open = 0
+        """Before which batch others are learned of again."""
+        self._groups: deque[tuple[int, int]] = deque()
+        """Groups that ``bulk`` keeps: the last batch that each is for, and its number."""
 
     # -- the stream --------------------------------------------------------------------------
 
@@ -86,8 +91,11 @@ class Lookahead(CachePolicy):
             self._restart()
         assert self._ahead is not None, "batches come through the stream"
         number = self.step - self._first
-        if number % self.cleanup == 0 or not self._opened:
+        if number >= self._next_open or not self._opened:
             self._open(self._ahead, number)
+        # The batch before may still be on its way from the store, and this one may be taken back once.
+        while self._groups and self._groups[0][0] < number - 2:
+            self.bulk.retire(self._groups.popleft()[1])
         made = self._opened.popleft()
         assert made.number == number, (made.number, number)
         self.windows.append(made.window)
@@ -99,23 +107,33 @@ class Lookahead(CachePolicy):
             self._arrived(made.rows)
         self._opened.clear()
         self._running, self._first = self._ahead, self.step
+        self._next_open = 0
+        while self._groups:
+            self.bulk.retire(self._groups.popleft()[1])
 
     def _open(self, ahead: Ahead[BatchPlan], number: int) -> None:
-        """Learn of the batches up to 2C ahead and read what they need, C batches to a group."""
-        limit = number + 2 * self.cleanup
-        coming = list(ahead.steps(lambda p: p.fetch_after <= number and p.number < limit))
+        """Learn of the batches up to two intervals ahead and read what they need, an interval at a time."""
+        coming = list(ahead.steps(lambda p: p.number < number + 2 * self._interval(p)))
         self.peak_bytes = max(self.peak_bytes, ahead.peak_bytes)
-        for start in range(0, len(coming), self.cleanup):
+        self._opened.extend(coming)
+        interval = min(map(self._interval, self._opened))
+        self._next_open = number + interval
+        for start in range(0, len(coming), interval):
+            part = coming[start : start + interval]
             wanted = []
-            for made in coming[start : start + self.cleanup]:
+            for made in part:
                 self.due[made.rows] = self._first + made.ttl
                 cold = made.rows[self.state[made.rows] == COLD]
                 self.state[cold] = COMING
                 wanted.append(cold)
             group = np.concatenate(wanted)
             self.announced_rows += len(group)
-            self.bulk.announce(group)
-        self._opened.extend(coming)
+            if len(group):
+                self._groups.append((part[-1].number, self.bulk.announce(group)))
+
+    def _interval(self, made: BatchPlan) -> int:
+        """Batches between two groups: fewer where the budget has shrunk the window."""
+        return max(1, self.cleanup * made.window // self.lookahead)
 
     def _arrived(self, rows: Rows) -> None:
         """``rows`` are not on their way any more, whether they were used or not."""
@@ -132,9 +150,7 @@ class Lookahead(CachePolicy):
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """Every miss takes a free slot, or that of a row that no known batch needs."""
         assert self._current is not None
-        critical = int(np.count_nonzero(self.state[misses] != COMING))
-        self.critical_misses += critical
-        before = (critical, self.used, self._next, self._victims)
+        before = (self.used, self._next, self._victims)
         fresh = np.arange(self.used, min(self.space.slots, self.used + len(misses)), dtype=np.int32)
         slots = np.concatenate((fresh, self._unneeded(len(misses) - len(fresh))))
         self.used += len(fresh)
@@ -169,7 +185,7 @@ class Lookahead(CachePolicy):
         return np.concatenate(found) if found else NOTHING.slots
 
     def _refresh(self, taken: list[Slots], size: int) -> None:
-        """List the ``size`` slots anew that were needed longest ago, without those ``taken`` for this batch."""
+        """List anew the ``size`` slots that were needed longest ago, but those ``taken`` for this batch."""
         due = self.due[self.row_of_slot[: self.used]]
         due[np.concatenate(taken)] = self.step
         slots = np.flatnonzero(due < self.step).astype(np.int32)
@@ -182,14 +198,13 @@ class Lookahead(CachePolicy):
         """Take the last batch back; what was announced stays announced."""
         if self._before is None:
             return
-        slots, leaving, planned, states, critical, self.used, self._next, self._victims = self._before
+        slots, leaving, planned, states, self.used, self._next, self._victims = self._before
         self._before = None
         left = leaving >= 0
         self.row_of_slot[slots] = leaving
         self.state[planned] = states
         self.state[leaving[left]] = RESIDENT
         self.evicted -= int(left.sum())
-        self.critical_misses -= critical
         self.step -= 1
         self._undone = True
 

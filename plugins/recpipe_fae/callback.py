@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -23,15 +25,24 @@ class ShuffleScheduler(L.Callback):
         self.ctx, self.prepared, self.scheduler, self.samples = ctx, prepared, scheduler, samples
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The loader may wait for decisions from now on."""
+        """The loader may wait for decisions from now on; raises ``PluginError`` where none can be made."""
+        if self.scheduler.adapts and next(self.ctx.held_out(0), None) is None:
+            raise PluginError(
+                "plugins.fae.schedule=true needs held-out samples, and the data has none; "
+                "hold some out (data.eval_fraction=0.1), or set plugins.fae.schedule=false"
+            )
         self.scheduler.go()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Decide when a segment has ended."""
-        self.batch_done(pl_module.ranker)
+        """Decide when a segment has ended: all trainers by the first one's loss, whatever its last bits."""
 
-    def batch_done(self, ranker: torch.nn.Module) -> None:
-        """One more batch was trained."""
+        def agreed(loss: float) -> float:
+            return float(pl_module.trainers.gather(np.array([loss]))[0][0])
+
+        self.batch_done(pl_module.ranker, agreed)
+
+    def batch_done(self, ranker: torch.nn.Module, agreed: Callable[[float], float] = float) -> None:
+        """One more batch was trained; ``agreed`` makes one loss of the trainers' losses."""
         scheduler, classes = self.scheduler, self.prepared.classes
         scheduler.trained += 1
         cold, hot = classes.batches(False), classes.batches(True)
@@ -44,7 +55,7 @@ class ShuffleScheduler(L.Callback):
         if scheduler.trained in ends:
             scheduler.swaps += not epoch_ends
             if scheduler.adapts:
-                scheduler.decide(self.held_out_loss(ranker), epoch_ends=epoch_ends)
+                scheduler.decide(agreed(self.held_out_loss(ranker)), epoch_ends=epoch_ends)
         if epoch_ends:
             scheduler.trained = 0
 
@@ -60,11 +71,6 @@ class ShuffleScheduler(L.Callback):
                 if seen >= self.samples:
                     break
         ranker.train(training)
-        if not seen:
-            raise PluginError(
-                "plugins.fae.schedule=true needs held-out samples, and the data has none; "
-                "hold some out, or set plugins.fae.schedule=false"
-            )
         return total / seen
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -80,9 +86,38 @@ class ShuffleScheduler(L.Callback):
         self.scheduler.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Rates, losses and the position in the epoch."""
-        return self.scheduler.state_dict()
+        """Rates, losses, the position in the epoch, and what that position means."""
+        return self.scheduler.state_dict() | {"order": self._order()}
+
+    def _order(self) -> dict[str, Any]:
+        scheduler = self.scheduler
+        return {
+            "rate": scheduler.start,
+            "schedule": scheduler.adapts,
+            "classes": self.prepared.classes.digest,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there."""
-        self.scheduler.load_state_dict(state_dict)
+        """Continue from there; ``PluginError`` where the recipe's order is another."""
+        state = dict(state_dict)
+        theirs, mine = state.pop("order"), self._order()
+        for name in ("rate", "schedule"):
+            if theirs[name] != mine[name]:
+                raise PluginError(
+                    f"the checkpoint was made with plugins.fae.{name}={theirs[name]}, not {mine[name]}: "
+                    f"resume with plugins.fae.{name}={theirs[name]}"
+                )
+        if theirs != mine:
+            raise PluginError(
+                "the checkpoint was made with other hot rows, so with another order of samples: resume with "
+                "its values of tiers.resident_bytes, seed, plugins.fae.sample, hot and threshold"
+            )
+        self.scheduler.load_state_dict(state)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Raises ``PluginError`` for a checkpoint of epochs in another order and of another length."""
+        if self.state_key not in checkpoint["callbacks"]:
+            raise PluginError(
+                "the checkpoint was made without the plugin 'fae', whose epochs have another order of "
+                "samples: resume without it"
+            )

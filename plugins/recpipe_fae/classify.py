@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -35,6 +37,11 @@ class Classes:
     def batches(self, hot: bool) -> int:
         """Mini-batches of the class, a short last one included."""
         return -(-self.samples(hot) // self.batch_size)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal classes of all samples."""
+        return blake2b(self.packed.tobytes(), digest_size=16).hexdigest()
 
     def members(self, number: int, size: int, hot: bool) -> NDArray[np.int64]:
         """Samples of the data module's batch ``number`` that are of the class."""

@@ -99,7 +99,8 @@ class HotAndCold(EpochOrder):
         readers: dict[bool, Iterator[Batch]] = {}
         position = number = 0
         while position < len(self):
-            segment = self.scheduler.segment(number, classes.batches(False), classes.batches(True))
+            sizes = (classes.batches(False), classes.batches(True))
+            segment = self.scheduler.segment(number, position, *sizes)
             if segment is None:
                 return
             number += 1

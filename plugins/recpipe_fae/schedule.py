@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from recpipe.plugin.errors import PluginError
+
 FALLS = 4
 """Falls of the held-out loss in a row after which the rate doubles."""
 
@@ -81,11 +83,21 @@ class Scheduler:
             self.rates = [rate] if epoch_ends else [*self.rates, rate]
             self._changed.notify_all()
 
-    def segment(self, number: int, cold: int, hot: int) -> Segment | None:
-        """The epoch's segment ``number``, waiting for its rate; None after the last, or when stopped."""
+    def segment(self, number: int, start: int, cold: int, hot: int) -> Segment | None:
+        """The epoch's segment ``number``, waiting for its rate; None after the last, or when stopped.
+
+        ``start`` counts the batches before it. The last of them is in training when a loader that is one
+        batch ahead asks; where more are missing, the decision would wait for this very batch.
+        """
         if not self.adapts:
             return _at(plan([], cold, hot, self.start), number)
         with self._changed:
+            if len(self.rates) <= number and self.trained < start - 1 and not self._stopped:
+                raise PluginError(
+                    f"plugins.fae.schedule=true decides after training batch {start}, but another plugin's "
+                    f"stream asks for the next one after {self.trained}; set plugins.fae.schedule=false, or "
+                    "drop that plugin"
+                )
             self._changed.wait_for(lambda: self._stopped or len(self.rates) > number)
             return None if self._stopped else _at(plan(self.rates, cold, hot), number)
 

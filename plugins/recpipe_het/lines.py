@@ -11,25 +11,26 @@ import torch
 from recpipe.embedding.policies import CachePolicy, Slots
 from recpipe.embedding.rowtable import updated
 from recpipe.embedding.tables import TableOptimizer
+from recpipe_het.bounds import Bounds
 from recpipe_het.messages import ABSENT, Check, Floats, Push, Reply, Rows
 
 
 class Lines:
     """One trainer's cache. A batch is ``open`` -> (round with the holders) -> ``receive`` -> ``add``.
 
-    ``make_policy`` gives an empty policy; ``bounds`` (int64 [T]) are the tables' bounds. A line's view
-    is what its holder would hold if the line were pushed now and nobody else wrote.
+    ``make_policy`` gives an empty policy; ``width`` is that of a record. A line's view is what its
+    holder would hold if the line were pushed now and nobody else wrote.
     """
 
     def __init__(
         self,
         make_policy: Callable[[], CachePolicy],
-        bounds: Rows,
+        bounds: Bounds,
         optimizer: TableOptimizer,
         dim: int,
         width: int,
     ) -> None:
-        self._make_policy, self._bounds = make_policy, bounds
+        self._make_policy, self.bounds = make_policy, bounds
         self.optimizer, self.dim, self.width = optimizer, dim, width
         self.policy = make_policy()
         space = self.policy.space
@@ -42,14 +43,13 @@ class Lines:
         self.pushed: Counter[str] = Counter()
         """Rows pushed, by reason."""
         self.largest_pending = 0
-        self._over: Slots = np.empty(0, np.int32)
-        self._loose: list[Push] = []
+        self._close()
+
+    def _close(self) -> None:
+        """No batch is open."""
         self._rows: Rows = np.empty(0, np.int64)
         self._slots: Slots = np.empty(0, np.int32)
-
-    def bound_of(self, rows: Rows) -> Rows:
-        """The bound of each row's table, int64 [n]."""
-        return self._bounds[np.searchsorted(self.policy.space.bases, rows, side="right") - 1]
+        self._loose = Push.of(self.dim, [])
 
     def open(self, rows: Rows, looked_up: Rows) -> tuple[Push, Check]:
         """Start a batch that looks up the distinct ``rows``; ``looked_up`` has them with repeats.
@@ -62,16 +62,19 @@ class Lines:
         push = Push.of(self.dim, [self.due(), self._take(placement.slots, "eviction")])
         self._place(placement.slots, placement.rows)
         self._rows, self._slots = rows, self.where[rows]
-        newest = np.full(len(rows), ABSENT, np.int64)
-        newest[hit] = self.version[slots[hit]] + self.bound_of(rows[hit])
-        return push, Check(rows, newest)
+        versions = np.full(len(rows), ABSENT, np.int64)
+        versions[hit] = self.version[slots[hit]]
+        return push, Check(rows, versions)
 
     def due(self) -> Push:
-        """What must not wait: gradients without a line, and lines over their bound."""
-        loose, self._loose = self._loose, []
-        self.pushed["no_line"] += sum(len(push.rows) for push in loose)
-        over, self._over = self._take(self._over, "bound"), self._over[:0]
-        return Push.of(self.dim, [*loose, over])
+        """What must not wait: gradients without a line, and lines over their bound. All of them are of the
+        open batch, since those of earlier ones were pushed when it was opened."""
+        loose, self._loose = self._loose, Push.of(self.dim, [])
+        self.pushed["no_line"] += len(loose.rows)
+        cached = self._slots >= 0
+        slots = self._slots[cached]
+        over = slots[self.updates[slots] > self.bounds.of(self._rows[cached])]
+        return Push.of(self.dim, [loose, self._take(over, "bound")])
 
     def _take(self, slots: Slots, reason: str) -> Push:
         """The pending gradients of ``slots``, which from now on are part of their base records."""
@@ -107,27 +110,29 @@ class Lines:
         return view
 
     def add(self, gradients: Floats) -> None:
-        """One local update of the open batch's rows, float32 [U, D]; what is due goes out next round."""
+        """One local update of the open batch's rows, float32 [U, D]; what is ``due`` goes out next round."""
         cached = self._slots >= 0
         slots = self._slots[cached]
         self.gradient[slots] += gradients[cached]
         self.updates[slots] += 1
         self.largest_pending = max(self.largest_pending, int(self.updates[slots].max(initial=0)))
-        self._over = slots[self.updates[slots] > self.bound_of(self._rows[cached])]
-        rows = self._rows[~cached]
-        self._loose.append(Push(rows, np.ones(len(rows), np.int64), gradients[~cached]))
+        rows, loose = self._rows[~cached], gradients[~cached]
+        if len(self._loose.rows):  # of the same batch, so the same rows
+            self._loose = Push(rows, self._loose.updates + 1, self._loose.gradients + loose)
+        else:
+            self._loose = Push(rows, np.ones(len(rows), np.int64), loose)
 
     def flush(self) -> Push:
         """Everything that has not been pushed."""
+        due = self.due()
         used = np.flatnonzero(self.updates > 0).astype(np.int32)
-        loose, self._loose = self._loose, []
-        self._over = self._over[:0]
-        return Push.of(self.dim, [*loose, self._take(used, "flush")])
+        return Push.of(self.dim, [due, self._take(used, "flush")])
 
     def clear(self) -> None:
         """Forget all lines, which have been flushed, and what the policy has learned."""
         assert not self.updates.any(), "flush before clear"
-        assert not self._loose, "flush before clear"
+        assert not len(self._loose.rows), "flush before clear"
+        self._close()
         self.policy = self._make_policy()
         self.where[:], self.row_of_slot[:], self.version[:] = -1, -1, ABSENT
 

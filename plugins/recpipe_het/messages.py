@@ -35,11 +35,10 @@ class Push:
 
 @dataclass(frozen=True)
 class Check:
-    """Distinct rows that a trainer reads; row i is sent when its version exceeds ``newest[i]`` (int64 [n]):
-    the version that the trainer has plus its bound, or ``ABSENT``."""
+    """Distinct rows that a trainer reads; ``versions`` (int64 [n]) of its copies, or ``ABSENT``."""
 
     rows: Rows
-    newest: Rows
+    versions: Rows
 
 
 @dataclass(frozen=True)

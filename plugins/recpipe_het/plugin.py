@@ -12,6 +12,7 @@ from recpipe.embedding.policies import CachePolicy, Lfu, Lru, RowSpace
 from recpipe.embedding.stores.sharded import HeldRows, ShardedStore
 from recpipe.plugin.api import Context, Contribution, Figure, Invariant, Plugin, TableClaim, TablePolicy
 from recpipe.plugin.errors import PluginError
+from recpipe_het.bounds import Bounds
 from recpipe_het.lines import Lines
 from recpipe_het.policy import LfuOpt
 from recpipe_het.rounds import Rounds
@@ -26,13 +27,18 @@ class HET(Plugin):
     api = (1, 1)
     alters = frozenset({Invariant.EXACT_GRADIENT})
 
-    def __init__(self, *, bound: int, bounds: Mapping[str, int], cache: str) -> None:
-        for name, value in {"bound": bound, **{f"bounds.{t}": s for t, s in bounds.items()}}.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise PluginError(f"plugins.het.{name}={value}: give a whole number of updates, at least 0")
+    def __init__(self, *, bound: int, bounds: Mapping[str, int] | None, cache: str) -> None:
+        if bounds is not None and not isinstance(bounds, Mapping):
+            raise PluginError(f"plugins.het.bounds={bounds}: give bounds by table, such as {{C3: 10}}")
+        by_table = dict(bounds or {})
+        for name, value in {"bound": bound, **{f"bounds.{t}": s for t, s in by_table.items()}}.items():
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+                raise PluginError(
+                    f"plugins.het.{name}={value}: give a whole number of updates, at least 0 and below 2^63"
+                )
         if cache not in CACHES:
             raise PluginError(f"plugins.het.cache={cache}: choose one of {', '.join(CACHES)}")
-        self.bound, self.bounds, self.cache = bound, dict(bounds), cache
+        self.bound, self.bounds, self.cache = bound, by_table, cache
 
     def contribute(self, ctx: Context) -> Contribution:
         """The cache of all tables and the report."""
@@ -61,13 +67,14 @@ class CachedTables(TablePolicy):
             raise PluginError(
                 f"trainer.device={parts.device}: het keeps its caches in host memory; use trainer.device=cpu"
             )
-        rounds = Rounds(parts.tables, parts.store, parts.ranks)
+        layout = parts.tables.layout
+        updates = np.array([self.bounds.get(name, self.bound) for name in layout.tables], np.int64)
+        bounds = Bounds(layout.bases, updates)
+        rounds = Rounds(parts.tables, parts.store, parts.ranks, bounds)
         if not parts.ranks.trains:
             assert isinstance(parts.store, ShardedStore), "a rank that only holds rows holds a part"
             return ServedRows(parts.store, rounds)
-        layout = parts.tables.layout
         space = RowSpace(layout.bases, min(parts.slots, layout.total_rows))
-        bounds = np.array([self.bounds.get(name, self.bound) for name in layout.tables], np.int64)
         lines = Lines(
             lambda: self.cache_type(space), bounds, parts.tables.optimizer, parts.tables.dim, layout.width
         )
@@ -90,8 +97,9 @@ class ServedRows(HeldRows):
 
 def figures(tables: HetTables | None) -> dict[str, Figure]:
     """What was shipped, on this trainer. ``share_saved`` is against every distinct row of every batch
-    pulled and pushed."""
+    pulled and pushed. All trainers call this."""
     assert tables is not None, "the report comes after the tables were built"
+    totals = tables.settle()
     shipped, lines = tables.shipped, tables.lines
     moved = shipped.rows_pulled + shipped.rows_pushed
     return {
@@ -106,7 +114,10 @@ def figures(tables: HetTables | None) -> dict[str, Figure]:
         "pushes_bound": lines.pushed["bound"],
         "pushes_eviction": lines.pushed["eviction"],
         "pushes_no_line": lines.pushed["no_line"],
-        "pushes_flush": lines.pushed["flush"],
-        "largest_stale_pull": shipped.largest_staleness,
+        "rows_flushed": lines.pushed["flush"],
+        "largest_staleness": totals.largest_staleness,
+        "largest_stale_pull": shipped.largest_stale_pull,
         "largest_pending": lines.largest_pending,
+        "updates_made": totals.made,
+        "updates_applied": totals.applied,
     }

@@ -21,27 +21,41 @@ class LfuOpt(CachePolicy):
         self.uses = np.zeros(space.slots, np.int64)
         self.stamp = np.zeros(space.slots, np.int64)
         self.step = 0
-        self._before: dict[str, Any] | None = None
+        self._before: tuple[Slots, RowIds, RowIds] | None = None
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """Put misses into empty slots, then where the least used rows are that this batch does not use."""
-        self._before = {name: np.copy(value) for name, value in self.state_dict().items()}
-        self.step += 1
         hits = distinct(hits, self.space.slots)
+        slots = self._least_used(len(misses), hits)
+        touched = np.concatenate((hits, slots))
+        self._before = (touched, self.uses[touched], self.stamp[touched])
+        self.step += 1
         self.uses[hits] = np.minimum(self.uses[hits] + 1, PERMANENT_USES)
-        self.stamp[hits] = self.step
-        free = self.uses < PERMANENT_USES
-        free[hits] = False
-        candidates = np.flatnonzero(free)
-        order = np.lexsort((candidates, self.stamp[candidates], self.uses[candidates]))
-        slots = candidates[order[: len(misses)]].astype(np.int32)
-        self.uses[slots], self.stamp[slots] = 1, self.step
+        self.uses[slots] = 1
+        self.stamp[touched] = self.step
         return Placement(slots, misses[: len(slots)])
+
+    def _least_used(self, wanted: int, hits: Slots) -> Slots:
+        """Up to ``wanted`` slots, least used and least recently used first; no permanent ones or ``hits``."""
+        if not wanted:
+            return np.empty(0, np.int32)
+        count = self.space.slots
+        # Distinct keys, so that the choice does not depend on how numpy breaks ties.
+        key = (self.uses * (self.step + 1) + self.stamp) * count + np.arange(count)
+        kept = self.uses >= PERMANENT_USES
+        kept[hits] = True
+        key[kept] = np.iinfo(np.int64).max
+        wanted = min(wanted, count - int(kept.sum()))
+        least = np.argpartition(key, wanted - 1)[:wanted] if wanted else np.empty(0, np.int64)
+        return least[np.argsort(key[least])].astype(np.int32)
 
     def undo(self) -> None:
         """Restore uses and stamps."""
         if self._before is not None:
-            self.load_state_dict(self._before)
+            touched, uses, stamps = self._before
+            self.uses[touched], self.stamp[touched] = uses, stamps
+            self.step -= 1
+            self._before = None
 
     def state_dict(self) -> dict[str, Any]:
         """Uses and last uses of the slots."""

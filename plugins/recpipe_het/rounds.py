@@ -11,10 +11,12 @@ from recpipe.embedding.stores.base import ColdStore
 from recpipe.embedding.stores.sharded import ShardedStore
 from recpipe.embedding.tables import TableSet
 from recpipe.ranks import Ranks
+from recpipe_het.bounds import Bounds
 from recpipe_het.holder import Holder
 from recpipe_het.messages import Check, Floats, Push, Reply, Rows
 
 NONE: Rows = np.empty(0, np.int64)
+Items = NDArray[np.void]
 
 
 @dataclass(frozen=True)
@@ -25,78 +27,120 @@ class Write:
     records: Floats
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Of all ranks, when the last round began."""
+
+    made: int = 0
+    """Updates that trainers made."""
+    applied: int = 0
+    """Updates that holders applied."""
+    largest_staleness: int = 0
+    """As in ``Holder``."""
+
+
 class Rounds:
     """This rank's end of the rounds, and its holder where it holds rows. Made on every rank alike."""
 
-    def __init__(self, tables: TableSet, store: ColdStore, ranks: Ranks) -> None:
+    def __init__(self, tables: TableSet, store: ColdStore, ranks: Ranks, bounds: Bounds) -> None:
         self.dim, self.width = tables.dim, tables.layout.width
         self.store, self.ranks = store, ranks
         self.channel = ranks.channel()
+        self.made = 0
+        """Updates that this rank's trainer has made; the others learn it in the next round."""
+        self.totals = Totals()
+        self.holder: Holder | None = None
         local = store.local if isinstance(store, ShardedStore) else store
-        self.holder = None if local is None else Holder(local, tables.optimizer, tables.dim)
-        self._push = np.dtype([("row", "<i8"), ("updates", "<i8"), ("gradient", "<f4", (self.dim,))])
-        self._check = np.dtype([("row", "<i8"), ("newest", "<i8")])
+        if local is not None:
+            part = bounds.part(ranks.holders.index(ranks.rank), len(ranks.holders))
+            self.holder = Holder(local, tables.optimizer, tables.dim, part)
         self._write = np.dtype([("row", "<i8"), ("record", "<f4", (self.width,))])
+        self._push = np.dtype([("row", "<i8"), ("updates", "<i8"), ("gradient", "<f4", (self.dim,))])
+        self._check = np.dtype([("row", "<i8"), ("version", "<i8")])
         self._reply = np.dtype([("at", "<i8"), ("version", "<i8"), ("record", "<f4", (self.width,))])
 
     def run(self, push: Push | None = None, check: Check | None = None, write: Write | None = None) -> Reply:
         """One round; writes and pushes of all ranks are applied before its checks are answered."""
-        reply, _ = self._round(push, check, write, stop=False)
+        reply, _ = self._round(self._packed(push, check, write), stop=False)
         return reply
 
     def serve(self) -> None:
         """Take part in the trainers' rounds until they stop."""
-        while not self._round(None, None, None, stop=False)[1]:
+        while not self._round(self._packed(), stop=False)[1]:
             pass
 
     def stop(self) -> None:
         """Tell the ranks that only hold rows that no round follows."""
-        self._round(None, None, None, stop=True)
+        self._round(self._packed(), stop=True)
 
-    def _round(
-        self, push: Push | None, check: Check | None, write: Write | None, *, stop: bool
-    ) -> tuple[Reply, bool]:
-        stops = np.concatenate(self.channel.gather(np.array([stop])))
+    def _packed(
+        self, push: Push | None = None, check: Check | None = None, write: Write | None = None
+    ) -> list[Items]:
+        """What a round sends, as it is sent."""
+        written = np.empty(0 if write is None else len(write.rows), self._write)
+        if write is not None:
+            written["row"], written["record"] = write.rows, write.records
         pushed = np.empty(0 if push is None else len(push.rows), self._push)
         if push is not None:
             pushed["row"], pushed["updates"], pushed["gradient"] = push.rows, push.updates, push.gradients
         checked = np.empty(0 if check is None else len(check.rows), self._check)
         if check is not None:
-            checked["row"], checked["newest"] = check.rows, check.newest
-        written = np.empty(0 if write is None else len(write.rows), self._write)
-        if write is not None:
-            written["row"], written["record"] = write.rows, write.records
-        writes, _ = self._send(written)
-        pushes, _ = self._send(pushed)
-        checks, asked = self._send(checked)
+            checked["row"], checked["version"] = check.rows, check.versions
+        return [written, pushed, checked]
+
+    def _round(self, items: list[Items], *, stop: bool) -> tuple[Reply, bool]:
+        """The holders' answers, and whether a rank has said that no round follows."""
+        parts = [self._by_holder(item) for item in items]
+        sizes, totals, stopped = self._tell(parts, items, stop)
+        writes, pushes, checks = (
+            self._send(*sent) for sent in zip(items, parts, sizes.T, totals, strict=True)
+        )
         if self.holder is not None:
             for part in writes:
                 if len(part):
                     self.holder.store.scatter(part["row"].copy(), part["record"].copy())
             self.holder.push([Push(p["row"].copy(), p["updates"], p["gradient"]) for p in pushes])
-        return self._answer(checks, asked), bool(stops.any())
+        return self._answer(checks, parts[2], totals[2]), stopped
 
-    def _send(self, items: NDArray[np.void]) -> tuple[list[NDArray[np.void]], list[Rows]]:
-        """``items`` to the holders of their rows, there by their number within the holder's part; what came
-        from each rank, and which items went to each."""
+    def _tell(self, parts: list[list[Rows]], items: list[Items], stop: bool) -> tuple[Rows, Rows, bool]:
+        """How many items of each kind come from each rank, [ranks, 3], and are sent in all, [3]."""
+        applied, stale = (
+            (0, 0) if self.holder is None else (self.holder.applied, self.holder.largest_staleness)
+        )
+        mine = [*(len(item) for item in items), int(stop), self.made, applied, stale]
+        headers = [np.array([[*(len(p[rank]) for p in parts), *mine]]) for rank in range(self.channel.size)]
+        told = np.concatenate(self.channel.exchange(headers, [1] * self.channel.size))
+        self.totals = Totals(int(told[:, 7].sum()), int(told[:, 8].sum()), int(told[:, 9].max()))
+        return told[:, :3], told[:, 3:6].sum(axis=0), bool(told[:, 6].any())
+
+    def _by_holder(self, items: Items) -> list[Rows]:
+        """Positions of the items that go to each rank; from here on their rows are numbered as there."""
+        parts: list[Rows] = [NONE] * self.channel.size
+        if not isinstance(self.store, ShardedStore):
+            parts[0] = np.arange(len(items))
+            return parts
         rows = items["row"].copy()
-        asked: list[Rows] = [NONE] * self.channel.size
-        if isinstance(self.store, ShardedStore):
-            owners = self.store.owner_of(rows)
-            items["row"] = self.store.local_rows(rows)
-            for index, rank in enumerate(self.ranks.holders):
-                asked[rank] = np.flatnonzero(owners == index)
-        else:
-            asked[0] = np.arange(len(rows))
-        came = self.channel.exchange([_raw(items[part]) for part in asked])
-        return [_items(part, items.dtype) for part in came], asked
+        owners = self.store.owner_of(rows)
+        items["row"] = self.store.local_rows(rows)
+        for index, rank in enumerate(self.ranks.holders):
+            parts[rank] = np.flatnonzero(owners == index)
+        return parts
 
-    def _answer(self, checks: list[NDArray[np.void]], asked: list[Rows]) -> Reply:
+    def _send(self, items: Items, parts: list[Rows], sizes: Rows, total: int) -> list[Items]:
+        """What came from each rank. Nothing is sent where no rank has anything to send."""
+        if not total:
+            return [items] * self.channel.size
+        came = self.channel.exchange([_raw(items[part]) for part in parts], sizes.tolist())
+        return [_items(part, items.dtype) for part in came]
+
+    def _answer(self, checks: list[Items], asked: list[Rows], total: int) -> Reply:
+        if not total:
+            return Reply(NONE, NONE, np.empty((0, self.width), np.float32))
         answers = []
         for check in checks:
             answer = np.empty(0, self._reply)
             if self.holder is not None and len(check):
-                reply = self.holder.pull(Check(check["row"].copy(), check["newest"]))
+                reply = self.holder.pull(Check(check["row"].copy(), check["version"]))
                 answer = np.empty(len(reply.positions), self._reply)
                 answer["at"], answer["version"] = reply.positions, reply.versions
                 answer["record"] = reply.records
@@ -107,9 +151,9 @@ class Rounds:
         return Reply(at, whole["version"].copy(), whole["record"].copy())
 
 
-def _raw(items: NDArray[np.void]) -> NDArray[np.uint8]:
+def _raw(items: Items) -> NDArray[np.uint8]:
     return np.ascontiguousarray(items).view(np.uint8).reshape(len(items), items.dtype.itemsize)
 
 
-def _items(raw: NDArray[np.uint8], dtype: np.dtype[np.void]) -> NDArray[np.void]:
+def _items(raw: NDArray[np.uint8], dtype: np.dtype[np.void]) -> Items:
     return np.ascontiguousarray(raw).reshape(-1).view(dtype)

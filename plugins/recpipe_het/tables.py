@@ -22,7 +22,7 @@ from recpipe.embedding.stores.base import IoCounters, Records
 from recpipe.embedding.tables import Region, Values, row_chunks
 from recpipe_het.lines import Lines
 from recpipe_het.messages import ABSENT, Check, Push, Rows
-from recpipe_het.rounds import NONE, Rounds, Write
+from recpipe_het.rounds import Rounds, Totals, Write
 
 
 @dataclass
@@ -36,7 +36,8 @@ class Shipped:
     hits: int = 0
     rows_pulled: int = 0
     rows_pushed: int = 0
-    largest_staleness: int = 0
+    """Without those that were pushed only for an evaluation, a checkpoint or the report."""
+    largest_stale_pull: int = 0
     """Largest difference of versions found by a pull of a cached row."""
 
 
@@ -75,14 +76,14 @@ class HetTables(TableCollection):
         start = perf_counter()
         reply = self.rounds.run(push, check)
         self.times.wait += perf_counter() - start
-        had = check.newest[reply.positions] != ABSENT
-        stale = reply.versions - check.newest[reply.positions] + self.lines.bound_of(rows[reply.positions])
+        had = check.versions[reply.positions]
+        stale = (reply.versions - had)[had != ABSENT]
         shipped = self.shipped
         shipped.lookups += len(looked_up)
         shipped.checks += len(rows)
-        shipped.hits += int((check.newest != ABSENT).sum())
+        shipped.hits += int((check.versions != ABSENT).sum())
         shipped.rows_pulled += len(reply.positions)
-        shipped.largest_staleness = max(shipped.largest_staleness, int(stale[had].max(initial=0)))
+        shipped.largest_stale_pull = max(shipped.largest_stale_pull, int(stale.max(initial=0)))
         self._count_push(push)
         self.io.rows_read += len(reply.positions)
         self.io.bytes_read += reply.records.nbytes
@@ -95,22 +96,29 @@ class HetTables(TableCollection):
 
     def _current(self, rows: Rows) -> Records:
         """Records of distinct ``rows`` with all trainers' updates; not counted as training's traffic."""
-        push = self.lines.flush()
-        self._count_push(push)
-        self.rounds.run(push)
         out = np.empty((len(rows), self.tables.layout.width), np.float32)
-        reply = self.rounds.run(check=Check(rows, np.full(len(rows), ABSENT, np.int64)))
+        reply = self.rounds.run(self._flushed(), Check(rows, np.full(len(rows), ABSENT, np.int64)))
         out[reply.positions] = reply.records
         return out
 
+    def _flushed(self) -> Push:
+        """All that is pending; what was due anyway counts as training's."""
+        due = self.lines.due()
+        self._count_push(due)
+        return Push.of(self.tables.dim, [due, self.lines.flush()])
+
     def _forget(self) -> None:
         """Push everything and drop all lines, so that a resumed run starts as this one goes on."""
-        push = self.lines.flush()
-        self._count_push(push)
-        self.rounds.run(push)
+        self.rounds.run(self._flushed())
         if not self._empty:
             self.lines.clear()
             self._empty = True
+
+    def settle(self) -> Totals:
+        """Push everything; what all ranks have done so far. A call of all trainers."""
+        self.rounds.run(self._flushed())
+        self.rounds.run()
+        return self.rounds.totals
 
     def regions(self) -> Iterator[Region]:
         """All rows of all tables, in chunks."""
@@ -157,7 +165,7 @@ class HetTables(TableCollection):
     def close(self) -> None:
         """Push what is pending, let the holders go, and release the store."""
         try:
-            self.rounds.run(self.lines.flush(), Check(NONE, NONE))
+            self.rounds.run(self._flushed())
             self.rounds.stop()
         finally:
             self.rounds.store.close()
@@ -176,5 +184,6 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None]:
         tables, bags = ctx.call
+        tables.rounds.made += len(bags.distinct)
         tables.lines.add(bags.gradients(gradient.contiguous(), tables.tables.dim).numpy())
         return None, None, None, None

@@ -11,6 +11,8 @@ import json
 import math
 import os
 import zipfile
+import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 
 from recpipe.data.batch import Batch
 from recpipe.embedding.policies import RowIds
-from recpipe.errors import UserError
+from recpipe.errors import DataError, UserError
 from recpipe.plugin.api import Context
 
 VERSION = 1
@@ -52,27 +54,38 @@ def table_bases(ctx: Context) -> RowIds:
 
 
 def global_rows(batch: Batch, bases: RowIds) -> RowIds:
-    """Global numbers of all rows that ``batch`` looks up, repeats included, feature by feature."""
+    """Global numbers of all rows that ``batch`` looks up, repeats included, feature by feature.
+
+    Raises ``DataError`` on an id that is not in its table.
+    """
     per_key = np.diff(np.asarray(batch.sparse.offset_per_key()))
-    rows: RowIds = batch.sparse.values().numpy().astype(np.int64) + np.repeat(bases[:-1], per_key)
+    ids = batch.sparse.values().numpy().astype(np.int64)
+    wrong = np.flatnonzero((ids < 0) | (ids >= np.repeat(np.diff(bases), per_key)))
+    if len(wrong):
+        feature = int(np.repeat(np.arange(len(per_key)), per_key)[wrong[0]])
+        raise DataError(
+            f"id {ids[wrong[0]]} of feature {batch.sparse.keys()[feature]} is not in its table of "
+            f"{bases[feature + 1] - bases[feature]} rows; raise the table's rows or hash the ids"
+        )
+    rows: RowIds = ids + np.repeat(bases[:-1], per_key)
     return rows
 
 
 def load_profile(ctx: Context, sample: float) -> Profile:
     """The profile of a ``sample`` share of the batches: from ``ctx.cache_dir``, or counted and saved there.
 
-    Raises ``UserError`` on a file that is damaged or of other data.
+    Raises ``UserError`` on a file that is damaged or of other data, and on a folder that cannot be used.
     """
     meta = _meta(ctx, sample)
-    path = None
-    if ctx.cache_dir is not None:
-        key = hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()[:24]
-        path = ctx.cache_dir / "profiles" / f"{key}.npz"
-        if path.exists():
-            return _read(path, meta)
+    if ctx.cache_dir is None:
+        return Profile(*_count(ctx, sample), reused=False)
+    key = hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()[:24]
+    path = ctx.cache_dir / "profiles" / f"{key}.npz"
+    found = _read(path, meta)
+    if found is not None:
+        return found
     rows, counts = _count(ctx, sample)
-    if path is not None:
-        _write(path, meta, rows, counts)
+    _write(path, meta, rows, counts)
     return Profile(rows, counts, reused=False)
 
 
@@ -91,7 +104,7 @@ def _count(ctx: Context, sample: float) -> tuple[RowIds, NDArray[np.int32]]:
     """Read the chosen batches, neighbours in one go."""
     bases = table_bases(ctx)
     counts = np.zeros(int(bases[-1]), np.int32)
-    batches = -(-ctx.epoch_samples // ctx.batch_size)
+    batches = max(1, -(-ctx.epoch_samples // ctx.batch_size))
     chosen = np.random.default_rng(ctx.seed).choice(
         batches, min(batches, math.ceil(sample * batches)), replace=False
     )
@@ -99,7 +112,8 @@ def _count(ctx: Context, sample: float) -> tuple[RowIds, NDArray[np.int32]]:
     for run in np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1):
         if len(run):
             for batch in islice(ctx.batches(int(run[0])), len(run)):
-                np.add.at(counts, global_rows(batch, bases), 1)
+                seen, times = np.unique(global_rows(batch, bases), return_counts=True)
+                counts[seen] += times.astype(np.int32)
     rows = np.flatnonzero(counts)
     return rows, counts[rows]
 
@@ -115,19 +129,29 @@ def _write(path: Path, meta: dict[str, Any], rows: RowIds, counts: NDArray[np.in
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        raise UserError(
-            f"cannot write the popularity profile {path}: {error.strerror}; set data.cache_dir to a "
-            "folder that can be written"
-        ) from error
+        raise _unusable("write", path, error) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
 
 
-def _read(path: Path, meta: dict[str, Any]) -> Profile:
+def _unusable(verb: str, path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"cannot {verb} the popularity profile {path} ({error.strerror or error}): free space there, or set "
+        "XDG_CACHE_HOME (for data from files also data.cache_dir) to a folder that can be written"
+    )
+
+
+def _read(path: Path, meta: dict[str, Any]) -> Profile | None:
+    """What an earlier run has saved; None where none has."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             found, rows, counts = json.loads(str(file["meta"])), file["rows"], file["counts"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unusable("read", path, error) from error
+    except (ValueError, KeyError, EOFError, TypeError, zlib.error, zipfile.BadZipFile) as error:
         raise UserError(f"the popularity profile {path} is damaged; delete it, it is made anew") from error
     if found != meta:
         raise UserError(f"the popularity profile {path} is of other data or tables; delete it")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from recpipe.data.batch import Batch
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.make import open_dataset
 from recpipe.embedding.profile import global_rows, load_profile, table_bases
-from recpipe.errors import UserError
+from recpipe.errors import DataError, UserError
 from recpipe.plugin.api import Context, TableInfo
 
 
@@ -83,3 +85,34 @@ def test_a_foreign_file_is_refused(ctx: Context, tmp_path: Path) -> None:
     mine.replace(theirs)
     with pytest.raises(UserError, match="of other data or tables; delete it"):
         load_profile(other, 0.2)
+
+
+def test_a_folder_that_cannot_be_used_is_named_with_a_remedy(ctx: Context, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(UserError, match="taken.*XDG_CACHE_HOME"):
+        load_profile(replace(ctx, cache_dir=tmp_path / "taken"), 0.2)
+
+
+def test_a_full_disk_leaves_no_half_file(
+    ctx: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(UserError, match="cannot write.*No space left.*free space"):
+        load_profile(ctx, 0.2)
+    assert list((tmp_path / "profiles").iterdir()) == []
+
+
+def test_an_id_beyond_its_table_is_named(ctx: Context) -> None:
+    tables = dict(ctx.tables)
+    name = next(iter(tables))
+    tables[name] = TableInfo(name, 1, 8)
+    with pytest.raises(DataError, match=rf"feature {name} is not in its table of 1 rows"):
+        load_profile(replace(ctx, tables=tables), 1.0)
+
+
+def test_nothing_is_saved_where_there_is_no_folder(ctx: Context, tmp_path: Path) -> None:
+    assert not load_profile(replace(ctx, cache_dir=None), 0.2).reused
+    assert list(tmp_path.iterdir()) == []

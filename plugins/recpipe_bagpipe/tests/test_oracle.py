@@ -124,7 +124,8 @@ class Model:
         ):
             assert members(holders) == [t for t, c in enumerate(self.caches) if int(row) in c]
             read = {self.caches[trainer][int(row)] for trainer in members(users)}
-            assert len(read) == 1 and int(row) not in self.pending
+            assert len(read) == 1
+            assert int(row) not in self.pending
             (later if delayed else now)[int(row)] = step(read.pop(), made.number, members(users))
         self.apply()  # as late as is allowed: while the next batch trains
         self.pending = now

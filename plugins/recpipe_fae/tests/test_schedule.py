@@ -7,6 +7,8 @@ import threading
 import pytest
 from recpipe_fae.schedule import Scheduler, Segment, plan
 
+from recpipe.plugin.errors import PluginError
+
 
 def test_a_full_rate_is_all_cold_then_all_hot() -> None:
     assert plan([], 7, 5, 100) == [Segment(False, 0, 7), Segment(True, 0, 5)]
@@ -40,8 +42,15 @@ def test_the_rate_halves_when_the_loss_rises_and_doubles_after_four_falls() -> N
 
 def test_a_waiting_loader_is_let_go() -> None:
     scheduler, found = Scheduler(50, adapts=True), []
-    waiting = threading.Thread(target=lambda: found.append(scheduler.segment(1, 4, 4)))
+    waiting = threading.Thread(target=lambda: found.append(scheduler.segment(1, 1, 4, 4)))
     waiting.start()
     scheduler.stop()
     waiting.join(20)
     assert found == [None]
+
+
+def test_a_stream_that_reads_further_ahead_is_refused_where_it_would_wait_for_ever() -> None:
+    scheduler = Scheduler(50, adapts=True)
+    with pytest.raises(PluginError, match=r"after training batch 2.*plugins\.fae\.schedule=false"):
+        scheduler.segment(1, 2, 4, 4)
+    assert Scheduler(50, adapts=False).segment(1, 2, 4, 4) == Segment(True, 0, 2)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from recpipe_het.bounds import Bounds
 from recpipe_het.holder import Holder
 from recpipe_het.lines import Lines
-from recpipe_het.messages import ABSENT, Check, Floats, Push, Rows
+from recpipe_het.messages import Check, Floats, Push, Rows
 
 from recpipe.embedding.policies import CachePolicy, Lru, RowSpace
 from recpipe.embedding.stores import make_store
@@ -44,11 +45,13 @@ class World:
         )
         self.optimizer = TableOptimizer(optimizer, 1.0)
         store = make_store("host", layout, lambda t, a, b: np.zeros((b - a, layout.width), np.float32))
-        self.holder = Holder(store, self.optimizer, DIM)
+        kept = Bounds(layout.bases, np.array(bounds))
+        loosened = Bounds(layout.bases, kept.updates + slack)
+        self.holder = Holder(store, self.optimizer, DIM, loosened)
         space = RowSpace(layout.bases, slots)
-        self.rows, self.slack = rows, slack
+        self.rows = rows
         self.workers = [
-            Worker(Lines(lambda: policy(space), np.array(bounds), self.optimizer, DIM, layout.width), rows)
+            Worker(Lines(lambda: policy(space), kept, self.optimizer, DIM, layout.width), rows)
             for _ in range(workers)
         ]
         self.applied = np.zeros((workers, rows), np.int64)
@@ -68,8 +71,7 @@ class World:
 
     def read(self, who: int, check: Check) -> Floats:
         """Answer a check, measure staleness, return the worker's view."""
-        loosened = np.where(check.newest == ABSENT, ABSENT, check.newest + self.slack)
-        reply = self.holder.pull(Check(check.rows, loosened))
+        reply = self.holder.pull(check)
         self.pulled += len(reply.positions)
         self.asked += len(check.rows)
         worker, rows = self.workers[who], check.rows
@@ -81,7 +83,7 @@ class World:
         stale = self.holder.versions[rows[cached]] - worker.lines.version[slots[cached]]
         self.stale[rows[cached]] = np.maximum(self.stale[rows[cached]], stale)
         # After a round no line is over its bound.
-        assert (worker.lines.updates[slots[cached]] <= worker.lines.bound_of(rows[cached])).all()
+        assert (worker.lines.updates[slots[cached]] <= worker.lines.bounds.of(rows[cached])).all()
         others = [w for w in range(len(self.workers)) if w != who]
         missing = np.stack(
             [self.workers[w].made[rows] - self.seen[who][w][rows] for w in others] or [0 * rows]

@@ -25,6 +25,7 @@ class TestHet(PluginSuite):
         shown = trained.report["plugins"]["het"]
         assert 0 < shown["rows_pulled"] < shown["version_checks"]
         assert shown["rows_pulled"] + shown["cache_hits"] >= shown["version_checks"]
+        assert shown["updates_made"] == shown["updates_applied"] == shown["version_checks"]
         assert trained.report["altered"] == ["EXACT_GRADIENT"]
 
 
@@ -33,13 +34,15 @@ class TestHet(PluginSuite):
     [
         ("bound", -1, "bound=-1: give a whole number"),
         ("bound", 1.5, "bound=1.5: give a whole number"),
+        ("bound", 2**63, "bound=9223372036854775808: give a whole number"),
+        ("bounds", 7, "bounds=7: give bounds by table"),
         ("bounds", {"a": -2}, "bounds.a=-2: give a whole number"),
         ("cache", "fifo", "cache=fifo: choose one of lru, lfu, lfuopt"),
     ],
 )
 def test_knobs_out_of_range(knob: str, value: Any, said: str) -> None:
     with pytest.raises(PluginError, match=f"plugins.het.{said}"):
-        HET(**{"bound": 1, "bounds": {}, "cache": "lru"} | {knob: value})
+        HET(**{"bound": 1, "bounds": None, "cache": "lru"} | {knob: value})
 
 
 def test_bounds_name_tables() -> None:
@@ -75,3 +78,30 @@ def test_resumed_is_bitwise_the_run_that_never_stopped(cache: str, tmp_path: Pat
     assert whole.parameters.keys() == rest.parameters.keys()
     for name, value in whole.parameters.items():
         np.testing.assert_array_equal(rest.parameters[name], value, err_msg=name)
+
+
+def test_bound_zero_on_real_rows(criteo: tuple[str, ...], tmp_path: Path) -> None:
+    het = ["+plugin=het", "plugins.het.bound=0", "tiers.resident_bytes=20%"]
+    mine = train([*criteo, *het], tmp_path / "het")
+    plain = train([*criteo, "tiers.policy=nocache"], tmp_path / "plain")
+    for name, values in plain.parameters.items():
+        np.testing.assert_allclose(mine.parameters[name], values, atol=1e-5, err_msg=name)
+    assert mine.report["plugins"]["het"]["rows_pulled"] < mine.report["plugins"]["het"]["version_checks"]
+
+
+@pytest.mark.parametrize("bound", [0, 100])
+def test_rows_flushed_for_evaluations_are_counted_apart(bound: int, tmp_path: Path) -> None:
+    """Rows shipped are those of training, of which bound 0 ships the same whenever it is evaluated."""
+    overrides = [*RUN, "+plugin=het", f"plugins.het.bound={bound}", "tiers.resident_bytes=30%"]
+    shown = [
+        train([*overrides, f"trainer.eval_every={every}"], tmp_path / str(every)).report["plugins"]["het"]
+        for every in (1.0, 3)
+    ]
+    for figures in shown:
+        reasons = ("bound", "eviction", "no_line")
+        assert figures["rows_pushed"] == sum(figures[f"pushes_{reason}"] for reason in reasons)
+        assert (figures["rows_flushed"] > 0) is (bound > 0)
+    if bound == 0:
+        assert shown[0] == shown[1]
+    else:
+        assert shown[0]["rows_flushed"] < shown[1]["rows_flushed"]

@@ -51,11 +51,9 @@ class BulkStore(ColdStore):
     Args:
         inner: the store itself. Owned: ``close`` closes it.
         write_rows: rows that wait in memory before they are written.
-        groups: groups that are kept; announcing one more forgets the oldest.
     """
 
-    def __init__(self, inner: ColdStore, write_rows: int, groups: int = 3) -> None:
-        assert groups <= MAX_GROUPS
+    def __init__(self, inner: ColdStore, write_rows: int) -> None:
         self.inner = inner
         self.layout = inner.layout
         self.direct = inner.direct
@@ -68,7 +66,6 @@ class BulkStore(ColdStore):
         """Groups announced."""
         self.peak_bytes = 0
         """Most host memory that groups and waiting writes took."""
-        self._kept_groups = groups
         self._capacity = max(1, write_rows)
         self._background = IoCounters()
         self._lock = threading.RLock()
@@ -85,25 +82,34 @@ class BulkStore(ColdStore):
 
     # -- reading -----------------------------------------------------------------------------
 
-    def announce(self, rows: Rows) -> None:
-        """Start reading distinct ``rows``; returns at once. Later ``gather`` calls find them here."""
-        if not len(rows):
-            return
+    def announce(self, rows: Rows) -> int:
+        """Start reading distinct ``rows``; returns at once, with the group's number for ``retire``.
+
+        Later ``gather`` calls find the rows here. Of more than 63 groups the oldest is forgotten.
+        """
         group = Group(np.sort(rows))
         with self._lock:
             self._raise_faults()
             number = self.announced % (MAX_GROUPS + 1)
             self.announced += 1
-            if len(self._groups) == self._kept_groups:
-                old, forgotten = self._groups.popitem(last=False)
-                mine = (self._ahead[forgotten.rows] & MAX_GROUPS) == old
-                mine &= self._ahead[forgotten.rows] != NOWHERE
-                self._ahead[forgotten.rows[mine]] = NOWHERE
+            if len(self._groups) == MAX_GROUPS:
+                self.retire(next(iter(self._groups)))
             self._groups[number] = group
             self._ahead[group.rows] = (np.arange(len(rows), dtype=np.int32) << GROUP_BITS) | number
-        self._thread.submit(self._read, group, number)
+        self._thread.submit(self._read, group)
+        return number
 
-    def _read(self, group: Group, number: int) -> None:
+    def retire(self, number: int) -> None:
+        """Forget a group, if it has not been yet: what it was read for has been fetched."""
+        with self._lock:
+            group = self._groups.pop(number, None)
+            if group is None:
+                return
+            ahead = self._ahead[group.rows]
+            mine = (ahead != NOWHERE) & ((ahead & MAX_GROUPS) == number)
+            self._ahead[group.rows[mine]] = NOWHERE
+
+    def _read(self, group: Group) -> None:
         try:
             records = np.empty((len(group.rows), self.layout.width), np.float32)
             before = replace(self.inner.io)
@@ -113,8 +119,6 @@ class BulkStore(ColdStore):
                 # Writes are made in this thread: what was replaced meanwhile still waits.
                 newer = np.flatnonzero(self._waiting[group.rows] != NOWHERE)
                 records[newer] = self._waiting_records(group.rows[newer])
-                if self._groups.get(number) is group:
-                    self._ahead[group.rows[newer]] = (newer << GROUP_BITS) | number
                 group.records = records
                 self._count_memory()
             group.done.set_result(None)
@@ -122,40 +126,40 @@ class BulkStore(ColdStore):
             group.done.set_exception(fault)
 
     def gather(self, rows: Rows, out: Records) -> None:
-        """The newest records of ``rows``; waits for a group that is to bring some of them."""
-        self._await_groups(rows)
-        with self._lock:
-            self._raise_faults()
-            waits = self._waiting[rows] != NOWHERE
-            out[waits] = self._waiting_records(rows[waits])
-            left = np.flatnonzero(~waits)
-            ahead = self._ahead[rows[left]]
-            for number, group in self._groups.items():
-                here = np.flatnonzero((ahead != NOWHERE) & ((ahead & MAX_GROUPS) == number))
-                if len(here) and group.records is not None:
-                    out[left[here]] = group.records[ahead[here] >> GROUP_BITS]
-            left = left[ahead == NOWHERE]
+        """The newest records of ``rows``; waits for groups that are to bring some of them."""
+        while True:
+            with self._lock:
+                self._raise_faults()
+                waits = self._waiting[rows] != NOWHERE
+                left = np.flatnonzero(~waits)
+                ahead = self._ahead[rows[left]]
+                under_way = self._under_way(ahead)
+                if not under_way:
+                    out[waits] = self._waiting_records(rows[waits])
+                    for number, group in self._groups.items():
+                        here = np.flatnonzero((ahead != NOWHERE) & ((ahead & MAX_GROUPS) == number))
+                        if len(here):
+                            assert group.records is not None
+                            out[left[here]] = group.records[ahead[here] >> GROUP_BITS]
+                    break
+            began = time.perf_counter()
+            under_way[0].done.exception()
+            self.waited += time.perf_counter() - began
+        left = left[ahead == NOWHERE]
         if len(left):
             self._gather_now(rows, left, out)
 
-    def _await_groups(self, rows: Rows) -> None:
-        with self._lock:
-            ahead = self._ahead[rows]
-            needed = np.bincount(ahead[ahead != NOWHERE] & MAX_GROUPS, minlength=MAX_GROUPS + 1)
-            pending = [g for number, g in self._groups.items() if needed[number] and not g.done.done()]
-        began = time.perf_counter()
-        for group in pending:
-            group.done.exception()
-        self.waited += time.perf_counter() - began
+    def _under_way(self, ahead: NDArray[np.int32]) -> list[Group]:
+        """Groups that are to bring some of the rows at these places and have not come yet."""
+        needed = np.bincount(ahead[ahead != NOWHERE] & MAX_GROUPS, minlength=MAX_GROUPS + 1)
+        return [group for number, group in self._groups.items() if needed[number] and group.records is None]
 
     def _gather_now(self, rows: Rows, left: NDArray[np.int64], out: Records) -> None:
         """Rows that nobody announced: from the store, after everything that is queued."""
         wanted = rows[left]
         records = np.empty((len(left), self.layout.width), np.float32)
-        before = replace(self.inner.io)
 
         def read() -> None:
-            nonlocal before
             before = replace(self.inner.io)
             self.inner.gather(wanted, records)
             self.io = self.io.plus(self.inner.io.plus(before, -1))
@@ -170,7 +174,6 @@ class BulkStore(ColdStore):
         """Keep ``records`` until there are enough to write; a record that waits already is replaced."""
         with self._lock:
             self._raise_faults()
-            self._ahead[rows] = NOWHERE
         for start in range(0, len(rows), self._capacity):
             part = slice(start, start + self._capacity)
             self._keep(rows[part], records[part])
@@ -188,7 +191,16 @@ class BulkStore(ColdStore):
             active.records[place] = records
             active.count += len(new)
             self._waiting[rows] = (place << 1) | self._parity
+            self._refresh_groups(rows, records)
             self._count_memory()
+
+    def _refresh_groups(self, rows: Rows, records: Records) -> None:
+        """Replace records that were read ahead; a group under way takes over what waits when it comes."""
+        ahead = self._ahead[rows]
+        for number, group in self._groups.items():
+            here = np.flatnonzero((ahead != NOWHERE) & ((ahead & MAX_GROUPS) == number))
+            if len(here) and group.records is not None:
+                group.records[ahead[here] >> GROUP_BITS] = records[here]
 
     def _start_writing(self) -> None:
         """Hand what waits to the thread; blocks while it still writes the last lot."""

@@ -1,0 +1,267 @@
+"""One trainer: every parameter ends bit for bit as without a cache, and no row is missed on the way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from recpipe_bagpipe.plugin import BagPipe
+
+from recpipe.data.config import SyntheticConfig
+from recpipe.data.dataset import Dataset
+from recpipe.data.make import open_dataset
+from recpipe.embedding.parts import TierParts
+from recpipe.embedding.policies import NoCache, RowSpace
+from recpipe.embedding.stores import make_store
+from recpipe.embedding.stores.bulk import BulkStore
+from recpipe.embedding.tables import TableOptimizer, TableSet
+from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.model.ranker import ModelConfig, Ranker
+from recpipe.optim import dense_optimizer
+from recpipe.pipeline import step
+from recpipe.pipeline.loader import TrainLoader
+from recpipe.pipeline.step import StepTimes
+from recpipe.plugin.api import Context, RunFigures, TableInfo
+from recpipe.plugin.assembly import assemble, gather
+from recpipe.plugin.errors import PluginError
+from recpipe.plugin.load import activate
+from recpipe.ranks import Ranks
+
+BATCH, STEPS = 64, 40
+WRITE_ROWS = 500
+DENSE = {
+    "sgd": {"name": "SGD", "lr": 0.1},
+    "rowwise_adagrad": {"name": "Adagrad", "lr": 0.02},
+    "adagrad": {"name": "Adagrad", "lr": 0.02},
+}
+Parameters = dict[str, NDArray[np.float32]]
+
+
+@pytest.fixture(scope="module")
+def clicks() -> Dataset:
+    """Generated clicks with skewed ids; an epoch has more than ``STEPS`` batches."""
+    return open_dataset(SyntheticConfig(samples=4_500, table_scale=0.02), seed=1)
+
+
+class Run:
+    """The loader, the tiers and a small model; ``knobs`` None: without a cache."""
+
+    def __init__(
+        self,
+        data: Dataset,
+        folder: Path,
+        knobs: dict[str, Any] | None,
+        store: str = "host",
+        optimizer: str = "rowwise_adagrad",
+        resident: float = 0.08,
+    ) -> None:
+        device = torch.device("cpu")
+        self.tables = TableSet(data.schema.sparse, 4, TableOptimizer(optimizer, 0.1), seed=1)
+        layout = self.tables.layout
+        slots = int(layout.total_rows * resident)
+        context = Context(
+            tables={f.name: TableInfo(f.name, f.rows, 4) for f in self.tables.features},
+            device="cpu",
+            batch_size=BATCH,
+            resident_bytes=slots * self.tables.record_bytes,
+            record_bytes=self.tables.record_bytes,
+            seed=1,
+            data_fingerprint=data.fingerprint,
+            steps=STEPS,
+        )
+        plugins = {} if knobs is None else {"bagpipe": {"increase": 1, "decrease": 2} | knobs}
+        self.assembly = assemble(gather(activate(plugins), context), context.tables)
+        cold = make_store(store, layout, self.tables.fill, directory=folder / "store", pinned=False)
+        space = RowSpace(layout.bases, slots)
+        policy: Any = NoCache(space)
+        if knobs is not None:
+            owner = self.assembly.policies("cache")[0][0].part
+            cold = owner.store(cold)
+            # The plugin's own buffer would hold every write of tables this small.
+            cold._capacity = WRITE_ROWS
+            cold._active = cold._new_writes()
+            parts = TierParts(self.tables, slots, cold, device, True, Ranks())
+            assert owner.collection(parts) is None
+            policy = owner.cache(space)
+        self.policy = policy
+        self.tiers = TieredEmbeddingBagCollection(self.tables, policy, slots, cold, device, prefetch=True)
+        torch.manual_seed(1)
+        model = ModelConfig("dlrm", 4, [8], [8], cross_layers=1, cross_rank=4)
+        self.ranker = Ranker(model, self.tiers, len(data.schema.dense), device)
+        self.optimizer = dense_optimizer(DENSE[optimizer], self.ranker.dense_parameters().values())
+        self.loader = TrainLoader(data, BATCH, self.assembly, self.tiers, device)
+
+    def train(self, steps: int, after: Callable[[int], None] = lambda number: None) -> Run:
+        """``steps`` steps from the loader's first batch; ``after`` each with its number."""
+        staged: Iterator[Any] = iter(self.loader)
+        for number, batch in enumerate(islice(staged, steps)):
+            self.optimizer.zero_grad()
+            step.accumulate(self.ranker, batch, StepTimes())
+            self.optimizer.step()
+            after(number)
+        staged.close()  # type: ignore[attr-defined]
+        return self
+
+    def parameters(self) -> Parameters:
+        """Dense parameters, tables and their optimizer state."""
+        found = {n: p.detach().numpy().copy() for n, p in self.ranker.dense_parameters().items()}
+        for region in self.tiers.regions():
+            for kind, values in zip(("weights", "state"), self.tiers.read(region), strict=True):
+                found[f"{region.table}[{region.start}].{kind}"] = values.copy()
+        return found
+
+    def finish(self) -> Parameters:
+        """Parameters of a run that is over; closes it."""
+        found = self.parameters()
+        self.tiers.close()
+        return found
+
+
+def same(one: Parameters, two: Parameters) -> bool:
+    """Whether both are equal bit for bit, and finite."""
+    assert one.keys() == two.keys()
+    return all(np.array_equal(one[name], two[name]) and np.isfinite(one[name]).all() for name in one)
+
+
+def figures(run: Run) -> dict[str, Any]:
+    """The plugin's part of the report."""
+    from recpipe.report.record import Io
+
+    io = Io(rows_read=run.tiers.io.rows_read, rows_written=run.tiers.io.rows_written)
+    made = RunFigures(
+        steps=STEPS, samples=0, lookups=0, io=io, before_cold_seconds=0.0, after_cold_seconds=0.0
+    )
+    return dict(run.assembly.figures(made)["bagpipe"])
+
+
+@pytest.mark.parametrize(
+    ("store", "optimizer", "lookahead", "cleanup", "resident"),
+    [
+        ("host", "sgd", 4, 1, 0.08),
+        ("host", "rowwise_adagrad", 10, 0.25, 0.08),
+        ("host", "adagrad", 9, 4, 0.08),
+        ("ssd", "rowwise_adagrad", 20, 5, 0.08),
+        ("ssd", "sgd", 1, 1, 0.08),
+        ("host", "sgd", 8, 2, 0.05),
+        ("ssd", "rowwise_adagrad", 8, 2, 0.08),
+        ("host", "rowwise_adagrad", 200, 0.25, 0.08),
+    ],
+)
+def test_equals_the_run_without_a_cache(
+    clicks: Dataset,
+    tmp_path: Path,
+    store: str,
+    optimizer: str,
+    lookahead: int,
+    cleanup: float,
+    resident: float,
+) -> None:
+    knobs = {"lookahead": lookahead, "cleanup": cleanup}
+    run = Run(clicks, tmp_path / "with", knobs, store, optimizer, resident).train(STEPS)
+    told = figures(run)
+    assert told["critical_misses"] == 0
+    assert run.policy.bulk.missed == 0
+    assert told["fetch_groups"] > 0
+    assert told["rows_expired"] > 0
+    assert told["rows_written"] > 0
+    plain = Run(clicks, tmp_path / "without", None, store, optimizer, resident).train(STEPS)
+    assert run.tiers.io.rows_read < plain.tiers.io.rows_read
+    assert same(run.finish(), plain.finish())
+
+
+def test_reading_tables_between_batches_and_new_epochs_change_nothing(
+    clicks: Dataset, tmp_path: Path
+) -> None:
+    ends = []
+    for name, knobs in (("with", {"lookahead": 8, "cleanup": 3}), ("without", None)):
+        run = Run(clicks, tmp_path / name, knobs, resident=0.08)
+        for steps in (15, 10_000, 12):  # left early, whole, left early
+
+            def look(number: int, run: Run = run) -> None:
+                if number % 5 == 2:
+                    next(iter(run.tiers.regions()))
+                    run.parameters()
+
+            run.train(steps, look)
+        ends.append(run.finish())
+    assert same(*ends)
+
+
+def test_a_resumed_run_equals_an_undisturbed_one(clicks: Dataset, tmp_path: Path) -> None:
+    knobs = {"lookahead": 8, "cleanup": 3}
+    whole = Run(clicks, tmp_path / "whole", knobs, resident=0.08).train(STEPS).finish()
+    first = Run(clicks, tmp_path / "first", knobs, resident=0.08)
+    saved: dict[str, Any] = {}
+
+    def save(number: int) -> None:
+        if number == 16:
+            saved["dense"] = copy.deepcopy(first.ranker.dense_parameters())
+            saved["optimizer"] = copy.deepcopy(first.optimizer.state_dict())
+            saved["tables"] = [(r, first.tiers.read(r)) for r in first.tiers.regions()]
+            saved["placement"] = first.tiers.placement_state()
+
+    first.train(17, save).finish()
+    second = Run(clicks, tmp_path / "second", knobs, resident=0.08)
+    with torch.no_grad():
+        for name, parameter in second.ranker.dense_parameters().items():
+            parameter.copy_(saved["dense"][name])
+    second.optimizer.load_state_dict(saved["optimizer"])
+    for region, values in saved["tables"]:
+        second.tiers.write(region, values)
+    assert second.tiers.load_placement_state(saved["placement"])
+    second.loader.first = 17
+    loading = second.policy.bulk.missed
+    second.train(STEPS - 17)
+    assert second.policy.bulk.missed == loading
+    assert same(second.finish(), whole)
+
+
+def test_rows_that_still_wait_to_be_written_must_be_seen(
+    clicks: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: reads that look at the store alone find old records of rows that have left."""
+    plain = Run(clicks, tmp_path / "without", None, resident=0.08).train(STEPS).finish()
+
+    def blind(self: BulkStore, rows: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        self._thread.submit(self.inner.gather, rows, out).result()
+
+    monkeypatch.setitem(globals(), "WRITE_ROWS", 100_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(BulkStore, "gather", blind)
+        run = Run(clicks, tmp_path / "with", {"lookahead": 6, "cleanup": 3}, resident=0.08).train(STEPS)
+    assert run.policy.evicted > 0
+    assert not same(run.finish(), plain)
+
+
+def test_an_early_exit_leaves_no_oracle_thread_behind(clicks: Dataset, tmp_path: Path) -> None:
+    import threading
+
+    run = Run(clicks, tmp_path, {"lookahead": 8, "cleanup": 3}).train(5)
+    run.tiers.close()
+    oracles = [thread for thread in threading.enumerate() if thread.name == "recpipe-oracle"]
+    for thread in oracles:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in oracles)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "name"),
+    [
+        ({"lookahead": 0}, "lookahead=0"),
+        ({"cleanup": 0}, "cleanup=0"),
+        ({"cleanup": 1.5}, "cleanup=1.5"),
+        ({"cleanup": 11}, "cleanup=11"),
+        ({"increase": 0}, "increase=0"),
+        ({"decrease": 1}, "decrease=1"),
+    ],
+)
+def test_wrong_knobs_are_named(knobs: dict[str, Any], name: str) -> None:
+    with pytest.raises(PluginError, match=rf"plugins\.bagpipe\.{name}"):
+        BagPipe(**({"lookahead": 10, "cleanup": 2, "increase": 1, "decrease": 2} | knobs))

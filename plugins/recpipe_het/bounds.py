@@ -1,0 +1,25 @@
+"""How stale a table's rows may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from recpipe_het.messages import Rows
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Rows ``bases[t]`` to ``bases[t + 1]`` (int64 [T + 1]) may miss ``updates[t]`` updates (int64 [T])."""
+
+    bases: Rows
+    updates: Rows
+
+    def of(self, rows: Rows) -> Rows:
+        """The bound of each row, int64 [n]."""
+        return self.updates[np.searchsorted(self.bases, rows, side="right") - 1]
+
+    def part(self, index: int, holders: int) -> Bounds:
+        """The same by number within the part of holder ``index``, which has every ``holders``-th row."""
+        return Bounds(-((index - self.bases) // holders), self.updates)

@@ -1,0 +1,71 @@
+"""Runs of several processes, started as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.test_torchrun import alone, difference, together
+
+HET = ("+plugin=het", "tiers.resident_bytes=30%", "model.embedding_dim=8")
+ROWWISE = ("optim=rowwise_adagrad", "+optim.dense.eps=1e-3", "optim.tables.eps=1e-3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "optimizer"), [(2, ("optim=sgd",)), (3, ROWWISE)], ids=["sgd", "row-wise"])
+def test_bound_zero_is_one_process_without_a_cache(
+    ranks: int, optimizer: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Synchronous: every trainer sees all updates of the steps before."""
+    alone(tmp_path / "one", "tiers.policy=nocache", "model.embedding_dim=8", *optimizer)
+    report = together(tmp_path / "many", ranks, *HET, "plugins.het.bound=0", *optimizer)
+    assert difference(tmp_path / "one", tmp_path / "many") < 1e-5
+    shown = report["plugins"]["het"]
+    assert shown["largest_staleness"] == 0
+    assert shown["cache_hits"] > 0
+    assert shown["updates_made"] == shown["updates_applied"] > shown["version_checks"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [0, 5])
+def test_a_trainer_and_a_holder_are_bitwise_one_process(bound: int, tmp_path: Path) -> None:
+    """The rows lie on another rank's SSD; one trainer alone makes the updates that it makes alone."""
+    recipe = (*HET, "tiers=ssd", "tiers.resident_bytes=30%", f"plugins.het.bound={bound}", *ROWWISE)
+    expected = alone(tmp_path / "one", *recipe)
+    report = together(tmp_path / "two", 2, *recipe, "topology.embedding_ranks=[1]")
+    assert difference(tmp_path / "one", tmp_path / "two") == 0
+    assert report["plugins"]["het"] == expected["plugins"]["het"]
+    assert report["plugins"]["het"]["updates_applied"] == report["plugins"]["het"]["version_checks"]
+    assert (report["ranks"]["trainers"], report["ranks"]["holders"]) == ([0], [1])
+    assert report["io"]["store"] == "sharded (ssd)"
+
+
+@pytest.mark.slow
+def test_staleness_of_two_trainers_is_bounded_on_real_rows(criteo: tuple[str, ...], tmp_path: Path) -> None:
+    """Cached rows are read stale, never by more than the bound; in the end every update has arrived."""
+    bound = 5
+    shown = _trained(tmp_path, *criteo, *HET, f"plugins.het.bound={bound}", "plugins.het.bounds={C3:2}")
+    assert 0 < shown["largest_staleness"] <= bound
+    assert shown["largest_stale_pull"] > bound, "what was older has been pulled"
+    assert shown["largest_pending"] == bound + 1, "and what waited longer has been pushed"
+    assert shown["updates_made"] == shown["updates_applied"] > shown["version_checks"]
+
+
+def _trained(folder: Path, *overrides: str) -> dict[str, Any]:
+    """HET's figures of a run of two trainers."""
+    source = os.pathsep.join([str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "recpipe", *overrides, "trainer.logger=null", "trainer.checkpoint_every=null"]
+    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    (report,) = folder.glob("outputs/*/*/report.json")
+    figures: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))["plugins"]["het"]
+    return figures
