@@ -129,8 +129,8 @@ class Replicas(TableCollection):
         number, self._next = self._next, self._next + 1
         # The delayed rows of the batch before are in neither this batch nor this cleanup.
         self._wait(lambda: self.sync.join(number - 2))
-        # Where the budget is tight, rounds come in between too: the batch's gate is its own round then.
-        if number % self._cleanup == 0 or not self._opened:
+        # Where the budget is tight, rounds come in between too.
+        if number % self._cleanup == 0 or not self._opened or self._opened[0].step.cleanup.rows:
             self._clean(self._running, number)
         fetching = self._opened.popleft()
         step = fetching.step

@@ -23,9 +23,11 @@ ROWWISE = ("optim=rowwise_adagrad", "+optim.dense.eps=1e-3", "optim.tables.eps=1
 def test_bound_zero_is_one_process_without_a_cache(
     ranks: int, optimizer: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Synchronous: every trainer sees all updates of the steps before."""
-    alone(tmp_path / "one", "tiers.policy=nocache", "model.embedding_dim=8", *optimizer)
-    report = together(tmp_path / "many", ranks, *HET, "plugins.het.bound=0", *optimizer)
+    """Synchronous: every trainer sees all updates of the steps before. The last batch has 1 sample, so that
+    trainers have none of it."""
+    recipe = ("data.samples=1180", "data.batch_size=41", *optimizer)
+    alone(tmp_path / "one", "tiers.policy=nocache", "model.embedding_dim=8", *recipe)
+    report = together(tmp_path / "many", ranks, *HET, "plugins.het.bound=0", *recipe)
     assert difference(tmp_path / "one", tmp_path / "many") < 1e-5
     shown = report["plugins"]["het"]
     assert shown["largest_staleness"] == 0
@@ -56,6 +58,23 @@ def test_staleness_of_two_trainers_is_bounded_on_real_rows(criteo: tuple[str, ..
     assert shown["largest_stale_pull"] > bound, "what was older has been pulled"
     assert shown["largest_pending"] == bound + 1, "and what waited longer has been pushed"
     assert shown["updates_made"] == shown["updates_applied"] > shown["version_checks"]
+
+
+@pytest.mark.soak
+def test_two_trainers_resume_bitwise(tmp_path: Path) -> None:
+    """Against the run that wrote the same checkpoint and went on."""
+    recipe = (
+        *HET,
+        "plugins.het.bound=3",
+        "tiers=ssd",
+        "tiers.resident_bytes=30%",
+        "trainer.checkpoint_every=7",
+    )
+    together(tmp_path / "whole", 2, *recipe)
+    together(tmp_path / "first", 2, *recipe, "trainer.max_steps=7")
+    (saved,) = (tmp_path / "first").glob("outputs/*/*/checkpoints/*.ckpt")
+    together(tmp_path / "rest", 2, *recipe, f"resume={saved}")
+    assert difference(tmp_path / "whole", tmp_path / "rest") == 0
 
 
 def _trained(folder: Path, *overrides: str) -> dict[str, Any]:

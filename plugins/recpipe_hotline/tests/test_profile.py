@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from recpipe_hotline.plugin import Hotline
 from recpipe_hotline.tests.rig import default_knobs
+from recpipe_hotline.tests.test_plugin import TestHotline as Suite
 
 from recpipe.embedding.policies import RowSpace
 from recpipe.embedding.profile import SAMPLE, load_profile, table_bases
 from recpipe.plugin.api import Context, TableInfo
+from recpipe.plugin.testing import SMALL, train
 
 
 @pytest.mark.parametrize("profile", [False, True])
@@ -36,3 +38,18 @@ def test_counts_start_from_the_profile_when_asked_to(profile: bool, synthetic: A
     expected = load_profile(ctx, SAMPLE).dense(int(bases[-1]))
     assert expected.sum() > 0
     assert np.array_equal(counts, expected if profile else np.zeros_like(expected))
+
+
+def test_an_informed_start_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal to the run in which every row passes through the cold tier, while other rows are chosen."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    overrides = (*SMALL, *Suite.overrides, "trainer.progress=false")
+    informed = train((*overrides, "+plugin=hotline", "plugins.hotline.profile=true"), tmp_path / "informed")
+    without = train((*overrides, "tiers.policy=nocache"), tmp_path / "without")
+    assert informed.parameters.keys() == without.parameters.keys()
+    for name, value in without.parameters.items():
+        np.testing.assert_allclose(informed.parameters[name], value, rtol=0, atol=1e-5, err_msg=name)
+    uninformed = train((*overrides, "+plugin=hotline"), tmp_path / "uninformed")
+    ours, theirs = (r.report["plugins"]["hotline"] for r in (informed, uninformed))
+    assert ours["split_batch_share"] > 0.3
+    assert ours["popular_lookup_share"] != theirs["popular_lookup_share"], "the profile has changed nothing"

@@ -1,0 +1,122 @@
+"""A run with FAE without Lightning, step by step, and one over a single tier fed the same batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from recpipe_fae.callback import ShuffleScheduler
+from recpipe_fae.prepare import HotAndCold
+from recpipe_hotline.tests.rig import DENSE, Fixed, Rig
+
+from recpipe.config import active_plugins, compose
+from recpipe.data.batch import Batch
+from recpipe.data.dataset import Dataset
+from recpipe.embedding.policies import HotSet, RowSpace
+from recpipe.embedding.stores import make_store
+from recpipe.embedding.stores.base import IoCounters
+from recpipe.embedding.tables import TableOptimizer, TableSet
+from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.model.ranker import ModelConfig, Ranker
+from recpipe.optim import dense_optimizer
+from recpipe.pipeline.loader import TrainLoader
+from recpipe.pipeline.step import StepTimes
+from recpipe.plugin.api import Context, TableInfo
+from recpipe.plugin.assembly import Assembly, assemble, gather
+from recpipe.plugin.load import activate
+
+SIZE = 256
+
+
+class Run(Rig):
+    """A run with FAE, or (``resident``) all rows resident and the data's own order."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        optimizer: str,
+        share: float,
+        folder: Path,
+        *,
+        resident: bool = False,
+        **knobs: Any,
+    ) -> None:
+        self.device = torch.device("cpu")
+        self.tables = TableSet(dataset.schema.sparse, 8, TableOptimizer(optimizer, 0.1), seed=1)
+        total = self.tables.layout.total_rows
+        slots = total if resident else max(1, int(total * share))
+        self.ctx = Context(
+            tables={f.name: TableInfo(f.name, f.rows, 8) for f in self.tables.features},
+            device="cpu",
+            batch_size=SIZE,
+            resident_bytes=slots * self.tables.record_bytes,
+            record_bytes=self.tables.record_bytes,
+            seed=1,
+            data_fingerprint=dataset.fingerprint,
+            steps=60,
+            epoch_samples=dataset.size("train"),
+            cache_dir=folder,
+            batches=lambda first: dataset.batches("train", SIZE, first),
+            held_out=lambda first: dataset.batches("eval", SIZE, first),
+        )
+        plugins = {} if resident else active_plugins(compose(["+plugin=fae"]))
+        if not resident:
+            plugins["fae"] |= {"held_out_samples": 512} | knobs
+        self.assembly: Assembly = assemble(gather(activate(plugins), self.ctx), self.ctx.tables)
+        space = RowSpace(self.tables.layout.bases, slots)
+        policy = (
+            HotSet(space, np.arange(total), total)
+            if resident
+            else self.assembly.policies("cache")[0][0].part.cache(space)
+        )
+        store = make_store(
+            "host", self.tables.layout, self.tables.fill, directory=folder / "store", pinned=False
+        )
+        self.embeddings = TieredEmbeddingBagCollection(self.tables, policy, slots, store, self.device, True)
+        torch.manual_seed(1)
+        model = ModelConfig("dlrm", 8, [16], [16])
+        self.ranker = Ranker(model, self.embeddings, len(dataset.schema.dense), self.device)
+        dense = DENSE["sgd" if optimizer == "sgd" else "rowwise_adagrad"]
+        self.optimizer = dense_optimizer(dense, self.ranker.dense_parameters().values())
+        self.loader = TrainLoader(dataset, SIZE, self.assembly, self.embeddings, self.device)
+        self.times, self.micro, self.evicted = StepTimes(), [], 0
+        self.seen: list[Batch] = []
+        self.cold_rows: list[int] = []
+        self.io: list[IoCounters] = []
+        """The store's own counters after each update, before the decision that may follow it."""
+
+    @property
+    def order(self) -> HotAndCold:
+        assert self.assembly.order is not None
+        assert isinstance(self.assembly.order.part, HotAndCold)
+        return self.assembly.order.part
+
+    def epoch(self) -> Run:
+        callback = next((c.part for c in self.assembly.callbacks), None)
+        for staged in self.staged(10_000):
+            assert staged.plan is not None
+            self.seen.append(staged.batch)
+            self.cold_rows.append(len(staged.plan.slab) + int((staged.plan.evicted >= 0).sum()))
+            self.update(staged)
+            self.tiers.cold.fetch_now(np.empty(0, np.int64))  # after all that is queued
+            self.io.append(replace(self.tiers.store.io))
+            if isinstance(callback, ShuffleScheduler):
+                callback.batch_done(self.ranker)
+        return self
+
+
+class Replay(Fixed):
+    """The batches that another run has trained, over that run's tables."""
+
+    def __init__(self, batches: list[Batch], like: Dataset) -> None:
+        super().__init__(batches)
+        self.schema = like.schema
+
+
+def pair(dataset: Dataset, optimizer: str, folder: Path, share: float = 0.6, **knobs: Any) -> tuple[Run, Run]:
+    """An epoch with FAE, and one of its batches over one table with all rows."""
+    fae = Run(dataset, optimizer, share, folder / "fae", **knobs).epoch()
+    return fae, Run(Replay(fae.seen, dataset), optimizer, 1.0, folder / "one", resident=True).epoch()
