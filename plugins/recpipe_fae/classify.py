@@ -49,13 +49,12 @@ class Classes:
         return np.flatnonzero(bits == hot)
 
 
-def hot_samples(batch: Batch, resident: NDArray[np.bool_], bases: RowIds) -> NDArray[np.bool_]:
-    """Samples whose every lookup is of a resident row: bool [B]; one without lookups is hot."""
-    cold = ~resident[global_rows(batch, bases)]
+def hot_samples(batch: Batch, found: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Samples whose every lookup is ``found`` (bool [L]) resident: bool [B]; one without lookups is hot."""
     lengths = batch.sparse.lengths().numpy()
     bag_of = np.repeat(np.arange(len(lengths)), lengths)
     hot = np.ones(batch.size, bool)
-    hot[bag_of[cold] % batch.size] = False
+    hot[bag_of[~found] % batch.size] = False
     return hot
 
 
@@ -68,15 +67,15 @@ def classify(ctx: Context, hot_rows: RowIds) -> Classes:
     lookups = hot_lookups = 0
     width = -(-ctx.batch_size // 8)
     for batch in ctx.batches(0):
-        bits = hot_samples(batch, resident, bases)
+        found = resident[global_rows(batch, bases)]
+        bits = hot_samples(batch, found)
         row = np.zeros(width, np.uint8)
         row[: -(-batch.size // 8)] = np.packbits(bits)
         packed.append(row)
         hot.append(int(bits.sum()))
         sizes.append(batch.size)
-        rows = global_rows(batch, bases)
-        lookups += len(rows)
-        hot_lookups += int(resident[rows].sum())
+        lookups += len(found)
+        hot_lookups += int(found.sum())
     counts, total = np.cumsum(hot), np.cumsum(sizes)
     table = np.array(packed, np.uint8).reshape(-1, width)
     return Classes(table, {True: counts, False: total - counts}, ctx.batch_size, lookups, hot_lookups)

@@ -165,6 +165,7 @@ class RankingModule(L.LightningModule):
         checkpoint["recpipe"] = {
             "batches_done": done,
             "made_with": self._made_with(),
+            "order": self._order(),
             "dense_defaults": self._fresh_optimizer().defaults,
             "random": random_state(),
             "fingerprint": self.loader.dataset.fingerprint,
@@ -173,6 +174,10 @@ class RankingModule(L.LightningModule):
 
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.ranker.dense_parameters().values())
+
+    def _order(self) -> str | None:
+        """The plugin that orders the samples: data positions of one order mean nothing in another."""
+        return None if self.assembly.order is None else f"plugin {self.assembly.order.origin.plugin}"
 
     def _made_with(self) -> dict[str, Any]:
         """Values without which neither the data position nor the dense optimizer's state mean anything."""
@@ -192,9 +197,15 @@ class RankingModule(L.LightningModule):
                 raise UserError(
                     f"the checkpoint was made with {key}={theirs}, not {value}: resume with {key}={theirs}"
                 )
+        mine, theirs = self._order(), saved["order"]
+        if mine != theirs:
+            raise UserError(
+                f"the checkpoint counts batches in the order of {theirs or 'the data'}, and this run in that of "
+                f"{mine or 'the data'}: resume with the same plugin, or start anew"
+            )
         # torch would take the learning rate from the checkpoint even where the recipe has a new one.
-        mine = self._fresh_optimizer().defaults
-        changed = {k: value for k, value in mine.items() if saved["dense_defaults"][k] != value}
+        defaults = self._fresh_optimizer().defaults
+        changed = {k: value for k, value in defaults.items() if saved["dense_defaults"][k] != value}
         for group in checkpoint["optimizer_states"][0]["param_groups"]:
             group.update(changed)
         self.loader.first = int(saved["batches_done"])

@@ -35,3 +35,9 @@ def criteo(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
         "cache_dir": str(tmp_path_factory.mktemp("cache")),
     }
     return open_dataset(recipe, seed=1)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No popularity profile that an earlier test has saved."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
