@@ -65,7 +65,8 @@ class RowBags:
         if not len(self.distinct):
             return pooled.new_zeros((0, dim))
         bags = pooled.view(self.batch_size, -1, dim).transpose(0, 1).reshape(-1, dim)
-        return torch.nn.functional.embedding_bag(self.bag_of, bags, self.starts, mode="sum")
+        bag_of, starts = self.bag_of.to(bags.device), self.starts.to(bags.device)
+        return torch.nn.functional.embedding_bag(bag_of, bags, starts, mode="sum")
 
 
 def distinct(rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -82,6 +83,7 @@ def pool(weights: torch.Tensor, at: torch.Tensor, offsets: torch.Tensor, batch_s
     Bags are feature-major as in a KJT, ``offsets`` int64 [F * B + 1]. Without samples: [0, 0].
     """
     dim = weights.shape[1]
+    at, offsets = at.to(weights.device), offsets.to(weights.device)
     if not batch_size:
         return weights.new_zeros((0, 0))
     features = (len(offsets) - 1) // batch_size

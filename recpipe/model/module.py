@@ -200,7 +200,7 @@ class RankingModule(L.LightningModule):
         mine, theirs = self._order(), saved["order"]
         if mine != theirs:
             raise UserError(
-                f"the checkpoint counts batches in the order of {theirs or 'the data'}, and this run in that of "
+                f"the checkpoint counts batches in the order of {theirs or 'the data'}, this run in that of "
                 f"{mine or 'the data'}: resume with the same plugin, or start anew"
             )
         # torch would take the learning rate from the checkpoint even where the recipe has a new one.
