@@ -22,6 +22,7 @@ from recpipe.report.record import (
     Io,
     Memory,
     Point,
+    RankFigures,
     RunReport,
     Throughput,
     plain,
@@ -172,6 +173,18 @@ def test_terminal_reports_buffered_io_and_survives_markup() -> None:
     text = printed(make_report(io=Io("ssd", False), plugins={"p": {"note": "[red]x[/nope]"}}), width=120)
     assert "no O_DIRECT here" in text
     assert "[red]x[/nope]" in text
+
+
+def test_ranks_and_an_emulated_network_are_shown_where_there_are_any() -> None:
+    emulate = {"latency_us": 100.0, "gbit_per_s": 10.0}
+    ranks = RankFigures(3, (0, 1), (2,), emulate, messages=4321, bytes_sent=1 << 20, bytes_received=1 << 21)
+    text, page = printed(make_report(ranks=ranks), width=200), html.render(make_report(ranks=ranks).to_dict())
+    assert "2 training, 1 holding rows, of 3" in text
+    assert "100 us a message, 10 Gbit/s" in text
+    for part in ("Ranks", "4,321", "100.0 us a message, 10.0 Gbit/s"):
+        assert part in page
+    assert "ranks" not in printed(make_report(), width=200)
+    assert "Ranks" not in html.render(make_report().to_dict())
 
 
 def test_html_is_one_file_without_outside_resources(tmp_path: Path) -> None:

@@ -113,11 +113,3 @@ class ShuffleScheduler(L.Callback):
                 "its values of tiers.resident_bytes, seed, plugins.fae.sample, hot and threshold"
             )
         self.scheduler.load_state_dict(state)
-
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Raises ``PluginError`` for a checkpoint of epochs in another order and of another length."""
-        if self.state_key not in checkpoint["callbacks"]:
-            raise PluginError(
-                "the checkpoint was made without the plugin 'fae', whose epochs have another order of "
-                "samples: resume without it"
-            )

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recpipe.errors import UserError
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.testing import SMALL, Trained, train
 
@@ -81,5 +82,5 @@ def test_a_checkpoint_without_the_plugin_is_refused(step: int, tmp_path: Path) -
     """Inside an epoch and at its end, since epochs have another length, too."""
     plain = tuple(override for override in RECIPE if "fae" not in override)
     train((*plain, f"trainer.max_steps={step}", "tiers.policy=lru"), tmp_path / "first")
-    with pytest.raises(PluginError, match="made without the plugin 'fae'"):
+    with pytest.raises(UserError, match="in the order of the data, this run in that of plugin fae"):
         train((*RECIPE, f"resume={tmp_path / 'first' / 'checkpoints'}"), tmp_path / "rest")
