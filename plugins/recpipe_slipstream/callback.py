@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.data.batch import Batch
+from recpipe.embedding.planner import TierPlan
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.model.module import RankingModule
 from recpipe.plugin.errors import PluginError
@@ -84,7 +85,10 @@ class StaleInputs(L.Callback):
         """S0 of the open window."""
         self.touches: NDArray[np.int64] = np.empty(0, np.int64)
         """The window's lookups of each of S0's rows."""
-        self._hot_rows = 0
+        self._resident = 0
+        """Rows in slots after the last trained batch, ..."""
+        self._gained = 0
+        """... and how many of them that batch has added."""
 
     # -- Lightning's hooks -------------------------------------------------------------------
 
@@ -103,6 +107,8 @@ class StaleInputs(L.Callback):
         """Go on after ``done`` batches with ``tiers``."""
         self.classifier.tiers = tiers
         self.classifier.restart(self.done)
+        with tiers.quiesced():
+            self._resident = int((tiers.planner.row_of_slot >= 0).sum())
         if self.frozen is not None:
             self.frozen.switch(tiers, self.classifier.in_force(self.done))
 
@@ -110,12 +116,15 @@ class StaleInputs(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch, and do what is due before the next one."""
-        self.after_batch()
+        self.after_batch(batch.plan)
 
-    def after_batch(self) -> None:
-        """One more batch has been trained."""
+    def after_batch(self, plan: TierPlan) -> None:
+        """One more batch has been trained, that of ``plan``."""
         classifier, tiers = self.classifier, self.classifier.tiers
         assert tiers is not None
+        # Counted along: to look into the tiers would stop the pipeline at every batch.
+        self._gained = len(plan.placed) - int(np.count_nonzero(plan.evicted >= 0))
+        self._resident += self._gained
         seen = classifier.trained(self.done)
         self._count(seen.samples, seen.hot, seen.dropped, seen.seconds)
         if self.frozen is not None:
@@ -162,10 +171,9 @@ class StaleInputs(L.Callback):
 
     def _settled(self, tiers: TieredEmbeddingBagCollection) -> bool:
         """Whether hot rows have their slots: a window in which they still come would see few of them."""
-        with tiers.quiesced():
-            hot = int((tiers.planner.row_of_slot >= 0).sum())
-        before, self._hot_rows = self._hot_rows, hot
-        return hot > 0 and (hot == tiers.planner.space.slots or hot - before < FILLED * hot)
+        resident = self._resident
+        full = resident == tiers.planner.space.slots
+        return resident > 0 and (full or self._gained < FILLED * resident)
 
     def _mark(self, tiers: TieredEmbeddingBagCollection, window: tuple[int, int]) -> None:
         """The window is over: take the second snapshot, find the threshold, mark rows."""
@@ -215,7 +223,6 @@ class StaleInputs(L.Callback):
             "done": self.done,
             "next_window": self.next_window,
             "window": self.classifier.window,
-            "hot_rows": self._hot_rows,
             "before": None if before is None else {"rows": before.rows, "weights": before.weights},
             "touches": self.touches.copy(),
             "marks": [
@@ -231,7 +238,6 @@ class StaleInputs(L.Callback):
         self.next_window = state_dict["next_window"]
         window = state_dict["window"]
         self.classifier.window = None if window is None else (window[0], window[1])
-        self._hot_rows = state_dict["hot_rows"]
         before = state_dict["before"]
         self.before = None if before is None else Snapshot(**before)
         self.touches = state_dict["touches"]

@@ -105,7 +105,7 @@ class Rig:
             self.consumed.append(staged.consumed)
             self._update(staged)
             if self.callback is not None:
-                self.callback.after_batch()
+                self.callback.after_batch(staged.plan)
             yield number
 
     def _update(self, staged: StagedBatch) -> None:
