@@ -150,6 +150,9 @@ def joined(topology: Topology, emulation: Emulation, device: torch.device) -> It
             )
         yield Ranks()
         return
+    if sys.platform == "linux" and int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == process.world:
+        # All ranks are on this machine: nobody else needs to reach them.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=_attempt_store(),

@@ -25,6 +25,8 @@ NOWHERE = -1
 GROUP_BITS = 6
 """A place in a group is ``position << GROUP_BITS | number of the group``, numbers modulo 64."""
 MAX_GROUPS = (1 << GROUP_BITS) - 1
+WRITE_ROWS = 4096
+"""Rows of a lot that are written before a waiting read has its turn."""
 
 
 @dataclass
@@ -116,7 +118,7 @@ class BulkStore(ColdStore):
             self.inner.gather(group.rows, records)
             self._background = self._background.plus(self.inner.io.plus(before, -1))
             with self._lock:
-                # Writes are made in this thread: what was replaced meanwhile still waits.
+                # Writes are made in this thread: what was replaced meanwhile, or not written yet, waits.
                 newer = np.flatnonzero(self._waiting[group.rows] != NOWHERE)
                 records[newer] = self._waiting_records(group.rows[newer])
                 group.records = records
@@ -210,19 +212,31 @@ class BulkStore(ColdStore):
             leaving = self._leaving = self._active
             self._active = self._new_writes()
             self._parity ^= 1
-        self._written = self._thread.submit(self._write, leaving)
-
-    def _write(self, leaving: Writes) -> None:
         order = np.argsort(leaving.rows[: leaving.count])
-        rows = leaving.rows[order]
-        before = replace(self.inner.io)
-        self.inner.scatter(rows, leaving.records[order])
-        self._background = self._background.plus(self.inner.io.plus(before, -1))
-        with self._lock:
-            waiting = self._waiting[rows]
-            done = (waiting != NOWHERE) & ((waiting & 1) != self._parity)
-            self._waiting[rows[done]] = NOWHERE
-            self._leaving = None
+        self._written = Future()
+        self._thread.submit(self._write, leaving, order, self._written)
+
+    def _write(self, leaving: Writes, order: NDArray[np.int64], written: Future[None]) -> None:
+        """Write the first rows of ``order``, then queue up again: reads that came meanwhile go first."""
+        try:
+            part, rest = order[:WRITE_ROWS], order[WRITE_ROWS:]
+            rows = leaving.rows[part]
+            before = replace(self.inner.io)
+            self.inner.scatter(rows, leaving.records[part])
+            self._background = self._background.plus(self.inner.io.plus(before, -1))
+            with self._lock:
+                waiting = self._waiting[rows]
+                done = (waiting != NOWHERE) & ((waiting & 1) != self._parity)
+                self._waiting[rows[done]] = NOWHERE
+                if not len(rest):
+                    self._leaving = None
+        except BaseException as fault:
+            written.set_exception(fault)
+        else:
+            if len(rest):
+                self._thread.submit(self._write, leaving, rest, written)
+            else:
+                written.set_result(None)
 
     def _new_writes(self) -> Writes:
         shape = (self._capacity, self.layout.width)
