@@ -122,7 +122,6 @@ class PlannedTables(TablePolicy):
         policy, bulk = self.policy, self._bulk
         assert policy is not None
         assert bulk is not None
-        windows = policy.windows or [0]
         return {
             "rows_fetched": policy.announced_rows,
             "rows_expired": policy.evicted,
@@ -130,8 +129,8 @@ class PlannedTables(TablePolicy):
             "fetch_groups": bulk.announced,
             # What training read itself, beside the bulk reads.
             "critical_misses": run.io.rows_read - bulk.background().rows_read,
-            "lookahead_mean": sum(windows) / len(windows),
-            "lookahead_least": min(windows),
+            "lookahead_mean": policy.window_sum / max(1, policy.step),
+            "lookahead_least": policy.window_least,
             "lookahead_bytes": policy.peak_bytes,
             "buffer_bytes": bulk.peak_bytes,
             "wait_seconds": bulk.waited,

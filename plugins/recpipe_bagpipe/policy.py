@@ -51,8 +51,8 @@ class Lookahead(CachePolicy):
         self.row_of_slot = np.full(space.slots, -1, np.int64)
         self.used = 0
         self.peak_bytes = self.announced_rows = self.evicted = 0
-        self.windows: list[int] = []
-        """Effective lookahead of every batch."""
+        self.window_sum, self.window_least = 0, lookahead
+        """Of the effective lookahead, over all batches."""
         self._ahead: Ahead[BatchPlan] | None = None
         self._running: Ahead[BatchPlan] | None = None
         self._first = 0
@@ -98,7 +98,8 @@ class Lookahead(CachePolicy):
             self.bulk.retire(self._groups.popleft()[1])
         made = self._opened.popleft()
         assert made.number == number, (made.number, number)
-        self.windows.append(made.window)
+        self.window_sum += made.window
+        self.window_least = min(self.window_least, made.window)
         return made
 
     def _restart(self) -> None:
