@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
 from recpipe_bagpipe.oracle import BatchPlan
 
 Rows = NDArray[np.int64]
