@@ -68,7 +68,7 @@ def test_real_rows(people: str, real: Plan, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leaver", [1, 2])
+@pytest.mark.parametrize("leaver", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_rank_that_dies_is_noticed(leaver: int, tmp_path: Path) -> None:
     """Trainers 0 and 1, rank 2 holds: nobody waits for the one that is gone."""
     plan = Plan(zipf_batches(200), lookahead=7, cleanup=2)

@@ -19,7 +19,13 @@ ROWWISE = ("optim=rowwise_adagrad", "+optim.dense.eps=1e-3", "optim.tables.eps=1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "optimizer"), [(2, ("optim=sgd",)), (3, ROWWISE)], ids=["sgd", "row-wise"])
+@pytest.mark.parametrize(
+    ("ranks", "optimizer"),
+    [
+        pytest.param(2, ("optim=sgd",), id="sgd"),
+        pytest.param(3, ROWWISE, id="row-wise", marks=pytest.mark.soak),
+    ],
+)
 def test_bound_zero_is_one_process_without_a_cache(
     ranks: int, optimizer: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -36,7 +42,7 @@ def test_bound_zero_is_one_process_without_a_cache(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bound", [0, 5])
+@pytest.mark.parametrize("bound", [pytest.param(0, marks=pytest.mark.soak), 5])
 def test_a_trainer_and_a_holder_are_bitwise_one_process(bound: int, tmp_path: Path) -> None:
     """The rows lie on another rank's SSD; one trainer alone makes the updates that it makes alone."""
     recipe = (*HET, "tiers=ssd", "tiers.resident_bytes=30%", f"plugins.het.bound={bound}", *ROWWISE)
