@@ -11,17 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe.data.batch import Batch
-from recpipe.embedding.collection import TableCollection, TierFigures
+from recpipe.embedding.collection import RowCollection, TierFigures
 from recpipe.embedding.parts import TierParts
 from recpipe.embedding.planner import global_bags
 from recpipe.embedding.rowtable import RowBags
 from recpipe.embedding.store_thread import TierTimes
 from recpipe.embedding.stores.sharded import ShardedStore
-from recpipe.embedding.tables import Region, Values, row_chunks
+from recpipe.embedding.tables import Region, Values
 from recpipe.errors import UserError
 from recpipe.ranks import Channel
 from recpipe_bagpipe.ahead import Ahead, Lookups
@@ -45,7 +44,7 @@ class _Fetching:
     landed: Future[None] | None
 
 
-class Replicas(TableCollection):
+class Replicas(RowCollection):
     """This trainer's replicas, driven by the oracle's plans of the stream that ``stream`` wraps.
 
     ``cleanup`` is the oracle's interval; ``early`` moves the prefetch gate by so many batches and is for
@@ -61,9 +60,8 @@ class Replicas(TableCollection):
         channels: tuple[Channel, Channel],
         early: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(parts.tables)
         layout = parts.tables.layout
-        self.tables = parts.tables
         self.times = TierTimes()
         self.replica = Replica(min(parts.slots, layout.total_rows), layout.total_rows, layout.width)
         self.rounds = Rounds(store, self.times)
@@ -115,8 +113,7 @@ class Replicas(TableCollection):
             pooled: torch.Tensor = _Lookup.apply(self._anchor, self, step, bags)  # type: ignore[no-untyped-call]
         else:
             pooled = bags.pooled(self._read(bags.distinct)[:, : self.tables.dim].contiguous())
-        names = [f.name for f in self.tables.features]
-        return KeyedTensor(names, [self.tables.dim] * len(names), pooled)
+        return self.keyed(pooled)
 
     def _begin(self) -> Step:
         """Everything between the last batch's backward and the next one's lookups."""
@@ -205,13 +202,9 @@ class Replicas(TableCollection):
             self._ahead = None
         self._running = None
 
-    def regions(self) -> Iterator[Region]:
-        """All rows of all tables, in chunks."""
-        yield from row_chunks(self.tables.features, self.tables.dim)
-
     def read(self, region: Region) -> Values:
         """Current weights and optimizer state of ``region``, on every trainer."""
-        records = self._read(self._rows_of(region)).numpy()
+        records = self._read(self.rows_of(region)).numpy()
         return records[:, : self.tables.dim], records[:, self.tables.dim :]
 
     def write(self, region: Region, values: Values) -> None:
@@ -219,22 +212,9 @@ class Replicas(TableCollection):
         self._empty()
         chosen = slice(None) if self._ranks.trainer == 0 else slice(0)
         records = torch.from_numpy(np.concatenate(values, axis=1)[chosen])
-        self.rounds.now(self._rows_of(region)[chosen], records, NONE)
-
-    def _rows_of(self, region: Region) -> Rows:
-        layout = self.tables.layout
-        base = int(layout.bases[layout.tables.index(region.table)])
-        return np.arange(base + region.start, base + region.stop, dtype=np.int64)
+        self.rounds.now(self.rows_of(region)[chosen], records, NONE)
 
     # -- the rest ----------------------------------------------------------------------------
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """As TorchRec's collection."""
-        return self.tables.configs()
-
-    def is_weighted(self) -> bool:
-        """As TorchRec's collection; weighted bags are not supported."""
-        return False
 
     def tier_figures(self) -> TierFigures:
         """This trainer's traffic, times and memory."""

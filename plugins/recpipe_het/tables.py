@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from recpipe.embedding.collection import TableCollection, TierFigures
+from recpipe.embedding.collection import RowCollection, TierFigures
 from recpipe.embedding.parts import TierParts
 from recpipe.embedding.planner import global_bags
 from recpipe.embedding.policies import policy_bytes
 from recpipe.embedding.rowtable import RowBags
 from recpipe.embedding.store_thread import TierTimes
 from recpipe.embedding.stores.base import IoCounters, Records
-from recpipe.embedding.tables import Region, Values, row_chunks
+from recpipe.embedding.tables import Region, Values
 from recpipe_het.lines import Lines
 from recpipe_het.messages import ABSENT, Check, Push, Rows
 from recpipe_het.rounds import Rounds, Totals, Write
@@ -41,12 +39,12 @@ class Shipped:
     """Largest difference of versions found by a pull of a cached row."""
 
 
-class HetTables(TableCollection):
+class HetTables(RowCollection):
     """This trainer's cache. All trainers call alike: each training batch is one round."""
 
     def __init__(self, parts: TierParts, rounds: Rounds, lines: Lines) -> None:
-        super().__init__()
-        self.tables, self.ranks = parts.tables, parts.ranks
+        super().__init__(parts.tables)
+        self.ranks = parts.ranks
         self.rounds, self.lines = rounds, lines
         self.shipped = Shipped()
         self.io, self.times = IoCounters(), TierTimes()
@@ -66,8 +64,7 @@ class HetTables(TableCollection):
         else:
             records = self._current(lookups.distinct)
             pooled = lookups.pooled(torch.from_numpy(records[:, : self.tables.dim]).contiguous())
-        names = [f.name for f in self.tables.features]
-        return KeyedTensor(names, [self.tables.dim] * len(names), pooled)
+        return self.keyed(pooled)
 
     def _pull(self, rows: Rows, looked_up: Rows) -> Records:
         """The round of a training batch."""
@@ -120,34 +117,17 @@ class HetTables(TableCollection):
         self.rounds.run()
         return self.rounds.totals
 
-    def regions(self) -> Iterator[Region]:
-        """All rows of all tables, in chunks."""
-        yield from row_chunks(self.tables.features, self.tables.dim)
-
     def read(self, region: Region) -> Values:
         """Current weights and optimizer state of ``region``, on every trainer; empties the caches."""
         self._forget()
-        records = self._current(self._rows_of(region))
+        records = self._current(self.rows_of(region))
         return records[:, : self.tables.dim], records[:, self.tables.dim :]
 
     def write(self, region: Region, values: Values) -> None:
         """Replace weights and optimizer state of ``region``; trainer 0 sends them, the caches are emptied."""
         self._forget()
         chosen = slice(None) if self.ranks.trainer == 0 else slice(0)
-        self.rounds.run(write=Write(self._rows_of(region)[chosen], np.concatenate(values, axis=1)[chosen]))
-
-    def _rows_of(self, region: Region) -> Rows:
-        layout = self.tables.layout
-        base = int(layout.bases[layout.tables.index(region.table)])
-        return np.arange(base + region.start, base + region.stop, dtype=np.int64)
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """As TorchRec's collection."""
-        return self.tables.configs()
-
-    def is_weighted(self) -> bool:
-        """As TorchRec's collection; weighted bags are not supported."""
-        return False
+        self.rounds.run(write=Write(self.rows_of(region)[chosen], np.concatenate(values, axis=1)[chosen]))
 
     def tier_figures(self) -> TierFigures:
         """This trainer's traffic with the holders, times and memory."""

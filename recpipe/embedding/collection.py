@@ -6,15 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
+from numpy.typing import NDArray
 from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from recpipe.embedding import seams
 from recpipe.embedding.store_thread import TierTimes
@@ -70,6 +74,37 @@ class TableCollection(ABC, nn.Module):
 
     def close(self) -> None:
         """Write back what is only here and release files and threads; the tables are unusable then."""
+
+
+class RowCollection(TableCollection):
+    """A collection that reads and writes any row of any table by its global number."""
+
+    def __init__(self, tables: TableSet) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """As TorchRec's collection."""
+        return self.tables.configs()
+
+    def is_weighted(self) -> bool:
+        """As TorchRec's collection; weighted bags are not supported."""
+        return False
+
+    def regions(self) -> Iterator[Region]:
+        """All rows of all tables, in chunks."""
+        yield from row_chunks(self.tables.features, self.tables.dim)
+
+    def rows_of(self, region: Region) -> NDArray[np.int64]:
+        """Global numbers of the rows of ``region``, int64 [rows]."""
+        layout = self.tables.layout
+        base = int(layout.bases[layout.tables.index(region.table)])
+        return np.arange(base + region.start, base + region.stop, dtype=np.int64)
+
+    def keyed(self, pooled: torch.Tensor) -> KeyedTensor:
+        """``pooled`` (float32 [B, F * D], features in the tables' order) as TorchRec returns it."""
+        names = [f.name for f in self.tables.features]
+        return KeyedTensor(names, [self.tables.dim] * len(names), pooled)
 
 
 class ResidentCollection(FusedEmbeddingBagCollection, TableCollection):  # type: ignore[misc]

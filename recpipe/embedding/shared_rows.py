@@ -6,7 +6,6 @@ trainers in their order, and all apply the same update to the same bits: replica
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from recpipe.embedding.collection import TableCollection
+from recpipe.embedding.collection import RowCollection
 from recpipe.embedding.planner import Bags, TierPlan, global_bags, reorder
 from recpipe.embedding.rowtable import RowBags, distinct, updated
-from recpipe.embedding.tables import Region, TableSet, Values, row_chunks, to_numpy
+from recpipe.embedding.tables import Region, TableSet, Values, to_numpy
 from recpipe.ranks import Channel
 
 Touched = NDArray[np.int64]
@@ -104,12 +102,11 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None
 
 
-class ReplicatedCollection(TableCollection):
+class ReplicatedCollection(RowCollection):
     """All rows on every trainer (``tiers.policy=resident`` with several): replicas with equal bits."""
 
     def __init__(self, tables: TableSet, device: torch.device, trainers: Channel) -> None:
-        super().__init__()
-        self.tables = tables
+        super().__init__(tables)
         self.trainers = trainers
         self.table = SharedTable(tables, tables.layout.total_rows, device, trainers)
         for region in self.regions():
@@ -124,33 +121,15 @@ class ReplicatedCollection(TableCollection):
             pooled = self.table(bags, touched)
         else:
             pooled = bags.pooled(self.table.weights, torch.from_numpy(bags.distinct))
-        names = [f.name for f in self.tables.features]
-        return KeyedTensor(names, [self.tables.dim] * len(names), pooled)
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """As TorchRec's collection."""
-        return self.tables.configs()
-
-    def is_weighted(self) -> bool:
-        """As TorchRec's collection; weighted bags are not supported."""
-        return False
-
-    def regions(self) -> Iterator[Region]:
-        """All rows of all tables, in chunks."""
-        yield from row_chunks(self.tables.features, self.tables.dim)
+        return self.keyed(pooled)
 
     def read(self, region: Region) -> Values:
         """Current weights and optimizer state of ``region``."""
-        rows = self._rows(region)
+        rows = torch.from_numpy(self.rows_of(region))
         return to_numpy(self.table.weights[rows]), to_numpy(self.table.state[rows])
 
     def write(self, region: Region, values: Values) -> None:
         """Replace the weights and optimizer state of ``region``."""
-        rows = self._rows(region)
+        rows = torch.from_numpy(self.rows_of(region))
         self.table.weights[rows] = torch.from_numpy(values[0]).to(self.table.weights.device)
         self.table.state[rows] = torch.from_numpy(values[1]).to(self.table.state.device)
-
-    def _rows(self, region: Region) -> slice:
-        layout = self.tables.layout
-        base = int(layout.bases[layout.tables.index(region.table)])
-        return slice(base + region.start, base + region.stop)

@@ -27,21 +27,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from recpipe.embedding.collection import TableCollection, TierFigures
+from recpipe.embedding.collection import RowCollection, TierFigures
 from recpipe.embedding.planner import IN_STORE, Bags, Planner, TierPlan, global_bags
 from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, policy_bytes
 from recpipe.embedding.rowtable import RowBags, pool
 from recpipe.embedding.slots import make_slots, put, take, views
 from recpipe.embedding.store_thread import StoreThread, TierTimes
 from recpipe.embedding.stores.base import ColdStore, IoCounters, Records
-from recpipe.embedding.tables import Region, TableSet, Values, row_chunks
+from recpipe.embedding.tables import Region, TableSet, Values
 from recpipe.ranks import Channel, Ranks
 
 
-class TieredEmbeddingBagCollection(TableCollection):
+class TieredEmbeddingBagCollection(RowCollection):
     """TorchRec's ``EmbeddingBagCollection`` interface (KJT in, KeyedTensor out) over tiers.
 
     Args:
@@ -66,8 +65,7 @@ class TieredEmbeddingBagCollection(TableCollection):
         ranks: Ranks | None = None,
         trainers: Channel | None = None,
     ) -> None:
-        super().__init__()
-        self.tables = tables
+        super().__init__(tables)
         self.store = store
         self.device = device
         self.prefetches = prefetch
@@ -82,8 +80,6 @@ class TieredEmbeddingBagCollection(TableCollection):
         self._slab_rows: RowIds = np.empty(0, np.int64)
         self._slab_written = True
         self._arriving: tuple[TierPlan, torch.Tensor] | None = None
-        bases = tables.layout.bases
-        self._base_of_feature = dict(zip(tables.layout.tables, bases[:-1], strict=True))
 
     # -- the four calls ----------------------------------------------------------------------
 
@@ -194,17 +190,13 @@ class TieredEmbeddingBagCollection(TableCollection):
     def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
         """All calls in a row: pooled embeddings of ``sparse``; in eval mode nothing moves or is planned."""
         if not self.training or not torch.is_grad_enabled():
-            return self._keyed(self.read_pooled(sparse))
+            return self.keyed(self.read_pooled(sparse))
         assert self._trainers is None, "several trainers plan whole batches: see pipeline.loader"
         plan = self.plan(sparse)
         self.advance(plan)
         self.arrive()
         pooled = self.lookup_resident(plan)
-        return self._keyed(pooled + self.lookup_slab(plan) if len(plan.slab) else pooled)
-
-    def _keyed(self, pooled: torch.Tensor) -> KeyedTensor:
-        names = [f.name for f in self.tables.features]
-        return KeyedTensor(names, [self.tables.dim] * len(names), pooled)
+        return self.keyed(pooled + self.lookup_slab(plan) if len(plan.slab) else pooled)
 
     def read_pooled(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Pooled rows as they are now, without gradient, float32 [B, F * D]; for evaluation."""
@@ -269,24 +261,16 @@ class TieredEmbeddingBagCollection(TableCollection):
         put(self.slab, positions, torch.from_numpy(records[held]).to(self.device))
         self.cold.write_now(rows[cold], records[cold])
 
-    def regions(self) -> Iterator[Region]:
-        """All rows of all tables, in chunks."""
-        yield from row_chunks(self.tables.features, self.tables.dim)
-
     def read(self, region: Region) -> Values:
         """Current weights and optimizer state of ``region``."""
         with self.quiesced():
-            records = self.read_rows(self._rows_of(region)).cpu().numpy()
+            records = self.read_rows(self.rows_of(region)).cpu().numpy()
         return records[:, : self.tables.dim], records[:, self.tables.dim :]
 
     def write(self, region: Region, values: Values) -> None:
         """Replace weights and optimizer state of ``region``."""
         with self.quiesced():
-            self.write_rows(self._rows_of(region), np.concatenate(values, axis=1))
-
-    def _rows_of(self, region: Region) -> RowIds:
-        base = self._base_of_feature[region.table]
-        return np.arange(base + region.start, base + region.stop, dtype=np.int64)
+            self.write_rows(self.rows_of(region), np.concatenate(values, axis=1))
 
     def placement_state(self) -> dict[str, Any]:
         """Which rows are resident, and the policy's state: a resumed run takes the same decisions."""
@@ -325,14 +309,6 @@ class TieredEmbeddingBagCollection(TableCollection):
     def io(self) -> IoCounters:
         """What training moved; evaluation and checkpoints are not in it (``store.io`` has everything)."""
         return self.cold.counters.plus(self.store.background())
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """As TorchRec's collection."""
-        return self.tables.configs()
-
-    def is_weighted(self) -> bool:
-        """As TorchRec's collection; weighted bags are not supported."""
-        return False
 
     @property
     def resident_bytes(self) -> int:
