@@ -49,9 +49,7 @@ def resume_from(resume: str | None, checkpoints: Path) -> Path | None:
 
 def scratch_dir(tiers: TierConfig, run_dir: Path, ranks: Ranks) -> Path | None:
     """Where the store's files lie when nobody has named a place: to be removed at the end."""
-    if tiers.dir:
-        return None
-    return run_dir / "tiers" if ranks.world == 1 else run_dir / "tiers" / f"rank-{ranks.rank}"
+    return None if tiers.dir else tiers.directory(run_dir, ranks)
 
 
 def choose_device(name: str) -> torch.device:

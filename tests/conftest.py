@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from recpipe.data.criteo import SPARSE
+from recpipe.data.dataset import Dataset
+from recpipe.data.make import open_dataset
+
 ROOT = Path(__file__).resolve().parent.parent
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -23,9 +27,24 @@ def data_dir() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def criteo(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Real Criteo rows, with small tables: more collisions, the same skew, a run of a second."""
+    file = data_dir / "criteo_80k.tsv.gz"
+    if not file.is_file():
+        pytest.skip(f"no {file}")
+    recipe = {
+        "name": "criteo",
+        "path": str(file),
+        "tables": dict.fromkeys(SPARSE, 1000),
+        "cache_dir": str(tmp_path_factory.mktemp("cache")),
+    }
+    return open_dataset(recipe, seed=1)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What runs learn about data (popularity profiles) goes into a folder of this session."""
+    """What runs learn about data (popularity profiles) goes into a folder of this test run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -212,7 +212,7 @@ class Lookahead(CachePolicy):
     def state_dict(self) -> dict[str, Any]:
         """Who is resident, and since when nobody needs it."""
         rows = self.row_of_slot[: self.used]
-        return {"rows": rows.copy(), "due": self.due[rows] - self.step, "slots": self.space.slots}
+        return {"rows": rows.copy(), "due": self.due[rows] - self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with those residents; batch numbers start anew."""

@@ -14,7 +14,7 @@ from recpipe.embedding.parts import TierParts
 from recpipe.embedding.policies import POLICIES, RowSpace
 from recpipe.embedding.shard import ShardedCollection
 from recpipe.embedding.shared_rows import ReplicatedCollection
-from recpipe.embedding.stores import KINDS, make_store
+from recpipe.embedding.stores import KINDS, make_store, unknown_store
 from recpipe.embedding.stores.base import ColdStore, Fill, StoreLayout
 from recpipe.embedding.stores.sharded import HeldRows, ShardedStore
 from recpipe.embedding.tables import TableSet
@@ -53,9 +53,7 @@ class TierConfig:
             ("holder_store", self.holder_store, KINDS),
         ):
             if value not in kinds:
-                near = difflib.get_close_matches(value, kinds, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise UserError(f"tiers.{key}={value}: no such store (there are: {', '.join(kinds)}){hint}")
+                raise unknown_store(f"tiers.{key}", value, kinds)
         unknown = set(self.emulate) - {"latency_us", "gbit_per_s"}
         if unknown:
             raise UserError(
@@ -72,6 +70,11 @@ class TierConfig:
         if self.store != SHARDED and ranks.world == 1:
             return self.store
         return f"sharded ({self.holder_store if self.store == SHARDED else self.store})"
+
+    def directory(self, run_dir: Path, ranks: Ranks) -> Path:
+        """Where this rank's store puts its files."""
+        top = Path(self.dir).expanduser() if self.dir else run_dir / "tiers"
+        return top if ranks.world == 1 else top / f"rank-{ranks.rank}"
 
     def budget(self, tables: TableSet) -> int:
         """Bytes of ``tiers.resident_bytes``, at most those of all tables."""
@@ -202,16 +205,13 @@ def _store(
 ) -> ColdStore:
     """The cold store; over the ranks where there are several, whatever each keeps its part in."""
     kind = config.holder_store if config.store == SHARDED else config.store
-    directory = Path(config.dir).expanduser() if config.dir else run_dir / "tiers"
-    if ranks.world > 1:
-        directory /= f"rank-{ranks.rank}"
 
     def local(layout: StoreLayout, fill: Fill) -> ColdStore:
         return make_store(
             kind,
             layout,
             fill,
-            directory=directory,
+            directory=config.directory(run_dir, ranks),
             pinned=device.type == "cuda",
             staging_bytes=staging_bytes(batch_size * len(tables.features)),
         )

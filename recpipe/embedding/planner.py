@@ -110,15 +110,23 @@ def global_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> Bags:
     offsets = sparse.offsets().cpu().numpy().astype(np.int64, copy=False)
     size = sparse.stride()
     counts = np.diff(offsets[np.arange(len(names) + 1) * size])
-    bases = tables.layout.bases
-    wrong = np.flatnonzero((values < 0) | (values >= np.repeat(np.diff(bases), counts)))
+    return Bags(checked_rows(values, counts, names, tables.layout.bases), offsets, size)
+
+
+def checked_rows(ids: RowIds, counts: RowIds, names: list[str], bases: RowIds) -> RowIds:
+    """Global rows of ``ids``, which list ``counts[f]`` ids of feature ``names[f]`` after each other.
+
+    Raises ``DataError`` on an id that is not in its table.
+    """
+    wrong = np.flatnonzero((ids < 0) | (ids >= np.repeat(np.diff(bases), counts)))
     if len(wrong):
-        feature = tables.features[int(np.repeat(np.arange(len(counts)), counts)[wrong[0]])]
+        feature = int(np.repeat(np.arange(len(counts)), counts)[wrong[0]])
         raise DataError(
-            f"id {values[wrong[0]]} of feature {feature.name} is not in its table of {feature.rows} "
-            "rows; raise the table's rows or hash the ids"
+            f"id {ids[wrong[0]]} of feature {names[feature]} is not in its table of "
+            f"{bases[feature + 1] - bases[feature]} rows; raise the table's rows or hash the ids"
         )
-    return Bags(values + np.repeat(bases[:-1], counts), offsets, size)
+    rows: RowIds = ids + np.repeat(bases[:-1], counts)
+    return rows
 
 
 class Planner:

@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.data.batch import Batch
+from recpipe.embedding.planner import checked_rows
 from recpipe.embedding.policies import RowIds
-from recpipe.errors import DataError, UserError
+from recpipe.errors import UserError
 from recpipe.plugin.api import Context
 
 VERSION = 1
@@ -60,15 +61,7 @@ def global_rows(batch: Batch, bases: RowIds) -> RowIds:
     """
     per_key = np.diff(np.asarray(batch.sparse.offset_per_key()))
     ids = batch.sparse.values().numpy().astype(np.int64)
-    wrong = np.flatnonzero((ids < 0) | (ids >= np.repeat(np.diff(bases), per_key)))
-    if len(wrong):
-        feature = int(np.repeat(np.arange(len(per_key)), per_key)[wrong[0]])
-        raise DataError(
-            f"id {ids[wrong[0]]} of feature {batch.sparse.keys()[feature]} is not in its table of "
-            f"{bases[feature + 1] - bases[feature]} rows; raise the table's rows or hash the ids"
-        )
-    rows: RowIds = ids + np.repeat(bases[:-1], per_key)
-    return rows
+    return checked_rows(ids, per_key, batch.sparse.keys(), bases)
 
 
 def load_profile(ctx: Context, sample: float) -> Profile:

@@ -10,9 +10,8 @@ import pytest
 import torch.multiprocessing as mp
 from recpipe_bagpipe.tests.trainers import Plan, leaves, process, synchronous, zipf_batches
 
-from recpipe.data.criteo import SPARSE
-from recpipe.data.make import open_dataset
-from tests.conftest import data_dir  # noqa: F401
+from recpipe.data.dataset import Dataset
+from tests.conftest import criteo, data_dir  # noqa: F401
 
 PEOPLE = {
     "one trainer, another holds": ((0,), (1,)),
@@ -23,20 +22,10 @@ PEOPLE = {
 
 
 @pytest.fixture(scope="module")
-def real(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:  # noqa: F811
-    """Real Criteo rows, with small tables: more collisions, the same skew."""
-    file = data_dir / "criteo_80k.tsv.gz"
-    if not file.is_file():
-        pytest.skip(f"no {file}")
-    recipe = {
-        "name": "criteo",
-        "path": str(file),
-        "tables": dict.fromkeys(SPARSE, 500),
-        "cache_dir": str(tmp_path_factory.mktemp("cache")),
-    }
-    dataset = open_dataset(recipe, seed=1)
-    batches = [batch for _, batch in zip(range(24), dataset.batches("train", 127), strict=False)]
-    return Plan(tuple(batches), dataset.schema.sparse, lookahead=7, cleanup=2, look_at=(9,))
+def real(criteo: Dataset) -> Plan:  # noqa: F811
+    """Real Criteo rows."""
+    batches = [batch for _, batch in zip(range(24), criteo.batches("train", 127), strict=False)]
+    return Plan(tuple(batches), criteo.schema.sparse, lookahead=7, cleanup=2, look_at=(9,))
 
 
 def check(folder: Path, trainers: tuple[int, ...], holders: tuple[int, ...], *plans: Plan) -> None:
