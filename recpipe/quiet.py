@@ -27,6 +27,8 @@ def quiet_libraries() -> None:
     logging.getLogger("recpipe").setLevel(logging.INFO)
     for name in ("lightning.pytorch", "lightning.fabric", "torchrec", "fbgemm_gpu"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # Its planner warns of every replicated table, and of a way to make topologies that is new in 1.8.
+    logging.getLogger("torchrec.distributed").setLevel(logging.ERROR)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from recpipe.checkpoint import TableCheckpointIO
 from recpipe.config import knobs, typed
 from recpipe.data.make import open_dataset
-from recpipe.embedding.build import TierConfig, build_embeddings
+from recpipe.embedding.build import TierConfig, build_embeddings, is_sharded, plan_shards
 from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.errors import UserError
 from recpipe.launch import Topology, joined
@@ -85,16 +85,24 @@ def run_on(
 
     # 3. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
     assembly = assemble_plugins(cfg, dataset, tables, tier_config, device, steps, ranks)
-    described = describe(assembly, tables, tier_config, ranks)
+    shards = None
+    if is_sharded(tier_config, assembly):
+        world = (cfg.task.name == "plan" and cfg.task.ranks) or ranks.world
+        shards = plan_shards(tables, tier_config, assembly, device, cfg.data.batch_size, ranks, world)
+    described = describe(assembly, tables, tier_config, ranks, shards)
     if leads:
         write_json(run_dir / "assembly.json", described)
+        if shards is not None:
+            write_json(run_dir / "plan.json", shards[1].to_dict())
     if cfg.task.name == "plan":
-        print_plan(described)
+        print_plan(described, run_dir)
         return described
 
     # 4. Tables in their tiers, and the model over them. A rank that only holds rows serves them here.
     reset_peak_rss()
-    embeddings = build_embeddings(tables, tier_config, assembly, device, run_dir, cfg.data.batch_size, ranks)
+    embeddings = build_embeddings(
+        tables, tier_config, assembly, device, run_dir, cfg.data.batch_size, ranks, shards
+    )
     trainers = ranks.channel(ranks.trainers)
     scratch = scratch_dir(tier_config, run_dir, ranks)
     with closing_tiers(embeddings, scratch, ranks) as tiers:

@@ -12,7 +12,9 @@ import torch
 from recpipe.embedding.collection import ResidentCollection, TableCollection
 from recpipe.embedding.parts import TierParts
 from recpipe.embedding.policies import POLICIES, RowSpace
-from recpipe.embedding.shard import ShardedCollection
+from recpipe.embedding.shard import ShardedCollection, join_group
+from recpipe.embedding.shard_plan import ShardPlan, load_plan
+from recpipe.embedding.sharding import KERNELS, Sharding
 from recpipe.embedding.shared_rows import ReplicatedCollection
 from recpipe.embedding.stores import KINDS, make_store, unknown_store
 from recpipe.embedding.stores.base import ColdStore, Fill, StoreLayout
@@ -21,6 +23,7 @@ from recpipe.embedding.tables import TableSet
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.errors import UserError
 from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.ranks import Emulation, Ranks
 from recpipe.sizes import parse_bytes, readable_bytes
@@ -41,6 +44,9 @@ class TierConfig:
     sharded: bool
     holder_store: str = "host"
     emulate: dict[str, Any] = field(default_factory=dict)
+    plan: str | None = None
+    kernel: str = "fused"
+    split_rows: bool = False
 
     def __post_init__(self) -> None:
         names = ["resident", *POLICIES]
@@ -54,6 +60,8 @@ class TierConfig:
         ):
             if value not in kinds:
                 raise unknown_store(f"tiers.{key}", value, kinds)
+        if self.kernel not in KERNELS:
+            raise UserError(f"tiers.kernel={self.kernel} is unknown; choose one of {', '.join(KERNELS)}")
         unknown = set(self.emulate) - {"latency_us", "gbit_per_s"}
         if unknown:
             raise UserError(
@@ -107,19 +115,63 @@ def cache_owner(config: TierConfig, assembly: Assembly) -> str:
 
 def _check_sharding(config: TierConfig, assembly: Assembly, owner: str) -> None:
     """Tiers and sharding exclude each other; planners and their like need sharding."""
-    if config.sharded and owner != "resident":
+    if owner != "resident" and is_sharded(config, assembly):
+        placing = _placing(assembly)
+        who = f"plugin {placing[0].origin} shards tables and" if placing else "tiers.sharded=true"
         raise PluginConflict(
-            f"tiers.sharded=true keeps all rows resident, but {owner} decides which rows are; "
-            "drop one of the two"
+            f"{who} keeps all rows resident, but {owner} decides which rows are; drop one of the two"
         )
+
+
+def _placing(assembly: Assembly) -> list[Owned[Any]]:
+    """The plugins' parts that go through TorchRec's planner."""
     placed = [assembly.planner, *assembly.sharders.values(), *assembly.codecs.values()]
     placed += [policy for aspect in ("placement", "kernel") for policy, _ in assembly.policies(aspect)]
-    for owned in placed:
-        if owned is not None and not config.sharded:
-            raise PluginConflict(
-                f"plugin {owned.origin} places tables through TorchRec's planner, which this recipe does not "
-                "use; set tiers.sharded=true"
-            )
+    return [owned for owned in placed if owned is not None]
+
+
+def is_sharded(config: TierConfig, assembly: Assembly) -> bool:
+    """Whether TorchRec's planner places the tables: the recipe or a plugin asks for it."""
+    return config.sharded or config.plan is not None or bool(_placing(assembly))
+
+
+def plan_shards(
+    tables: TableSet,
+    config: TierConfig,
+    assembly: Assembly,
+    device: torch.device,
+    batch_size: int,
+    ranks: Ranks,
+    world: int,
+) -> tuple[Sharding, ShardPlan]:
+    """Where the tables' parts will lie on ``world`` ranks; takes no memory.
+
+    All ranks call it; it plans alone where ``world`` is not the number of ranks that run.
+    """
+    if len(ranks.trainers) < ranks.world or len(ranks.holders) < ranks.world:
+        raise UserError(
+            "sharded tables lie on every rank that trains: leave topology.embedding_ranks and trainers null"
+        )
+    if config.kernel != "fused" and device.type != "cuda":
+        raise UserError(
+            f"tiers.kernel={config.kernel} needs a GPU, and this run is on a CPU: leave tiers.kernel=fused; "
+            "tables larger than memory are what tiers.store=ssd with a caching policy is for"
+        )
+    sharding = Sharding(
+        tables,
+        assembly,
+        device,
+        world,
+        -(-batch_size // world),
+        config.split_rows,
+        config.kernel,
+        config.budget(tables) / tables.total_bytes,
+    )
+    if config.plan is not None:
+        plan = load_plan(Path(config.plan).expanduser())
+        sharding.check(plan)
+        return sharding, plan
+    return sharding, sharding.plan(join_group(device, ranks) if world == ranks.world else None)
 
 
 def build_embeddings(
@@ -130,15 +182,17 @@ def build_embeddings(
     run_dir: Path,
     batch_size: int,
     ranks: Ranks,
+    shards: tuple[Sharding, ShardPlan] | None = None,
 ) -> TableCollection:
-    """The collection of tables that the recipe and the plugins ask for, filled with first values."""
+    """The collection of tables that the recipe and the plugins ask for, filled with first values.
+
+    ``shards``: as ``plan_shards`` gave it, where tables are sharded.
+    """
     owner = cache_owner(config, assembly)
     several = len(ranks.trainers) > 1
     module: TableCollection
-    if config.sharded:
-        if ranks.world > 1:
-            raise UserError("tiers.sharded=true trains in one process; start it without torchrun")
-        module = ShardedCollection(tables, assembly, device, batch_size)
+    if shards is not None:
+        module = ShardedCollection(*shards, ranks)
     elif owner == "resident":
         if len(ranks.trainers) < ranks.world:
             raise UserError(

@@ -64,6 +64,9 @@ class TableCollection(ABC, nn.Module):
     def write(self, region: Region, values: Values) -> None:
         """Replace the weights and optimizer state of ``region``."""
 
+    def update(self) -> None:
+        """The step of tables that their backward pass does not update; called after it."""
+
     def tier_figures(self) -> TierFigures | None:
         """What it moved between its tiers; None where all rows are resident."""
         return None

@@ -7,9 +7,13 @@ these, this file is the place to mend.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
 
 import torch
+import torch.distributed
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec.distributed import comm_ops, dist_data
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
@@ -49,9 +53,15 @@ class LocalShard:
 
 
 def local_shards(parallel: DistributedModelParallel, table: str) -> list[LocalShard]:
-    """The shards of ``table`` in a ``DistributedModelParallel`` whose module holds them as ``tables``."""
+    """The shards of ``table`` in a ``DistributedModelParallel`` whose module holds them as ``tables``.
+
+    A data-parallel table is one shard without state: its optimizer is not TorchRec's.
+    """
     key = f"embedding_bags.{table}.weight"
-    weights = parallel.module.tables.state_dict()[key].local_shards()
+    weight = parallel.module.tables.state_dict()[key]
+    if not hasattr(weight, "local_shards"):
+        return [LocalShard(0, 0, weight.detach(), weight.new_empty(len(weight), 0))]
+    weights = weight.local_shards()
     states = parallel.fused_optimizer.state_dict()["state"].get(f"tables.{key}", {})
     momentum = next((v.local_shards() for name, v in states.items() if "momentum" in name), None)
     shards = []
@@ -59,7 +69,108 @@ def local_shards(parallel: DistributedModelParallel, table: str) -> list[LocalSh
         tensor = shard.tensor.detach()
         state = tensor.new_empty(len(tensor), 0)
         if momentum is not None:
-            state = momentum[index].tensor.detach().view(len(tensor), -1)
+            flat = momentum[index].tensor.detach()
+            state = flat.view(len(tensor), flat.numel() // max(1, len(tensor)))
         row, column = shard.metadata.shard_offsets
         shards.append(LocalShard(row, column, tensor, state))
     return shards
+
+
+@dataclass
+class Collective:
+    """Calls of one kind of collective by TorchRec on this rank."""
+
+    calls: int = 0
+    bytes_sent: int = 0
+    """Payload for other ranks."""
+    wait_seconds: float = 0.0
+    """Time that this rank's Python waited for their ends."""
+
+
+class _Timed(torch.distributed.Work):
+    """A ``Work`` that tells how long ``wait`` took; TorchRec looks at its type."""
+
+    def __init__(self, work: Any, into: Collective) -> None:
+        super().__init__()
+        self._work, self._into = work, into
+
+    def wait(self, *arguments: Any) -> Any:
+        start = perf_counter()
+        try:
+            return self._work.wait(*arguments)
+        finally:
+            self._into.wait_seconds += perf_counter() - start
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+class _Counting:
+    """``torch.distributed`` as TorchRec's modules see it, counting what goes over the wire."""
+
+    def __init__(self, counts: dict[str, Collective]) -> None:
+        self.counts = counts
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch.distributed, name)
+        if name not in _SENT:
+            return found
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            entry = self.counts.setdefault(name, Collective())
+            entry.calls += 1
+            group = named.get("group")
+            world = torch.distributed.get_world_size(group)
+            entry.bytes_sent += _SENT[name](world, torch.distributed.get_rank(group), arguments, named)
+            start = perf_counter()
+            work = found(*arguments, **named)
+            if work is not None:
+                return _Timed(work, entry)
+            entry.wait_seconds += perf_counter() - start
+            return None
+
+        return call
+
+
+def _argument(index: int, name: str, arguments: Any, named: Any) -> Any:
+    return named[name] if name in named else arguments[index]
+
+
+def _all_to_all(world: int, rank: int, arguments: Any, named: Any) -> int:
+    sent = _argument(1, "input", arguments, named)
+    splits = named.get("input_split_sizes") or (arguments[3] if len(arguments) > 3 else None)
+    if not splits:
+        return int(sent.nbytes * (world - 1) // world)
+    row = sent.nbytes // max(1, sent.shape[0])
+    return int((sum(splits) - splits[rank]) * row)
+
+
+def _scatter(world: int, rank: int, arguments: Any, named: Any) -> int:
+    sent = _argument(1, "input_list" if "input_list" in named else "input", arguments, named)
+    if isinstance(sent, torch.Tensor):
+        return int(sent.nbytes * (world - 1) // world)
+    return sum(int(part.nbytes) for i, part in enumerate(sent) if i != rank)
+
+
+def _gather(world: int, rank: int, arguments: Any, named: Any) -> int:
+    names = [n for n in ("tensor", "input_tensor", "input") if n in named]
+    sent = named[names[0]] if names else arguments[1]
+    return int(sent.nbytes) * (world - 1)
+
+
+_SENT = {
+    "all_to_all_single": _all_to_all,
+    "reduce_scatter": _scatter,
+    "reduce_scatter_tensor": _scatter,
+    "all_gather": _gather,
+    "all_gather_into_tensor": _gather,
+}
+
+
+def count_collectives() -> dict[str, Collective]:
+    """Count TorchRec's collectives in this process from now on, by name; the all-reduce of data-parallel
+    tables is DistributedDataParallel's and not among them."""
+    counts: dict[str, Collective] = {}
+    for module in (comm_ops, dist_data):
+        module.dist = _Counting(counts)
+    return counts

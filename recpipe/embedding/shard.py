@@ -1,143 +1,246 @@
-"""Tables placed by TorchRec's planner and run by ``DistributedModelParallel``.
+"""Tables cut into parts over the ranks by a plan, and run by TorchRec's ``DistributedModelParallel``.
 
-The planner, sharders and codecs are plugins' extension points. One process in this version: the
-placement, kernels and module are TorchRec's own, and all shards are on this process.
+Every rank looks up its share of each batch: ids go to the ranks that hold their rows (``start``), pooled
+rows come back (``finish``), and the backward pass sends gradients the other way and makes the update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.comm_ops import set_gradient_division
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import QuantizedCommCodecs, ShardingEnv
+from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe.embedding import seams
-from recpipe.embedding.collection import TableCollection
-from recpipe.embedding.tables import FILL_ROWS, Region, TableSet, Values, to_numpy
-from recpipe.plugin.api import TableInfo
-from recpipe.plugin.assembly import Assembly
+from recpipe.embedding.collection import TORCHREC_OPTIMIZERS, TableCollection
+from recpipe.embedding.shard_plan import Shard, ShardPlan
+from recpipe.embedding.sharding import Sharding
+from recpipe.embedding.tables import Region, Values, row_chunks, to_numpy
+from recpipe.errors import DataError
+from recpipe.ranks import Channel, Ranks
 
 
-class _Holder(nn.Module):
-    """``DistributedModelParallel`` replaces children, so the collection must be one."""
+class Sent:
+    """A share of a batch whose ids are on their way to the rows' ranks."""
 
-    def __init__(self, tables: nn.Module) -> None:
-        super().__init__()
-        self.tables = tables
+    def __init__(self, collection: ShardedCollection, sparse: KeyedJaggedTensor) -> None:
+        self.samples = sparse.stride()
+        self.context = collection.sharded.create_context()
+        self._lengths = collection.sharded.input_dist(self.context, collection.padded(sparse))
+        self._ids: Any = None
+        self._here: Any = None
+
+    def send_ids(self) -> None:
+        """Wait for the numbers of ids, which went first, and send the ids themselves."""
+        if self._ids is None:
+            self._ids = self._lengths.wait()
+
+    def ids(self) -> Any:
+        """What the other ranks sent here; waits for it."""
+        self.send_ids()
+        if self._here is None:
+            self._here = self._ids.wait()
+        return self._here
 
 
 class ShardedCollection(TableCollection):
-    """TorchRec's ``ShardedEmbeddingBagCollection`` with fused optimizers, placed by a planner."""
+    """TorchRec's ``ShardedEmbeddingBagCollection`` with fused optimizers, placed by ``plan``.
 
-    def __init__(self, tables: TableSet, assembly: Assembly, device: torch.device, batch_size: int) -> None:
+    Gradients are sums over the ranks, not means: each rank's loss is its addend of the whole batch's.
+    """
+
+    def __init__(self, sharding: Sharding, plan: ShardPlan, ranks: Ranks) -> None:
         super().__init__()
-        join_group(device)
-        self.tables = tables
-        holder = _Holder(EmbeddingBagCollection(tables=tables.configs(), device=torch.device("meta")))
-        sharders = _sharders(tables, assembly)
-        topology = Topology(world_size=1, local_world_size=1, compute_device=device.type)
-        constraints = _constraints(tables, assembly)
-        if assembly.planner is not None:
-            planner = assembly.planner.part(topology, constraints)
-        else:
-            planner = EmbeddingShardingPlanner(
-                topology=topology, constraints=constraints, batch_size=batch_size
-            )
-        group = dist.group.WORLD
-        assert group is not None
+        self.sharding, self.shards = sharding, plan
+        self.tables = tables = sharding.tables
+        group = join_group(sharding.device, ranks)
+        set_gradient_division(False)
+        self.collectives = seams.count_collectives()
+        topology = sharding.topology()
         self.parallel = DistributedModelParallel(
-            holder,
+            sharding.module(),
             env=ShardingEnv.from_process_group(group),
-            device=device,
-            plan=planner.collective_plan(holder, sharders, group),
-            sharders=sharders,
+            device=sharding.device,
+            plan=plan.torchrec(sharding.device.type, topology.local_world_size, sharding.constraints()),
+            sharders=sharding.sharders(),
         )
-        self._shards = {f.name: seams.local_shards(self.parallel, f.name) for f in tables.features}
-        for region in self.regions():
-            records = tables.fill(region.table, region.start, region.stop)
-            self.write(region, (records[:, region.left : region.right], records[:, tables.dim :]))
+        self._channel: Channel = ranks.channel()
+        self._rank = ranks.rank
+        self._replicated = self._dense_optimizer()
+        self._local = {f.name: self._shards_here(f.name) for f in tables.features}
+        for region in row_chunks(tables.features, tables.dim):
+            if self._pieces(region, self._rank):
+                records = tables.fill(region.table, region.start, region.stop)
+                self.write(region, (records[:, : tables.dim], records[:, tables.dim :]))
 
-    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled rows by feature name."""
-        pooled: KeyedTensor = self.parallel.module.tables(sparse).wait()
-        return pooled
+    @property
+    def sharded(self) -> Any:
+        """TorchRec's sharded module."""
+        return self.parallel.module.tables
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """As TorchRec's collection."""
         return self.tables.configs()
 
-    def regions(self) -> Iterator[Region]:
-        """Every local shard, in chunks of rows."""
-        for name, shards in self._shards.items():
-            for shard in shards:
-                rows, columns = shard.weights.shape
-                for start in range(shard.row, shard.row + rows, FILL_ROWS):
-                    stop = min(start + FILL_ROWS, shard.row + rows)
-                    yield Region(name, start, stop, shard.column, shard.column + columns)
+    # -- lookups -----------------------------------------------------------------------------
 
-    def _local(self, region: Region) -> tuple[torch.Tensor, torch.Tensor]:
-        shard = next(
-            s
-            for s in self._shards[region.table]
-            if s.column == region.left and s.row <= region.start < s.row + len(s.weights)
+    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
+        """Pooled rows of this rank's share, by feature name."""
+        return self.finish(Sent(self, sparse))
+
+    def start(self, sparse: KeyedJaggedTensor) -> Sent:
+        """Begin to send the ids of a batch that will be looked up later; all ranks do so together."""
+        return Sent(self, sparse)
+
+    def finish(self, sent: Sent) -> KeyedTensor:
+        """Pooled rows of what ``start`` sent, float32 [B, F * D] in the order of the result's keys."""
+        pooled: KeyedTensor = self.sharded.compute_and_output_dist(sent.context, sent.ids()).wait()
+        if pooled.values().shape[0] == sent.samples:
+            return pooled
+        return KeyedTensor(pooled.keys(), pooled.length_per_key(), pooled.values()[: sent.samples])
+
+    def padded(self, sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """``sparse`` with samples without ids at its end, so that all ranks send shares of one size.
+
+        TorchRec's row-wise collectives need that under gloo; such a sample's gradient is zero.
+        """
+        size, full = sparse.stride(), self.sharding.rank_batch
+        if size == full or self.shards.world == 1:
+            return sparse
+        if size > full:
+            raise DataError(
+                f"a share of {size} samples, but tables sharded over ranks were built for {full} "
+                "(data.batch_size over the ranks): no plugin may make batches larger"
+            )
+        lengths = sparse.lengths().view(len(sparse.keys()), size)
+        lengths = torch.nn.functional.pad(lengths, (0, full - size)).view(-1)
+        return KeyedJaggedTensor(sparse.keys(), sparse.values(), lengths=lengths)
+
+    def _dense_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of data-parallel tables, whose gradients are whole tables."""
+        weights = [
+            p
+            for name, p in self.parallel.named_parameters()
+            if self.shards.tables[name.split(".")[-2]].replicated
+        ]
+        if not weights:
+            return None
+        optimizer = self.tables.optimizer
+        knobs = {"lr": optimizer.lr} | ({} if optimizer.name == "sgd" else {"eps": optimizer.eps})
+        made: torch.optim.Optimizer = TORCHREC_OPTIMIZERS[optimizer.name](weights, **knobs)
+        return made
+
+    def _shards_here(self, table: str) -> list[seams.LocalShard]:
+        found = seams.local_shards(self.parallel, table)
+        if self._replicated is None or not self.shards.tables[table].replicated:
+            return found
+        weight = self.parallel.get_parameter(f"module.tables.embedding_bags.{table}.weight")
+        state = self._replicated.state[weight].get("sum")
+        return found if state is None else [replace(found[0], state=state.view(len(weight), -1))]
+
+    def update(self) -> None:
+        """The data-parallel tables' part of the step, after the backward pass."""
+        if self._replicated is None:
+            return
+        for group in self._replicated.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight.grad *= self.shards.world  # DistributedDataParallel has averaged it
+        self._replicated.step()
+        self._replicated.zero_grad()
+
+    # -- rows, for checkpoints ---------------------------------------------------------------
+
+    def regions(self) -> Iterator[Region]:
+        """All rows of all tables, in chunks, on every rank."""
+        yield from row_chunks(self.tables.features, self.tables.dim)
+
+    def _pieces(self, region: Region, rank: int) -> list[tuple[Shard, slice]]:
+        """The shards of ``rank`` that have rows of ``region``, each with those rows' numbers in the table."""
+        plan = self.shards.tables[region.table]
+        found = []
+        for shard in plan.shards:
+            low, high = max(shard.row, region.start), min(shard.row + shard.rows, region.stop)
+            if shard.rank == rank and low < high:
+                found.append((shard, slice(low, high)))
+        return found
+
+    def _views(self, table: str, shard: Shard, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and optimizer state of ``rows`` (as numbered in the table) of a shard on this rank."""
+        local = next(
+            s for s in self._local[table] if (s.row, s.column) == (shard.row, shard.column) and len(s.weights)
         )
-        rows = slice(region.start - shard.row, region.stop - shard.row)
-        return shard.weights[rows], shard.state[rows]
+        part = slice(rows.start - shard.row, rows.stop - shard.row)
+        return local.weights[part], local.state[part]
 
     def read(self, region: Region) -> Values:
-        """Current weights and optimizer state of ``region``."""
-        weights, state = self._local(region)
-        return to_numpy(weights), to_numpy(state)
+        """Current weights and optimizer state of ``region``, on every rank; all ranks ask together.
+
+        Row-wise Adagrad's state of columns on different ranks is their mean, weighted by columns: what
+        the state of the whole row would be.
+        """
+        replicated = self.shards.tables[region.table].replicated
+        readers = (self._rank,) if replicated else tuple(range(self.shards.world))
+        mine = [
+            to_numpy(view).reshape(-1)
+            for shard, rows in self._pieces(region, self._rank)
+            for view in self._views(region.table, shard, rows)
+        ]
+        flat = np.concatenate([*mine, np.empty(0, np.float32)])
+        received = [flat] if replicated else self._channel.gather(flat)
+        return self._joined(region, dict(zip(readers, received, strict=True)))
+
+    def _joined(self, region: Region, received: dict[int, Any]) -> Values:
+        width = self.tables.layout.width - self.tables.dim
+        rows = region.stop - region.start
+        weights = np.empty((rows, self.tables.dim), np.float32)
+        state = np.zeros((rows, width), np.float32)
+        row_wise = self.tables.optimizer.name == "rowwise_adagrad"
+        for rank, flat in received.items():
+            at = 0
+            for shard, part in self._pieces(region, rank):
+                count = part.stop - part.start
+                here = slice(part.start - region.start, part.stop - region.start)
+                columns = slice(shard.column, shard.column + shard.columns)
+                weights[here, columns] = flat[at : at + count * shard.columns].reshape(count, -1)
+                at += count * shard.columns
+                wide = width if row_wise else shard.columns if width else 0
+                value = flat[at : at + count * wide].reshape(count, wide)
+                at += count * wide
+                if row_wise and shard.columns < self.tables.dim:
+                    state[here] += value * np.float32(shard.columns / self.tables.dim)
+                elif row_wise:
+                    state[here] = value
+                elif width:
+                    state[here, columns] = value
+        return weights, state
 
     def write(self, region: Region, values: Values) -> None:
-        """Replace the weights and optimizer state of ``region``."""
+        """Replace this rank's part of the weights and optimizer state of ``region``."""
+        row_wise = self.tables.optimizer.name == "rowwise_adagrad"
         with torch.no_grad():
-            for local, value in zip(self._local(region), values, strict=True):
-                local.copy_(torch.from_numpy(value))
+            for shard, rows in self._pieces(region, self._rank):
+                here = slice(rows.start - region.start, rows.stop - region.start)
+                columns = slice(shard.column, shard.column + shard.columns)
+                weights, state = self._views(region.table, shard, rows)
+                weights.copy_(torch.from_numpy(values[0][here, columns]))
+                if state.numel():
+                    state.copy_(torch.from_numpy(values[1][here] if row_wise else values[1][here, columns]))
 
 
-def join_group(device: torch.device) -> None:
-    """A process group of this process alone, which TorchRec's distributed modules ask for."""
+def join_group(device: torch.device, ranks: Ranks) -> dist.ProcessGroup:
+    """A group for TorchRec's collectives alone; of one process where there is but one."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-
-
-def _sharders(tables: TableSet, assembly: Assembly) -> list[Any]:
-    """TorchRec's sharder with the fused optimizer and the plugins' codecs, or the plugins' own."""
-    if assembly.sharders:
-        return [owned.part for owned in assembly.sharders.values()]
-    optimizer = tables.optimizer
-    fused = {"optimizer": optimizer.kind, "learning_rate": optimizer.lr, "eps": optimizer.eps}
-    return [EmbeddingBagCollectionSharder(fused_params=fused, qcomm_codecs_registry=_codecs(assembly))]
-
-
-def _codecs(assembly: Assembly) -> dict[str, QuantizedCommCodecs]:
-    """TorchRec's registry: by the collective's name, one codec for each direction."""
-    registry: dict[str, QuantizedCommCodecs] = {}
-    for (collective, direction), owned in assembly.codecs.items():
-        setattr(registry.setdefault(collective.name, QuantizedCommCodecs()), direction, owned.part)
-    return registry
-
-
-def _constraints(tables: TableSet, assembly: Assembly) -> dict[str, ParameterConstraints]:
-    """The plugins' limits; tables without one keep their fused optimizer, so no dense kernel."""
-    constraints = {f.name: ParameterConstraints(compute_kernels=["fused"]) for f in tables.features}
-    rows = {f.name: f.rows for f in tables.features}
-    for aspect in ("placement", "kernel"):
-        for policy, names in assembly.policies(aspect):
-            for name in names:
-                limit = policy.part.constrain(name, TableInfo(name, rows[name], tables.dim))
-                if limit is not None:
-                    constraints[name] = limit
-    return constraints
+    made: dist.ProcessGroup = dist.new_group(list(range(ranks.world)), backend=backend)
+    return made

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from numpy.typing import NDArray
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 
 from recpipe.data.dataset import SparseFeature
 from recpipe.embedding.stores.base import Records, StoreLayout
@@ -80,11 +80,16 @@ class TableSet:
         """Per table: rows, dimension, width of the optimizer state."""
         return {f.name: (f.rows, self.dim, self.layout.width - self.dim) for f in self.features}
 
-    def configs(self) -> list[EmbeddingBagConfig]:
-        """TorchRec's description of the tables; a table is named after its feature."""
+    def configs(self, data_types: Mapping[str, DataType] | None = None) -> list[EmbeddingBagConfig]:
+        """TorchRec's description of the tables (float32 but for ``data_types``), named as its feature."""
+        types = data_types or {}
         return [
             EmbeddingBagConfig(
-                name=f.name, embedding_dim=self.dim, num_embeddings=f.rows, feature_names=[f.name]
+                name=f.name,
+                embedding_dim=self.dim,
+                num_embeddings=f.rows,
+                feature_names=[f.name],
+                data_type=types.get(f.name, DataType.FP32),
             )
             for f in self.features
         ]

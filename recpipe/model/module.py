@@ -85,6 +85,7 @@ class RankingModule(L.LightningModule):
             if looked_at and not torch.isfinite(loss):
                 raise UserError(self._diverged(batch.batch))
             optimizer.step()
+            self.ranker.embeddings.update()
         self.loss_sum = self.loss_sum.to(loss.device) + loss
         self._losses += 1
         self._batches_done = batch_idx + 1

@@ -12,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe.data.batch import Batch
+from recpipe.embedding.collection import TableCollection
 from recpipe.errors import UserError
 
 
@@ -46,7 +47,7 @@ class Ranker(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, embeddings: nn.Module, dense_features: int, device: torch.device
+        self, config: ModelConfig, embeddings: TableCollection, dense_features: int, device: torch.device
     ) -> None:
         super().__init__()
         collection = cast(EmbeddingBagCollection, embeddings)
@@ -68,9 +69,9 @@ class Ranker(nn.Module):
             part.to(device)
 
     @property
-    def embeddings(self) -> nn.Module:
+    def embeddings(self) -> TableCollection:
         """The collection of tables."""
-        module: nn.Module = self.dlrm.sparse_arch.embedding_bag_collection
+        module: TableCollection = self.dlrm.sparse_arch.embedding_bag_collection
         return module
 
     def forward(self, batch: Batch) -> torch.Tensor:

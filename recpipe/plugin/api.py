@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from recpipe.embedding.stores.base import ColdStore
     from recpipe.report.record import Io
 
-API = (1, 1)
+API = (1, 2)
 """Version of this file's contract: a plugin's major must equal it, its minor must not exceed it."""
 
 P = TypeVar("P")
@@ -137,6 +137,11 @@ class TablePolicy:
     def rewrite(self, module: nn.Module, tables: Sequence[str]) -> nn.Module:
         """The embedding module with ``tables`` changed (aspects ``precision`` and ``update``)."""
         return module
+
+    def data_type(self, name: str) -> str | None:
+        """TorchRec's name of the type that stores a sharded table (``fp32``, ``fp16``, ``bf16``; aspect
+        ``precision``); None: float32."""
+        return None
 
     def cache(self, space: RowSpace) -> CachePolicy:
         """Which rows are resident when (aspect ``cache``)."""

@@ -99,6 +99,10 @@ class BlamedPolicy(TablePolicy):
         with blaming(self.origin, "tables.rewrite"):
             return self.policy.rewrite(module, tables)
 
+    def data_type(self, name: str) -> str | None:
+        with blaming(self.origin, "tables.data_type"):
+            return self.policy.data_type(name)
+
     def cache(self, space: RowSpace) -> CachePolicy:
         with blaming(self.origin, "tables.cache"):
             return self.policy.cache(space)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -10,13 +11,22 @@ from rich.console import Console
 from rich.table import Table
 
 from recpipe.embedding.build import TierConfig, cache_owner
+from recpipe.embedding.shard_plan import ShardPlan
+from recpipe.embedding.sharding import Sharding
 from recpipe.embedding.tables import TableSet
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks
 from recpipe.sizes import readable_bytes
+from recpipe.tasks.plan_shards import described, print_shards
 
 
-def describe(assembly: Assembly, tables: TableSet, tiers: TierConfig, ranks: Ranks) -> dict[str, Any]:
+def describe(
+    assembly: Assembly,
+    tables: TableSet,
+    tiers: TierConfig,
+    ranks: Ranks,
+    shards: tuple[Sharding, ShardPlan] | None = None,
+) -> dict[str, Any]:
     """Content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
     owner = cache_owner(tiers, assembly)
     resident = {"resident": tables.total_bytes, "nocache": 0}.get(
@@ -25,7 +35,8 @@ def describe(assembly: Assembly, tables: TableSet, tiers: TierConfig, ranks: Ran
     return {
         **assembly.to_dict(),
         "cache": owner,
-        "sharded": tiers.sharded,
+        "sharded": shards is not None,
+        "shards": None if shards is None else described(shards[1], tables),
         "ranks": {"trainers": list(ranks.trainers), "holders": list(ranks.holders)},
         "tiers": {
             "store": None if owner == "resident" else tiers.described_store(ranks),
@@ -39,8 +50,8 @@ def describe(assembly: Assembly, tables: TableSet, tiers: TierConfig, ranks: Ran
     }
 
 
-def print_plan(plan: Mapping[str, Any]) -> None:
-    """``describe``'s result as a table."""
+def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:
+    """``describe``'s result as a table; ``run_dir`` is where plan.json went."""
     tiers = plan["tiers"]
     table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
@@ -65,3 +76,6 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     cold = f"{readable_bytes(tiers['cold_bytes'])} ({tiers['store']})" if tiers["store"] else "-"
     table.add_row("cold tier", cold)
     Console().print(table)
+    if plan["shards"] is not None:
+        print_shards(plan["shards"])
+        print(f"plan: {run_dir / 'plan.json'} (train by it: tiers.plan={run_dir / 'plan.json'})")

@@ -1,0 +1,1 @@
+"""HET (VLDB'22): cached embedding rows of bounded staleness, checked by per-row versions."""

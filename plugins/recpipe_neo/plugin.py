@@ -1,0 +1,135 @@
+"""Neo as a plugin: where tables may lie, who plans it, and in which precision they are kept and sent."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ShardingType
+
+from recpipe.plugin.api import Context, Contribution, Invariant, Plugin, TableClaim, TableInfo, TablePolicy
+from recpipe.plugin.errors import PluginError
+from recpipe_neo.planner import PLANNERS, make_planner
+from recpipe_neo.precision import (
+    ROW_SPLITTING,
+    TABLE_PRECISIONS,
+    WIRE_PRECISIONS,
+    codecs,
+    refuse_unsupported,
+)
+
+SHARDING_TYPES = tuple(t.value for t in ShardingType)
+
+
+class Neo(Plugin):
+    """Sharded tables, planned and sent at will (arXiv 2104.05158)."""
+
+    api = (1, 2)
+
+    def __init__(
+        self,
+        *,
+        planner: str,
+        sharding: Mapping[str, Any] | None,
+        forward_precision: str,
+        backward_precision: str,
+        table_precision: str,
+        stochastic_rounding: bool,
+        profile_dir: str | None,
+    ) -> None:
+        _one_of("planner", planner, PLANNERS)
+        _one_of("forward_precision", forward_precision, WIRE_PRECISIONS)
+        _one_of("backward_precision", backward_precision, WIRE_PRECISIONS)
+        _one_of("table_precision", table_precision, TABLE_PRECISIONS)
+        self.planner, self.profile_dir = planner, profile_dir
+        self.types = _sharding_types(sharding or {})
+        self.wire = (forward_precision, backward_precision)
+        self.table_precision, self.stochastic_rounding = table_precision, stochastic_rounding
+        altered = set()
+        if self.wire != ("fp32", "fp32") or table_precision != "fp32":
+            altered.add(Invariant.EXACT_GRADIENT)
+        if table_precision != "fp32":
+            altered.add(Invariant.TABLE_LAYOUT)
+        self.alters = frozenset(altered)  # type: ignore[misc]
+
+    def contribute(self, ctx: Context) -> Contribution:
+        """Claims of all tables' places and precision, the planner and the codecs."""
+        for pattern in self.types:
+            if not any(fnmatchcase(name, pattern) for name in ctx.tables):
+                raise PluginError(
+                    f"plugins.neo.sharding: no table is called '{pattern}'; there are {', '.join(ctx.tables)}"
+                )
+        refuse_unsupported(ctx.device, self.wire, self.table_precision, self.stochastic_rounding)
+        aspects = {"placement", "precision"} if self.table_precision != "fp32" else {"placement"}
+        cache = Path(self.profile_dir).expanduser() if self.profile_dir else ctx.cache_dir
+        return Contribution(
+            tables=[TableClaim("*", frozenset(aspects), self._tables())],  # type: ignore[arg-type]
+            planner=partial(make_planner, self.planner, ctx, cache),
+            codecs=codecs(*self.wire),
+        )
+
+    def _tables(self) -> TablePolicy:
+        return ShardedTables(
+            self.types, "int8" in self.wire, self.table_precision, self.stochastic_rounding
+        )
+
+
+class ShardedTables(TablePolicy):
+    """Limits of TorchRec's planner, and how tables are stored."""
+
+    def __init__(
+        self,
+        types: Mapping[str, tuple[str, ...]],
+        whole_rows: bool,
+        precision: str,
+        stochastic_rounding: bool,
+    ) -> None:
+        self.types, self.precision, self.stochastic_rounding = types, precision, stochastic_rounding
+        self.whole_rows = whole_rows
+        """Whether tables may not be split by rows: int8 has no reduce-scatter."""
+
+    def constrain(self, name: str, table: TableInfo) -> ParameterConstraints:
+        """The recipe's types; the first pattern that matches counts."""
+        said = next((t for pattern, t in self.types.items() if fnmatchcase(name, pattern)), None)
+        types = list(said or SHARDING_TYPES)
+        if self.whole_rows:
+            types = [t for t in types if t not in ROW_SPLITTING]
+            if not types:
+                raise PluginError(
+                    f"plugins.neo.sharding: table '{name}' is to be {', '.join(said or ())}, but TorchRec has "
+                    "no int8 reduce-scatter; use fp16 or bf16 between ranks, or table_wise or column_wise"
+                )
+        rounding = self.stochastic_rounding if self.precision != "fp32" else None
+        return ParameterConstraints(
+            sharding_types=types if said or self.whole_rows else None, stochastic_rounding=rounding
+        )
+
+    def data_type(self, name: str) -> str:
+        """One type for all tables."""
+        return self.precision
+
+
+def _one_of(knob: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(choices)}"
+        raise PluginError(f"plugins.neo.{knob}={value} is unknown; {hint}")
+
+
+def _sharding_types(sharding: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    if not isinstance(sharding, Mapping):
+        raise PluginError(
+            f"plugins.neo.sharding={sharding}: give types by table, such as {{C3: row_wise, '*': table_wise}}"
+        )
+    found = {}
+    for pattern, types in sharding.items():
+        chosen = (types,) if isinstance(types, str) else tuple(types)
+        for each in chosen:
+            _one_of(f"sharding.{pattern}", each, SHARDING_TYPES)
+        found[str(pattern)] = chosen
+    return found

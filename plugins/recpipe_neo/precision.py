@@ -1,0 +1,54 @@
+"""Fewer bits: between ranks (Neo, section 5.3) and in the tables; what does not work is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
+from torchrec.distributed.types import CommOp
+
+from recpipe.plugin.api import Direction
+from recpipe.plugin.errors import PluginError
+
+WIRE_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+TABLE_PRECISIONS = ("fp32", "fp16", "bf16")
+ROW_SPLITTING = frozenset({"row_wise", "table_row_wise", "grid_shard"})
+"""Sharding types whose pooled rows are sums over ranks: a reduce-scatter."""
+POOLED = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
+
+
+def codecs(forward: str, backward: str) -> Mapping[tuple[CommOp, Direction], Any]:
+    """TorchRec's codecs of pooled rows and their gradients; none for float32 both ways.
+
+    A codec rounds each value once on its way: relative error at most 2^-11 (fp16), 2^-8 (bf16), and for
+    int8 half of 1/255 of the row's range. A reduce-scatter adds in that precision too, rank by rank.
+    """
+    if (forward, backward) == ("fp32", "fp32"):
+        return {}
+    made: dict[tuple[CommOp, Direction], Any] = {}
+    for collective in POOLED:
+        if "int8" in (forward, backward) and collective is CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER:
+            continue
+        config = QCommsConfig(
+            forward_precision=CommType[forward.upper()], backward_precision=CommType[backward.upper()]
+        )
+        pair = get_qcomm_codecs(config)
+        made[collective, "forward"] = pair.forward
+        made[collective, "backward"] = pair.backward
+    return made
+
+
+def refuse_unsupported(device: str, wire: tuple[str, str], table: str, stochastic_rounding: bool) -> None:
+    """``PluginError`` on what FBGEMM would ignore or fail at on ``device``."""
+    if device.startswith("cuda"):
+        return
+    if table == "bf16":
+        raise PluginError(
+            "plugins.neo.table_precision=bf16: FBGEMM trains bf16 tables on GPUs alone; use fp16 or fp32 on a CPU"
+        )
+    if stochastic_rounding:
+        raise PluginError(
+            "plugins.neo.stochastic_rounding=true: FBGEMM rounds at random on GPUs alone and ignores the wish "
+            "on a CPU; set it to false"
+        )

@@ -1,0 +1,224 @@
+"""Which rank holds which part of which table: TorchRec's planner, with this machine's memory and the
+recipe's limits, or a plan from a file.
+
+TorchRec leaves row-wise sharding out on CPUs and offers column-wise sharding with every optimizer;
+``TableSharder`` mends both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.types import PlannerError, ShardingOption, Stats
+from torchrec.distributed.types import QuantizedCommCodecs, ShardingPlanner, ShardingType
+from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from recpipe.embedding.shard_plan import ShardPlan, from_torchrec
+from recpipe.embedding.tables import TableSet
+from recpipe.errors import UserError
+from recpipe.plugin.api import TableInfo
+from recpipe.plugin.assembly import Assembly
+
+COLUMN_SPLITTING = frozenset({"column_wise", "table_column_wise", "grid_shard"})
+"""Sharding types that cut rows of a table apart."""
+KERNELS = {
+    "fused": EmbeddingComputeKernel.FUSED.value,
+    "uvm": EmbeddingComputeKernel.FUSED_UVM.value,
+    "uvm_caching": EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
+}
+"""``tiers.kernel``: rows in device memory, in host memory that a GPU reads directly, or there behind a
+cache in device memory."""
+
+
+class _Holder(nn.Module):
+    """``DistributedModelParallel`` replaces children, so the collection must be one."""
+
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+
+
+class TableSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
+    """TorchRec's sharder with the types that work: row-wise on CPUs too, and no column-wise one where it
+    would change the optimizer (row-wise Adagrad keeps one state for a whole row)."""
+
+    def __init__(self, split_rows: bool, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.split_rows = split_rows
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Every type that TorchRec runs on the device and the optimizer allows."""
+        types = [t.value for t in ShardingType]
+        return [t for t in types if self.split_rows or t not in COLUMN_SPLITTING]
+
+
+@dataclass
+class Prediction(Stats):  # type: ignore[misc]
+    """What a planner expects of its plan; empty until it has planned."""
+
+    shard_ms: dict[str, list[float]]
+    """Milliseconds of each shard, by table."""
+
+    def log(self, *_: Any, best_plan: list[ShardingOption] | None = None, **__: Any) -> None:
+        """Called by TorchRec's planner with the plan that it chose."""
+        for option in best_plan or ():
+            self.shard_ms[option.name] = [float(s.perf.total) if s.perf else 0.0 for s in option.shards]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Everything that planning and building need to agree on."""
+
+    tables: TableSet
+    assembly: Assembly
+    device: torch.device
+    world: int
+    rank_batch: int
+    """Samples of one rank's share of a batch, padding included."""
+    split_rows: bool
+    kernel: str
+    cached_share: float
+    """Share of a table's rows that ``kernel=uvm_caching`` keeps in device memory."""
+
+    def data_types(self) -> dict[str, DataType]:
+        """The tables that a plugin stores in another type than float32."""
+        found = {}
+        for policy, names in self.assembly.policies("precision"):
+            for name in names:
+                chosen = policy.part.data_type(name)
+                if chosen is not None:
+                    found[name] = DataType[chosen.upper()]
+        return found
+
+    def module(self) -> nn.Module:
+        """The tables without memory, as a child named ``tables``."""
+        configs = self.tables.configs(self.data_types())
+        return _Holder(EmbeddingBagCollection(tables=configs, device=torch.device("meta")))
+
+    def sharders(self) -> list[Any]:
+        """A sharder with the fused optimizer and the plugins' codecs, or the plugins' own."""
+        if self.assembly.sharders:
+            return [owned.part for owned in self.assembly.sharders.values()]
+        optimizer = self.tables.optimizer
+        fused: dict[str, Any] = {
+            "optimizer": optimizer.kind,
+            "learning_rate": optimizer.lr,
+            "eps": optimizer.eps,
+        }
+        if self.kernel == "uvm_caching":
+            fused |= {"cache_load_factor": self.cached_share, "prefetch_pipeline": True}
+        allowed = self.split_rows or optimizer.name != "rowwise_adagrad"
+        return [TableSharder(allowed, fused_params=fused, qcomm_codecs_registry=_codecs(self.assembly))]
+
+    def topology(self) -> Topology:
+        """The ranks as TorchRec's planner sees them, with this machine's memory shared among its ranks."""
+        local = min(int(os.environ.get("LOCAL_WORLD_SIZE", self.world)), self.world)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
+        hbm = torch.cuda.get_device_properties(self.device).total_memory if self._on_gpu else None
+        return Topology(
+            world_size=self.world,
+            local_world_size=local,
+            compute_device=self.device.type,
+            hbm_cap=hbm,
+            ddr_cap=memory,
+        )
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def constraints(self) -> dict[str, ParameterConstraints]:
+        """Limits by table: the recipe's kernel, then what plugins say; fields left alone keep their value."""
+        kernels = [KERNELS[self.kernel], EmbeddingComputeKernel.DENSE.value]
+        limits = {f.name: ParameterConstraints(compute_kernels=kernels) for f in self.tables.features}
+        rows = {f.name: f.rows for f in self.tables.features}
+        for aspect in ("placement", "kernel"):
+            for policy, names in self.assembly.policies(aspect):
+                for name in names:
+                    limit = policy.part.constrain(name, TableInfo(name, rows[name], self.tables.dim))
+                    if limit is not None:
+                        limits[name] = _merged(limits[name], limit)
+        return limits
+
+    def plan(self, group: dist.ProcessGroup | None) -> ShardPlan:
+        """What the planner decides: together with the other ranks of ``group``, or alone (None)."""
+        topology, limits = self.topology(), self.constraints()
+        seen = Prediction({})
+        planner: ShardingPlanner
+        if self.assembly.planner is not None:
+            planner = self.assembly.planner.part(topology, limits)
+            told = getattr(planner, "prediction", None)
+            seen = told if isinstance(told, Prediction) else seen
+        else:
+            planner = EmbeddingShardingPlanner(
+                topology=topology, constraints=limits, batch_size=self.rank_batch, stats=[seen]
+            )
+        module, sharders = self.module(), self.sharders()
+        try:
+            if group is None:
+                made = planner.plan(module, sharders)
+            else:
+                made = planner.collective_plan(module, sharders, group)
+        except PlannerError as fault:
+            raise UserError(f"the planner found no way to place the tables: {_reason(fault)}") from fault
+        plan = from_torchrec(made, self.tables, seen.shard_ms, self.world)
+        self.check(plan, limits)
+        return plan
+
+    def check(self, plan: ShardPlan, limits: Mapping[str, ParameterConstraints] | None = None) -> None:
+        """``UserError`` on a plan that this run cannot carry out, or that changes the optimizer unasked."""
+        limits = self.constraints() if limits is None else limits
+        if plan.world != self.world:
+            raise UserError(
+                f"the plan is for {plan.world} ranks and this run has {self.world}; plan anew with task=plan"
+            )
+        shapes = self.tables.shapes()
+        if shapes.keys() != plan.tables.keys():
+            name = min(shapes.keys() ^ plan.tables.keys())
+            raise UserError(f"the plan and the recipe do not both have the table '{name}'; plan anew")
+        optimizer = self.tables.optimizer.name
+        for name, table in plan.tables.items():
+            if (table.rows, table.dim) != shapes[name][:2]:
+                raise UserError(
+                    f"the plan has table '{name}' with {table.rows} x {table.dim} values, the recipe with "
+                    f"{shapes[name][0]} x {shapes[name][1]}; plan anew with task=plan"
+                )
+            split = table.sharding in COLUMN_SPLITTING
+            if split and optimizer == "rowwise_adagrad" and not self.split_rows:
+                raise UserError(
+                    f"table '{name}': {table.sharding} gives each part of a row a row-wise Adagrad state of "
+                    "its own, which is another algorithm; use optim=adagrad or sgd, shard it row_wise or "
+                    "table_wise, or accept it with tiers.split_rows=true"
+                )
+            types = limits[name].sharding_types if name in limits else None
+            if types and table.sharding not in types:
+                raise UserError(f"table '{name}' is {table.sharding}, but only {', '.join(types)} is allowed")
+
+
+def _merged(base: ParameterConstraints, limit: ParameterConstraints) -> ParameterConstraints:
+    default = ParameterConstraints()
+    said = {f.name: getattr(limit, f.name) for f in fields(limit)}
+    return replace(base, **{k: v for k, v in said.items() if v != getattr(default, k)})
+
+
+def _reason(fault: PlannerError) -> str:
+    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
+    return " ".join(lines)[:400] + "; raise the number of ranks, or loosen the limits of the tables"
+
+
+def _codecs(assembly: Assembly) -> dict[str, QuantizedCommCodecs]:
+    """TorchRec's registry: by the collective's name, one codec for each direction."""
+    registry: dict[str, QuantizedCommCodecs] = {}
+    for (collective, direction), owned in assembly.codecs.items():
+        setattr(registry.setdefault(collective.name, QuantizedCommCodecs()), direction, owned.part)
+    return registry

@@ -1,0 +1,73 @@
+"""A sharding plan on the terminal: what each table costs where, and each rank's sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan
+from recpipe.embedding.tables import TableSet
+from recpipe.sizes import readable_bytes
+
+
+def shard_bytes(shard: Shard, table: TablePlan, tables: TableSet) -> int:
+    """Bytes of its weights (as float32) and optimizer state on its rank."""
+    per_row = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": shard.columns}[tables.optimizer.name]
+    return 4 * shard.rows * (shard.columns + per_row)
+
+
+def described(plan: ShardPlan, tables: TableSet) -> dict[str, Any]:
+    """For assembly.json: each table's type, ranks, bytes and predicted milliseconds; each rank's sums."""
+    by_table = {}
+    ranks = [{"bytes": 0, "predicted_ms": 0.0} for _ in range(plan.world)]
+    known = all(s.predicted_ms is not None for t in plan.tables.values() for s in t.shards)
+    for name, table in plan.tables.items():
+        sizes = [shard_bytes(s, table, tables) for s in table.shards]
+        for shard, size in zip(table.shards, sizes, strict=True):
+            ranks[shard.rank]["bytes"] += size
+            ranks[shard.rank]["predicted_ms"] += shard.predicted_ms or 0.0
+        by_table[name] = {
+            "sharding": table.sharding,
+            "kernel": table.kernel,
+            "ranks": sorted({s.rank for s in table.shards if s.rows}),
+            "bytes": sum(sizes),
+            "predicted_ms": max(s.predicted_ms or 0.0 for s in table.shards) if known else None,
+        }
+    return {
+        "world": plan.world,
+        "tables": by_table,
+        "ranks": ranks if known else [{**r, "predicted_ms": None} for r in ranks],
+    }
+
+
+def print_shards(shards: Mapping[str, Any]) -> None:
+    """``described``'s result as two tables."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("table", "sharding", "kernel", "ranks", "bytes", "predicted ms"):
+        table.add_column(title, justify="right" if title in ("bytes", "predicted ms") else "left")
+    for name, row in shards["tables"].items():
+        where = ", ".join(map(str, row["ranks"]))
+        table.add_row(
+            name,
+            row["sharding"],
+            row["kernel"],
+            where,
+            readable_bytes(row["bytes"]),
+            _ms(row["predicted_ms"]),
+        )
+    sums = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("rank", "bytes", "predicted ms"):
+        sums.add_column(title, justify="right")
+    for rank, row in enumerate(shards["ranks"]):
+        sums.add_row(str(rank), readable_bytes(row["bytes"]), _ms(row["predicted_ms"]))
+    console = Console()
+    console.print(table)
+    console.print(sums)
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
