@@ -5,6 +5,7 @@
       trainer.pt               dense parameters, optimizer, Lightning's loops, data position, random state
       tables/<t>.weight.npy    float32 [rows, D], whatever tier the rows were in
       tables/<t>.state.npy     float32 [rows, S]
+      tables/*.safetensors     instead, for sharded tables: each rank's parts of <t>.weight and <t>.state
 
 A directory is whole when it has a manifest. It is written as ``.ckpt.partial`` and renamed at the end;
 a kill at any moment leaves the checkpoint of before or the new one whole, under one of the two names.
@@ -19,23 +20,28 @@ import pickle
 import shutil
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
-from numpy.typing import NDArray
 
 from recpipe.embedding.collection import TableCollection
-from recpipe.embedding.tables import Region
+from recpipe.embedding.shard import ShardedCollection
 from recpipe.errors import UserError
+from recpipe.table_files import (
+    Shapes,
+    TensorFiles,
+    check_shapes,
+    load_regions,
+    load_tables,
+    read_along,
+    save_tables,
+)
 
 SUFFIX = ".ckpt"
 PARTIAL = ".partial"
 MANIFEST = "MANIFEST.json"
 _NAMES = (f"*{SUFFIX}", f"*{SUFFIX}{PARTIAL}")
-Shapes = dict[str, tuple[int, int, int]]
-"""Per table: rows, dimension, width of the optimizer state."""
 
 
 class TableCheckpointIO(CheckpointIO):
@@ -49,16 +55,16 @@ class TableCheckpointIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write ``path`` atomically; it is durable on return, on the rank that writes."""
-        if not self.writes:
-            read_along(self.storage)
-            return
         final = Path(path)
         partial = final.with_name(final.name + PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
         try:
-            (partial / "tables").mkdir(parents=True)
-            _save(_plain(checkpoint), partial / "trainer.pt")
-            save_tables(partial / "tables", self.storage, self.shapes)
+            if self.writes:
+                shutil.rmtree(partial, ignore_errors=True)
+                (partial / "tables").mkdir(parents=True)
+                _save(_plain(checkpoint), partial / "trainer.pt")
+            self._save_tables(partial / "tables")
+            if not self.writes:
+                return
             _seal(partial)
         except OSError as fault:
             shutil.rmtree(partial, ignore_errors=True)
@@ -70,13 +76,25 @@ class TableCheckpointIO(CheckpointIO):
         partial.rename(final)
         _sync(final.parent)
 
+    def _save_tables(self, directory: Path) -> None:
+        """Sharded tables are written by their ranks, others by the rank that writes."""
+        if isinstance(self.storage, ShardedCollection):
+            from recpipe.embedding.shard_files import save_shards
+
+            self.storage.wait_for_ranks()  # for the directory
+            save_shards(self.storage, directory)
+        elif self.writes:
+            save_tables(directory, self.storage, self.shapes)
+        else:
+            read_along(self.storage)
+
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Verify every file against the manifest, load the tables, return the rest."""
         directory = Path(path)
         verify(directory)
-        load_tables(directory / "tables", self.storage, self.shapes)
+        self._load_tables(directory / "tables")
         try:
             loaded = torch.load(directory / "trainer.pt", map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError) as fault:
@@ -84,6 +102,20 @@ class TableCheckpointIO(CheckpointIO):
         restored = _restored(loaded)
         assert isinstance(restored, dict)
         return restored
+
+    def _load_tables(self, directory: Path) -> None:
+        """Whatever wrote them, into whatever holds them now."""
+        if not any(directory.glob("*.safetensors")):
+            load_tables(directory, self.storage, self.shapes)
+            return
+        with TensorFiles.sharded(directory) as files:
+            check_shapes(files, self.shapes)
+            if not isinstance(self.storage, ShardedCollection):
+                load_regions(files, self.storage, self.shapes)
+                return
+        from recpipe.embedding.shard_files import load_shards
+
+        load_shards(self.storage, directory)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint that newer ones replace."""
@@ -134,94 +166,6 @@ def _manifest(directory: Path) -> tuple[int, dict[str, tuple[int, str]]]:
             f"{directory / MANIFEST} is damaged ({type(fault).__name__}): remove {directory.name}, "
             f"or resume from another checkpoint in {directory.parent}"
         ) from fault
-
-
-def save_tables(
-    directory: Path, storage: TableCollection, shapes: Shapes, weights_part: str = "weight"
-) -> None:
-    """Write every table's weights and optimizer state as .npy files, a chunk of rows at a time.
-
-    ``weights_part`` names the weights' files as in ``table_file``.
-    """
-    files: dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
-    for region in storage.regions():
-        if region.table not in files:
-            files.clear()
-            files[region.table] = _create(directory, region.table, shapes[region.table], weights_part)
-        weights, state = files[region.table]
-        rows = slice(region.start, region.stop)
-        weights[rows, region.left : region.right], state[rows] = storage.read(region)
-
-
-def read_along(storage: TableCollection) -> None:
-    """Take part in ``save_tables`` on a rank that writes nothing: reading tables takes all trainers."""
-    for region in storage.regions():
-        storage.read(region)
-
-
-def load_tables(directory: Path, storage: TableCollection, shapes: Shapes) -> None:
-    """Read back ``save_tables``' files into ``storage``; ``UserError`` where sizes differ."""
-    opened: dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
-    for region in storage.regions():
-        if region.table not in opened:
-            opened.clear()
-            opened[region.table] = _open(directory, region.table, shapes[region.table])
-        weights, state = opened[region.table]
-        storage.write(region, _cut(region, weights, state))
-
-
-def _cut(
-    region: Region, weights: NDArray[np.float32], state: NDArray[np.float32]
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    rows = slice(region.start, region.stop)
-    return np.array(weights[rows, region.left : region.right]), np.array(state[rows])
-
-
-def table_file(directory: Path, table: str, part: str) -> Path:
-    """Where a table's ``weight`` or ``state`` lies ('': ``<table>.npy``); any table name is made safe."""
-    return directory / f"{quote(table, safe='')}{part and '.'}{part}.npy"
-
-
-def _create(
-    directory: Path, table: str, shape: tuple[int, int, int], weights_part: str
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    rows, dim, state = shape
-    return new_array(table_file(directory, table, weights_part), (rows, dim)), new_array(
-        table_file(directory, table, "state"), (rows, state)
-    )
-
-
-def new_array(path: Path, shape: tuple[int, int]) -> NDArray[np.float32]:
-    """A new memory-mapped .npy file of float32 zeros (an array in memory when ``shape`` is empty)."""
-    if 0 in shape:
-        empty = np.zeros(shape, np.float32)
-        np.save(path, empty)
-        return empty
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
-    # Take the blocks now: on a full disk, writing to a sparse mapping ends the process by SIGBUS.
-    with path.open("r+b") as file:
-        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    return array
-
-
-def _open(
-    directory: Path, table: str, shape: tuple[int, int, int]
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    rows, dim, state = shape
-    arrays = []
-    for part, expected in (("weight", (rows, dim)), ("state", (rows, state))):
-        file = table_file(directory, table, part)
-        if not file.is_file():
-            raise UserError(
-                f"{file} is missing: the checkpoint is of a model without table '{table}'; use its recipe"
-            )
-        array = np.load(file, mmap_mode=None if 0 in expected else "r", allow_pickle=False)
-        if array.shape != expected:
-            raise UserError(
-                f"{file} holds {array.shape}, but the recipe's table has {expected}; use its recipe"
-            )
-        arrays.append(array)
-    return arrays[0], arrays[1]
 
 
 def _seal(partial: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from recpipe.errors import UserError
@@ -26,6 +27,8 @@ recpipe trains TorchRec models; published systems techniques are plugins, each o
   python -m recpipe data=criteo data.path=FILE_OR_DIR
   python -m recpipe data=parquet data.path=... data.label=... 'data.dense=[...]' 'data.sparse=[...]'
   python -m recpipe plugins                  what is installed and which extension points each uses
+  python -m recpipe unshard CHECKPOINT FILE.safetensors
+                                             its tables and dense parameters in one file
   python -m recpipe doctor                   do the installed torch, torchrec and fbgemm fit together
 
 Every value of the recipe can be set: key=value (data.batch_size=4096, trainer.max_steps=100,
@@ -107,13 +110,20 @@ def _dispatch(argv: Sequence[str]) -> int:
         from recpipe.plugin.listing import print_plugins
 
         return print_plugins()
+    if command == "unshard":
+        if len(argv) != 3:
+            raise UserError("say recpipe unshard CHECKPOINT FILE.safetensors")
+        from recpipe.tasks.unshard import unshard
+
+        return unshard(Path(argv[1]), Path(argv[2]))
     if command == "doctor":
         from recpipe.doctor import print_findings
 
         return print_findings()
     if command and "=" not in command and not command.startswith(("-", "~", "+")):
         raise UserError(
-            f"no command '{command}'. Commands: plugins, doctor; a recipe is set by key=value (see --help)"
+            f"no command '{command}'. Commands: plugins, doctor, unshard; a recipe is set by key=value "
+            "(see --help)"
         )
     _run_hydra(argv)
     return 0

@@ -16,6 +16,11 @@ NOISE = (
     r".*resuming from a checkpoint that ended before the epoch ended.*",
     r".*HeuristicalStorageReservation is known to cause issues.*",
     r".*`broadcast_buffers` is deprecated.*",
+    r".*torch.distributed.*_tensor` is deprecated.*",
+    r".*dense_embedding_codegen_lookup_function: an autograd kernel was not registered.*",
+    r".*Please use DTensor instead and we are deprecating ShardedTensor.*",
+    r".*You are using `torch.load` with `weights_only=False`.*",
+    r".*TypedStorage is deprecated.*",
 )
 """Warnings about things that recpipe does on purpose."""
 

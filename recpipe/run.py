@@ -43,6 +43,7 @@ from recpipe.tasks.compare import compare
 from recpipe.tasks.export import export_parameters
 from recpipe.tasks.plan import describe, print_plan
 from recpipe.tasks.summary import summarize
+from recpipe.tasks.unshard import load_pretrained
 from recpipe.trainer import Recorder, TrainerConfig, fit, make_trainer
 
 
@@ -111,6 +112,10 @@ def run_on(
             return {}
         L.seed_everything(cfg.seed, verbose=False)
         ranker = Ranker(model_config, embeddings, len(dataset.schema.dense), device)
+
+        if model_config.pretrained:
+            names = load_pretrained(Path(model_config.pretrained).expanduser(), embeddings, tables, ranker)
+            print(f"starting from {len(names)} tensors of {model_config.pretrained}")
 
         # 5. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
         loader = TrainLoader(dataset, cfg.data.batch_size, assembly, tiers, device, ranks)

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from recpipe import checkpoint
-from recpipe.checkpoint import MANIFEST, PARTIAL, TableCheckpointIO, new_array, newest
+from recpipe.checkpoint import MANIFEST, PARTIAL, TableCheckpointIO, newest
 from recpipe.embedding.collection import ResidentCollection
 from recpipe.errors import UserError
+from recpipe.table_files import new_array, table_file
 from tests.embedding.samples import CPU, dump, identical, stream, table_set, tiers, train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -226,7 +227,7 @@ def test_pickles_are_not_executed(collection, saved, tmp_path) -> None:
 
 def test_table_names_make_safe_files(tmp_path) -> None:
     names = ["../up", "a/b", "a b", ".", "ünï", "a%2Fb"]
-    files = [checkpoint.table_file(tmp_path, name, "weight") for name in names]
+    files = [table_file(tmp_path, name, "weight") for name in names]
     assert len(set(files)) == len(names)
     assert all(file.parent == tmp_path and file.name not in ("..", ".") for file in files)
 

@@ -74,9 +74,7 @@ class Neo(Plugin):
         )
 
     def _tables(self) -> TablePolicy:
-        return ShardedTables(
-            self.types, "int8" in self.wire, self.table_precision, self.stochastic_rounding
-        )
+        return ShardedTables(self.types, "int8" in self.wire, self.table_precision, self.stochastic_rounding)
 
 
 class ShardedTables(TablePolicy):
@@ -101,8 +99,8 @@ class ShardedTables(TablePolicy):
             types = [t for t in types if t not in ROW_SPLITTING]
             if not types:
                 raise PluginError(
-                    f"plugins.neo.sharding: table '{name}' is to be {', '.join(said or ())}, but TorchRec has "
-                    "no int8 reduce-scatter; use fp16 or bf16 between ranks, or table_wise or column_wise"
+                    f"plugins.neo.sharding: table '{name}' is to be {', '.join(said or ())}, but TorchRec "
+                    "has no int8 reduce-scatter; use fp16 or bf16 between ranks, or table_wise or column_wise"
                 )
         rounding = self.stochastic_rounding if self.precision != "fp32" else None
         return ParameterConstraints(

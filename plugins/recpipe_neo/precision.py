@@ -45,10 +45,10 @@ def refuse_unsupported(device: str, wire: tuple[str, str], table: str, stochasti
         return
     if table == "bf16":
         raise PluginError(
-            "plugins.neo.table_precision=bf16: FBGEMM trains bf16 tables on GPUs alone; use fp16 or fp32 on a CPU"
+            "plugins.neo.table_precision=bf16: FBGEMM trains bf16 tables on GPUs alone; use fp16 or fp32"
         )
     if stochastic_rounding:
         raise PluginError(
-            "plugins.neo.stochastic_rounding=true: FBGEMM rounds at random on GPUs alone and ignores the wish "
-            "on a CPU; set it to false"
+            "plugins.neo.stochastic_rounding=true: FBGEMM rounds at random on GPUs alone and ignores the "
+            "wish on a CPU; set it to false"
         )

@@ -61,23 +61,23 @@ class ShardedCollection(TableCollection):
         super().__init__()
         self.sharding, self.shards = sharding, plan
         self.tables = tables = sharding.tables
-        group = join_group(sharding.device, ranks)
+        self.group = join_group(sharding.device, ranks)
         set_gradient_division(False)
         self.collectives = seams.count_collectives()
         topology = sharding.topology()
         self.parallel = DistributedModelParallel(
             sharding.module(),
-            env=ShardingEnv.from_process_group(group),
+            env=ShardingEnv.from_process_group(self.group),
             device=sharding.device,
             plan=plan.torchrec(sharding.device.type, topology.local_world_size, sharding.constraints()),
             sharders=sharding.sharders(),
         )
         self._channel: Channel = ranks.channel()
-        self._rank = ranks.rank
+        self.rank = ranks.rank
         self._replicated = self._dense_optimizer()
         self._local = {f.name: self._shards_here(f.name) for f in tables.features}
         for region in row_chunks(tables.features, tables.dim):
-            if self._pieces(region, self._rank):
+            if self._pieces(region, self.rank):
                 records = tables.fill(region.table, region.start, region.stop)
                 self.write(region, (records[:, : tables.dim], records[:, tables.dim :]))
 
@@ -146,6 +146,14 @@ class ShardedCollection(TableCollection):
         state = self._replicated.state[weight].get("sum")
         return found if state is None else [replace(found[0], state=state.view(len(weight), -1))]
 
+    def local(self, table: str) -> list[seams.LocalShard]:
+        """The table's shards on this rank, sharing their memory."""
+        return self._local[table]
+
+    def wait_for_ranks(self) -> None:
+        """Return once every rank is here."""
+        self._channel.barrier()
+
     def update(self) -> None:
         """The data-parallel tables' part of the step, after the backward pass."""
         if self._replicated is None:
@@ -188,10 +196,10 @@ class ShardedCollection(TableCollection):
         the state of the whole row would be.
         """
         replicated = self.shards.tables[region.table].replicated
-        readers = (self._rank,) if replicated else tuple(range(self.shards.world))
+        readers = (self.rank,) if replicated else tuple(range(self.shards.world))
         mine = [
             to_numpy(view).reshape(-1)
-            for shard, rows in self._pieces(region, self._rank)
+            for shard, rows in self._pieces(region, self.rank)
             for view in self._views(region.table, shard, rows)
         ]
         flat = np.concatenate([*mine, np.empty(0, np.float32)])
@@ -227,7 +235,7 @@ class ShardedCollection(TableCollection):
         """Replace this rank's part of the weights and optimizer state of ``region``."""
         row_wise = self.tables.optimizer.name == "rowwise_adagrad"
         with torch.no_grad():
-            for shard, rows in self._pieces(region, self._rank):
+            for shard, rows in self._pieces(region, self.rank):
                 here = slice(rows.start - region.start, rows.stop - region.start)
                 columns = slice(shard.column, shard.column + shard.columns)
                 weights, state = self._views(region.table, shard, rows)

@@ -35,7 +35,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class TablePlan:
-    """One table; ``sharding`` and ``kernel`` as TorchRec names them. Every rank has all of a data-parallel one."""
+    """One table; ``sharding`` and ``kernel`` as TorchRec names them. A data-parallel one is on every rank."""
 
     sharding: str
     kernel: str

@@ -26,6 +26,8 @@ class ModelConfig:
     top: list[int]
     cross_layers: int = 3
     cross_rank: int = 64
+    pretrained: str | None = None
+    """A safetensors file to start from, as ``recpipe unshard`` writes it."""
 
     def __post_init__(self) -> None:
         if self.name not in ("dlrm", "dlrm_dcn"):

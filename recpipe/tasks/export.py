@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.checkpoint import read_along, save_tables
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.tables import TableSet, to_numpy
 from recpipe.errors import UserError
 from recpipe.model.ranker import Ranker
+from recpipe.table_files import read_along, save_tables
 
 
 def export_parameters(

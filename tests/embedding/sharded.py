@@ -150,7 +150,9 @@ def process(rank: int, world: int, folder: str, cases: Sequence[Case], steps: in
             told[case.name] = {
                 "kinds": kinds,
                 "difference": {
-                    n: max(float(np.abs(a - b).max(initial=0)) for a, b in zip(ours[n], theirs[n], strict=True))
+                    n: max(
+                        float(np.abs(a - b).max(initial=0)) for a, b in zip(ours[n], theirs[n], strict=True)
+                    )
                     for n in ours
                 },
                 "moved": max(

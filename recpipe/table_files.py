@@ -1,0 +1,253 @@
+"""Tables in files: one .npy for each table's weights and state, or safetensors that hold parts of them.
+
+.npy files are written by one rank, a chunk of rows at a time, so that tables may be larger than memory.
+Safetensors files are one for each rank, as ``torch.distributed.checkpoint`` writes them, or one in all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from recpipe.embedding.collection import TableCollection
+from recpipe.embedding.tables import FILL_ROWS, Region, Values
+from recpipe.errors import UserError
+
+Shapes = dict[str, tuple[int, int, int]]
+"""Per table: rows, dimension, width of the optimizer state."""
+
+
+def save_tables(
+    directory: Path, storage: TableCollection, shapes: Shapes, weights_part: str = "weight"
+) -> None:
+    """Write every table's weights and optimizer state as .npy files, a chunk of rows at a time.
+
+    ``weights_part`` names the weights' files as in ``table_file``.
+    """
+    files: dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
+    for region in storage.regions():
+        if region.table not in files:
+            files.clear()
+            files[region.table] = _create(directory, region.table, shapes[region.table], weights_part)
+        weights, state = files[region.table]
+        rows = slice(region.start, region.stop)
+        weights[rows, region.left : region.right], state[rows] = storage.read(region)
+
+
+def read_along(storage: TableCollection) -> None:
+    """Take part in ``save_tables`` on a rank that writes nothing: reading tables takes all trainers."""
+    for region in storage.regions():
+        storage.read(region)
+
+
+def load_tables(directory: Path, storage: TableCollection, shapes: Shapes) -> None:
+    """Read back ``save_tables``' files into ``storage``; ``UserError`` where sizes differ."""
+    opened: dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
+    for region in storage.regions():
+        if region.table not in opened:
+            opened.clear()
+            opened[region.table] = _open(directory, region.table, shapes[region.table])
+        weights, state = opened[region.table]
+        storage.write(region, _cut(region, weights, state))
+
+
+def _cut(
+    region: Region, weights: NDArray[np.float32], state: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    rows = slice(region.start, region.stop)
+    return np.array(weights[rows, region.left : region.right]), np.array(state[rows])
+
+
+def table_file(directory: Path, table: str, part: str) -> Path:
+    """Where a table's ``weight`` or ``state`` lies ('': ``<table>.npy``); any table name is made safe."""
+    return directory / f"{quote(table, safe='')}{part and '.'}{part}.npy"
+
+
+def _create(
+    directory: Path, table: str, shape: tuple[int, int, int], weights_part: str
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    rows, dim, state = shape
+    return new_array(table_file(directory, table, weights_part), (rows, dim)), new_array(
+        table_file(directory, table, "state"), (rows, state)
+    )
+
+
+def new_array(path: Path, shape: tuple[int, int]) -> NDArray[np.float32]:
+    """A new memory-mapped .npy file of float32 zeros (an array in memory when ``shape`` is empty)."""
+    if 0 in shape:
+        empty = np.zeros(shape, np.float32)
+        np.save(path, empty)
+        return empty
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+    # Take the blocks now: on a full disk, writing to a sparse mapping ends the process by SIGBUS.
+    with path.open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
+
+
+def _open(
+    directory: Path, table: str, shape: tuple[int, int, int]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    rows, dim, state = shape
+    arrays = []
+    for part, expected in (("weight", (rows, dim)), ("state", (rows, state))):
+        file = table_file(directory, table, part)
+        if not file.is_file():
+            raise UserError(
+                f"{file} is missing: the checkpoint is of a model without table '{table}'; use its recipe"
+            )
+        array = np.load(file, mmap_mode=None if 0 in expected else "r", allow_pickle=False)
+        if array.shape != expected:
+            raise UserError(
+                f"{file} holds {array.shape}, but the recipe's table has {expected}; use its recipe"
+            )
+        arrays.append(array)
+    return arrays[0], arrays[1]
+
+
+class TensorFiles:
+    """Tensors in safetensors files, any of them in several pieces; read a block at a time."""
+
+    def __init__(self, pieces: Mapping[str, list[tuple[Path, tuple[int, ...], tuple[int, ...]]]]) -> None:
+        self.pieces = pieces
+        """By name: each piece's file, place in the tensor and shape."""
+        self._open = ExitStack()
+        self._files: dict[Path, Any] = {}
+
+    @classmethod
+    def sharded(cls, directory: Path) -> TensorFiles:
+        """What the ranks of a run saved to ``directory``."""
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+        pieces: dict[str, list[Any]] = {}
+        for index, info in HuggingFaceStorageReader(str(directory)).read_metadata().storage_data.items():
+            place = tuple(index.offset or ())
+            pieces.setdefault(index.fqn, []).append((Path(info.relative_path), place, tuple(info.shape)))
+        return cls(pieces)
+
+    @classmethod
+    def single(cls, file: Path) -> TensorFiles:
+        """One file with whole tensors; ``UserError`` where it is none."""
+        try:
+            with safe_open(file, framework="pt") as opened:
+                shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as fault:
+            raise UserError(f"{file} is no safetensors file ({fault}); name one") from fault
+        return cls({name: [(file, (0,) * len(shape), shape)] for name, shape in shapes.items()})
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        ends = [
+            tuple(p + n for p, n in zip(place, shape, strict=True)) for _, place, shape in self.pieces[name]
+        ]
+        return tuple(max(axis) for axis in zip(*ends, strict=True))
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A tensor that is in one piece."""
+        ((file, _, _),) = self.pieces[name]
+        found: torch.Tensor = self._file(file).get_tensor(name)
+        return found
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows [start, stop) of a matrix, float32."""
+        out = np.empty((stop - start, self.shape(name)[1]), np.float32)
+        for file, (row, column), (rows, columns) in self.pieces[name]:
+            low, high = max(start, row), min(stop, row + rows)
+            if low < high:
+                part = self._file(file).get_slice(name)[low - row : high - row]
+                out[low - start : high - start, column : column + columns] = part.to(torch.float32).numpy()
+        return out
+
+    def _file(self, file: Path) -> Any:
+        if file not in self._files:
+            self._files[file] = self._open.enter_context(safe_open(file, framework="pt"))
+        return self._files[file]
+
+
+def region_values(files: TensorFiles, region: Region, width: int) -> Values:
+    """Weights and optimizer state of a region of whole rows, ``width`` floats of state a row.
+
+    A state with a column for each of the weights', where one is wanted, is the mean over them: what
+    row-wise Adagrad would have without column-wise sharding.
+    """
+    weights = files.rows(weight_name(region.table), region.start, region.stop)
+    if not width:
+        return weights, np.empty((len(weights), 0), np.float32)
+    state = files.rows(state_name(region.table), region.start, region.stop)
+    if width == 1 and state.shape[1] > 1:
+        state = state.mean(axis=1, keepdims=True, dtype=np.float32)
+    return weights, state
+
+
+def check_shapes(files: TensorFiles, shapes: Shapes) -> None:
+    """``UserError`` where the files do not hold the recipe's tables."""
+    for table, (rows, dim, width) in shapes.items():
+        check_shape(files, weight_name(table), ((rows, dim),))
+        if width:
+            check_shape(files, state_name(table), ((rows, width), (rows, dim)))
+
+
+def load_regions(files: TensorFiles, storage: TableCollection, shapes: Shapes) -> None:
+    """As ``load_tables``, from what the ranks of a sharded run saved."""
+    for region in storage.regions():
+        storage.write(region, region_values(files, region, shapes[region.table][2]))
+
+
+def check_shape(files: TensorFiles, name: str, allowed: tuple[tuple[int, ...], ...]) -> None:
+    """``UserError`` where the tensor is missing or of another shape than the recipe's."""
+    if name not in files.pieces:
+        raise UserError(
+            f"the checkpoint has no '{name}': it is of another model or optimizer; use its recipe"
+        )
+    if files.shape(name) not in allowed:
+        raise UserError(
+            f"the checkpoint's '{name}' is {files.shape(name)}, the recipe's {allowed[0]}; use its recipe"
+        )
+
+
+def weight_name(table: str) -> str:
+    """A table's weights among saved tensors."""
+    return f"{table}.weight"
+
+
+def state_name(table: str) -> str:
+    """Its optimizer state."""
+    return f"{table}.state"
+
+
+def table_names(directory: Path) -> list[str]:
+    """The tables that ``directory`` has files of, in order of their names."""
+    if any(directory.glob("*.safetensors")):
+        found = [name.removesuffix(".weight") for name in TensorFiles.sharded(directory).pieces]
+        return sorted({name for name in found if not name.endswith(".state")})
+    return sorted(unquote(file.name.removesuffix(".weight.npy")) for file in directory.glob("*.weight.npy"))
+
+
+def weights_of(directory: Path, table: str, scratch: Path) -> NDArray[np.float32]:
+    """A table's weights, float32 [rows, D], mapped from its file, or from ``scratch`` if it was sharded."""
+    if not any(directory.glob("*.safetensors")):
+        mapped: NDArray[np.float32] = np.load(table_file(directory, table, "weight"), mmap_mode="r")
+        return mapped
+    with TensorFiles.sharded(directory) as files:
+        name = weight_name(table)
+        rows, columns = files.shape(name)
+        joined = new_array(scratch, (rows, columns))
+        for start in range(0, rows, FILL_ROWS):
+            stop = min(start + FILL_ROWS, rows)
+            joined[start:stop] = files.rows(name, start, stop)
+    return joined

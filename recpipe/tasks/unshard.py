@@ -1,0 +1,76 @@
+"""``recpipe unshard CHECKPOINT FILE``: a checkpoint's tables and dense parameters in one safetensors file;
+and ``model.pretrained=FILE``, which starts a run from such a file."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from recpipe.checkpoint import newest, verify
+from recpipe.embedding.collection import TableCollection
+from recpipe.embedding.tables import TableSet
+from recpipe.errors import UserError
+from recpipe.model.ranker import Ranker
+from recpipe.table_files import TensorFiles, table_names, weight_name, weights_of
+
+
+def unshard(checkpoint: Path, target: Path) -> int:
+    """Write ``<table>`` (float32 [rows, D]) for each table and every dense parameter under its name.
+
+    ``checkpoint`` is one, or a folder of them, of which the newest counts. Tables may be larger than
+    memory: they pass through temporary files beside ``target``.
+    """
+    from safetensors.numpy import save_file
+
+    directory = newest(checkpoint.expanduser())
+    verify(directory)
+    dense = torch.load(directory / "trainer.pt", map_location="cpu", weights_only=True)["state_dict"]
+    tensors: dict[str, Any] = {name: value.numpy() for name, value in dense.items()}
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unshard-") as folder:
+            for number, name in enumerate(table_names(directory / "tables")):
+                if name in tensors:
+                    raise UserError(f"table '{name}' has the name of a dense parameter; rename the table")
+                tensors[name] = weights_of(directory / "tables", name, Path(folder, str(number)))
+            partial = Path(folder, "file")
+            save_file(tensors, str(partial))
+            partial.replace(target)
+    except OSError as fault:
+        raise UserError(f"cannot write {target}: {fault.strerror}; choose another file") from fault
+    print(f"wrote {target}: {len(tensors)} tensors of {directory}")
+    return 0
+
+
+def load_pretrained(file: Path, embeddings: TableCollection, tables: TableSet, ranker: Ranker) -> list[str]:
+    """Start from the tensors in ``file``; returns the names of those that it has.
+
+    A tensor is a table's weights under the table's name (or ``<table>.weight``), or a dense parameter under
+    its own. ``UserError`` on any other name and on another shape; what the file lacks keeps its first values.
+    """
+    shapes, dense = tables.shapes(), ranker.dense_parameters()
+    with TensorFiles.single(file) as files:
+        keys = {name: name if name in files.pieces else weight_name(name) for name in shapes}
+        known: dict[str, tuple[int, ...]] = {key: shapes[name][:2] for name, key in keys.items()}
+        known |= {name: tuple(p.shape) for name, p in dense.items()}
+        for key in files.pieces:
+            if key not in known:
+                raise UserError(f"{file}: '{key}' is neither a table nor a dense parameter of this model")
+            if files.shape(key) != known[key]:
+                raise UserError(f"{file}: '{key}' is {files.shape(key)}, but this model's is {known[key]}")
+        if not files.pieces:
+            raise UserError(f"{file} holds no tensors")
+        for region in embeddings.regions():
+            weights, state = embeddings.read(region)
+            if keys[region.table] in files.pieces:
+                weights = files.rows(keys[region.table], region.start, region.stop)
+                embeddings.write(region, (weights, np.zeros_like(state)))
+        with torch.no_grad():
+            for name, parameter in dense.items():
+                if name in files.pieces:
+                    parameter.copy_(files.whole(name))
+        return sorted(files.pieces)
