@@ -1,4 +1,4 @@
-"""The command line: ``recpipe [task=...] [override ...]``, ``recpipe plugins``, ``recpipe doctor``."""
+"""The command line: ``recpipe [task=...] [override ...]``, and the commands plugins, doctor, sweep-report."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ recpipe trains TorchRec models; published systems techniques are plugins, each o
   python -m recpipe task=plan +plugin=...    who owns what, in which order, how many bytes; runs nothing
   python -m recpipe task=compare 'compare.plugins=[resident,nocache,hotline]'
                                              the same work under each, interleaved, in one table
-  python -m recpipe -m +plugin=a,b           one run for each (Hydra multirun)
+  python -m recpipe -m +plugin=a,b           one run for each (Hydra multirun); each with 2 processes:
+                                             add hydra/launcher=torchrun hydra.launcher.nproc_per_node=2
   python -m recpipe data=criteo data.path=FILE_OR_DIR
   python -m recpipe data=parquet data.path=... data.label=... 'data.dense=[...]' 'data.sparse=[...]'
   python -m recpipe plugins                  what is installed and which extension points each uses
   python -m recpipe unshard CHECKPOINT FILE.safetensors
                                              its tables and dense parameters in one file
+  python -m recpipe sweep-report DIR         the table of a sweep's jobs, again, from their reports
   python -m recpipe doctor                   do the installed torch, torchrec and fbgemm fit together
 
 Every value of the recipe can be set: key=value (data.batch_size=4096, trainer.max_steps=100,
@@ -120,12 +122,23 @@ def _dispatch(argv: Sequence[str]) -> int:
         from recpipe.doctor import print_findings
 
         return print_findings()
+    if command == "sweep-report":
+        return _sweep_report(argv[1:])
     if command and "=" not in command and not command.startswith(("-", "~", "+")):
         raise UserError(
-            f"no command '{command}'. Commands: plugins, doctor, unshard; a recipe is set by key=value "
-            "(see --help)"
+            f"no command '{command}'. Commands: plugins, doctor, unshard, sweep-report; a recipe is set by "
+            "key=value (see --help)"
         )
     _run_hydra(argv)
+    return 0
+
+
+def _sweep_report(arguments: Sequence[str]) -> int:
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise UserError("recpipe sweep-report takes one folder, that of a sweep: multirun/DATE/TIME")
+    from recpipe.report.sweep import report
+
+    report(Path(arguments[0]))
     return 0
 
 
@@ -144,6 +157,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
     from omegaconf import DictConfig
 
     from recpipe.config import CONFIG_NAME, check, conf_dir, readable_errors, register
+    from recpipe.launcher import TorchrunLauncher, refuse_without_sweep
 
     user_setting = os.environ.get(FULL_ERROR)
     calm_threads()
@@ -156,6 +170,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
     def job(recipe: DictConfig) -> None:
         with _environment(user_setting), _stopping(argv):
             check(recipe)
+            refuse_without_sweep()
             from recpipe.doctor import check_versions
 
             check_versions()
@@ -165,6 +180,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
             run(recipe)
 
     register()
+    TorchrunLauncher.environment = dict(os.environ)
     if "task=compare" in argv:
         # The comparison itself runs no plugin: knobs are handed on to the rows that have theirs.
         argv = [f"+{word}" if word.startswith("plugins.") else word for word in argv]

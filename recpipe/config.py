@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
@@ -22,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
+from recpipe import launcher
 from recpipe.errors import UserError
 from recpipe.plugin.knobs import fits, spelled
 from recpipe.plugin.load import installed
@@ -64,8 +66,9 @@ class PluginSearchPath(SearchPathPlugin):
 
 
 def register() -> None:
-    """Make Hydra use ``PluginSearchPath``; calling it again changes nothing."""
+    """Make Hydra use ``PluginSearchPath`` and the torchrun launcher; calling it again changes nothing."""
     Plugins.instance().register(PluginSearchPath)
+    launcher.register()
 
 
 def compose(overrides: Sequence[str] = (), run_dir: Path | None = None) -> DictConfig:
@@ -182,11 +185,15 @@ def _parse_fault(text: str) -> str:
 
 
 def choices() -> dict[str, set[str]]:
-    """Options of every config group, the plugins' among them: group -> names."""
+    """Options of every config group, the plugins' and Hydra's launchers among them: group -> names."""
+    register()
     roots = [conf_dir(), *filter(None, map(plugin_conf, installed().values()))]
     found: dict[str, set[str]] = {}
     for file in (file for root in roots for file in root.glob("*/*.yaml")):
         found.setdefault(file.parent.name, set()).add(file.stem)
+    found["hydra/launcher"] = {
+        name.removesuffix(".yaml") for name in ConfigStore.instance().list("hydra/launcher")
+    }
     return dict(sorted(found.items()))
 
 
@@ -196,6 +203,8 @@ def _missing(group: str, option: str) -> str:
         return (
             f"plugin '{option}' is installed but brings no conf/plugin/{option}.yaml; ask its author for one"
         )
+    if group == "hydra":
+        group, _, option = f"{group}/{option}".rpartition("/")
     options = sorted(choices().get(group, ()))
     known = "Installed" if group == "plugin" else "There are"
     return f"no {group} '{option}'.{_nearest(option, options)} {known}: {', '.join(options) or 'none'}"

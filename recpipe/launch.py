@@ -103,8 +103,9 @@ def agreed_arguments(argv: Sequence[str]) -> list[str]:
     """``argv`` with one output directory for all ranks; the others than rank 0 fall silent."""
     if any(word in ("-m", "--multirun") for word in argv):
         raise UserError(
-            "a sweep (-m) cannot run under torchrun: start one run each, or use task=compare with "
-            "compare.ranks=N, which starts its own processes"
+            "a sweep (-m) cannot run under torchrun: each of its processes would sweep. Start it without: "
+            "python -m recpipe -m ... hydra/launcher=torchrun hydra.launcher.nproc_per_node=N starts one "
+            "torchrun for each job"
         )
     words = list(argv)
     if not any(word.startswith("hydra.run.dir=") for word in words):

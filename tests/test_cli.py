@@ -31,7 +31,10 @@ from tests.conftest import Cli
         (["seed==1="], "cannot read the override 'seed==1='"),
         (["~trainer.nope"], "no 'trainer.nope' in the recipe."),
         (["--config-dir", "no/such/folder"], "no/such/folder' not found"),
-        (["trian"], "no command 'trian'. Commands: plugins, doctor; a recipe is set by key=value"),
+        (
+            ["trian"],
+            "no command 'trian'. Commands: plugins, doctor, sweep-report; a recipe is set by key=value",
+        ),
         (["doctor", "now"], "recpipe doctor takes no arguments, not 'now'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

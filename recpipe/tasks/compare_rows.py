@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -68,6 +69,11 @@ def command_line_overrides() -> list[str]:
             "task=compare starts runs from the command line's overrides: run python -m recpipe task=compare"
         )
     hydra = HydraConfig.get()
+    return chosen_config(hydra) + list(hydra.overrides.task)
+
+
+def chosen_config(hydra: Any) -> list[str]:
+    """The config directory and name of a ``hydra`` section, as arguments, where the user chose them."""
     chosen = [
         f"--config-dir={source.path}"
         for source in hydra.runtime.config_sources
@@ -75,7 +81,7 @@ def command_line_overrides() -> list[str]:
     ]
     if hydra.job.config_name not in (None, "train"):
         chosen.append(f"--config-name={hydra.job.config_name}")
-    return chosen + list(hydra.overrides.task)
+    return chosen
 
 
 def carried_overrides(overrides: Sequence[str], rows: Sequence[Row]) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from recpipe.errors import UserError
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node={}"
+_GRACE_SECONDS = 40  # torchrun gives its ranks 30
 _CHUNK_FLOATS = 1 << 22  # 16 MiB of each of the two files at a time
 
 
@@ -45,7 +46,7 @@ def launch(arguments: list[str], directory: Path, ranks: int = 1) -> dict[str, A
         try:
             status = run.wait()
         except BaseException:
-            _end(run)
+            end(run)
             raise
     # A comparison needs no checkpoints, and those of all its runs would fill the disk.
     shutil.rmtree(directory / "checkpoints", ignore_errors=True)
@@ -56,14 +57,29 @@ def launch(arguments: list[str], directory: Path, ranks: int = 1) -> dict[str, A
     return content
 
 
-def _end(run: subprocess.Popen[bytes]) -> None:
-    """Ask the run to stop, which lets it close its stores; kill it and its children if it does not."""
+def end(run: subprocess.Popen[bytes]) -> None:
+    """Ask a run in a session of its own to stop, which lets it leave a checkpoint and close its stores.
+
+    Kills it and its ranks if it does not, or when the next signal comes. Asks the one process alone:
+    torchrun hands SIGTERM on to its ranks, and the second one would end them at once.
+    """
     run.terminate()
     try:
-        run.wait(timeout=20)
-    except subprocess.TimeoutExpired:
-        os.killpg(run.pid, signal.SIGKILL)
+        run.wait(timeout=_GRACE_SECONDS)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        for group in (*_ranks(run.pid), run.pid):
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
         run.wait()
+
+
+def _ranks(torchrun: int) -> list[int]:
+    """Its children, each the leader of a process group of its own; empty where there is no /proc."""
+    found: list[int] = []
+    with suppress(OSError):  # a process that has just ended
+        for file in Path(f"/proc/{torchrun}/task").glob("*/children"):
+            found += [pid for pid in map(int, file.read_text().split()) if os.getpgid(pid) == pid]
+    return found
 
 
 def _failure(status: int, log: Path) -> str:

@@ -1,0 +1,240 @@
+"""What a sweep leaves: one table of its jobs on the terminal, sweep.json (schema 1) and sweep.html.
+
+Made from the jobs' report.json alone, so that it can be made again, and of sweeps of any launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from recpipe.errors import UserError
+from recpipe.launcher import JOB_FILE
+from recpipe.report import figures, html, plots
+from recpipe.report.record import SCHEMA, write_json
+
+REPORT, OVERRIDES = "report.json", Path(".hydra") / "overrides.yaml"
+
+
+@dataclass
+class Job:
+    """One job of a sweep; figures are None where it is not done."""
+
+    job: str
+    """Its folder in the sweep's."""
+    overrides: list[str] = field(default_factory=list)
+    differs: list[str] = field(default_factory=list)
+    """Those of ``overrides`` that not every job has."""
+    state: str = "no report"
+    """done, failed, stopped (by a signal to the sweep), damaged (a report that cannot be read) or no report
+    (not ended, or no training)."""
+    exit_status: int | None = None
+    """torchrun's; None: not known, or not ended."""
+    fault: str | None = None
+    samples_per_second: float | None = None
+    step_ms_p50: float | None = None
+    auc: float | None = None
+    logloss: float | None = None
+    ne: float | None = None
+    bytes_between_ranks: int | None = None
+    """Sent and received by rank 0; None for a run of one process."""
+    peak_rss_bytes: int | None = None
+    altered: list[str] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """What sets it apart."""
+        return f"{self.job}{'*' if self.altered else ''} {' '.join(self.differs)}".strip()
+
+
+def report(directory: Path, console: Console | None = None) -> list[Job]:
+    """Print the table of the sweep in ``directory`` and write sweep.json and sweep.html there.
+
+    Raises UserError where ``directory`` holds no jobs or cannot be written; a job without a whole report
+    is a line of the table.
+    """
+    jobs = read(directory)
+    every = _common(jobs)
+    content = {"schema": SCHEMA, "every_job": every, "jobs": [asdict(job) for job in jobs]}
+    try:
+        write_json(directory / "sweep.json", content)
+        page = html.write_page(directory / "sweep.html", _html(every, jobs))
+    except OSError as fault:
+        raise UserError(f"cannot write the sweep's report into {directory}: {fault.strerror}") from fault
+    _print(every, jobs, page, console or Console())
+    return jobs
+
+
+def read(directory: Path) -> list[Job]:
+    """The jobs of the sweep in ``directory``, in the order of their numbers."""
+    if not directory.is_dir():
+        raise UserError(f"no folder {directory}: name that of a sweep, multirun/DATE/TIME")
+    if _is_job(directory):
+        raise UserError(
+            f"{directory} is one run's folder: name that of a sweep, which holds its jobs' folders"
+        )
+    folders = [folder.relative_to(directory) for folder in _folders(directory)]
+    if not folders:
+        raise UserError(f"no job's folder in {directory}: name that of a sweep, multirun/DATE/TIME")
+    folders.sort(key=lambda folder: (int(folder.name) if folder.name.isdecimal() else 0, str(folder)))
+    jobs = [_job(directory, folder) for folder in folders]
+    every = _common(jobs)
+    for job in jobs:
+        job.differs = [word for word in job.overrides if word not in every]
+    return jobs
+
+
+def _common(jobs: Sequence[Job]) -> list[str]:
+    """Overrides of every job whose overrides are known; none where one job has nothing to differ from."""
+    known = [job.overrides for job in jobs if job.overrides]
+    return [word for word in known[0] if all(word in words for words in known)] if len(known) > 1 else []
+
+
+def _is_job(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (REPORT, JOB_FILE, OVERRIDES))
+
+
+def _folders(directory: Path) -> Iterator[Path]:
+    """Jobs' folders at any depth (hydra.sweep.subdir may have slashes), not those inside a job's."""
+    for place, inner, _ in os.walk(directory):
+        found = [name for name in inner if _is_job(Path(place) / name)]
+        yield from (Path(place) / name for name in found)
+        inner[:] = [name for name in inner if name not in found]
+
+
+def _job(directory: Path, folder: Path) -> Job:
+    job = Job(str(folder))
+    known = _known(directory / folder / JOB_FILE)
+    status = known.get("exit_status")
+    job.exit_status = status if isinstance(status, int) else None
+    job.overrides = _overrides(directory / folder / OVERRIDES) or _words(known.get("overrides"))
+    path = directory / folder / REPORT
+    if known.get("stopped"):
+        job.state = "stopped"
+    elif job.exit_status:
+        # A report that lies there all the same is of an earlier run.
+        job.state, job.fault = "failed", f"exit status {job.exit_status}"
+    elif path.exists():
+        try:
+            _fill(job, json.loads(path.read_bytes()))
+            job.state = "done"
+        except (OSError, ValueError) as fault:
+            job.state, job.fault = "damaged", f"cannot read {path}: {fault}"
+    return job
+
+
+def _known(file: Path) -> Mapping[str, Any]:
+    """The launcher's own file; a damaged one tells nothing."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _overrides(file: Path) -> list[str]:
+    try:
+        return _words(yaml.safe_load(file.read_bytes()))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+
+
+def _words(value: object) -> list[str]:
+    return [str(word) for word in value] if isinstance(value, list) else []
+
+
+def _fill(job: Job, content: object) -> None:
+    """Take the figures from a report; raises ValueError where it is none."""
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ValueError(f"no report of schema {SCHEMA}")
+    read = {
+        "samples_per_second": _number(content, "throughput", "samples_per_second"),
+        "step_ms_p50": _number(content, "throughput", "step_ms", "p50"),
+        "auc": _number(content, "quality", "auc"),
+        "logloss": _number(content, "quality", "logloss"),
+        "ne": _number(content, "quality", "ne"),
+        "peak_rss_bytes": _number(content, "memory", "peak_rss_bytes"),
+    }
+    if (_number(content, "ranks", "world") or 1) > 1:
+        sent, received = (_number(content, "ranks", f"bytes_{way}") for way in ("sent", "received"))
+        read["bytes_between_ranks"] = (sent or 0) + (received or 0)
+    for name, value in read.items():
+        setattr(job, name, value)
+    job.altered = _words(content.get("altered"))
+
+
+def _number(content: Mapping[str, Any], *keys: str) -> float | None:
+    value: Any = content
+    for key in keys:
+        if not isinstance(value, dict) or key not in value:
+            raise ValueError(f"no {'.'.join(keys)} in it")
+        value = value[key]
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    raise ValueError(f"{'.'.join(keys)} is no number")
+
+
+def _cells(job: Job) -> list[str]:
+    """Formatted figures in the order of the columns."""
+    return [
+        figures.count(job.samples_per_second),
+        figures.decimal(job.step_ms_p50, 2),
+        figures.decimal(job.auc),
+        figures.decimal(job.logloss),
+        figures.decimal(job.ne),
+        figures.size(job.bytes_between_ranks),
+        figures.size(job.peak_rss_bytes),
+    ]
+
+
+def _print(every: Sequence[str], jobs: Sequence[Job], page: Path, console: Console) -> None:
+    # Eighty columns hold it only without padding; the box leaves one space between columns.
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    table.add_column("job", overflow="fold")
+    table.add_column("overrides", overflow="fold")
+    for name in ("samples\n/s", "p50\nms", "AUC", "log-\nloss", "NE", "between\nranks", "peak\nRSS"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for job in jobs:
+        name = job.job + ("*" if job.altered else "")
+        state = Text(job.state, style="" if job.state == "done" else "bold red")
+        table.add_row(Text(name), Text("\n".join(job.differs)), *_cells(job), state)
+    console.print(table)
+    lines = [f"every job: {' '.join(every)}"] if every else []
+    lines += [f"* job {job.job} alters {', '.join(job.altered)}" for job in jobs if job.altered]
+    lines += [f"job {job.job} {job.state}: {job.fault}" for job in jobs if job.fault]
+    for line in (*lines, f"report: {page}"):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _html(every: Sequence[str], jobs: Sequence[Job]) -> str:
+    template = html.page("sweep.html.j2")
+    return template.render(every=every, jobs=jobs, cells=_cells, plots=_plots(jobs))
+
+
+def _plots(jobs: Sequence[Job]) -> list[plots.Plot]:
+    done = [job for job in jobs if job.state == "done"]
+    if not done:
+        return []
+    names = [job.label if len(job.label) <= 40 else f"{job.label[:38]}..." for job in done]
+    drawn = [
+        plots.bars("Speed", names, [job.samples_per_second for job in done], "samples/s"),
+        plots.bars("Step time, median", names, [job.step_ms_p50 for job in done], "ms"),
+    ]
+    if any(job.auc is not None for job in done):
+        auc = [job.auc for job in done]
+        drawn.append(plots.bars("AUC on the held-out part", names, auc, "AUC", from_zero=False))
+    if any(job.bytes_between_ranks for job in done):
+        mib = [(job.bytes_between_ranks or 0) / 2**20 for job in done]
+        drawn.append(plots.bars("Bytes between ranks", names, mib, "MiB sent and received by rank 0"))
+    return drawn
