@@ -6,7 +6,7 @@ rows come back (``finish``), and the backward pass sends gradients the other way
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -63,7 +63,7 @@ class ShardedCollection(TableCollection):
         self.tables = tables = sharding.tables
         self.group = join_group(sharding.device, ranks)
         set_gradient_division(False)
-        self.collectives = seams.count_collectives()
+        self._collectives = seams.count_collectives()
         topology = sharding.topology()
         self.parallel = DistributedModelParallel(
             sharding.module(),
@@ -85,6 +85,11 @@ class ShardedCollection(TableCollection):
     def sharded(self) -> Any:
         """TorchRec's sharded module."""
         return self.parallel.module.tables
+
+    @property
+    def collectives(self) -> Mapping[str, seams.Collective]:
+        """TorchRec's collectives on this rank so far, by name."""
+        return self._collectives
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """As TorchRec's collection."""
