@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import comm_ops, dist_data
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
@@ -77,6 +78,11 @@ def local_shards(parallel: DistributedModelParallel, table: str) -> list[LocalSh
         row, column = shard.metadata.shard_offsets
         shards.append(LocalShard(row, column, tensor, state))
     return shards
+
+
+def replicated_lookups(parallel: DistributedModelParallel) -> list[DistributedDataParallel]:
+    """Data-parallel tables' lookups: of them all, in one module, or none."""
+    return [m for m in parallel.module.tables._lookups if isinstance(m, DistributedDataParallel)]
 
 
 @dataclass
@@ -180,8 +186,7 @@ _PAYLOAD = {
 
 
 def count_collectives() -> dict[str, Collective]:
-    """Count TorchRec's collectives in this process from now on, by name; the all-reduce of data-parallel
-    tables is DistributedDataParallel's and not among them."""
+    """Count TorchRec's collectives in this process from now on, by name."""
     counts: dict[str, Collective] = {}
     for module in (comm_ops, dist_data):
         module.dist = _Counting(counts)

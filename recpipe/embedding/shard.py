@@ -73,6 +73,9 @@ class ShardedCollection(TableCollection):
             sharders=sharding.sharders(),
         )
         self._channel: Channel = ranks.channel()
+        self._gradients: Channel = ranks.channel()
+        for lookup in seams.replicated_lookups(self.parallel):
+            lookup.register_comm_hook(self._gradients, lambda channel, bucket: _summed(channel, bucket))
         self.rank = ranks.rank
         self._replicated = self._dense_optimizer()
         self._local = {f.name: self._shards_here(f.name) for f in tables.features}
@@ -163,10 +166,6 @@ class ShardedCollection(TableCollection):
         """The data-parallel tables' part of the step, after the backward pass."""
         if self._replicated is None:
             return
-        for group in self._replicated.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    weight.grad *= self.shards.world  # DistributedDataParallel has averaged it
         self._replicated.step()
         self._replicated.zero_grad()
 
@@ -247,6 +246,17 @@ class ShardedCollection(TableCollection):
                 weights.copy_(torch.from_numpy(values[0][here, columns]))
                 if state.numel():
                     state.copy_(torch.from_numpy(values[1][here] if row_wise else values[1][here, columns]))
+
+
+def _summed(gradients: Channel, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Data-parallel tables' gradients, added in the order of the ranks.
+
+    DistributedDataParallel's own all-reduce adds in an order that depends on its buckets, and those on how
+    long the process has run: a restarted run would not have the bits of an undisturbed one.
+    """
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(gradients.ordered_sum(bucket.buffer()))
+    return done
 
 
 def join_group(device: torch.device, ranks: Ranks) -> dist.ProcessGroup:
