@@ -29,25 +29,46 @@ from recpipe.ranks import Channel, Ranks
 
 
 class Sent:
-    """A share of a batch whose ids are on their way to the rows' ranks."""
+    """A share of a batch whose ids are on their way to the rows' ranks.
+
+    On a GPU this runs on a stream of its own, beside the training's.
+    """
 
     def __init__(self, collection: ShardedCollection, sparse: KeyedJaggedTensor) -> None:
+        self.collection = collection
         self.samples = sparse.stride()
         self.context = collection.sharded.create_context()
-        self._lengths = collection.sharded.input_dist(self.context, collection.padded(sparse))
         self._ids: Any = None
         self._here: Any = None
+        if collection.stream is not None:
+            collection.stream.wait_stream(torch.cuda.current_stream())  # which copies the batch
+        with torch.cuda.stream(collection.stream):
+            self._lengths = collection.sharded.input_dist(self.context, collection.padded(sparse))
 
     def send_ids(self) -> None:
-        """Wait for the numbers of ids, which went first, and send the ids themselves."""
-        if self._ids is None:
+        """Wait for the numbers of ids, which went first, and send the ids themselves.
+
+        Behind a GPU's cache (``tiers.kernel=uvm_caching``) it also fetches their rows into it.
+        """
+        if self._ids is not None:
+            return
+        with torch.cuda.stream(self.collection.stream):
             self._ids = self._lengths.wait()
+            if self.collection.prefetches:
+                self._here = self._ids.wait()
+                self.collection.sharded.prefetch(self._here, torch.cuda.default_stream(), self.context)
 
     def ids(self) -> Any:
         """What the other ranks sent here; waits for it."""
         self.send_ids()
-        if self._here is None:
-            self._here = self._ids.wait()
+        stream = self.collection.stream
+        with torch.cuda.stream(stream):
+            self._here = self._ids.wait() if self._here is None else self._here
+        if stream is not None:
+            current = torch.cuda.current_stream()
+            current.wait_stream(stream)
+            self._here.record_stream(current)
+            self.context.record_stream(current)
         return self._here
 
 
@@ -72,6 +93,10 @@ class ShardedCollection(TableCollection):
             plan=plan.torchrec(sharding.device.type, topology.local_world_size, sharding.constraints()),
             sharders=sharding.sharders(),
         )
+        on_gpu = sharding.device.type == "cuda"
+        self.stream = torch.cuda.Stream(sharding.device) if on_gpu else None
+        """Where ids travel on a GPU, beside the training's kernels."""
+        self.prefetches = sharding.kernel == "uvm_caching"
         self._channel: Channel = ranks.channel()
         self._gradients: Channel = ranks.channel()
         for lookup in seams.replicated_lookups(self.parallel):
