@@ -94,7 +94,7 @@ class ShardedCollection(TableCollection):
             sharders=sharding.sharders(),
         )
         on_gpu = sharding.device.type == "cuda"
-        self.stream = torch.cuda.Stream(sharding.device) if on_gpu else None
+        self.stream = torch.cuda.Stream(sharding.device) if on_gpu else None  # type: ignore[no-untyped-call]
         """Where ids travel on a GPU, beside the training's kernels."""
         self.prefetches = sharding.kernel == "uvm_caching"
         self._channel: Channel = ranks.channel()
