@@ -6,9 +6,11 @@ import hashlib
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,6 +69,9 @@ class ExchangeSample:
     backward: float
 
 
+Sample = TypeVar("Sample", LookupSample, CollectiveSample, ExchangeSample)
+
+
 @dataclass(frozen=True)
 class Machine:
     """What the measurements hold for; another machine or version measures anew."""
@@ -115,6 +120,26 @@ class MachineProfile:
     collectives: list[CollectiveSample]
     exchanges: list[ExchangeSample]
 
+    @classmethod
+    def least(cls, passes: Sequence[MachineProfile]) -> MachineProfile:
+        """Of each sample its least times in several passes of the same benchmarks."""
+        first = passes[0]
+        return cls(
+            first.machine,
+            [
+                _least(group, "forward", "backward")
+                for group in zip(*(p.lookups for p in passes), strict=True)
+            ],
+            [
+                _least(group, "elapsed", "busy")
+                for group in zip(*(p.collectives for p in passes), strict=True)
+            ],
+            [
+                _least(group, "input", "forward", "backward")
+                for group in zip(*(p.exchanges for p in passes), strict=True)
+            ],
+        )
+
     def text(self) -> str:
         """As JSON."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
@@ -148,6 +173,10 @@ class MachineProfile:
         except OSError as fault:
             raise UserError(f"cannot write the machine profile {file}: {fault.strerror}") from fault
         return file
+
+
+def _least(samples: Sequence[Sample], *times: str) -> Sample:
+    return replace(samples[0], **{name: min(getattr(sample, name) for sample in samples) for name in times})
 
 
 def _processor() -> str:

@@ -47,7 +47,7 @@ SHAPES = (
     (8, 20_000, 64, 256, 1),
 )
 """Tables, rows, dim, samples of each rank, lookups per bag."""
-REPEATS = 20
+REPEATS = 9
 
 
 def measure_exchanges(
@@ -91,20 +91,22 @@ def _step(
         ids = torch.randint(rows // group.size(), (tables * samples * pooling,), generator=random)
         batch = KeyedJaggedTensor(keys=names, values=ids.to(clock.device), lengths=lengths)
         dist.barrier(group)
-        moments = [clock.read()[1]]
+        begin = clock.start()
         context = module.create_context()
         received = module.input_dist(context, batch).wait().wait()
-        moments.append(clock.read()[1])
+        ends = [clock.read() - begin]
+        begin = clock.start()
         pooled = module.compute_and_output_dist(context, received).wait().values()
-        moments.append(clock.read()[1])
+        ends.append(clock.read() - begin)
+        begin = clock.start()
         pooled.backward(pooled.detach())
         for parameter in dense:
             if parameter.grad is not None:  # an update of all rows, which fused optimizers do not need
                 parameter.data.add_(parameter.grad, alpha=-0.01)
                 parameter.grad = None
-        moments.append(clock.read()[1])
-        times.append(np.diff(moments))
-    return np.median(times[2:], axis=0)
+        ends.append(clock.read() - begin)
+        times.append([busy for _, busy in ends])
+    return np.asarray(np.median(times[2:], axis=0))
 
 
 def _sharded(
