@@ -1,1 +1,1 @@
-"""HET (VLDB'22): cached embedding rows of bounded staleness, checked by per-row versions."""
+"""Neo (ISCA'22): embedding tables split, then placed over the ranks so that their measured costs balance."""

@@ -1,15 +1,241 @@
-"""Provisional."""
+"""The planners: TorchRec's own, Neo's greedy and Karmarkar-Karp placement, and one by measured costs."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
 
-from torchrec.distributed.planner import EmbeddingShardingPlanner
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.perf_models import NoopPerfModel
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.types import Perf, PerfModel, ShardingOption, Topology
+from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingPlanner
 
-PLANNERS = ("torchrec", "measured")
+from recpipe.embedding.sharding import Prediction
+from recpipe.errors import UserError
+from recpipe_neo.cost import CostModel
+from recpipe_neo.estimate import MeasuredEstimator, MeasuredStep, TableCosts
+from recpipe_neo.measure import measure
+from recpipe_neo.partition import (
+    BestPartitioner,
+    GreedyPartitioner,
+    KarmarkarKarpPartitioner,
+    LargestLoad,
+    work,
+)
+from recpipe_neo.profile import Machine, MachineProfile
+from recpipe_neo.split import SplitProposer
+from recpipe_neo.stats import FeatureStats
+
+logger = logging.getLogger("recpipe")
+
+PLANNERS = ("torchrec", "greedy", "karmarkar_karp", "measured")
+Constraints = dict[str, ParameterConstraints]
+Sharders = list[ModuleSharder[nn.Module]]
 
 
-def make_planner(kind: str, ctx: Any, cache: Any, topology: Any, constraints: Any) -> Any:
+class PlanRecord(Prediction):
+    """What a planner predicted of the plan that it chose; filled on rank 0, which plans."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.model: PerfModel | None = None
+        self.step_ms: float | None = None
+        """Predicted time of a step's embedding part, in ms of the planner's own cost model."""
+        self.ranks: dict[int, dict[str, float]] = {}
+        """By rank and table: predicted ms of the table's shards on the rank."""
+        self.sharding: dict[str, str] = {}
+        """Sharding type by table."""
+        self.busy_ms: list[float] = []
+        """By rank, with the exchanges that all ranks share; of a measured plan only."""
+
+    def log(self, *, best_plan: list[ShardingOption], **said: Any) -> None:
+        """TorchRec's hook: the chosen plan."""
+        super().log(best_plan=best_plan)
+        self.ranks = {rank: {} for rank in range(said["topology"].world_size)}
+        self.sharding = {option.name: option.sharding_type for option in best_plan}
+        for option in best_plan:
+            for shard in option.shards:
+                if shard.rank is not None and shard.rank >= 0:  # -1: no plan was found
+                    tables = self.ranks[shard.rank]
+                    tables[option.name] = tables.get(option.name, 0.0) + work(cast(Perf, shard.perf))
+        if self.model is not None and any(self.ranks.values()):
+            self.step_ms = self.model.rate(best_plan)
+        if isinstance(self.model, MeasuredStep):
+            self.busy_ms = self.model.busy(best_plan).sum(axis=1).tolist()
+
+
+def make_planner(
+    kind: str,
+    topology: Topology,
+    constraints: Mapping[str, ParameterConstraints],
+    batch_size_per_rank: int,
+    stats: Mapping[str, FeatureStats] | None = None,
+    profile_dir: Path | None = None,
+    record: PlanRecord | None = None,
+) -> ShardingPlanner:
+    """The planner of ``kind``, one of ``PLANNERS``; its sharder should be core's ``TableSharder``.
+
+    ``constraints`` limit each table's sharding types and kernels. Column-wise options are cut at
+    ``min_partition`` columns. ``stats`` of features, see ``feature_stats``: without them, lookups are
+    expected as the constraints' ``pooling_factors`` say; TorchRec's own planner knows these alone.
+    ``profile_dir``: where ``measured`` keeps this machine's measurements. ``record`` is told what was
+    predicted.
+    Raises ``UserError`` for an unknown kind, or when ``measured`` lacks its directory.
+    """
+    if kind not in PLANNERS:
+        raise UserError(f"planner={kind} is unknown; choose one of {', '.join(PLANNERS)}")
+    limits = dict(constraints)
+    note = record or PlanRecord()
+    if kind == "measured":
+        if profile_dir is None:
+            raise UserError("planner=measured keeps its measurements in a directory; name one")
+        return MeasuredPlanner(topology, limits, batch_size_per_rank, stats or {}, profile_dir, note)
+    if kind == "torchrec":
+        note.model = NoopPerfModel(topology)
+        return EmbeddingShardingPlanner(
+            topology=topology, constraints=limits, batch_size=batch_size_per_rank, stats=note, debug=False
+        )
+    note.model = LargestLoad(topology.world_size)
     return EmbeddingShardingPlanner(
-        topology=topology, constraints=constraints, batch_size=-(-ctx.batch_size // topology.world_size)
+        topology=topology,
+        constraints=_with_pooling(limits, stats or {}),
+        batch_size=batch_size_per_rank,
+        proposer=SplitProposer(topology.world_size),
+        partitioner=GreedyPartitioner() if kind == "greedy" else KarmarkarKarpPartitioner(),
+        performance_model=note.model,
+        stats=note,
+        debug=False,
     )
+
+
+class MeasuredPlanner(ShardingPlanner):  # type: ignore[misc]
+    """Plans by what lookups and exchanges take on this machine, measured once and kept.
+
+    Proposes whole and cut tables, places them by greedy and by largest differencing, and takes the plan
+    with the lowest predicted step. Rank 0 plans; TorchRec sends the plan to the others.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Constraints,
+        batch_size: int,
+        stats: Mapping[str, FeatureStats],
+        profile_dir: Path,
+        record: PlanRecord,
+    ) -> None:
+        self.topology = topology
+        self.constraints = constraints
+        self.batch_size = batch_size
+        self.stats = stats
+        self.profile_dir = profile_dir
+        self.record = record
+        self.profile: MachineProfile | None = None
+
+    def collective_plan(
+        self, module: nn.Module, sharders: Sharders, pg: dist.ProcessGroup | None = None
+    ) -> ShardingPlan:
+        """Every rank of ``pg`` (the world's by default) must call this: all measure where nobody has yet."""
+        group = pg or dist.group.WORLD
+        assert group is not None, "planning for several ranks needs their process group"
+        device = torch.device(self.topology.compute_device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.profile = load_or_measure(self.profile_dir, group, device, fused_optimizer(sharders))
+        return self._planner(self.profile).collective_plan(module, sharders, group)
+
+    def plan(self, module: nn.Module, sharders: Sharders) -> ShardingPlan:
+        """Plan alone, by what an earlier run of as many ranks has measured; ``UserError`` where none has."""
+        if self.profile is None:
+            optimizer = fused_optimizer(sharders)
+            self.profile = saved_profile(self.profile_dir, self.topology.world_size, optimizer)
+        return self._planner(self.profile).plan(module, sharders)
+
+    def _planner(self, profile: MachineProfile) -> EmbeddingShardingPlanner:
+        costs = TableCosts(CostModel(profile), self.stats, self.topology)
+        model = MeasuredStep(costs)
+        self.record.model = model
+        estimators = [
+            MeasuredEstimator(self.topology, self.constraints, costs=costs),
+            EmbeddingStorageEstimator(topology=self.topology, constraints=self.constraints),
+        ]
+        return EmbeddingShardingPlanner(
+            topology=self.topology,
+            constraints=self.constraints,
+            batch_size=self.batch_size,
+            enumerator=EmbeddingEnumerator(self.topology, self.batch_size, self.constraints, estimators),
+            proposer=SplitProposer(self.topology.world_size, costs.total, thorough=True),
+            partitioner=BestPartitioner([GreedyPartitioner(), KarmarkarKarpPartitioner()], model),
+            performance_model=model,
+            stats=self.record,
+            debug=False,
+        )
+
+
+def fused_optimizer(sharders: Sharders) -> EmbOptimType:
+    """The optimizer that the sharders fuse into the backward pass; TorchRec's default is SGD."""
+    for sharder in sharders:
+        fused = getattr(sharder, "fused_params", None) or {}
+        if "optimizer" in fused:
+            return cast(EmbOptimType, fused["optimizer"])
+    return EmbOptimType.EXACT_SGD
+
+
+def saved_profile(folder: Path, world: int, optimizer: EmbOptimType) -> MachineProfile:
+    """The newest profile of ``world`` ranks; ``UserError`` where nobody has measured any."""
+    files = sorted(folder.glob("profile-*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    profiles = (MachineProfile.parse(file.read_text(encoding="utf-8"), str(file)) for file in files)
+    for profile in profiles:
+        if (profile.machine.world, profile.machine.optimizer) == (world, optimizer.value):
+            return profile
+    raise UserError(
+        f"{folder} has no measurements of {world} ranks and {optimizer.value}: make them with torchrun "
+        f"--nproc-per-node={world} -m recpipe task=plan +plugin=neo, or choose another plugins.neo.planner"
+    )
+
+
+def load_or_measure(
+    folder: Path, group: dist.ProcessGroup, device: torch.device, optimizer: EmbOptimType
+) -> MachineProfile:
+    """Rank 0's profile of this machine, on every rank; measured by all, and saved, when it has none."""
+    file = Machine.current(group, device, optimizer).file(folder)
+    text = file.read_text(encoding="utf-8") if group.rank() == 0 and file.exists() else ""
+    text = _from_first(text, group, device)
+    if text:
+        return MachineProfile.parse(text, str(file))
+    if group.rank() == 0:
+        logger.info("neo: measuring this machine's embedding operations; this takes some 10 s, once")
+    profile = measure(group, device, optimizer)
+    if group.rank() == 0:
+        logger.info("neo: measured; kept as %s", profile.save(folder))
+    return profile
+
+
+def _from_first(text: str, group: dist.ProcessGroup, device: torch.device) -> str:
+    """Rank 0's text."""
+    size = torch.tensor([len(text.encode())], device=device)
+    dist.broadcast(size, group_src=0, group=group)
+    letters = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if group.rank() == 0:
+        letters.copy_(torch.frombuffer(bytearray(text.encode() or b"0"), dtype=torch.uint8)[: int(size)])
+    dist.broadcast(letters, group_src=0, group=group)
+    return bytes(letters.tolist()).decode()
+
+
+def _with_pooling(constraints: Constraints, stats: Mapping[str, FeatureStats]) -> Constraints:
+    """Measured pooling factors for TorchRec's analytic costs, where the user gave none; by table name."""
+    limits = dict(constraints)
+    for name, found in stats.items():
+        limit = limits.get(name, ParameterConstraints())
+        if limit.pooling_factors == ParameterConstraints().pooling_factors:
+            limits[name] = dataclasses.replace(limit, pooling_factors=[found.lookups_per_sample])
+    return limits

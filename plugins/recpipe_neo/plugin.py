@@ -6,15 +6,16 @@ import difflib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingPlanner, ShardingType
 
 from recpipe.plugin.api import Context, Contribution, Invariant, Plugin, TableClaim, TableInfo, TablePolicy
 from recpipe.plugin.errors import PluginError
-from recpipe_neo.planner import PLANNERS, make_planner
+from recpipe_neo.planner import PLANNERS, PlanRecord, make_planner
 from recpipe_neo.precision import (
     ROW_SPLITTING,
     TABLE_PRECISIONS,
@@ -22,7 +23,10 @@ from recpipe_neo.precision import (
     codecs,
     refuse_unsupported,
 )
+from recpipe_neo.stats import feature_stats
 
+SAMPLED_BATCHES = 4
+"""From which the planners learn what is looked up."""
 SHARDING_TYPES = tuple(t.value for t in ShardingType)
 
 
@@ -69,7 +73,7 @@ class Neo(Plugin):
         cache = Path(self.profile_dir).expanduser() if self.profile_dir else ctx.cache_dir
         return Contribution(
             tables=[TableClaim("*", frozenset(aspects), self._tables())],  # type: ignore[arg-type]
-            planner=partial(make_planner, self.planner, ctx, cache),
+            planner=partial(_planner, self.planner, ctx, cache),
             codecs=codecs(*self.wire),
         )
 
@@ -110,6 +114,29 @@ class ShardedTables(TablePolicy):
     def data_type(self, name: str) -> str:
         """One type for all tables."""
         return self.precision
+
+
+def _planner(
+    kind: str,
+    ctx: Context,
+    cache_dir: Path | None,
+    topology: Topology,
+    constraints: Mapping[str, ParameterConstraints],
+) -> ShardingPlanner:
+    """The planner for ``ctx``'s data, with what it predicts as ``prediction``, where core looks for it."""
+    record = PlanRecord()
+    stats = {} if kind == "torchrec" else feature_stats(islice(ctx.batches(0), SAMPLED_BATCHES))
+    planner: Any = make_planner(
+        kind,
+        topology,
+        constraints,
+        -(-ctx.batch_size // topology.world_size),
+        stats,
+        cache_dir / "neo" if cache_dir else None,
+        record,
+    )
+    planner.prediction = record
+    return cast(ShardingPlanner, planner)
 
 
 def _one_of(knob: str, value: Any, choices: tuple[str, ...]) -> None:

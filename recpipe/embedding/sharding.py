@@ -69,9 +69,9 @@ class Prediction(Stats):  # type: ignore[misc]
     shard_ms: dict[str, list[float]]
     """Milliseconds of each shard, by table."""
 
-    def log(self, *_: Any, best_plan: list[ShardingOption] | None = None, **__: Any) -> None:
+    def log(self, *, best_plan: list[ShardingOption], **_: Any) -> None:
         """Called by TorchRec's planner with the plan that it chose."""
-        for option in best_plan or ():
+        for option in best_plan:
             self.shard_ms[option.name] = [float(s.perf.total) if s.perf else 0.0 for s in option.shards]
 
 

@@ -1,0 +1,234 @@
+"""From a machine's measurements to the time of any shard: non-negative linear models of what it does.
+
+Coefficients are fitted to relative errors (a short lookup matters as much as a long one). They are times
+per unit of work, so never negative, and that keeps them sane outside of the measured grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+from torchrec.distributed.types import ShardingType
+
+from recpipe_neo.profile import CollectiveSample, ExchangeSample, LookupSample, MachineProfile
+
+Vector = npt.NDArray[np.float64]
+DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+FOOTPRINTS = np.log2([2.0**16, 2.0**20, 2.0**22, 2.0**24, 2.0**26])
+"""Knots, bytes of rows that a rank touches in a step: its backward pass finds them in a cache, or not."""
+REUSES = np.log2([2.0**16, 2.0**20, 2.0**23, 2.0**26, 2.0**29])
+"""Knots, bytes that a rank touches until it meets a row again."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What a rank looks up in one shard in a step."""
+
+    rows: float
+    dim: float
+    bags: float
+    lookups: float
+    distinct: float
+
+    @property
+    def bytes(self) -> float:
+        """Of the distinct rows."""
+        return self.distinct * self.dim * 4
+
+    def features(self, footprint: float) -> Vector:
+        """Work, among ``footprint`` bytes of rows that the rank touches in the step."""
+        reuse = footprint * self.rows / max(self.distinct, 1e-9)
+        step, life = _hats(footprint, FOOTPRINTS), _hats(reuse, REUSES)
+        dims = np.array([1, self.dim])
+        parts = [
+            np.array([1.0]),
+            self.bags * dims,
+            self.lookups * dims,
+            self.distinct * dims,
+            self.distinct * np.outer(dims, step).ravel(),
+            self.distinct * np.outer(dims, life).ravel(),
+            self.lookups * np.outer(dims, life).ravel(),
+        ]
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a rank sends, receives and rearranges for a table in a step."""
+
+    tables: float = 0
+    """Keys of the sharded batch; a table cut into columns counts once for each part."""
+    ids_sent: float = 0
+    ids_received: float = 0
+    floats_sent: float = 0
+    floats_received: float = 0
+    parameters: float = 0
+    """Numbers of a replicated table, whose gradients are summed over the ranks and whose rows are updated."""
+
+    def __add__(self, other: Exchange) -> Exchange:
+        return Exchange(*(a + b for a, b in zip(self._values, other._values, strict=True)))
+
+    @property
+    def _values(self) -> tuple[float, ...]:
+        return (
+            self.tables, self.ids_sent, self.ids_received, self.floats_sent, self.floats_received,
+            self.parameters,
+        )  # fmt: skip
+
+    def features(self) -> Vector:
+        """Work of each kind."""
+        return np.array(self._values)
+
+
+def shared(kind: str, dim: float, parts: float, rows: float, samples: float, lookups: float) -> Exchange:
+    """What every rank does for a table of ``kind``, wherever its shards are; samples, lookups of one rank."""
+    if kind == DATA_PARALLEL:
+        return Exchange(1, lookups, 0, samples * dim, 0, rows * dim)
+    return Exchange(parts, lookups * parts, 0, 0, samples * dim, 0)
+
+
+def owned(dim: float, bags: float, lookups: float) -> Exchange:
+    """What the rank of a shard does besides; all ranks' bags, and the lookups that fall into the shard."""
+    return Exchange(0, 0, lookups, bags * dim, 0, 0)
+
+
+class CostModel:
+    """Milliseconds of lookups and exchanges, fitted to a profile."""
+
+    def __init__(self, profile: MachineProfile) -> None:
+        self.machine = profile.machine
+        features = np.array([_sampled(sample) for sample in profile.lookups])
+        self._forward = _fit(features, [sample.forward for sample in profile.lookups])
+        self._backward = _fit(features, [sample.backward for sample in profile.lookups])
+        self._exchange = {
+            kind: self._fit_exchange([s for s in profile.exchanges if s.sharding_type == kind])
+            for kind in dict.fromkeys(sample.sharding_type for sample in profile.exchanges)
+        }
+        self._elapsed = _collectives(profile.collectives, lambda sample: sample.elapsed)
+        self._idle = _collectives(profile.collectives, lambda sample: sample.elapsed - sample.busy)
+
+    def lookup(self, work: Lookup, footprint: float) -> tuple[float, float]:
+        """Forward, and backward with update; the TBE's fixed costs are in ``fixed``."""
+        features = work.features(footprint)
+        return float(features @ self._forward[1:]), float(features @ self._backward[1:])
+
+    def exchange(self, kind: str, work: Exchange) -> Vector:
+        """Busy in input dist, forward and backward, float64 [3]; without ``fixed``."""
+        times: Vector = self._exchange[kind][:, 1:] @ work.features()
+        return times
+
+    def fixed(self, kind: str) -> Vector:
+        """Busy in input dist, forward and backward of every step in which a table of ``kind`` takes part."""
+        forward, backward = self._forward[0], self._backward[0]
+        lookups = np.array([0.0, forward, 0.0 if kind == DATA_PARALLEL else backward])
+        times: Vector = self._exchange[kind][:, 0] + lookups
+        return times
+
+    def collective(self, name: str, size: float) -> float:
+        """Elapsed ms of a collective of ``size`` bytes on each rank."""
+        return float(self._elapsed[name] @ (1.0, size))
+
+    def idle(self, name: str, size: float) -> float:
+        """Those in which a rank waits for the wire or for others."""
+        return float(self._idle[name] @ (1.0, size))
+
+    def _fit_exchange(self, samples: Sequence[ExchangeSample]) -> Vector:
+        """Coefficients [3, 1 + features]: what the lookups' own time leaves of each phase."""
+        work = np.array([np.concatenate([[1.0], _worked(s, self.machine.world).features()]) for s in samples])
+        lookups = np.array([self._lookups(sample) for sample in samples])
+        rows = []
+        for phase, name in enumerate(("input", "forward", "backward")):
+            total = np.array([getattr(sample, name) for sample in samples])
+            # Ids are exchanged in the input dist alone, pooled rows and gradients in the others alone; a
+            # replicated table's backward pass, which is no TBE's, depends on its ids too.
+            use = np.array([True, True, True, True, *[phase > 0] * 2, phase == 2])
+            if phase == 2 or (phase == 1 and samples[0].sharding_type != DATA_PARALLEL):
+                use[2:4] = samples[0].sharding_type == DATA_PARALLEL
+            rows.append(_nnls(work * use / total[:, None], (total - lookups[:, phase]) / total))
+        return np.array(rows)
+
+    def _lookups(self, sample: ExchangeSample) -> Vector:
+        """Modelled ms of the lookups of a sample in input dist, forward and backward."""
+        local = sample.sharding_type == DATA_PARALLEL
+        ranks = 1 if local else self.machine.world
+        rows_cut = sample.sharding_type in (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
+        if not sample.owns and not local and not rows_cut:
+            return np.zeros(3)
+        rows = sample.rows / self.machine.world  # those that are looked up
+        lookups = sample.lookups * ranks if sample.owns or local else 0.0
+        distinct = rows * -np.expm1(-lookups / rows)
+        work = Lookup(
+            sample.rows, sample.dim / sample.columns, sample.samples * ranks, lookups, max(distinct, 1e-9)
+        )
+        parts = sample.tables * sample.columns
+        times = parts * np.array(self.lookup(work, parts * work.bytes))
+        fixed = np.array([self._forward[0], self._backward[0]])
+        forward, backward = times + fixed
+        return np.array([0.0, forward, 0.0 if local else backward])
+
+
+def _sampled(sample: LookupSample) -> Vector:
+    """All tables' features behind a 1 for the call."""
+    work = Lookup(sample.rows, sample.dim, sample.bags, sample.lookups, sample.distinct)
+    return np.concatenate([[1.0], sample.tables * work.features(sample.tables * work.bytes)])
+
+
+def _worked(sample: ExchangeSample, world: int) -> Exchange:
+    """What the rank of a sample sends and receives."""
+    size = (sample.rows, sample.samples, sample.lookups)
+    one = shared(sample.sharding_type, sample.dim, sample.columns, *size)
+    if sample.sharding_type != DATA_PARALLEL:
+        rows_cut = sample.sharding_type != ShardingType.TABLE_WISE.value and sample.columns == 1
+        bags = sample.samples * world if sample.owns or rows_cut else 0
+        lookups = sample.lookups * world * sample.columns if sample.owns else 0
+        one = one + owned(sample.dim, bags, lookups)
+    return Exchange(*(sample.tables * one.features()))
+
+
+def _collectives(
+    samples: Iterable[CollectiveSample], of: Callable[[CollectiveSample], float]
+) -> dict[str, Vector]:
+    """For each collective (ms, ms per byte)."""
+    groups: dict[str, list[CollectiveSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.collective, []).append(sample)
+    fits = {}
+    for name, group in groups.items():
+        features = np.array([(1.0, sample.bytes) for sample in group])
+        scale = np.array([1 / sample.elapsed for sample in group])
+        fits[name] = _nnls(features * scale[:, None], np.array([of(s) for s in group]) * scale)
+    return fits
+
+
+def _fit(features: Vector, times: Sequence[float]) -> Vector:
+    """Coefficients that make the relative errors small."""
+    scale = 1 / np.array(times)
+    return _nnls(features * scale[:, None], np.ones(len(scale)))
+
+
+def _nnls(a: Vector, b: Vector, sweeps: int = 3000) -> Vector:
+    """x >= 0, float64 [n], that minimizes |a x - b|, by coordinate descent on the normal equations."""
+    size = np.sqrt((a * a).sum(axis=0))
+    used = np.flatnonzero(size)
+    scaled = a[:, used] / size[used]
+    gram, target = scaled.T @ scaled, scaled.T @ b
+    x = np.zeros(len(used))
+    for _ in range(sweeps):
+        before = x.copy()
+        for j in range(len(x)):
+            x[j] = max(0.0, x[j] + target[j] - gram[j] @ x)
+        if np.abs(x - before).max(initial=0) < 1e-9:
+            break
+    result = np.zeros(a.shape[1])
+    result[used] = x / size[used]
+    return result
+
+
+def _hats(value: float, knots: Vector) -> Vector:
+    """Weights, which sum to 1, of the ``knots`` next to log2 of ``value``, for linear interpolation."""
+    at = float(np.clip(np.log2(max(value, 1.0)), knots[0], knots[-1]))
+    return np.array([partial(np.interp, at, knots)(row) for row in np.eye(len(knots))])

@@ -1,0 +1,180 @@
+"""TorchRec's planner with measured costs: time of a shard, and of a step of a whole plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Perf,
+    PerfModel,
+    Shard,
+    ShardEstimator,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.types import ShardingType
+
+from recpipe_neo.cost import DATA_PARALLEL, CostModel, Lookup, Vector, owned, shared
+from recpipe_neo.partition import work
+from recpipe_neo.split import ROW_TYPES
+from recpipe_neo.stats import FeatureStats
+
+MEASURED_AS = {
+    ShardingType.GRID_SHARD.value: ShardingType.TABLE_ROW_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value: ShardingType.COLUMN_WISE.value,
+}
+"""Types that have no benchmark of their own, by the one with the same exchanges on each rank."""
+INPUT_EXCHANGES = 3
+"""All-to-alls of an input dist: sizes, lengths, ids."""
+
+
+class TableCosts:
+    """What the shards of tables cost on one machine, by a cost model and the tables' statistics."""
+
+    def __init__(self, model: CostModel, stats: Mapping[str, FeatureStats], topology: Topology) -> None:
+        self.model = model
+        self.stats = stats
+        self.world = topology.world_size
+        self.local_world = topology.local_world_size
+        self.cuda = topology.compute_device == "cuda"
+        self._touched: dict[str, float] = {}
+
+    def know(self, options: Sequence[ShardingOption]) -> None:
+        """Take note of the options' tables, all of which compete for the caches."""
+        for option in options:
+            if option.fqn not in self._touched:
+                rows, dim = option.tensor.shape
+                _, distinct = self._looked_up(option, 0, rows, option.batch_size * self.world)
+                self._touched[option.fqn] = distinct * dim * 4
+
+    def shard(self, option: ShardingOption, shard: Shard) -> Perf:
+        """Milliseconds that the shard's rank is busy with it, besides ``shared``."""
+        (rows, dim), start = shard.size, shard.offset[0]
+        local = option.sharding_type == DATA_PARALLEL
+        bags = float(option.batch_size * (1 if local else self.world) * self._features(option))
+        lookups, distinct = self._looked_up(
+            option, start, start + rows, option.batch_size * (1 if local else self.world)
+        )
+        footprint = sum(self._touched.values()) / self.world
+        forward, backward = self.model.lookup(Lookup(rows, dim, bags, lookups, distinct), footprint)
+        if local:  # its dense gradient and update are in ``shared``
+            return Perf(forward, 0.0, 0.0, 0.0)
+        kind = MEASURED_AS.get(option.sharding_type, option.sharding_type)
+        exchange = self.model.exchange(kind, owned(dim, bags, lookups))
+        return Perf(forward, exchange[1], backward, exchange[2], exchange[0])
+
+    def shared(self, option: ShardingOption) -> Vector:
+        """Milliseconds in input dist, forward and backward that every rank is busy for the table."""
+        rows, dim = option.tensor.shape
+        columns = len({shard.offset[1] for shard in option.shards})
+        lookups, _ = self._looked_up(option, 0, rows, option.batch_size)
+        samples = option.batch_size * self._features(option)
+        kind = MEASURED_AS.get(option.sharding_type, option.sharding_type)
+        return self.model.exchange(kind, shared(kind, dim, columns, rows, samples, lookups))
+
+    def total(self, option: ShardingOption) -> float:
+        """Milliseconds of the table on all ranks together."""
+        shards = sum(work(cast(Perf, shard.perf)) for shard in option.shards)
+        return float(shards + self.world * self.shared(option).sum())
+
+    def idle(self, kind: str, options: Sequence[ShardingOption]) -> Vector:
+        """Milliseconds that ranks wait in the collectives of one sharding type, in each phase."""
+        idle = self.model.idle
+        pooled = sum(o.batch_size * self._features(o) * o.tensor.shape[1] * 4.0 for o in options)
+        if kind == DATA_PARALLEL:
+            return np.array([0.0, 0.0, idle("all_reduce", sum(o.tensor.numel() * 4.0 for o in options))])
+        ids = sum(self._looked_up(o, 0, o.tensor.shape[0], o.batch_size)[0] * 8.0 for o in options)
+        exchange = (INPUT_EXCHANGES - 1) * idle("all_to_all", 0) + idle("all_to_all", ids)
+        if kind in ROW_TYPES:
+            return np.array(
+                [exchange, idle("reduce_scatter", pooled * self.world), idle("all_gather", pooled)]
+            )
+        return np.array([exchange, idle("all_to_all", pooled), idle("all_to_all", pooled)])
+
+    def _features(self, option: ShardingOption) -> int:
+        return len(option.input_lengths)
+
+    def _looked_up(
+        self, option: ShardingOption, start: int, stop: int, samples: float
+    ) -> tuple[float, float]:
+        """Lookups and distinct rows in rows ``start`` to ``stop`` of a table."""
+        found = [self.stats[name] for name in _feature_names(option) if name in self.stats]
+        if found:
+            totals = np.sum([stats.within(start, stop, samples) for stats in found], axis=0)
+            return float(totals[0]), float(min(totals[1], stop - start))
+        lookups = samples * sum(option.input_lengths) * (stop - start) / option.tensor.shape[0]
+        return lookups, (stop - start) * -np.expm1(-lookups / max(stop - start, 1))
+
+
+def _feature_names(option: ShardingOption) -> list[str]:
+    for config in cast(Any, option.module[1]).embedding_bag_configs():
+        if config.name == option.name:
+            return list(config.feature_names)
+    raise AssertionError(f"{option.fqn} is a table of its module")
+
+
+class MeasuredEstimator(ShardEstimator):  # type: ignore[misc]
+    """Fills ``Shard.perf``, ms, from measurements of this machine in place of TorchRec's bandwidths."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        *,
+        costs: TableCosts,
+    ) -> None:
+        self.costs = costs
+
+    def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: Any = None) -> None:
+        """Sets ``perf`` of all shards of ``sharding_options``."""
+        self.costs.know(sharding_options)
+        for option in sharding_options:
+            for shard in option.shards:
+                shard.perf = self.costs.shard(option, shard)
+
+
+class MeasuredStep(PerfModel):  # type: ignore[misc]
+    """Rates a plan by the predicted time of a step's embedding part."""
+
+    def __init__(self, costs: TableCosts) -> None:
+        self.costs = costs
+
+    def busy(self, plan: Sequence[ShardingOption]) -> Vector:
+        """Milliseconds of each rank in input dist, forward and backward, float64 [W, 3]."""
+        everywhere = np.zeros(3)
+        for kind in {option.sharding_type for option in plan}:
+            everywhere += self.costs.model.fixed(MEASURED_AS.get(kind, kind))
+        for option in plan:
+            everywhere += self.costs.shared(option)
+        ranks = np.tile(everywhere, (self.costs.world, 1))
+        for option in plan:
+            for shard in option.shards:
+                perf = cast(Perf, shard.perf)
+                ranks[cast(int, shard.rank)] += (
+                    perf.input_dist_comms,
+                    perf.fwd_compute + perf.fwd_comms,
+                    perf.bwd_compute + perf.bwd_comms,
+                )
+        return ranks
+
+    def rate(self, plan: list[ShardingOption]) -> float:
+        """Milliseconds of a step.
+
+        Ranks wait for each other when pooled rows are exchanged and when the next batch's ids are; between
+        these, the slowest rank counts, or a host's cores when it has fewer than busy ranks.
+        """
+        ranks = self.busy(plan)
+        waiting = np.zeros(3)
+        for kind in {option.sharding_type for option in plan}:
+            waiting += self.costs.idle(kind, [option for option in plan if option.sharding_type == kind])
+        spans = (ranks[:, 1], ranks[:, 0] + ranks[:, 2])
+        return float(sum(map(self._span, spans)) + waiting.sum())
+
+    def _span(self, busy: Vector) -> float:
+        if self.costs.cuda:
+            return float(busy.max())
+        hosts = busy.reshape(-1, self.costs.local_world)
+        return float(max(busy.max(), (hosts.sum(axis=1) / self.costs.model.machine.cores).max()))

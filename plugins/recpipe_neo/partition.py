@@ -1,0 +1,232 @@
+"""Which rank holds which shard: k-way number partitioning of the shards' costs (Neo, ISCA'22, greedy and
+Karmarkar-Karp heuristics), within each rank's memory."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.types import (
+    PartitionByType,
+    Partitioner,
+    Perf,
+    PerfModel,
+    PlannerError,
+    PlannerErrorType,
+    Shard,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+
+
+def greedy(costs: Sequence[float], k: int, loads: Sequence[float] | None = None) -> list[int]:
+    """The part, 0 .. k - 1, of each cost: the largest first, each to the part with the least load so far.
+
+    Longest processing time first (Graham, 1969). ``loads``: what the k parts hold before.
+    """
+    heap = [(load, part) for part, load in enumerate(loads or [0.0] * k)]
+    heapq.heapify(heap)
+    parts = [0] * len(costs)
+    for item in _descending(costs):
+        load, parts[item] = heap[0]
+        heapq.heapreplace(heap, (load + costs[item], parts[item]))
+    return parts
+
+
+def karmarkar_karp(costs: Sequence[float], k: int, loads: Sequence[float] | None = None) -> list[int]:
+    """The part, 0 .. k - 1, of each cost, by the largest differencing method (Karmarkar and Karp, 1982).
+
+    Every cost starts as a solution of its own: k loads, all but one 0. The two solutions with the
+    largest spread become one, the most loaded part of one joined to the least loaded of the other, until
+    one is left. ``loads``, what the k parts hold before, is one more such solution, whose parts keep
+    their numbers.
+    """
+    start = list(loads or [0.0] * k)
+    # A solution: (-spread, unique number, loads ascending, items of each part, number of each part or -1).
+    solutions = [_solution(0, [(load, [], part) for part, load in enumerate(start)])]
+    for item, cost in enumerate(costs):
+        rest: list[_Part] = [(0.0, [], -1) for _ in range(k - 1)]
+        solutions.append(_solution(item + 1, [*rest, (cost, [item], -1)]))
+    heapq.heapify(solutions)
+    while len(solutions) > 1:
+        _, number, first = heapq.heappop(solutions)
+        _, _, second = heapq.heappop(solutions)
+        joined = [
+            (a[0] + b[0], a[1] + b[1], max(a[2], b[2])) for a, b in zip(first, reversed(second), strict=True)
+        ]
+        heapq.heappush(solutions, _solution(number, joined))
+    parts = [0] * len(costs)
+    for _, items, part in solutions[0][2]:
+        for item in items:
+            parts[item] = part
+    return parts
+
+
+_Part = tuple[float, list[int], int]
+"""Load, items, and the part's number (-1 until it meets the part that keeps one)."""
+
+
+def _solution(number: int, parts: list[_Part]) -> tuple[float, int, list[_Part]]:
+    parts.sort(key=lambda part: part[0])
+    return parts[0][0] - parts[-1][0], number, parts
+
+
+def _descending(costs: Sequence[float]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda item: -costs[item])
+
+
+def work(perf: Perf) -> float:
+    """All of a shard's cost. TorchRec's total leaves the input dist out, which its pipelines can hide."""
+    return float(perf.total + perf.input_dist_comms)
+
+
+def rank_loads(plan: Sequence[ShardingOption], world: int) -> list[float]:
+    """Cost of the shards on each rank of a placed plan."""
+    loads = [0.0] * world
+    for option in plan:
+        for shard in option.shards:
+            loads[cast(int, shard.rank)] += work(cast(Perf, shard.perf))
+    return loads
+
+
+class LargestLoad(PerfModel):  # type: ignore[misc]
+    """Rates a plan by the cost of its most loaded rank."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+
+    def rate(self, plan: list[ShardingOption]) -> float:
+        """In the unit of the shards' ``perf``, ms."""
+        return max(rank_loads(plan, self.world))
+
+
+class GreedyPartitioner(Partitioner):  # type: ignore[misc]
+    """Largest shard first, each to the least loaded rank that has room for it.
+
+    Only the shards of table-wise and column-wise options may go to any rank. The others' places come from
+    TorchRec's ``GreedyPerfPartitioner`` and their load counts. Raises ``PlannerError`` where it does not fit.
+    """
+
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
+        """``proposal`` with every shard's ``rank`` set; ``storage_constraint`` stays as it is."""
+        fixed = [option for option in proposal if not _placed_freely(option)]
+        shards = [shard for option in proposal if _placed_freely(option) for shard in option.shards]
+        if fixed:
+            GreedyPerfPartitioner().partition(fixed, storage_constraint)
+        loads = rank_loads(fixed, storage_constraint.world_size)
+        room = _room([device.storage for device in storage_constraint.devices], fixed)
+        for shard, rank in zip(shards, self._places(shards, loads, room), strict=True):
+            shard.rank = rank
+        return proposal
+
+    def _places(self, shards: Sequence[Shard], loads: Sequence[float], room: Sequence[Storage]) -> list[int]:
+        return _greedy_within(shards, loads, room)
+
+
+class KarmarkarKarpPartitioner(GreedyPartitioner):
+    """Largest differencing; the greedy placement where that is better, or where only that fits."""
+
+    def _places(self, shards: Sequence[Shard], loads: Sequence[float], room: Sequence[Storage]) -> list[int]:
+        costs = [work(cast(Perf, shard.perf)) for shard in shards]
+        parts = karmarkar_karp(costs, len(loads), loads)
+        if not _fits(shards, parts, room):
+            return _greedy_within(shards, loads, room)
+        try:
+            other = _greedy_within(shards, loads, room)
+        except PlannerError:
+            return parts
+        return min(parts, other, key=lambda places: _largest(costs, places, loads))
+
+
+class BestPartitioner(Partitioner):  # type: ignore[misc]
+    """The placement that ``model`` rates best of those of several partitioners."""
+
+    def __init__(self, partitioners: Sequence[Partitioner], model: PerfModel) -> None:
+        self.partitioners = partitioners
+        self.model = model
+
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
+        """``proposal`` with every shard's ``rank`` set; raises ``PlannerError`` when none can place it."""
+        rated: list[tuple[float, list[list[int | None]]]] = []
+        failure: PlannerError | None = None
+        for partitioner in self.partitioners:
+            try:
+                plan = partitioner.partition(proposal, storage_constraint)
+            except PlannerError as error:
+                failure = error
+                continue
+            rated.append((self.model.rate(plan), [option.get_shards_assignment() for option in plan]))
+        if not rated:
+            assert failure is not None, "there is a partitioner"
+            raise failure
+        _, best = min(rated, key=lambda entry: entry[0])
+        for option, ranks in zip(proposal, best, strict=True):
+            for shard, rank in zip(option.shards, ranks, strict=True):
+                shard.rank = rank
+        return proposal
+
+
+def _placed_freely(option: ShardingOption) -> bool:
+    return option.partition_by == PartitionByType.DEVICE.value and option.dependency is None
+
+
+def _room(capacity: list[Storage], placed: Sequence[ShardingOption]) -> list[Storage]:
+    """What is left of each rank's memory."""
+    for option in placed:
+        for shard in option.shards:
+            rank = cast(int, shard.rank)
+            capacity[rank] = capacity[rank] - cast(Storage, shard.storage)
+    return capacity
+
+
+def _largest(costs: Sequence[float], parts: Sequence[int], loads: Sequence[float]) -> float:
+    sums = list(loads)
+    for cost, part in zip(costs, parts, strict=True):
+        sums[part] += cost
+    return max(sums)
+
+
+def _fits(shards: Sequence[Shard], parts: Sequence[int], room: Sequence[Storage]) -> bool:
+    left = list(room)
+    for shard, part in zip(shards, parts, strict=True):
+        left[part] = left[part] - cast(Storage, shard.storage)
+    return all(Storage(0, 0, 0).fits_in(storage) for storage in left)
+
+
+def _greedy_within(shards: Sequence[Shard], loads: Sequence[float], room: Sequence[Storage]) -> list[int]:
+    """By cost; where a large table then finds no room, by size, as TorchRec does."""
+    try:
+        return _first_fit(shards, loads, room, lambda shard: work(cast(Perf, shard.perf)))
+    except PlannerError:
+        return _first_fit(shards, loads, room, lambda shard: _bytes(cast(Storage, shard.storage)))
+
+
+def _first_fit(
+    shards: Sequence[Shard],
+    loads: Sequence[float],
+    room: Sequence[Storage],
+    weight: Callable[[Shard], float],
+) -> list[int]:
+    load, left = list(loads), list(room)
+    parts = [0] * len(shards)
+    for item in _descending([weight(shard) for shard in shards]):
+        storage = cast(Storage, shards[item].storage)
+        ranks = [rank for rank in range(len(load)) if storage.fits_in(left[rank])]
+        if not ranks:
+            raise PlannerError(
+                f"a shard of {shards[item].size[0]} rows by {shards[item].size[1]} columns needs {storage}, "
+                "more than any rank has left",
+                PlannerErrorType.PARTITION,
+            )
+        rank = min(ranks, key=load.__getitem__)
+        parts[item] = rank
+        load[rank] += work(cast(Perf, shards[item].perf))
+        left[rank] = left[rank] - storage
+    return parts
+
+
+def _bytes(storage: Storage) -> int:
+    return int(storage.hbm + storage.ddr + storage.ssd)

@@ -1,0 +1,187 @@
+"""What a machine's embedding operations cost, as measured; kept as a JSON file for later runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+from recpipe.errors import UserError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class LookupSample:
+    """``tables`` equal tables in one TBE; bags, lookups and distinct rows are of each table.
+
+    ``forward`` and ``backward`` (which updates the rows) are ms for all tables that a rank is busy.
+    """
+
+    tables: int
+    rows: int
+    dim: int
+    bags: int
+    lookups: int
+    distinct: float
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class CollectiveSample:
+    """One collective over all ranks, each with ``bytes`` of input: ms from call to end, and ms busy."""
+
+    collective: str
+    bytes: int
+    elapsed: float
+    busy: float
+
+
+@dataclass(frozen=True)
+class ExchangeSample:
+    """A step of a small sharded collection: ms busy in input dist, forward and backward.
+
+    All lookups are of shards on rank 0: it ``owns`` them; the other ranks only send and receive.
+    ``samples`` and ``lookups`` (of each table) are of one rank, ``columns`` the parts of a table by columns.
+    """
+
+    sharding_type: str
+    owns: bool
+    tables: int
+    rows: int
+    dim: int
+    columns: int
+    samples: int
+    lookups: int
+    input: float
+    forward: float
+    backward: float
+
+
+Sample = TypeVar("Sample", LookupSample, CollectiveSample, ExchangeSample)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the measurements hold for; another machine or version measures anew."""
+
+    processor: str
+    cores: int
+    threads: int
+    """Of torch on each rank."""
+    torch_version: str
+    fbgemm_version: str
+    torchrec_version: str
+    world: int
+    local_world: int
+    backend: str
+    optimizer: str
+
+    @classmethod
+    def current(cls, group: dist.ProcessGroup, device: torch.device, optimizer: EmbOptimType) -> Machine:
+        """This process's machine."""
+        world = group.size()
+        return cls(
+            processor=torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            threads=torch.get_num_threads(),
+            torch_version=torch.__version__,
+            fbgemm_version=version("fbgemm-gpu"),
+            torchrec_version=version("torchrec"),
+            world=world,
+            local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+            backend=dist.get_backend(group),
+            optimizer=optimizer.value,
+        )
+
+    def file(self, folder: Path) -> Path:
+        """Where its profile is kept."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return folder / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """All measurements of one machine."""
+
+    machine: Machine
+    lookups: list[LookupSample]
+    collectives: list[CollectiveSample]
+    exchanges: list[ExchangeSample]
+
+    @classmethod
+    def least(cls, passes: Sequence[MachineProfile]) -> MachineProfile:
+        """Of each sample its least times in several passes of the same benchmarks."""
+        first = passes[0]
+        return cls(
+            first.machine,
+            [
+                _least(group, "forward", "backward")
+                for group in zip(*(p.lookups for p in passes), strict=True)
+            ],
+            [
+                _least(group, "elapsed", "busy")
+                for group in zip(*(p.collectives for p in passes), strict=True)
+            ],
+            [
+                _least(group, "input", "forward", "backward")
+                for group in zip(*(p.exchanges for p in passes), strict=True)
+            ],
+        )
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> MachineProfile:
+        """Out of JSON from ``source``; raises ``UserError`` when it is not one of ours."""
+        try:
+            found = json.loads(text)
+            if found["schema"] != SCHEMA:
+                raise ValueError(f"schema {found['schema']}, not {SCHEMA}")
+            return cls(
+                Machine(**found["machine"]),
+                [LookupSample(**entry) for entry in found["lookups"]],
+                [CollectiveSample(**entry) for entry in found["collectives"]],
+                [ExchangeSample(**entry) for entry in found["exchanges"]],
+            )
+        except (ValueError, TypeError, KeyError) as fault:
+            raise UserError(
+                f"{source}: no machine profile ({fault}); delete it, and it is measured again"
+            ) from fault
+
+    def save(self, folder: Path) -> Path:
+        """Write it into ``folder``, whole or not at all; raises ``UserError`` where that fails."""
+        file = self.machine.file(folder)
+        draft = file.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            draft.write_text(self.text(), encoding="utf-8")
+            draft.replace(file)
+        except OSError as fault:
+            raise UserError(f"cannot write the machine profile {file}: {fault.strerror}") from fault
+        return file
+
+
+def _least(samples: Sequence[Sample], *times: str) -> Sample:
+    return replace(samples[0], **{name: min(getattr(sample, name) for sample in samples) for name in times})
+
+
+def _processor() -> str:
+    """The CPU's model, which Python itself does not know on Linux."""
+    listing = Path("/proc/cpuinfo")
+    lines = listing.read_text(encoding="utf-8").splitlines() if listing.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

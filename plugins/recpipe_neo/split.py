@@ -1,0 +1,126 @@
+"""Neo's order of work: cut the tables that are too costly for one rank, then place what there is.
+
+One table above the mean load per rank bounds every placement of whole tables from below, so that no
+heuristic helps: it must be split by rows or columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from torchrec.distributed.planner.types import Enumerator, Perf, Proposer, ShardingOption, Topology
+from torchrec.distributed.types import ShardingType
+
+from recpipe_neo.partition import work
+
+ROW_TYPES = (
+    ShardingType.ROW_WISE.value,
+    ShardingType.TABLE_ROW_WISE.value,
+    ShardingType.GRID_SHARD.value,
+)
+SPLITS = (*ROW_TYPES, ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
+"""Sharding types that cut a table into parts."""
+
+_WHOLE = (ShardingType.TABLE_WISE.value,)
+MOST_CUT = 8
+"""How many of the costliest tables a thorough proposer cuts at most."""
+Plan = dict[str, ShardingOption]
+"""One option for each table, by the table's full name."""
+Tables = dict[str, list[ShardingOption]]
+"""All of a table's options."""
+
+
+def cost(option: ShardingOption) -> float:
+    """Of all shards of ``option``, ms summed over the ranks."""
+    return sum(work(cast(Perf, shard.perf)) for shard in option.shards)
+
+
+class SplitProposer(Proposer):  # type: ignore[misc]
+    """Proposes whole tables, then tables cut where they exceed the mean load per rank.
+
+    The proposals, in this order: every table unsplit; cut by the cheapest option of each table; cut by one
+    sharding type alone, for each type (every type in a plan has exchanges of its own); with ``thorough``,
+    the costliest one, two, ... tables cut, and each table's cheapest option; then each of these with small
+    tables replicated where that is cheaper. The planner's performance model chooses.
+    """
+
+    def __init__(
+        self, world: int, cost: Callable[[ShardingOption], float] = cost, thorough: bool = False
+    ) -> None:
+        self.world = world
+        self.cost = cost
+        self.thorough = thorough
+        self.proposals: list[list[ShardingOption]] = []
+
+    def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        """Makes the proposals out of the options, whose ``perf`` is filled in."""
+        tables: Tables = {}
+        for option in search_space:
+            tables.setdefault(option.fqn, []).append(option)
+        whole = {name: self._cheapest(_of(options, _WHOLE) or options) for name, options in tables.items()}
+        ways = (SPLITS, *((kind,) for kind in SPLITS))
+        plans = [whole, *(self.split(whole, tables, kinds) for kinds in ways)]
+        if self.thorough:
+            plans += [self.cut(whole, tables, kinds, n) for kinds in ways for n in range(1, MOST_CUT + 1)]
+            plans.append({name: self._cheapest(options) for name, options in tables.items()})
+        plans += [self.replicate(plan, tables) for plan in plans]
+        seen = {tuple(map(id, plan.values())): list(plan.values()) for plan in plans}
+        self.proposals = list(seen.values())
+
+    def propose(self) -> list[ShardingOption] | None:
+        """The next plan, or None after the last."""
+        return self.proposals[0] if self.proposals else None
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """Drops the plan that was tried."""
+        self.proposals.pop(0)
+
+    def split(self, whole: Plan, tables: Tables, kinds: Sequence[str]) -> Plan:
+        """``whole`` with tables cut, the costliest first, until none exceeds the mean load per rank.
+
+        Cutting adds cost and so raises the mean. A table that no type of ``kinds`` cuts stays whole.
+        """
+        plan = dict(whole)
+        total = sum(map(self.cost, plan.values()))
+        for name in self._costliest(plan):
+            before = self.cost(plan[name])
+            if before <= total / self.world:
+                break
+            plan[name] = self._cut(plan[name], tables[name], kinds)
+            total += self.cost(plan[name]) - before
+        return plan
+
+    def cut(self, whole: Plan, tables: Tables, kinds: Sequence[str], number: int) -> Plan:
+        """``whole`` with its ``number`` costliest tables cut."""
+        plan = dict(whole)
+        for name in self._costliest(plan)[:number]:
+            plan[name] = self._cut(plan[name], tables[name], kinds)
+        return plan
+
+    def replicate(self, plan: Plan, tables: Tables) -> Plan:
+        """``plan`` with data parallelism for the tables whose all-reduce costs less than their option."""
+        copies = {name: _of(tables[name], (ShardingType.DATA_PARALLEL.value,)) for name in plan}
+        return {name: self._cheapest([option, *copies[name]]) for name, option in plan.items()}
+
+    def _cut(
+        self, option: ShardingOption, options: Sequence[ShardingOption], kinds: Sequence[str]
+    ) -> ShardingOption:
+        parts = [other for other in _of(options, kinds) if other.num_shards > 1]
+        return self._cheapest(parts) if parts and option.sharding_type in _WHOLE else option
+
+    def _costliest(self, plan: Plan) -> list[str]:
+        return sorted(plan, key=lambda name: -self.cost(plan[name]))
+
+    def _cheapest(self, options: Sequence[ShardingOption]) -> ShardingOption:
+        return min(options, key=self.cost)
+
+
+def _of(options: Sequence[ShardingOption], kinds: Sequence[str]) -> list[ShardingOption]:
+    return [option for option in options if option.sharding_type in kinds]

@@ -1,0 +1,138 @@
+"""Benchmarks of the exchanges around lookups: steps of TorchRec's sharded collections of small tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe_neo.profile import ExchangeSample
+
+if TYPE_CHECKING:
+    from recpipe_neo.measure import Clock
+
+GENERATORS = {
+    ShardingType.TABLE_WISE.value: table_wise(rank=0, compute_kernel="fused"),
+    ShardingType.COLUMN_WISE.value: column_wise(ranks=[0, 0], compute_kernel="fused"),
+    ShardingType.ROW_WISE.value: row_wise(compute_kernel="fused"),
+    ShardingType.TABLE_ROW_WISE.value: table_row_wise(host_index=0),
+    ShardingType.DATA_PARALLEL.value: data_parallel(),
+}
+"""Placements with all rows that are looked up on rank 0."""
+SHAPES = (
+    (1, 1_000, 16, 64, 1),
+    (8, 1_000, 16, 64, 1),
+    (8, 1_000, 16, 1024, 1),
+    (8, 1_000, 64, 1024, 1),
+    (8, 1_000, 16, 1024, 10),
+    (8, 20_000, 64, 256, 1),
+)
+"""Tables, rows, dim, samples of each rank, lookups per bag."""
+REPEATS = 9
+
+
+def measure_exchanges(
+    group: dist.ProcessGroup, clock: Clock, optimizer: EmbOptimType
+) -> Iterator[ExchangeSample]:
+    """Steps of each sharding type: what rank 0 is busy with, and what the others are on average."""
+    for kind in GENERATORS:
+        for shape in SHAPES:
+            mine = torch.zeros(2, 4, dtype=torch.float64, device=clock.device)
+            part = 0 if group.rank() == 0 else 1
+            mine[part, 0] = 1
+            mine[part, 1:] = torch.from_numpy(_step(group, clock, optimizer, kind, shape))
+            dist.all_reduce(mine, group=group)
+            tables, rows, dim, samples, pooling = shape
+            columns = 2 if kind == ShardingType.COLUMN_WISE.value else 1
+            for owns, (ranks, *total) in zip((True, False), mine.tolist(), strict=True):
+                if ranks:
+                    times = [time / ranks for time in total]
+                    yield ExchangeSample(
+                        kind, owns, tables, rows, dim, columns, samples, samples * pooling, *times
+                    )
+
+
+def _step(
+    group: dist.ProcessGroup,
+    clock: Clock,
+    optimizer: EmbOptimType,
+    kind: str,
+    shape: tuple[int, int, int, int, int],
+) -> npt.NDArray[np.float64]:
+    """Median busy ms of input dist, forward and backward."""
+    tables, rows, dim, samples, pooling = shape
+    names = [f"t{index}" for index in range(tables)]
+    module = _sharded(group, clock.device, optimizer, kind, names, (rows, dim))
+    dense = [p for p in module.parameters() if kind == ShardingType.DATA_PARALLEL.value]
+    random = torch.Generator().manual_seed(group.rank())
+    lengths = torch.full((tables * samples,), pooling, device=clock.device)
+    times = []
+    for _ in range(REPEATS):
+        # The first block of rows, which rank 0 holds.
+        ids = torch.randint(rows // group.size(), (tables * samples * pooling,), generator=random)
+        batch = KeyedJaggedTensor(keys=names, values=ids.to(clock.device), lengths=lengths)
+        dist.barrier(group)
+        begin = clock.start()
+        context = module.create_context()
+        received = module.input_dist(context, batch).wait().wait()
+        ends = [clock.read() - begin]
+        begin = clock.start()
+        pooled = module.compute_and_output_dist(context, received).wait().values()
+        ends.append(clock.read() - begin)
+        begin = clock.start()
+        pooled.backward(pooled.detach())
+        for parameter in dense:
+            if parameter.grad is not None:  # an update of all rows, which fused optimizers do not need
+                parameter.data.add_(parameter.grad, alpha=-0.01)
+                parameter.grad = None
+        ends.append(clock.read() - begin)
+        times.append([busy for _, busy in ends])
+    return np.asarray(np.median(times[2:], axis=0))
+
+
+def _sharded(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    optimizer: EmbOptimType,
+    kind: str,
+    names: list[str],
+    size: tuple[int, int],
+) -> ShardedEmbeddingBagCollection:
+    rows, dim = size
+    configs = [
+        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[name])
+        for name in names
+    ]
+    tables = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+    sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.01})
+    plan = construct_module_sharding_plan(
+        tables,
+        dict.fromkeys(names, GENERATORS[kind]),
+        sharder=sharder,
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", group.size())),
+        world_size=group.size(),
+        device_type=device.type,
+    )
+    if kind == ShardingType.TABLE_ROW_WISE.value:  # its generator takes no kernel and leaves a dense one
+        for parameter in plan.values():
+            parameter.compute_kernel = "fused"
+    return sharder.shard(tables, plan, ShardingEnv.from_process_group(group), device)

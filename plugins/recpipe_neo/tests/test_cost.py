@@ -1,0 +1,120 @@
+"""Statistics of batches, profiles as files, and the fit of the cost model."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recpipe_neo.cost import CostModel, Lookup, _nnls, owned, shared
+from recpipe_neo.profile import LookupSample, MachineProfile
+from recpipe_neo.stats import feature_stats
+
+from plugins.recpipe_neo.tests.rig import bags, forward_ms, machine, made_up, uniform_stats
+from recpipe.errors import UserError
+
+
+def test_statistics_of_two_batches() -> None:
+    """Feature a: ids 1 1 5 in four samples, then 1 2 7 9."""
+    first = bags({"a": (np.array([1, 1, 5]), np.array([1, 0, 2, 0])), "b": (np.arange(4), np.ones(4))})
+    second = bags({"a": (np.array([9, 2, 1, 7]), np.array([1, 1, 1, 1])), "b": (np.arange(4), np.ones(4))})
+    stats = feature_stats([first, second])
+    a = stats["a"]
+    assert (a.lookups_per_sample, a.distinct) == (7 / 8, 3)
+    assert a.within(0, 10, 4) == (3.5, 3)
+    assert a.within(0, 3, 4) == (2.0, 1.5), "rows 1 1, and 1 2"
+    assert a.within(10, 20, 4) == (0, 0)
+    assert a.growth == 1, "half of the batches have 1 and 2 distinct rows, the whole ones twice that"
+    assert stats["b"].lookups_per_sample == 1
+    with pytest.raises(UserError, match="no batch to take statistics of"):
+        feature_stats([])
+
+
+def test_distinct_rows_of_other_batch_sizes() -> None:
+    """A table of 50 rows is full either way; one of a million grows with the batch."""
+    small, large = uniform_stats(50, 10, 1000), uniform_stats(1_000_000, 1, 1000)
+    assert small.within(0, 50, 4000) == (40_000, 50)
+    assert large.within(0, 1_000_000, 250)[1] == pytest.approx(250, rel=0.01)
+    assert large.within(0, 500_000, 1000)[0] == pytest.approx(500, rel=0.1)
+
+
+def test_the_fit_is_the_best_non_negative_one() -> None:
+    """Against the best of all subsets of columns with a plain least-squares solution >= 0."""
+    random = np.random.default_rng(0)
+    for _ in range(5):
+        a, b = random.random((12, 4)), random.normal(size=12)
+        best = np.linalg.norm(b)
+        for size in range(1, 5):
+            for columns in itertools.combinations(range(4), size):
+                x = np.linalg.lstsq(a[:, columns], b, rcond=None)[0]
+                if (x >= 0).all():
+                    best = min(best, np.linalg.norm(a[:, columns] @ x - b))
+        found = _nnls(a, b)
+        assert (found >= 0).all()
+        assert np.linalg.norm(a @ found - b) == pytest.approx(best, rel=1e-6)
+
+
+def test_times_of_unseen_lookups_follow_the_machine_s_laws() -> None:
+    model = CostModel(made_up(machine(2)))
+    for rows, dim, samples, pooling in ((40_000, 32, 1000, 7), (500_000, 64, 3000, 30), (300, 16, 4000, 2)):
+        work = LookupSample(1, rows, dim, samples, samples * pooling, min(rows, 5000), 0, 0)
+        lookup = Lookup(rows, dim, samples, samples * pooling, work.distinct)
+        forward, backward = model.lookup(lookup, lookup.bytes)
+        call = model.fixed("table_wise")[1] - 0.3  # the exchange's own
+        assert forward + call == pytest.approx(forward_ms(work), rel=0.15)
+        assert backward == pytest.approx(2 * forward, rel=0.1)
+
+
+def test_exchanges_are_what_lookups_leave_over() -> None:
+    """The made-up machine takes 1 ns for each float of each rank, and 0.3 ms for a step's phase."""
+    model = CostModel(made_up(machine(2)))
+    everyone = model.exchange("table_wise", shared("table_wise", 64, 1, 1000, 1024, 1024))
+    owner = model.exchange("table_wise", owned(64, 2048, 2048))
+    call = forward_ms(LookupSample(0, 0, 0, 0, 0, 0, 0, 0))
+    assert model.fixed("table_wise") == pytest.approx([0.3, 0.3 + call, 0.3 + 2 * call], rel=0.05)
+    assert everyone[0] == pytest.approx(1024e-6, rel=0.2)
+    assert everyone[1:] == pytest.approx([64 * 1024e-6] * 2, rel=0.05)
+    assert (everyone + owner)[1:] == pytest.approx([3 * 64 * 1024e-6] * 2, rel=0.05)
+    assert model.collective("all_reduce", 1e6) == pytest.approx(1.1)
+    assert model.idle("all_reduce", 1e6) == pytest.approx(0.55)
+
+
+def test_more_work_never_costs_less() -> None:
+    """Of noisy measurements either: coefficients are times."""
+    random = np.random.default_rng(1)
+    profile = made_up(machine(2))
+    noisy = [
+        replace(
+            s, forward=s.forward * random.uniform(0.6, 1.6), backward=s.backward * random.uniform(0.6, 1.6)
+        )
+        for s in profile.lookups
+    ]
+    model = CostModel(replace(profile, lookups=noisy))
+    times = [model.lookup(Lookup(1e5, 64, 1000, n, n / 2), 1e7) for n in (1e3, 1e4, 1e5)]
+    assert times == sorted(times)
+    assert min(times[0]) >= 0
+
+
+def test_a_profile_is_kept_as_json_for_its_machine_alone(tmp_path: Path) -> None:
+    profile = made_up(machine(2))
+    file = profile.save(tmp_path / "new")
+    assert MachineProfile.parse(file.read_text(), str(file)) == profile
+    assert [p.name for p in file.parent.iterdir()] == [file.name], "no draft is left"
+    assert replace(machine(2), optimizer="exact_adagrad").file(tmp_path) != machine(2).file(tmp_path)
+    for broken in ("", "{}", '{"schema": 0}', file.read_text().replace('"busy"', '"bossy"')):
+        with pytest.raises(UserError, match=r"x\.json: no machine profile .* delete it"):
+            MachineProfile.parse(broken, "x.json")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write the machine profile"):
+        profile.save(tmp_path / "file" / "folder")
+
+
+def test_the_least_time_of_several_passes_counts() -> None:
+    profile = made_up(machine(2))
+    slow = [replace(s, forward=2 * s.forward, backward=s.backward / 2) for s in profile.lookups]
+    least = MachineProfile.least([profile, replace(profile, lookups=slow)])
+    assert least.exchanges == profile.exchanges
+    assert [s.forward for s in least.lookups] == [s.forward for s in profile.lookups]
+    assert [s.backward for s in least.lookups] == [s.backward for s in slow]
