@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from recpipe.data.batch import Batch
+from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, Split
 from recpipe.embedding.planner import TierPlan, reorder
 from recpipe.embedding.shared_rows import share
@@ -55,7 +55,14 @@ class TrainLoader:
         """The epoch's batches from ``first`` on, in the data module's order or a plugin's."""
         if self.assembly.order is not None:
             return self.assembly.order.part.batches(first)
-        return self.dataset.batches("train", self.batch_size, first)
+        return self.dataset.batches("train", self.batch_size, first, self._part)
+
+    @property
+    def _part(self) -> tuple[int, int] | None:
+        """This rank's part of every batch, where nothing in the run looks at whole batches."""
+        plugins = self.assembly
+        lookers = [plugins.order, *plugins.stream, *plugins.batch, plugins.splitter, self.tiers]
+        return self.ranks.part if all(looker is None for looker in lookers) else None
 
     def __iter__(self) -> Iterator[StagedBatch]:
         first, self.first = self.first, 0
@@ -78,6 +85,8 @@ class TrainLoader:
         batch = next(source, None)
         if batch is None:
             return None
+        if isinstance(batch, BatchShare):
+            return StagedBatch(on_device(batch, self.device), total=batch.total, alone=False)
         consumed = batch.size
         batch = self.assembly.transform(batch)
         if not batch.size:
@@ -129,10 +138,7 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         split: Split = "eval"
-        for batch in self.dataset.batches(split, self.batch_size):
-            if len(self.ranks.trainers) > 1:
-                mine = self.ranks.shares(0, batch.size)[self.ranks.trainer]
-                batch = picked(batch, np.arange(mine.start, mine.stop))
+        for batch in self.dataset.batches(split, self.batch_size, part=self.ranks.part):
             yield on_device(batch, self.device)
 
 
