@@ -18,12 +18,14 @@ class DataConfig:
     """What every source has. ``eval_fraction`` in [0, 1): the later share of the samples, held out.
 
     ``last_batch``: an epoch's short last batch is trained (``keep``) or left out (``drop``).
+    ``read_ahead``: batches that a thread of its own reads in advance; 0: the loader's thread reads one.
     """
 
     name: str = "?"
     batch_size: int = 2048
     eval_fraction: float = 0.2
     last_batch: str = "keep"
+    read_ahead: int = 0
 
     def check(self) -> None:
         """Raise ``UserError`` for the first value that cannot be used."""
@@ -35,6 +37,8 @@ class DataConfig:
             )
         if self.last_batch not in ("keep", "drop"):
             raise UserError(f"data.last_batch={self.last_batch}: choose keep or drop")
+        if self.read_ahead < 0:
+            raise UserError(f"data.read_ahead={self.read_ahead}: give a number of batches, 0 for none")
 
 
 @dataclasses.dataclass

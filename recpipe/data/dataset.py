@@ -43,6 +43,8 @@ class Dataset(ABC):
     rejected_rows: int
     dropped_samples: int = 0
     """Training samples that no epoch has, because ``data.last_batch=drop`` left their short batch out."""
+    read_ahead: int = 0
+    """Training batches that a thread of its own is to read in advance (``data.read_ahead``)."""
 
     @abstractmethod
     def size(self, split: Split) -> int:

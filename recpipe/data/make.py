@@ -35,6 +35,7 @@ def open_dataset(cfg: DictConfig | Mapping[str, Any] | DataConfig, seed: int) ->
     """
     config = parse_config(cfg)
     dataset = _open(config, seed)
+    dataset.read_ahead = config.read_ahead
     if config.last_batch == "drop":
         dataset.drop_short_batch(config.batch_size)
     return dataset

@@ -6,12 +6,13 @@ its tiers and starts fetching its rows. Nothing is drained and nothing is lost a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
+from recpipe.data.ahead import read_ahead
 from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, Split
 from recpipe.embedding.planner import TierPlan, reorder
@@ -55,7 +56,8 @@ class TrainLoader:
         """The epoch's batches from ``first`` on, in the data module's order or a plugin's."""
         if self.assembly.order is not None:
             return self.assembly.order.part.batches(first)
-        return self.dataset.batches("train", self.batch_size, first, self._part)
+        batches = self.dataset.batches("train", self.batch_size, first, self._part)
+        return read_ahead(batches, self.dataset.read_ahead) if self.dataset.read_ahead else batches
 
     @property
     def _part(self) -> tuple[int, int] | None:
@@ -66,7 +68,8 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[StagedBatch]:
         first, self.first = self.first, 0
-        source = self.assembly.wrap_stream(self._batches(first))
+        batches = self._batches(first)
+        source = self.assembly.wrap_stream(batches)
         try:
             with ThreadPoolExecutor(1, "recpipe-loader") as worker:
                 pending = worker.submit(self._stage, source)
@@ -77,6 +80,8 @@ class TrainLoader:
                     self.lookups += staged.batch.sparse.values().numel()
                     yield staged
         finally:
+            if isinstance(batches, Generator):
+                batches.close()
             if self.tiers is not None:
                 self.tiers.forget()
 
