@@ -35,8 +35,14 @@ def quiet_libraries() -> None:
     # Its planner warns of every replicated table, and of a way to make topologies that is new in 1.8.
     logging.getLogger("torchrec.distributed").setLevel(logging.ERROR)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    logging.getLogger().addFilter(_worth_saying)
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
+
+
+def _worth_saying(record: logging.LogRecord) -> bool:
+    """Not TorchRec's line, through the root logger, for each data-parallel table of a plan."""
+    return not record.getMessage().startswith("Sharding spec not found")
 
 
 def calm_threads() -> None:

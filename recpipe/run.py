@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from recpipe.checkpoint import TableCheckpointIO
 from recpipe.config import knobs, typed
 from recpipe.data.make import open_dataset
-from recpipe.embedding.build import TierConfig, build_embeddings, is_sharded, plan_shards
+from recpipe.embedding.build import TierConfig, build_embeddings, is_sharded, plan_shards, sends_ahead
 from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.errors import UserError
 from recpipe.launch import Topology, joined, require_same_data
@@ -91,7 +91,7 @@ def run_on(
     if is_sharded(tier_config, assembly):
         world = (cfg.task.name == "plan" and cfg.task.ranks) or ranks.world
         shards = plan_shards(tables, tier_config, assembly, device, cfg.data.batch_size, ranks, world)
-    described = describe(assembly, tables, tier_config, ranks, shards)
+    described = describe(assembly, tables, tier_config, ranks, shards, model_config.precision == "bfloat16")
     if leads:
         write_json(run_dir / "assembly.json", described)
         if shards is not None:
@@ -119,7 +119,8 @@ def run_on(
             print(f"starting from {len(names)} tensors of {model_config.pretrained}")
 
         # 5. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
-        loader = TrainLoader(dataset, cfg.data.batch_size, assembly, tiers, device, ranks)
+        ahead = shards is not None and sends_ahead(tier_config, embeddings)
+        loader = TrainLoader(dataset, cfg.data.batch_size, assembly, tiers, device, ranks, ahead)
         evaluation = EvalLoader(dataset, cfg.data.batch_size, device, ranks)
         make_optimizer = partial(dense_optimizer, knobs(cfg.optim.dense, "optim.dense"))
         module = RankingModule(ranker, make_optimizer, assembly, loader, trainers)

@@ -33,7 +33,7 @@ from tests.conftest import Cli
         (["--config-dir", "no/such/folder"], "no/such/folder' not found"),
         (
             ["trian"],
-            "no command 'trian'. Commands: plugins, doctor, sweep-report; a recipe is set by key=value",
+            "no command 'trian'. Commands: plugins, doctor, unshard, sweep-report; a recipe is set by",
         ),
         (["doctor", "now"], "recpipe doctor takes no arguments, not 'now'"),
     ],

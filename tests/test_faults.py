@@ -28,6 +28,7 @@ RECIPE = (
     "task.export_parameters=parameters",
 )
 RUNS = {
+    "sharded, four ranks": (4, ("tiers=host", "tiers.sharded=true", "trainer.max_steps=160")),
     "lru, two trainers": (2, ("tiers.policy=lru",)),
     "lru, a holder": (2, ("tiers.policy=lru", "topology.embedding_ranks=[1]")),
     "bagpipe, two trainers": (2, ("+plugin=bagpipe", "plugins.bagpipe.lookahead=20")),
@@ -36,7 +37,8 @@ RUNS = {
         ("+plugin=bagpipe", "plugins.bagpipe.lookahead=20", "topology.embedding_ranks=[1]"),
     ),
 }
-KILLS = 3
+KILLS = {"sharded, four ranks": 20}
+"""3 of the others."""
 
 
 def workers(parent: int) -> list[int]:
@@ -54,7 +56,7 @@ def test_killed_and_restarted_is_bitwise_the_undisturbed_run(tmp_path, kind) -> 
     assert undisturbed.wait(timeout=300) == 0
     lasts = time.monotonic() - began
     chance = random.Random(kind)
-    for number in range(KILLS):
+    for number in range(KILLS.get(kind, 3)):
         folder = tmp_path / f"killed-{number}"
         process = start(folder, ranks, *RECIPE, *recipe, restarts=3)
         time.sleep(chance.uniform(0.2, 0.9) * lasts)

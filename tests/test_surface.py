@@ -8,7 +8,7 @@ import inspect
 import recpipe
 from recpipe.plugin import api
 
-API = (1, 1)
+API = (1, 2)
 CONTRIBUTION = {
     "order": "EpochOrder | None",
     "stream": "Sequence[Link[StreamWrapper]]",
@@ -89,7 +89,7 @@ def test_small_types() -> None:
         "ID_SPACE",
     ]
     methods = [n for n, _ in inspect.getmembers(api.TablePolicy, inspect.isfunction) if not n.startswith("_")]
-    assert methods == ["cache", "collection", "constrain", "rewrite", "store"]
+    assert methods == ["cache", "collection", "constrain", "data_type", "rewrite", "store"]
 
 
 def test_exports() -> None:

@@ -22,6 +22,7 @@ from recpipe.run import run
 from recpipe.tasks.compare_run import parameter_difference
 from tests.conftest import ROOT
 
+Recipe = tuple[str, ...]
 SMALL = (
     "data.samples=1300",
     "data.batch_size=64",
@@ -34,10 +35,12 @@ SMALL = (
 )
 
 
-def start(folder: Path, ranks: int, *overrides: str, restarts: int = 0) -> subprocess.Popen[str]:
+def start(
+    folder: Path, ranks: int, *overrides: str, restarts: int = 0, base: Recipe = SMALL
+) -> subprocess.Popen[str]:
     source = os.pathsep.join([str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [f"--max-restarts={restarts}", "-m", "recpipe", *SMALL, *overrides]
+    command += [f"--max-restarts={restarts}", "-m", "recpipe", *base, *overrides]
     environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
     folder.mkdir(parents=True, exist_ok=True)
     return subprocess.Popen(
@@ -51,20 +54,20 @@ def start(folder: Path, ranks: int, *overrides: str, restarts: int = 0) -> subpr
     )
 
 
-def torchrun(folder: Path, ranks: int, *overrides: str) -> tuple[int, str, str]:
+def torchrun(folder: Path, ranks: int, *overrides: str, base: Recipe = SMALL) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of a whole run in ``folder``."""
-    process = start(folder, ranks, *overrides)
+    process = start(folder, ranks, *overrides, base=base)
     out, err = process.communicate(timeout=240)
     return process.returncode, out, err
 
 
-def alone(folder: Path, *overrides: str) -> dict:
-    return run(compose([*SMALL, f"task.export_parameters={folder / 'parameters'}", *overrides], folder))
+def alone(folder: Path, *overrides: str, base: Recipe = SMALL) -> dict:
+    return run(compose([*base, f"task.export_parameters={folder / 'parameters'}", *overrides], folder))
 
 
-def together(folder: Path, ranks: int, *overrides: str) -> dict:
+def together(folder: Path, ranks: int, *overrides: str, base: Recipe = SMALL) -> dict:
     """The report of a run that must succeed, in the one directory that it made."""
-    status, out, err = torchrun(folder, ranks, "task.export_parameters=parameters", *overrides)
+    status, out, err = torchrun(folder, ranks, "task.export_parameters=parameters", *overrides, base=base)
     assert status == 0, err
     (report,) = folder.glob("outputs/*/*/report.json")
     assert out.count("report:") == 1, "rank 0 alone reports"

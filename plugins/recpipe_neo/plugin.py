@@ -35,7 +35,7 @@ class Neo(Plugin):
         self,
         *,
         planner: str,
-        sharding: Mapping[str, Any] | None,
+        sharding: Mapping[str, Any] | list[str] | str | None,
         forward_precision: str,
         backward_precision: str,
         table_precision: str,
@@ -47,7 +47,7 @@ class Neo(Plugin):
         _one_of("backward_precision", backward_precision, WIRE_PRECISIONS)
         _one_of("table_precision", table_precision, TABLE_PRECISIONS)
         self.planner, self.profile_dir = planner, profile_dir
-        self.types = _sharding_types(sharding or {})
+        self.types = _sharding_types(sharding)
         self.wire = (forward_precision, backward_precision)
         self.table_precision, self.stochastic_rounding = table_precision, stochastic_rounding
         altered = set()
@@ -119,13 +119,12 @@ def _one_of(knob: str, value: Any, choices: tuple[str, ...]) -> None:
         raise PluginError(f"plugins.neo.{knob}={value} is unknown; {hint}")
 
 
-def _sharding_types(sharding: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    if not isinstance(sharding, Mapping):
-        raise PluginError(
-            f"plugins.neo.sharding={sharding}: give types by table, such as {{C3: row_wise, '*': table_wise}}"
-        )
+def _sharding_types(
+    sharding: Mapping[str, Any] | list[str] | str | None,
+) -> dict[str, tuple[str, ...]]:
     found = {}
-    for pattern, types in sharding.items():
+    by_table = sharding if isinstance(sharding, Mapping) else {"*": sharding} if sharding else {}
+    for pattern, types in by_table.items():
         chosen = (types,) if isinstance(types, str) else tuple(types)
         for each in chosen:
             _one_of(f"sharding.{pattern}", each, SHARDING_TYPES)

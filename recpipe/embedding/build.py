@@ -174,6 +174,19 @@ def plan_shards(
     return sharding, sharding.plan(join_group(device, ranks) if world == ranks.world else None)
 
 
+def sends_ahead(config: TierConfig, embeddings: TableCollection) -> bool:
+    """Whether the next batch's ids travel while a batch trains; ``UserError`` where they cannot."""
+    if not config.prefetch:
+        return False
+    if not isinstance(embeddings, ShardedCollection):
+        raise UserError(
+            f"the tables are a {type(embeddings).__qualname__}, which cannot send the next batch's ids "
+            "while a batch trains (it is no ShardedCollection): set tiers.prefetch=false to train without "
+            "that, or drop the plugin that rewrites the sharded tables"
+        )
+    return True
+
+
 def build_embeddings(
     tables: TableSet,
     config: TierConfig,

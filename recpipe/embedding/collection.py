@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,6 +63,11 @@ class TableCollection(ABC, nn.Module):
     @abstractmethod
     def write(self, region: Region, values: Values) -> None:
         """Replace the weights and optimizer state of ``region``."""
+
+    @property
+    def collectives(self) -> Mapping[str, seams.Collective]:
+        """TorchRec's collectives on this rank; none where tables are not sharded."""
+        return {}
 
     def update(self) -> None:
         """The step of tables that their backward pass does not update; called after it."""

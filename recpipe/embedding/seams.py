@@ -6,13 +6,17 @@ these, this file is the place to mend.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from inspect import Signature, signature
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import comm_ops, dist_data
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
@@ -76,13 +80,20 @@ def local_shards(parallel: DistributedModelParallel, table: str) -> list[LocalSh
     return shards
 
 
+def replicated_lookups(parallel: DistributedModelParallel) -> list[DistributedDataParallel]:
+    """Data-parallel tables' lookups: of them all, in one module, or none."""
+    return [m for m in parallel.module.tables._lookups if isinstance(m, DistributedDataParallel)]
+
+
 @dataclass
 class Collective:
     """Calls of one kind of collective by TorchRec on this rank."""
 
     calls: int = 0
     bytes_sent: int = 0
-    """Payload for other ranks."""
+    """Payload for other ranks ..."""
+    bytes_received: int = 0
+    """... and from them."""
     wait_seconds: float = 0.0
     """Time that this rank's Python waited for their ends."""
 
@@ -105,6 +116,11 @@ class _Timed(torch.distributed.Work):
         return getattr(self._work, name)
 
 
+@cache
+def _signature(name: str) -> Signature:
+    return signature(getattr(torch.distributed, name))
+
+
 class _Counting:
     """``torch.distributed`` as TorchRec's modules see it, counting what goes over the wire."""
 
@@ -113,7 +129,7 @@ class _Counting:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(torch.distributed, name)
-        if name not in _SENT:
+        if name not in _PAYLOAD:
             return found
 
         def call(*arguments: Any, **named: Any) -> Any:
@@ -121,7 +137,10 @@ class _Counting:
             entry.calls += 1
             group = named.get("group")
             world = torch.distributed.get_world_size(group)
-            entry.bytes_sent += _SENT[name](world, torch.distributed.get_rank(group), arguments, named)
+            given = _signature(name).bind(*arguments, **named).arguments
+            sent, received = _PAYLOAD[name](world, torch.distributed.get_rank(group), given)
+            entry.bytes_sent += sent
+            entry.bytes_received += received
             start = perf_counter()
             work = found(*arguments, **named)
             if work is not None:
@@ -132,44 +151,42 @@ class _Counting:
         return call
 
 
-def _argument(index: int, name: str, arguments: Any, named: Any) -> Any:
-    return named[name] if name in named else arguments[index]
+def _all_to_all(world: int, rank: int, given: Mapping[str, Any]) -> tuple[int, int]:
+    def outward(tensor: torch.Tensor, splits: Sequence[int] | None) -> int:
+        if not splits:
+            return int(tensor.nbytes * (world - 1) // world)
+        row = tensor.nbytes // max(1, tensor.shape[0])
+        return int((sum(splits) - splits[rank]) * row)
+
+    return (
+        outward(given["input"], given.get("input_split_sizes")),
+        outward(given["output"], given.get("output_split_sizes")),
+    )
 
 
-def _all_to_all(world: int, rank: int, arguments: Any, named: Any) -> int:
-    sent = _argument(1, "input", arguments, named)
-    splits = named.get("input_split_sizes") or (arguments[3] if len(arguments) > 3 else None)
-    if not splits:
-        return int(sent.nbytes * (world - 1) // world)
-    row = sent.nbytes // max(1, sent.shape[0])
-    return int((sum(splits) - splits[rank]) * row)
+def _reduce_scatter(world: int, rank: int, given: Mapping[str, Any]) -> tuple[int, int]:
+    received = int(given["output"].nbytes) * (world - 1)
+    if "input_list" in given:
+        return sum(int(part.nbytes) for i, part in enumerate(given["input_list"]) if i != rank), received
+    return int(given["input"].nbytes * (world - 1) // world), received
 
 
-def _scatter(world: int, rank: int, arguments: Any, named: Any) -> int:
-    sent = _argument(1, "input_list" if "input_list" in named else "input", arguments, named)
-    if isinstance(sent, torch.Tensor):
-        return int(sent.nbytes * (world - 1) // world)
-    return sum(int(part.nbytes) for i, part in enumerate(sent) if i != rank)
+def _all_gather(world: int, rank: int, given: Mapping[str, Any]) -> tuple[int, int]:
+    size = int(given["tensor" if "tensor" in given else "input_tensor"].nbytes)
+    return size * (world - 1), size * (world - 1)
 
 
-def _gather(world: int, rank: int, arguments: Any, named: Any) -> int:
-    names = [n for n in ("tensor", "input_tensor", "input") if n in named]
-    sent = named[names[0]] if names else arguments[1]
-    return int(sent.nbytes) * (world - 1)
-
-
-_SENT = {
+_PAYLOAD = {
     "all_to_all_single": _all_to_all,
-    "reduce_scatter": _scatter,
-    "reduce_scatter_tensor": _scatter,
-    "all_gather": _gather,
-    "all_gather_into_tensor": _gather,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "all_gather": _all_gather,
+    "all_gather_into_tensor": _all_gather,
 }
 
 
 def count_collectives() -> dict[str, Collective]:
-    """Count TorchRec's collectives in this process from now on, by name; the all-reduce of data-parallel
-    tables is DistributedDataParallel's and not among them."""
+    """Count TorchRec's collectives in this process from now on, by name."""
     counts: dict[str, Collective] = {}
     for module in (comm_ops, dist_data):
         module.dist = _Counting(counts)

@@ -6,7 +6,7 @@ rows come back (``finish``), and the backward pass sends gradients the other way
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,25 +29,46 @@ from recpipe.ranks import Channel, Ranks
 
 
 class Sent:
-    """A share of a batch whose ids are on their way to the rows' ranks."""
+    """A share of a batch whose ids are on their way to the rows' ranks.
+
+    On a GPU this runs on a stream of its own, beside the training's.
+    """
 
     def __init__(self, collection: ShardedCollection, sparse: KeyedJaggedTensor) -> None:
+        self.collection = collection
         self.samples = sparse.stride()
         self.context = collection.sharded.create_context()
-        self._lengths = collection.sharded.input_dist(self.context, collection.padded(sparse))
         self._ids: Any = None
         self._here: Any = None
+        if collection.stream is not None:
+            collection.stream.wait_stream(torch.cuda.current_stream())  # which copies the batch
+        with torch.cuda.stream(collection.stream):
+            self._lengths = collection.sharded.input_dist(self.context, collection.padded(sparse))
 
     def send_ids(self) -> None:
-        """Wait for the numbers of ids, which went first, and send the ids themselves."""
-        if self._ids is None:
+        """Wait for the numbers of ids, which went first, and send the ids themselves.
+
+        Behind a GPU's cache (``tiers.kernel=uvm_caching``) it also fetches their rows into it.
+        """
+        if self._ids is not None:
+            return
+        with torch.cuda.stream(self.collection.stream):
             self._ids = self._lengths.wait()
+            if self.collection.prefetches:
+                self._here = self._ids.wait()
+                self.collection.sharded.prefetch(self._here, torch.cuda.default_stream(), self.context)
 
     def ids(self) -> Any:
         """What the other ranks sent here; waits for it."""
         self.send_ids()
-        if self._here is None:
-            self._here = self._ids.wait()
+        stream = self.collection.stream
+        with torch.cuda.stream(stream):
+            self._here = self._ids.wait() if self._here is None else self._here
+        if stream is not None:
+            current = torch.cuda.current_stream()
+            current.wait_stream(stream)
+            self._here.record_stream(current)
+            self.context.record_stream(current)
         return self._here
 
 
@@ -63,7 +84,7 @@ class ShardedCollection(TableCollection):
         self.tables = tables = sharding.tables
         self.group = join_group(sharding.device, ranks)
         set_gradient_division(False)
-        self.collectives = seams.count_collectives()
+        self._collectives = seams.count_collectives()
         topology = sharding.topology()
         self.parallel = DistributedModelParallel(
             sharding.module(),
@@ -72,7 +93,14 @@ class ShardedCollection(TableCollection):
             plan=plan.torchrec(sharding.device.type, topology.local_world_size, sharding.constraints()),
             sharders=sharding.sharders(),
         )
+        on_gpu = sharding.device.type == "cuda"
+        self.stream = torch.cuda.Stream(sharding.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        """Where ids travel on a GPU, beside the training's kernels."""
+        self.prefetches = sharding.kernel == "uvm_caching"
         self._channel: Channel = ranks.channel()
+        self._gradients: Channel = ranks.channel()
+        for lookup in seams.replicated_lookups(self.parallel):
+            lookup.register_comm_hook(self._gradients, lambda channel, bucket: _summed(channel, bucket))
         self.rank = ranks.rank
         self._replicated = self._dense_optimizer()
         self._local = {f.name: self._shards_here(f.name) for f in tables.features}
@@ -85,6 +113,11 @@ class ShardedCollection(TableCollection):
     def sharded(self) -> Any:
         """TorchRec's sharded module."""
         return self.parallel.module.tables
+
+    @property
+    def collectives(self) -> Mapping[str, seams.Collective]:
+        """TorchRec's collectives on this rank so far, by name."""
+        return self._collectives
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """As TorchRec's collection."""
@@ -158,10 +191,6 @@ class ShardedCollection(TableCollection):
         """The data-parallel tables' part of the step, after the backward pass."""
         if self._replicated is None:
             return
-        for group in self._replicated.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    weight.grad *= self.shards.world  # DistributedDataParallel has averaged it
         self._replicated.step()
         self._replicated.zero_grad()
 
@@ -242,6 +271,17 @@ class ShardedCollection(TableCollection):
                 weights.copy_(torch.from_numpy(values[0][here, columns]))
                 if state.numel():
                     state.copy_(torch.from_numpy(values[1][here] if row_wise else values[1][here, columns]))
+
+
+def _summed(gradients: Channel, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Data-parallel tables' gradients, added in the order of the ranks.
+
+    DistributedDataParallel's own all-reduce adds in an order that depends on its buckets, and those on how
+    long the process has run: a restarted run would not have the bits of an undisturbed one.
+    """
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(gradients.ordered_sum(bucket.buffer()))
+    return done
 
 
 def join_group(device: torch.device, ranks: Ranks) -> dist.ProcessGroup:

@@ -23,7 +23,7 @@ from torchrec.distributed.types import QuantizedCommCodecs, ShardingPlanner, Sha
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from recpipe.embedding.shard_plan import ShardPlan, from_torchrec
+from recpipe.embedding.shard_plan import ShardPlan, TablePlan, from_torchrec
 from recpipe.embedding.tables import TableSet
 from recpipe.errors import UserError
 from recpipe.plugin.api import TableInfo
@@ -117,8 +117,9 @@ class Sharding:
         }
         if self.kernel == "uvm_caching":
             fused |= {"cache_load_factor": self.cached_share, "prefetch_pipeline": True}
-        allowed = self.split_rows or optimizer.name != "rowwise_adagrad"
-        return [TableSharder(allowed, fused_params=fused, qcomm_codecs_registry=_codecs(self.assembly))]
+        return [
+            TableSharder(self._may_split, fused_params=fused, qcomm_codecs_registry=_codecs(self.assembly))
+        ]
 
     def topology(self) -> Topology:
         """The ranks as TorchRec's planner sees them, with this machine's memory shared among its ranks."""
@@ -153,6 +154,10 @@ class Sharding:
     def plan(self, group: dist.ProcessGroup | None) -> ShardPlan:
         """What the planner decides: together with the other ranks of ``group``, or alone (None)."""
         topology, limits = self.topology(), self.constraints()
+        for name, limit in limits.items():
+            wanted = limit.sharding_types
+            if wanted and not self._may_split and COLUMN_SPLITTING.issuperset(wanted):
+                raise _splits_rows(name, wanted[0])
         seen = Prediction({})
         planner: ShardingPlanner
         if self.assembly.planner is not None:
@@ -175,6 +180,18 @@ class Sharding:
         self.check(plan, limits)
         return plan
 
+    @property
+    def _may_split(self) -> bool:
+        return self.split_rows or self.tables.optimizer.name != "rowwise_adagrad"
+
+    def splits_states(self, plan: ShardPlan) -> bool:
+        """Whether some table's row-wise Adagrad has several states for a row: another algorithm."""
+        return any(self._splits_state(table) for table in plan.tables.values())
+
+    def _splits_state(self, table: TablePlan) -> bool:
+        narrow = any(s.columns < table.dim for s in table.shards)
+        return narrow and self.tables.optimizer.name == "rowwise_adagrad"
+
     def check(self, plan: ShardPlan, limits: Mapping[str, ParameterConstraints] | None = None) -> None:
         """``UserError`` on a plan that this run cannot carry out, or that changes the optimizer unasked."""
         limits = self.constraints() if limits is None else limits
@@ -186,23 +203,25 @@ class Sharding:
         if shapes.keys() != plan.tables.keys():
             name = min(shapes.keys() ^ plan.tables.keys())
             raise UserError(f"the plan and the recipe do not both have the table '{name}'; plan anew")
-        optimizer = self.tables.optimizer.name
         for name, table in plan.tables.items():
             if (table.rows, table.dim) != shapes[name][:2]:
                 raise UserError(
                     f"the plan has table '{name}' with {table.rows} x {table.dim} values, the recipe with "
                     f"{shapes[name][0]} x {shapes[name][1]}; plan anew with task=plan"
                 )
-            split = table.sharding in COLUMN_SPLITTING
-            if split and optimizer == "rowwise_adagrad" and not self.split_rows:
-                raise UserError(
-                    f"table '{name}': {table.sharding} gives each part of a row a row-wise Adagrad state of "
-                    "its own, which is another algorithm; use optim=adagrad or sgd, shard it row_wise or "
-                    "table_wise, or accept it with tiers.split_rows=true"
-                )
+            if self._splits_state(table) and not self.split_rows:
+                raise _splits_rows(name, table.sharding)
             types = limits[name].sharding_types if name in limits else None
             if types and table.sharding not in types:
                 raise UserError(f"table '{name}' is {table.sharding}, but only {', '.join(types)} is allowed")
+
+
+def _splits_rows(table: str, sharding: str) -> UserError:
+    return UserError(
+        f"table '{table}': {sharding} gives each part of a row a row-wise Adagrad state of its own, which is "
+        "another algorithm; use optim=adagrad or sgd, shard it row_wise or table_wise, or accept it with "
+        "tiers.split_rows=true"
+    )
 
 
 def _merged(base: ParameterConstraints, limit: ParameterConstraints) -> ParameterConstraints:

@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe.data.batch import Batch
 from recpipe.embedding.collection import TableCollection
+from recpipe.embedding.shard import Sent, ShardedCollection
 from recpipe.errors import UserError
 
 
@@ -28,10 +29,14 @@ class ModelConfig:
     cross_rank: int = 64
     pretrained: str | None = None
     """A safetensors file to start from, as ``recpipe unshard`` writes it."""
+    precision: str = "float32"
+    """What the dense part multiplies matrices in while it trains; weights stay float32."""
 
     def __post_init__(self) -> None:
         if self.name not in ("dlrm", "dlrm_dcn"):
             raise UserError(f"model.name={self.name} is unknown; choose dlrm or dlrm_dcn")
+        if self.precision not in ("float32", "bfloat16"):
+            raise UserError(f"model.precision={self.precision} is unknown; choose float32 or bfloat16")
         if self.embedding_dim < 4 or self.embedding_dim % 4:
             raise UserError(
                 f"model.embedding_dim={self.embedding_dim} must be a multiple of 4 (FBGEMM's kernels)"
@@ -52,6 +57,7 @@ class Ranker(nn.Module):
         self, config: ModelConfig, embeddings: TableCollection, dense_features: int, device: torch.device
     ) -> None:
         super().__init__()
+        self.low_precision = config.precision == "bfloat16"
         collection = cast(EmbeddingBagCollection, embeddings)
         bottom = [*config.bottom, config.embedding_dim]
         top = [*config.top, 1]
@@ -86,7 +92,23 @@ class Ranker(nn.Module):
         TorchRec's ``SparseArch`` cuts them apart by name and joins them again, which is needed only
         where a sharded collection returns them in another order.
         """
-        keyed: KeyedTensor = self.embeddings(sparse)
+        return self._joined(self.embeddings(sparse))
+
+    def send(self, sparse: KeyedJaggedTensor) -> Sent:
+        """Start to send the ids of a batch over the ranks; ``arrived`` then gives its ``pooled`` rows."""
+        return self._sharded.start(sparse)
+
+    def arrived(self, sent: Sent) -> torch.Tensor:
+        """Pooled embeddings of what ``send`` sent."""
+        return self._joined(self._sharded.finish(sent))
+
+    @property
+    def _sharded(self) -> ShardedCollection:
+        embeddings = self.embeddings
+        assert isinstance(embeddings, ShardedCollection)
+        return embeddings
+
+    def _joined(self, keyed: KeyedTensor) -> torch.Tensor:
         names = self.dlrm.sparse_arch.sparse_feature_names
         if keyed.keys() == names:
             values: torch.Tensor = keyed.values()
@@ -96,10 +118,11 @@ class Ranker(nn.Module):
 
     def score(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         """Logits float32 [n] from dense features [n, D] and pooled embeddings [n, F * dim]."""
-        bottom = self.dlrm.dense_arch(dense)
-        sparse = pooled.view(len(dense), -1, bottom.shape[1])
-        logits: torch.Tensor = self.dlrm.over_arch(self.dlrm.inter_arch(bottom, sparse))
-        return logits.squeeze(1)
+        with torch.autocast(dense.device.type, torch.bfloat16, enabled=self.low_precision):
+            bottom = self.dlrm.dense_arch(dense)
+            sparse = pooled.view(len(dense), -1, bottom.shape[1])
+            logits: torch.Tensor = self.dlrm.over_arch(self.dlrm.inter_arch(bottom, sparse))
+        return logits.squeeze(1).float()
 
     def dense_parameters(self) -> dict[str, nn.Parameter]:
         """Everything that the dense optimizer trains; the tables train themselves in their backward pass."""

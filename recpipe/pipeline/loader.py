@@ -36,10 +36,13 @@ class TrainLoader:
         tiers: TieredEmbeddingBagCollection | None,
         device: torch.device,
         ranks: Ranks | None = None,
+        sends_ahead: bool = False,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.ranks = ranks or Ranks()
+        self.sends_ahead = sends_ahead
+        """Whether each batch is to send the ids of the next one over the ranks (sharded tables)."""
         self.assembly = assembly
         self.tiers = tiers
         self.device = device
@@ -78,6 +81,8 @@ class TrainLoader:
                         self.tiers.advance(staged.plan)
                     pending = worker.submit(self._stage, source)
                     self.lookups += staged.batch.sparse.values().numel()
+                    if self.sends_ahead:
+                        staged.upcoming = pending.result()
                     yield staged
         finally:
             if isinstance(batches, Generator):

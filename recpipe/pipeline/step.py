@@ -10,6 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from recpipe.data.batch import Batch
 from recpipe.embedding.planner import TierPlan
+from recpipe.embedding.shard import Sent
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.model.ranker import Ranker
 
@@ -31,6 +32,10 @@ class StagedBatch:
     """Samples read for it, of which a plugin may have left some out (0: none)."""
     alone: bool = True
     """Whether no other rank trains a share of it."""
+    sent: Sent | None = None
+    """Its ids on their way to the ranks that hold their rows; None before, and where rows are not sharded."""
+    upcoming: StagedBatch | None = None
+    """The batch after it, whose ids are sent while this one trains; None at the epoch's end, or unsent."""
 
     def __post_init__(self) -> None:
         self.total = self.total or self.batch.size
@@ -54,12 +59,27 @@ def accumulate(ranker: Ranker, staged: StagedBatch, times: StepTimes) -> tuple[t
     """
     if staged.bounds:
         return _micro_batches(ranker, staged, times)
-    batch = staged.batch
-    pooled = ranker.pooled(batch.sparse) if staged.plan is None else _pooled(ranker, staged.plan)
-    logits, loss = _score(ranker, staged, pooled, 0, batch.size)
+    pooled = _resident(ranker, staged) if staged.plan is None else _pooled(ranker, staged.plan)
+    logits, loss = _score(ranker, staged, pooled, 0, staged.batch.size)
+    _send_upcoming(staged)
     if _usable(staged, loss):
         torch.autograd.backward(loss)
     return loss.detach(), logits.detach()
+
+
+def _resident(ranker: Ranker, staged: StagedBatch) -> torch.Tensor:
+    """Pooled rows where no tier is planned; then the numbers of the next batch's ids go out."""
+    sparse, upcoming = staged.batch.sparse, staged.upcoming
+    pooled = ranker.pooled(sparse) if staged.sent is None else ranker.arrived(staged.sent)
+    if upcoming is not None:
+        upcoming.sent = ranker.send(upcoming.batch.sparse)
+    return pooled
+
+
+def _send_upcoming(staged: StagedBatch) -> None:
+    """The next batch's ids go out while this one's backward pass runs."""
+    if staged.upcoming is not None and staged.upcoming.sent is not None:
+        staged.upcoming.sent.send_ids()
 
 
 def _score(
@@ -122,6 +142,7 @@ def _micro_batches(
         total += loss.detach()
         logits.append(scores.detach())
         low = high
+    _send_upcoming(staged)
     if _usable(staged, total):
         tables.backward()
     elapsed = perf_counter() - started
@@ -142,7 +163,7 @@ class _Lookups:
         self._leaves: list[torch.Tensor] = []
         plan = staged.plan
         if plan is None:
-            self._warm = ranker.pooled(staged.batch.sparse)
+            self._warm = _resident(ranker, staged)
             return
         if plan.fetches_residents:
             _tiers(ranker).arrive()

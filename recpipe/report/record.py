@@ -120,6 +120,8 @@ class RankFigures:
     bytes_sent: int = 0
     bytes_received: int = 0
     message_seconds: float = 0.0
+    collectives: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """TorchRec's own, by name: calls, bytes and seconds waited; also in the sums above."""
 
 
 PluginFigures = Mapping[str, object]

@@ -14,6 +14,7 @@ from recpipe.embedding.build import TierConfig, cache_owner
 from recpipe.embedding.shard_plan import ShardPlan
 from recpipe.embedding.sharding import Sharding
 from recpipe.embedding.tables import TableSet
+from recpipe.plugin.api import Invariant
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks
 from recpipe.sizes import readable_bytes
@@ -26,6 +27,7 @@ def describe(
     tiers: TierConfig,
     ranks: Ranks,
     shards: tuple[Sharding, ShardPlan] | None = None,
+    bfloat16: bool = False,
 ) -> dict[str, Any]:
     """Content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
     owner = cache_owner(tiers, assembly)
@@ -34,6 +36,7 @@ def describe(
     )
     return {
         **assembly.to_dict(),
+        "altered": sorted({*(i.name for i in assembly.altered), *_altered(shards, bfloat16)}),
         "cache": owner,
         "sharded": shards is not None,
         "shards": None if shards is None else described(shards[1], tables),
@@ -48,6 +51,12 @@ def describe(
             "table_bytes": {f.name: f.rows * tables.record_bytes for f in tables.features},
         },
     }
+
+
+def _altered(shards: tuple[Sharding, ShardPlan] | None, bfloat16: bool) -> set[str]:
+    """What the recipe itself does not keep, beside the plugins."""
+    splits = shards is not None and shards[0].splits_states(shards[1])
+    return {Invariant.EXACT_GRADIENT.name} if splits or bfloat16 else set()
 
 
 def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:

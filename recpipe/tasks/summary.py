@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recpipe.data.dataset import Dataset
 from recpipe.embedding.collection import TableCollection, TierFigures
+from recpipe.embedding.seams import Collective
 from recpipe.embedding.tables import TableSet
 from recpipe.metrics import Quality, peak_rss_bytes
 from recpipe.model.module import RankingModule
@@ -52,7 +53,7 @@ def summarize(
         task="train",
         recipe={str(k): v for k, v in recipe.items()},
         assembly=described,
-        altered=sorted(i.name for i in assembly.altered),
+        altered=described["altered"],
         data=DataFigures(
             recorder.samples,
             dataset.size("eval"),
@@ -62,30 +63,36 @@ def summarize(
         ),
         throughput=throughput,
         quality=Quality(last.auc, last.logloss, last.ne) if last else Quality(nan, nan, nan),
-        memory=_memory(tables, tiers),
+        memory=_memory(described, ranks, tables, tiers),
         io=io,
         plugins=assembly.figures(run),
         environment=environment(),
         history=recorder.history,
-        ranks=_ranks(ranks),
+        ranks=_ranks(ranks, embeddings.collectives),
     )
 
 
-def _ranks(ranks: Ranks) -> RankFigures:
+def _ranks(ranks: Ranks, collectives: Mapping[str, Collective]) -> RankFigures:
     traffic, emulation = ranks.traffic(), ranks.emulation
+    sent = sum(c.bytes_sent for c in collectives.values())
     return RankFigures(
         world=ranks.world,
         trainers=ranks.trainers,
         holders=ranks.holders,
         emulate=asdict(emulation) if emulation.active else None,
-        messages=traffic.messages,
-        bytes_sent=traffic.bytes_sent,
-        bytes_received=traffic.bytes_received,
-        message_seconds=traffic.seconds,
+        messages=traffic.messages + sum(c.calls for c in collectives.values()),
+        bytes_sent=traffic.bytes_sent + sent,
+        bytes_received=traffic.bytes_received + sum(c.bytes_received for c in collectives.values()),
+        message_seconds=traffic.seconds + sum(c.wait_seconds for c in collectives.values()),
+        collectives={name: asdict(c) for name, c in collectives.items()},
     )
 
 
-def _memory(tables: TableSet, tiers: TierFigures | None) -> Memory:
+def _memory(
+    described: Mapping[str, Any], ranks: Ranks, tables: TableSet, tiers: TierFigures | None
+) -> Memory:
+    if described["shards"] is not None:
+        return Memory(peak_rss_bytes(), described["shards"]["ranks"][ranks.rank]["bytes"], 0, 0)
     if tiers is None:
         return Memory(peak_rss_bytes(), tables.total_bytes, 0, 0)
     return Memory(peak_rss_bytes(), tiers.resident_bytes, tiers.cold_bytes, tiers.overhead_bytes)

@@ -112,6 +112,11 @@ def contents(tables: TableCollection) -> dict[str, tuple[np.ndarray, np.ndarray]
     return {n: tuple(np.concatenate(p) for p in zip(*parts, strict=True)) for n, parts in found.items()}  # type: ignore[misc]
 
 
+def apart(one: np.ndarray, other: np.ndarray) -> float:
+    """Largest difference; of values above 1, the states that add up squares, relative to them."""
+    return float((np.abs(one - other) / np.maximum(1, np.abs(other))).max(initial=0))
+
+
 def build(case: Case, ranks: Ranks) -> ShardedCollection:
     sharding = Sharding(
         table_set(case.optimizer),
@@ -149,12 +154,7 @@ def process(rank: int, world: int, folder: str, cases: Sequence[Case], steps: in
             kinds = {n: t.sharding for n, t in tables.shards.tables.items()}
             told[case.name] = {
                 "kinds": kinds,
-                "difference": {
-                    n: max(
-                        float(np.abs(a - b).max(initial=0)) for a, b in zip(ours[n], theirs[n], strict=True)
-                    )
-                    for n in ours
-                },
+                "difference": {n: max(map(apart, v, theirs[n])) for n, v in ours.items()},
                 "moved": max(
                     float(np.abs(ours[n][0] - table_set("sgd").fill(n, 0, len(ours[n][0]))[:, :DIM]).max())
                     for n in ours

@@ -1,0 +1,213 @@
+"""Sharded tables on 1, 2 and 4 ranks: what recpipe costs over a DistributedModelParallel loop written by
+hand, and what sharding types and planners do.
+
+    python benchmarks/sharding.py [--repetitions 5] [--ranks 1 2 4] [--samples 500000] [--json FILE]
+
+All sides train the same DLRM on the same batches of the same files, in turn, each in processes of its own
+that torchrun starts. ``by hand`` is TorchRec's default planner and a plain loop over data held in memory;
+``same plan`` is recpipe by that very plan, so that the ratio is what the framework costs. The other rows
+are recpipe with one sharding type for all tables, or with a planner. The first 10 steps are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from framework_cost import SKIPPED, write_samples
+
+from recpipe.quiet import calm_threads
+
+BATCH = 2048
+"""Samples of a step, over all ranks."""
+BOTTOM, TOP = [64], [64]
+NEO = "+plugin=neo"
+PLAIN = [NEO, "plugins.neo.planner=torchrec"]
+ROWS: dict[str, list[str]] = {
+    **{t: [*PLAIN, f"plugins.neo.sharding={t}"] for t in ("table_wise", "row_wise", "table_row_wise")},
+    "table_wise, fp16": [
+        *PLAIN,
+        "plugins.neo.sharding=table_wise",
+        "plugins.neo.forward_precision=fp16",
+        "plugins.neo.backward_precision=bf16",
+    ],
+    **{
+        f"planner {planner}": [NEO, f"plugins.neo.planner={planner}"]
+        for planner in ("torchrec", "greedy", "karmarkar_karp", "measured")
+    },
+}
+Run = dict[str, Any]
+
+
+def train_by_hand(directory: Path, out: Path) -> None:
+    """One rank of the hand-written loop; rank 0 writes samples per second and the plan to ``out``."""
+    import torch
+    import torch.distributed as dist
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.types import ShardingEnv
+    from torchrec.models.dlrm import DLRM
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+    from torchrec.optim.keyed import KeyedOptimizerWrapper
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from recpipe.data.dataset import SparseFeature
+    from recpipe.embedding.shard_plan import from_torchrec
+    from recpipe.embedding.tables import OPTIMIZERS, TableOptimizer, TableSet
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = json.loads((directory / "tables.json").read_text())
+    configs = [
+        EmbeddingBagConfig(name=n, embedding_dim=16, num_embeddings=r, feature_names=[n])
+        for n, r in rows.items()
+    ]
+    dense = torch.from_numpy(np.load(directory / "day_0_dense.npy"))
+    ids = torch.from_numpy(np.ascontiguousarray(np.load(directory / "day_0_sparse.npy").T)).long()
+    labels = torch.from_numpy(np.load(directory / "day_0_labels.npy")[:, 0]).float()
+    collection = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+    model = DLRM(collection, dense.shape[1], [*BOTTOM, 16], [*TOP, 1], dense_device=torch.device("cpu"))
+    fused = {"optimizer": OPTIMIZERS["rowwise_adagrad"], "learning_rate": 0.02, "eps": 1e-8}
+    sharders = [EmbeddingBagCollectionSharder(fused_params=fused)]
+    topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
+    mine = BATCH // world
+    planner = EmbeddingShardingPlanner(topology=topology, batch_size=mine)
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    parallel = DistributedModelParallel(
+        model,
+        ShardingEnv.from_process_group(dist.group.WORLD),
+        torch.device("cpu"),
+        plan=plan,
+        sharders=sharders,
+    )
+    own = dict(in_backward_optimizer_filter(parallel.named_parameters()))
+    optimizer = KeyedOptimizerWrapper(own, lambda p: torch.optim.Adagrad(p, lr=0.02))
+    loss_of = torch.nn.BCEWithLogitsLoss()
+    names = list(rows)
+    lengths = torch.ones(len(names) * mine, dtype=torch.int64)
+    steps, started = len(labels) // BATCH, 0.0
+    for step in range(steps):
+        if step == SKIPPED:
+            dist.barrier()
+            started = perf_counter()
+        part = slice(step * BATCH + rank * mine, step * BATCH + (rank + 1) * mine)
+        sparse = KeyedJaggedTensor(names, ids[:, part].reshape(-1), lengths=lengths)
+        optimizer.zero_grad()
+        loss = loss_of(parallel(dense[part], sparse).squeeze(1), labels[part])
+        loss.backward()
+        optimizer.step()
+    dist.barrier()
+    speed = (steps - SKIPPED) * BATCH / (perf_counter() - started)
+    if rank == 0:
+        features = tuple(SparseFeature(n, r) for n, r in rows.items())
+        tables = TableSet(features, 16, TableOptimizer("rowwise_adagrad", 0.02), seed=1)
+        (out / "plan.json").write_text(json.dumps(from_torchrec(plan, tables, {}, world).to_dict()))
+        (out / "by_hand.json").write_text(json.dumps({"speed": speed}))
+    dist.barrier()
+    os._exit(0)  # gloo's threads may abort an orderly end
+
+
+def started(ranks: int, *words: str) -> None:
+    """torchrun of ``ranks`` processes; its output only where it fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} failed:\n{done.stderr[-3000:]}")
+
+
+def by_recpipe(ranks: int, directory: Path, work: Path, overrides: list[str]) -> Run:
+    """Samples per second and TorchRec's collectives of a run of recpipe."""
+    tables = json.loads((directory / "tables.json").read_text())
+    started(
+        ranks, "-m", "recpipe", "data=npy", f"data.path={directory}", "data.eval_fraction=0.0",
+        f"data.tables={json.dumps(tables).replace(chr(34), '')}", f"data.batch_size={BATCH}",
+        f"data.cache_dir={work / 'cache'}", f"model.bottom={BOTTOM}", f"model.top={TOP}",
+        "trainer.checkpoint_every=null", f"hydra.run.dir={work / 'run'}", *overrides,
+    )  # fmt: skip
+    report = json.loads((work / "run" / "report.json").read_text())
+    steps = report["data"]["train_samples"] / BATCH
+    collectives = {
+        name: {
+            "bytes": c["bytes_sent"] / steps,
+            "wait_ms": 1e3 * c["wait_seconds"] / steps,
+            "calls": c["calls"] / steps,
+        }
+        for name, c in report["ranks"]["collectives"].items()
+    }
+    return {"speed": report["throughput"]["samples_per_second"], "collectives": collectives}
+
+
+def measure(
+    ranks: int, directory: Path, work: Path, repetitions: int, rows: list[str]
+) -> dict[str, list[Run]]:
+    """Every row in turn, ``repetitions`` times; a round before them is not counted."""
+    found: dict[str, list[Run]] = {}
+    for number in range(repetitions + 1):
+        started(ranks, __file__, "--by-hand", str(directory), str(work))
+        runs = {"by hand": json.loads((work / "by_hand.json").read_text())}
+        same = [f"tiers.plan={work / 'plan.json'}", "tiers.split_rows=true"]
+        runs["same plan"] = by_recpipe(ranks, directory, work, same)
+        for name in rows:
+            runs[name] = by_recpipe(ranks, directory, work, ROWS[name])
+        for name, run in runs.items():
+            if number:
+                found.setdefault(name, []).append(run)
+    return found
+
+
+def show(ranks: int, found: dict[str, list[Run]]) -> None:
+    """One line a row: speed, ratio to the hand-written loop of the same round, and its collectives."""
+    print(f"\n{ranks} ranks{'':<14} samples/s   ratio to by hand      sent by rank 0 and waits, a step")
+    for name, runs in found.items():
+        speed = statistics.median(r["speed"] for r in runs)
+        ratios = [r["speed"] / h["speed"] for r, h in zip(runs, found["by hand"], strict=True)]
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
+        last = runs[-1].get("collectives", {})
+        moved = ", ".join(
+            f"{n} x{c['calls']:.0f} {c['bytes'] / 1024:,.0f} KiB {c['wait_ms']:.1f} ms"
+            for n, c in last.items()
+        )
+        print(f"{name:<20} {speed:>10,.0f}   {spread:<20} {moved}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--samples", type=int, default=500_000)
+    parser.add_argument("--rows", nargs="*", default=list(ROWS), help=f"of: {', '.join(ROWS)}")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--by-hand", nargs=2, metavar=("DIR", "OUT"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.by_hand:
+        train_by_hand(Path(arguments.by_hand[0]), Path(arguments.by_hand[1]))
+        return
+    calm_threads()
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        directory, work = Path(folder, "data"), Path(folder, "work")
+        directory.mkdir()
+        work.mkdir()
+        write_samples(directory, arguments.samples)
+        for ranks in arguments.ranks:
+            results[ranks] = measure(ranks, directory, work, arguments.repetitions, arguments.rows)
+            show(ranks, results[ranks])
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""One lookup and one update over two ranks in lower precisions, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from recpipe_neo.precision import codecs
+
+from recpipe.embedding.collection import ResidentCollection
+from recpipe.embedding.shard import ShardedCollection, join_group
+from recpipe.embedding.sharding import Sharding
+from recpipe.plugin.api import Contribution, Origin, TableInfo
+from recpipe.plugin.assembly import Assembly, assemble
+from tests.embedding.samples import CPU
+from tests.embedding.sharded import (
+    DIM,
+    FEATURES,
+    SIZE,
+    Places,
+    batches,
+    contents,
+    part,
+    ranks_of,
+    table_set,
+    train,
+)
+from tests.ranks import joined
+
+
+class Coded(Places):
+    def __init__(self, kind: str, wire: tuple[str, str]) -> None:
+        super().__init__({"*": kind})
+        self.wire = wire
+
+    def contribute(self, ctx) -> Contribution:
+        return Contribution(tables=super().contribute(ctx).tables, codecs=codecs(*self.wire))
+
+
+def assembly(kind: str, wire: tuple[str, str]) -> Assembly:
+    plugin = Coded(kind, wire)
+    info = {f.name: TableInfo(f.name, f.rows, DIM) for f in FEATURES}
+    made = [(Origin("coded"), plugin, plugin.contribute(None))]
+    return assemble(made, info, prefer={}, resident_bytes=1 << 30)
+
+
+def process(rank: int, world: int, folder: str, cases: list[tuple[str, str, str]]) -> None:
+    """Rank 0 writes, by case: the largest pooled value, the largest errors of pooled rows and of updated
+    weights, the largest update, and the bytes sent."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    with joined(rank, world, str(Path(folder, "meet"))):
+        ranks, told = ranks_of(rank, world), {}
+        sparse = batches(2)[0]
+        mine = ranks.shares(0, sparse.stride())[rank]
+        for kind, *wire in cases:
+            tables = table_set("sgd")
+            sharding = Sharding(
+                tables, assembly(kind, (wire[0], wire[1])), CPU, world, -(-SIZE // world), False, "fused", 1.0
+            )
+            sharded = ShardedCollection(sharding, sharding.plan(join_group(CPU, ranks)), ranks)
+            whole = ResidentCollection(tables, CPU)
+            share = part(sparse, mine.start, mine.stop)
+            with torch.no_grad():
+                ours, theirs = sharded(share).to_dict(), whole(share).to_dict()
+            error = max(float((ours[f.name] - theirs[f.name]).abs().max()) for f in FEATURES)
+            largest = max(float(theirs[f.name].abs().max()) for f in FEATURES)
+            before = contents(whole)
+            train(sharded, share, mine.start, sparse.stride())
+            train(whole, sparse, 0, sparse.stride())
+            after, expected = contents(sharded), contents(whole)
+            told[" ".join((kind, *wire))] = {
+                "largest": largest,
+                "error": error,
+                "update": max(float(np.abs(expected[n][0] - before[n][0]).max()) for n in before),
+                "update_error": max(float(np.abs(expected[n][0] - after[n][0]).max()) for n in before),
+                "bytes": sum(c.bytes_sent for c in sharded.collectives.values()),
+            }
+        if rank == 0:
+            Path(folder, "told.json").write_text(json.dumps(told))

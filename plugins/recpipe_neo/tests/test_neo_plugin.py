@@ -1,0 +1,117 @@
+"""Neo as users meet it: conformance, knobs, limits of the planner, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from recpipe_neo.plugin import Neo
+
+from recpipe.plugin.api import Invariant, TableInfo
+from recpipe.plugin.errors import PluginError
+from recpipe.plugin.listing import SAMPLE
+from recpipe.plugin.testing import Trained
+from recpipe.testing import PluginSuite
+
+KNOBS: dict[str, Any] = {
+    "planner": "torchrec",
+    "sharding": None,
+    "forward_precision": "fp32",
+    "backward_precision": "fp32",
+    "table_precision": "fp32",
+    "stochastic_rounding": False,
+    "profile_dir": None,
+}
+TABLE = TableInfo("C1", 100, 16)
+
+
+def neo(**knobs: Any) -> Neo:
+    return Neo(**(KNOBS | knobs))
+
+
+class TestNeo(PluginSuite):
+    plugin = "neo"
+
+    def test_tables_are_sharded_and_nothing_is_altered(self, trained: Trained) -> None:
+        assert trained.report["assembly"]["sharded"]
+        assert trained.report["assembly"]["shards"]["world"] == 1
+        assert trained.report["altered"] == []
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "said"),
+    [
+        ("planner", "measure", "planner=measure is unknown; did you mean measured"),
+        ("sharding", "rowwise", "sharding.*=rowwise is unknown; did you mean row_wise"),
+        ("sharding", {"C1": ["table_wise", "nosuch"]}, "sharding.C1=nosuch is unknown; choose one of"),
+        (
+            "forward_precision",
+            "fp8",
+            "forward_precision=fp8 is unknown; choose one of fp32, fp16",
+        ),
+        ("backward_precision", "half", "backward_precision=half is unknown"),
+        ("table_precision", "int8", "table_precision=int8 is unknown"),
+    ],
+)
+def test_unknown_values_are_refused(knob: str, value: Any, said: str) -> None:
+    with pytest.raises(PluginError) as caught:
+        neo(**{knob: value})
+    assert f"plugins.neo.{said}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"table_precision": "bf16"}, "FBGEMM trains bf16 tables on GPUs alone"),
+        ({"table_precision": "fp16", "stochastic_rounding": True}, "ignores the wish on a CPU"),
+        ({"sharding": {"nosuch*": "row_wise"}}, "no table is called 'nosuch"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(knobs: dict[str, Any], said: str) -> None:
+    with pytest.raises(PluginError, match=said):
+        neo(**knobs).contribute(SAMPLE)
+
+
+def test_a_gpu_may_round_at_random_and_store_bf16() -> None:
+    gpu = replace(SAMPLE, device="cuda:0")
+    part = neo(table_precision="bf16", stochastic_rounding=True).contribute(gpu)
+    (claim,) = part.tables
+    assert claim.aspects == {"placement", "precision"}
+    limits = claim.policy.constrain("C1", TABLE)
+    assert limits is not None
+    assert limits.stochastic_rounding is True
+    assert claim.policy.data_type("C1") == "bf16"
+
+
+def test_the_first_pattern_that_matches_counts() -> None:
+    policy = neo(sharding={"C1": "row_wise", "C*": ["table_wise", "row_wise"]})._tables()
+    limits = {name: policy.constrain(name, replace(TABLE, name=name)) for name in ("C1", "C2", "user")}
+    assert {n: found and found.sharding_types for n, found in limits.items()} == {
+        "C1": ["row_wise"],
+        "C2": ["table_wise", "row_wise"],
+        "user": None,
+    }
+
+
+def test_int8_keeps_rows_whole_and_refuses_what_splits_them() -> None:
+    policy = neo(forward_precision="int8")._tables()
+    limits = policy.constrain("C1", TABLE)
+    assert limits is not None
+    assert limits.sharding_types is not None
+    assert not {"row_wise", "table_row_wise", "grid_shard"} & set(limits.sharding_types)
+    with pytest.raises(PluginError, match="'C1' is to be row_wise, but TorchRec has no int8 reduce-scatter"):
+        neo(forward_precision="int8", sharding="row_wise")._tables().constrain("C1", TABLE)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "altered"),
+    [
+        ({}, set()),
+        ({"forward_precision": "fp16"}, {Invariant.EXACT_GRADIENT}),
+        ({"table_precision": "fp16"}, {Invariant.EXACT_GRADIENT, Invariant.TABLE_LAYOUT}),
+    ],
+)
+def test_lower_precision_is_declared(knobs: dict[str, Any], altered: set[Invariant]) -> None:
+    assert neo(**knobs).alters == altered
+    assert bool(neo(**knobs).contribute(SAMPLE).codecs) == ("forward_precision" in knobs)

@@ -1,0 +1,153 @@
+"""Tables sharded over real processes against whole tables; plans that are refused; plans as files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.multiprocessing as mp
+
+from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan, load_plan
+from recpipe.embedding.sharding import Sharding
+from recpipe.errors import UserError
+from recpipe.ranks import Ranks
+from recpipe.report.record import write_json
+from tests.embedding.samples import CPU
+from tests.embedding.sharded import DIM, FEATURES, Case, assembly, batches, build, process, table_set
+
+BITWISE = ("table_wise", "column_wise", "table_column_wise")
+"""Types that look every row up on one rank, so that no sum changes its order."""
+MIXED = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "*": "table_row_wise"}
+CASES = (
+    *(Case("adagrad", {"*": kind}) for kind in (*BITWISE, "row_wise", "data_parallel", "table_row_wise")),
+    Case("sgd", {"*": "row_wise"}),
+    Case("sgd", {"*": "column_wise"}),
+    Case("rowwise_adagrad", MIXED),
+)
+TWO_HOSTS = (Case("adagrad", {"*": "grid_shard"}, 2), Case("rowwise_adagrad", {"*": "table_row_wise"}, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "cases"), [(2, CASES), (4, TWO_HOSTS)], ids=["two ranks", "two hosts of two ranks"]
+)
+def test_ranks_train_what_one_process_trains(tmp_path, world, cases) -> None:
+    """12 uneven batches of bags, the last of one sample; weights and optimizer state of all rows."""
+    mp.spawn(process, (world, str(tmp_path), cases, 12), nprocs=world)
+    told = json.loads((tmp_path / "told.json").read_text())
+    for case in cases:
+        found = told[case.name]
+        expected = {f.name: case.types.get(f.name, case.types.get("*")) for f in FEATURES}
+        assert found["kinds"] == expected
+        assert found["moved"] > 0.1, "the tables were trained"
+        for name, difference in found["difference"].items():
+            limit = 0.0 if expected[name] in BITWISE else 1e-6
+            assert difference <= limit, (case.name, name)
+        replicated = set(expected.values()) == {"data_parallel"}
+        assert (found["sent"] == 0) == replicated, case.name
+
+
+def sharding(optimizer: str = "sgd", split_rows: bool = False, **types: str) -> Sharding:
+    return Sharding(
+        table_set(optimizer), assembly(types or {"*": "table_wise"}), CPU, 2, 16, split_rows, "fused", 1.0
+    )
+
+
+def plan(**changes: TablePlan) -> ShardPlan:
+    whole = {
+        f.name: TablePlan("table_wise", "fused", f.rows, DIM, (i % 2,), (Shard(i % 2, 0, 0, f.rows, DIM),))
+        for i, f in enumerate(FEATURES)
+    }
+    return ShardPlan(2, {**whole, **changes})
+
+
+def columns(table: str = "b") -> TablePlan:
+    half = DIM // 2
+    rows = next(f.rows for f in FEATURES if f.name == table)
+    shards = (Shard(0, 0, 0, rows, half), Shard(1, 0, half, rows, half))
+    return TablePlan("column_wise", "fused", rows, DIM, (0, 1), shards)
+
+
+def test_planning_takes_no_memory_and_no_process_group() -> None:
+    made = sharding(**{"*": "row_wise"}).plan(None)
+    assert {t.sharding for t in made.tables.values()} == {"row_wise"}
+    assert [s.rows for s in made.tables["b"].shards] == [301, 300]
+    assert all(s.predicted_ms is not None for t in made.tables.values() for s in t.shards)
+
+
+def test_no_planner_splits_rows_under_row_wise_adagrad() -> None:
+    with pytest.raises(UserError, match="table 'a': column_wise gives each part"):
+        sharding("rowwise_adagrad", **{"*": "column_wise"}).plan(None)
+    made = sharding("rowwise_adagrad", split_rows=True, **{"*": "column_wise"})
+    assert made.splits_states(made.plan(None))
+
+
+def test_a_plan_that_splits_rows_is_refused_or_declared() -> None:
+    with pytest.raises(UserError, match=r"table 'b': column_wise gives each part.*tiers.split_rows=true"):
+        sharding("rowwise_adagrad").check(plan(b=columns()), {})
+    sharding("rowwise_adagrad", split_rows=True).check(plan(b=columns()), {})
+    assert sharding("rowwise_adagrad", split_rows=True).splits_states(plan(b=columns()))
+    assert not sharding("adagrad").splits_states(plan(b=columns()))
+    sharding("adagrad").check(plan(b=columns()), {})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (replace(plan(), world=4), "for 4 ranks and this run has 2"),
+        (ShardPlan(2, {n: t for n, t in plan().tables.items() if n != "c"}), "the table 'c'"),
+        (plan(c=replace(plan().tables["c"], rows=4)), "'c' with 4 x 256 values, the recipe with 3 x 256"),
+        (plan(b=columns()), "'b' is column_wise, but only table_wise is allowed"),
+    ],
+)
+def test_plans_for_something_else_are_refused(wrong, words) -> None:
+    with pytest.raises(UserError, match=words):
+        sharding().check(wrong)
+
+
+def test_a_plan_survives_its_file(tmp_path) -> None:
+    made = plan(b=columns())
+    write_json(tmp_path / "plan.json", made.to_dict())
+    assert load_plan(tmp_path / "plan.json") == made
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rank": 2}, "a shard on rank 2 of 2"),
+        ({"row": 1}, "do not tile its 601 x 256"),
+        ({"columns": 64}, "do not tile"),
+        ({"column": 0}, "do not tile"),
+    ],
+)
+def test_shards_that_do_not_tile_their_table_are_refused(tmp_path, change, words) -> None:
+    table = columns()
+    bad = replace(table, shards=(table.shards[0], replace(table.shards[1], **change)))
+    write_json(tmp_path / "plan.json", plan(b=bad).to_dict())
+    with pytest.raises(UserError, match=words):
+        load_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[1]", '{"schema": 2}', "no json", '{"schema": 1, "tables": {"a": 1}}']
+)
+def test_files_that_are_no_plan_are_refused(tmp_path, content) -> None:
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(UserError, match=r"plan\.json"):
+        load_plan(tmp_path / "plan.json")
+    with pytest.raises(UserError, match=r"absent\.json is no sharding plan"):
+        load_plan(Path(tmp_path, "absent.json"))
+
+
+def test_one_rank_pads_nothing_and_reads_what_it_wrote() -> None:
+    tables = build(Case("adagrad", {"*": "table_wise"}), Ranks())
+    (sparse, *_) = batches(1)
+    assert tables.padded(sparse) is sparse
+    region = next(r for r in tables.regions() if r.table == "b")
+    values = tuple(np.random.default_rng(0).random(v.shape, np.float32) for v in tables.read(region))
+    tables.write(region, values)
+    for read, written in zip(tables.read(region), values, strict=True):
+        np.testing.assert_array_equal(read, written)
