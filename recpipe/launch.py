@@ -135,6 +135,21 @@ def agreed_path(path: Path | None) -> Path | None:
     return Path(chosen) if chosen else None
 
 
+def require_same_data(fingerprint: str) -> None:
+    """``UserError`` unless all ranks read the data of this ``fingerprint``.
+
+    With other files a rank would train shares of other batches, and may run out of them before the rest.
+    """
+    if Process.current().world == 1:
+        return
+    told = _attempt_store().compare_set("data", "", fingerprint).decode()
+    if told != fingerprint:
+        raise UserError(
+            "the ranks do not read the same data: data.path must name the same files on every machine; "
+            "copy them, or put them where all machines see them"
+        )
+
+
 @contextmanager
 def joined(topology: Topology, emulation: Emulation, device: torch.device) -> Iterator[Ranks]:
     """The run's processes as ``Ranks``; the group ends with the block, unless an error leaves it.

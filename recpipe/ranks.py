@@ -86,6 +86,11 @@ class Ranks:
         """This rank's number among the trainers; -1 when it does not train."""
         return self.trainers.index(self.rank) if self.trains else -1
 
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """Which part of every batch this rank trains, as ``part_of`` counts them; None: all of it."""
+        return (self.trainer, len(self.trainers)) if len(self.trainers) > 1 else None
+
     def channel(self, members: Sequence[int] | None = None) -> Channel:
         """A channel of its own between ``members`` (None: all ranks).
 
@@ -111,9 +116,17 @@ class Ranks:
 
     def shares(self, low: int, high: int) -> list[slice]:
         """[low, high) cut into one part for each trainer, in their order: sizes differ by at most 1."""
-        size, extra = divmod(high - low, len(self.trainers))
-        ends = [low + (i + 1) * size + min(i + 1, extra) for i in range(len(self.trainers))]
-        return [slice(start, stop) for start, stop in zip([low, *ends[:-1]], ends, strict=True)]
+        count = len(self.trainers)
+        return [part_of(low, high, (index, count)) for index in range(count)]
+
+
+def part_of(low: int, high: int, part: tuple[int, int]) -> slice:
+    """Part (index, count) of [low, high) cut into ``count`` neighbouring ones: sizes differ by at most 1,
+    the larger ones come first, and some are empty where there are more parts than samples."""
+    index, count = part
+    size, extra = divmod(high - low, count)
+    start = low + index * size + min(index, extra)
+    return slice(start, start + size + (index < extra))
 
 
 class PeerLost(UserError):

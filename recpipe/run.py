@@ -20,7 +20,7 @@ from recpipe.data.make import open_dataset
 from recpipe.embedding.build import TierConfig, build_embeddings, is_sharded, plan_shards, sends_ahead
 from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.errors import UserError
-from recpipe.launch import Topology, joined
+from recpipe.launch import Topology, joined, require_same_data
 from recpipe.metrics import reset_peak_rss
 from recpipe.model.module import RankingModule
 from recpipe.model.ranker import ModelConfig, Ranker
@@ -76,6 +76,7 @@ def run_on(
 
     # 2. Data: a schema, two splits in time order, batches from any position.
     dataset = open_dataset(cfg.data, cfg.seed)
+    require_same_data(dataset.fingerprint)
     steps = trainer_config.steps(dataset.num_batches("train", cfg.data.batch_size))
     tables = TableSet(
         dataset.schema.sparse,

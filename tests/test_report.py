@@ -65,7 +65,7 @@ BARE: dict[str, Any] = {
 
 SCHEMA = {
     "schema": 1,
-    "data": {"train_samples", "eval_samples", "lookups", "rejected_rows"},
+    "data": {"train_samples", "eval_samples", "lookups", "rejected_rows", "dropped_samples"},
     "throughput": {"samples_per_second", "step_ms"},
     "quality": {"auc", "logloss", "ne"},
     "memory": {"peak_rss_bytes", "resident_bytes", "cold_bytes"},

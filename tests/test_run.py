@@ -24,7 +24,7 @@ SMALL = (
 )
 KEYS = {
     "": {"schema", "task", "recipe", "assembly", "environment", "altered"},
-    "data": {"train_samples", "eval_samples", "lookups", "rejected_rows"},
+    "data": {"train_samples", "eval_samples", "lookups", "rejected_rows", "dropped_samples"},
     "throughput": {"samples_per_second", "step_ms"},
     "throughput.step_ms": {"p50", "p90", "p99"},
     "quality": {"auc", "logloss", "ne"},
@@ -63,6 +63,7 @@ def test_report_has_every_public_key(tmp_path, recipe) -> None:
         "eval_samples": 400,
         "lookups": 1600 * 26,
         "rejected_rows": 0,
+        "dropped_samples": 0,
     }
     assert report["throughput"]["samples_per_second"] > 0
     assert 0 < report["quality"]["auc"] < 1

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recpipe import launch
 from recpipe.config import compose
 from recpipe.errors import UserError
 from recpipe.launch import Process, Topology, joined
@@ -189,6 +190,17 @@ def test_one_process_refuses_what_needs_several(tmp_path) -> None:
         pass
     with pytest.raises(UserError, match="torchrun --nproc-per-node"):
         run(compose([*SMALL, "topology.embedding_ranks=[1]"], tmp_path))
+
+
+def test_ranks_with_other_data_are_refused(monkeypatch) -> None:
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(launch, "_attempt_store", lambda: store)
+    launch.require_same_data("one process reads what it likes")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for _ in range(3):
+        launch.require_same_data("criteo")
+    with pytest.raises(UserError, match="do not read the same data: data.path must name the same files"):
+        launch.require_same_data("criteo, one file short")
 
 
 def test_tasks_that_start_processes_refuse_torchrun(tmp_path, monkeypatch) -> None:

@@ -56,3 +56,16 @@ class Batch:
         """Keep the memory of all parts until ``stream`` has passed this point."""
         for part in (self.dense, self.sparse, self.labels):
             part.record_stream(stream)
+
+
+@dataclass
+class BatchShare(Batch):
+    """One trainer's share of a batch, read without the rest of it; it may hold no sample."""
+
+    total: int
+    """Samples of the whole batch, at least 1."""
+
+    @classmethod
+    def of(cls, batch: Batch, total: int) -> BatchShare:
+        """``batch`` as a share of a batch of ``total`` samples."""
+        return cls(batch.dense, batch.sparse, batch.labels, total)

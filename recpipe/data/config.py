@@ -15,11 +15,17 @@ from recpipe.errors import UserError
 
 @dataclasses.dataclass
 class DataConfig:
-    """What every source has. ``eval_fraction`` in [0, 1): the later share of the samples, held out."""
+    """What every source has. ``eval_fraction`` in [0, 1): the later share of the samples, held out.
+
+    ``last_batch``: an epoch's short last batch is trained (``keep``) or left out (``drop``).
+    ``read_ahead``: batches that a thread of its own reads in advance; 0: the loader's thread reads one.
+    """
 
     name: str = "?"
     batch_size: int = 2048
     eval_fraction: float = 0.2
+    last_batch: str = "keep"
+    read_ahead: int = 0
 
     def check(self) -> None:
         """Raise ``UserError`` for the first value that cannot be used."""
@@ -29,6 +35,10 @@ class DataConfig:
             raise UserError(
                 f"data.eval_fraction={self.eval_fraction}: give a share in [0, 1) of the samples, such as 0.2"
             )
+        if self.last_batch not in ("keep", "drop"):
+            raise UserError(f"data.last_batch={self.last_batch}: choose keep or drop")
+        if self.read_ahead < 0:
+            raise UserError(f"data.read_ahead={self.read_ahead}: give a number of batches, 0 for none")
 
 
 @dataclasses.dataclass

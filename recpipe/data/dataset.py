@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from recpipe.data.batch import Batch
+from recpipe.data.batch import Batch, BatchShare
+from recpipe.errors import DataError
+from recpipe.ranks import part_of
 
 Split = Literal["train", "eval"]
 
@@ -38,18 +41,81 @@ class Dataset(ABC):
     schema: Schema
     fingerprint: str
     rejected_rows: int
+    dropped_samples: int = 0
+    """Training samples that no epoch has, because ``data.last_batch=drop`` left their short batch out."""
+    read_ahead: int = 0
+    """Training batches that a thread of its own is to read in advance (``data.read_ahead``)."""
 
     @abstractmethod
     def size(self, split: Split) -> int:
         """Number of samples in ``split``."""
 
     @abstractmethod
-    def batches(self, split: Split, batch_size: int, first: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, split: Split, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
+    ) -> Iterator[Batch]:
         """Batches ``first``, ``first + 1``, ... of ``split``; the last one may be short, none is lost.
 
-        Starting at ``first`` costs no more than starting at 0: resuming seeks, it does not replay.
+        ``part`` (index, count): of each batch its ``part_of``, as a ``BatchShare``: the samples that
+        trainer ``index`` of ``count`` trains, with the bits that they have in the whole batch, and as many
+        shares as there are batches. Starting at ``first`` costs no more than starting at 0: resuming
+        seeks, it does not replay.
         """
 
     def num_batches(self, split: Split, batch_size: int) -> int:
         """How many batches of ``batch_size`` the split holds, a short last one included."""
         return -(-self.size(split) // batch_size)
+
+
+class NumberedDataset(Dataset):
+    """A data set that makes samples by their numbers, 0 to N - 1 in time order, training before held out."""
+
+    def __init__(self, samples: int, eval_fraction: float) -> None:
+        self.samples = samples
+        self.train_samples = self._eval_start = train_size(samples, eval_fraction)
+
+    @abstractmethod
+    def samples_between(self, low: int, high: int) -> Batch:
+        """Samples ``low`` to ``high`` (excluded; none where they are equal) of both splits together."""
+
+    def size(self, split: Split) -> int:
+        """Number of samples in ``split``."""
+        return self.train_samples if split == "train" else self.samples - self._eval_start
+
+    def batches(
+        self, split: Split, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
+    ) -> Iterator[Batch]:
+        """As ``Dataset.batches``; of a ``part`` the other samples are not read."""
+        start = 0 if split == "train" else self._eval_start
+        end = start + self.size(split)
+        for low in range(start + first * batch_size, end, batch_size):
+            high = min(low + batch_size, end)
+            if part is None:
+                yield self.samples_between(low, high)
+            else:
+                own = part_of(low, high, part)
+                yield BatchShare.of(self.samples_between(own.start, own.stop), high - low)
+
+    def drop_short_batch(self, batch_size: int) -> None:
+        """Leave a short last batch out of every training epoch; the held-out part stays whole.
+
+        ``DataError`` where no batch would be left.
+        """
+        self.dropped_samples = self.train_samples % batch_size
+        self.train_samples -= self.dropped_samples
+        if not self.train_samples:
+            raise DataError(
+                f"data.last_batch=drop leaves no batch of data.batch_size={batch_size}: there are "
+                f"{self.dropped_samples} training samples. Lower data.batch_size or pass data.last_batch=keep"
+            )
+        if self.dropped_samples:
+            identity = f"{self.fingerprint} {self.train_samples}"
+            self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+
+
+def train_size(samples: int, eval_fraction: float) -> int:
+    """How many of the first ``samples`` are for training; ``DataError`` where none would be left."""
+    train = samples - round(samples * eval_fraction)
+    if train < 1:
+        raise DataError(f"data.eval_fraction={eval_fraction} leaves none of {samples} samples for training")
+    return train

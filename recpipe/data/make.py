@@ -20,7 +20,7 @@ from recpipe.data.config import (
     parse_config,
 )
 from recpipe.data.criteo import CriteoSource
-from recpipe.data.dataset import Dataset
+from recpipe.data.dataset import Dataset, NumberedDataset
 from recpipe.data.files import input_files
 from recpipe.data.npy import NpySource, triples
 from recpipe.data.parquet import ParquetSource
@@ -34,6 +34,14 @@ def open_dataset(cfg: DictConfig | Mapping[str, Any] | DataConfig, seed: int) ->
     ``seed`` matters for generated data alone. ``UserError`` for a recipe or a file that cannot be used.
     """
     config = parse_config(cfg)
+    dataset = _open(config, seed)
+    dataset.read_ahead = config.read_ahead
+    if config.last_batch == "drop":
+        dataset.drop_short_batch(config.batch_size)
+    return dataset
+
+
+def _open(config: DataConfig, seed: int) -> NumberedDataset:
     if isinstance(config, SyntheticConfig):
         return SyntheticDataset(config, seed)
     assert isinstance(config, FileConfig)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from recpipe.data.batch import Batch
 from recpipe.data.columns import Bags, BatchMaker, Columns
-from recpipe.data.dataset import Dataset, Schema, SparseFeature, Split
+from recpipe.data.dataset import NumberedDataset, Schema, SparseFeature
 from recpipe.errors import DataError
 
 FORMAT_VERSION = 1
@@ -183,7 +183,7 @@ def _load(path: Path, dtype: DTypeLike, shape: tuple[int, ...] | None) -> NDArra
     return np.asarray(array)
 
 
-class PreparedDataset(Dataset):
+class PreparedDataset(NumberedDataset):
     """A prepared directory as a data set; the operating system's page cache is the only cache.
 
     ``fingerprint`` covers the arrays' content, the schema and ``eval_fraction``, and not where the files lie.
@@ -191,11 +191,10 @@ class PreparedDataset(Dataset):
 
     def __init__(self, directory: Path, eval_fraction: float) -> None:
         meta = Meta.read(directory)
+        super().__init__(meta.samples, eval_fraction)
         self.schema, self.rejected_rows = meta.schema, meta.rejected_rows
         identity = f"{meta.to_json()} {eval_fraction!r}"
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-        self.samples = meta.samples
-        self.train_samples = train_size(meta.samples, eval_fraction)
         self._make = BatchMaker(meta.schema, meta.multi_hot)
         self._columns = self._map(directory, meta)
 
@@ -214,21 +213,6 @@ class PreparedDataset(Dataset):
             bags,
         )
 
-    def size(self, split: Split) -> int:
-        """Number of samples in ``split``."""
-        return self.train_samples if split == "train" else self.samples - self.train_samples
-
-    def batches(self, split: Split, batch_size: int, first: int = 0) -> Iterator[Batch]:
-        """Batches ``first``, ``first + 1``, ... cut out of the mapped files."""
-        start = 0 if split == "train" else self.train_samples
-        end = start + self.size(split)
-        for low in range(start + first * batch_size, end, batch_size):
-            yield self._make(self._columns[low : min(low + batch_size, end)])
-
-
-def train_size(samples: int, eval_fraction: float) -> int:
-    """How many of the first ``samples`` are for training; ``DataError`` where none would be left."""
-    train = samples - round(samples * eval_fraction)
-    if train < 1:
-        raise DataError(f"data.eval_fraction={eval_fraction} leaves none of {samples} samples for training")
-    return train
+    def samples_between(self, low: int, high: int) -> Batch:
+        """Samples ``low`` to ``high`` (excluded), cut out of the mapped files."""
+        return self._make(self._columns[low:high])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,8 @@ from recpipe.data.batch import Batch
 from recpipe.data.clicks import ClickModel, id_traits
 from recpipe.data.columns import Bags, BatchMaker, Columns, Float32, concatenate, offsets_of
 from recpipe.data.config import SyntheticConfig
-from recpipe.data.dataset import Dataset, Schema, SparseFeature, Split
+from recpipe.data.dataset import NumberedDataset, Schema, SparseFeature
 from recpipe.data.popularity import TABLE_ROWS, Popularity
-from recpipe.data.prepared import train_size
 from recpipe.errors import UserError
 
 DENSE_FEATURES = 13
@@ -24,16 +23,19 @@ _VERSION = 1
 _CALIBRATION = 2**62
 
 
-class SyntheticDataset(Dataset):
+class SyntheticDataset(NumberedDataset):
     """Samples from a counter-based generator: block i depends on the recipe, the seed and i alone.
 
     So batches depend neither on the batch size nor on where one starts, and any position costs the same.
+    A block is generated whole: a trainer's share of a batch costs less than the batch only where the batch
+    is larger than a block.
     ``pooling`` 1 makes one-hot features; p > 1 makes bags of 1 to 2p - 1 ids, p on average.
     """
 
     def __init__(self, config: SyntheticConfig, seed: int) -> None:
         if seed < 0:
             raise UserError(f"seed={seed}: generated data needs a seed of at least 0")
+        super().__init__(config.samples, config.eval_fraction)
         tables = config.tables or {f"C{index + 1}": rows for index, rows in enumerate(TABLE_ROWS)}
         scaled = {name: max(2, round(rows * config.table_scale)) for name, rows in tables.items()}
         self.pooling = _pooling(config.pooling, len(scaled))
@@ -42,8 +44,6 @@ class SyntheticDataset(Dataset):
         self.rejected_rows = 0
         identity = f"{_VERSION} {self.schema} {self.pooling} {config.samples} {config.eval_fraction!r} {seed}"
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-        self.samples = config.samples
-        self.train_samples = train_size(config.samples, config.eval_fraction)
         self._seed = seed
         self._prepare()
 
@@ -60,21 +60,14 @@ class SyntheticDataset(Dataset):
         _, raw = self._features(np.random.Generator(np.random.Philox(key=[self._seed, _CALIBRATION])), 32768)
         self._clicks.calibrate(raw)
 
-    def size(self, split: Split) -> int:
-        """Number of samples in ``split``."""
-        return self.train_samples if split == "train" else self.samples - self.train_samples
-
-    def batches(self, split: Split, batch_size: int, first: int = 0) -> Iterator[Batch]:
-        """Batches ``first``, ``first + 1``, ..., generated as they are asked for."""
-        start = 0 if split == "train" else self.train_samples
-        end = start + self.size(split)
-        for low in range(start + first * batch_size, end, batch_size):
-            yield self._make(self.columns(low, min(low + batch_size, end)))
+    def samples_between(self, low: int, high: int) -> Batch:
+        """Samples ``low`` to ``high`` (excluded), generated as they are asked for."""
+        return self._make(self.columns(low, high))
 
     def columns(self, low: int, high: int) -> Columns:
         """Samples ``low`` to ``high`` (excluded) of the whole sequence, train and eval."""
-        parts = []
-        while low < high:
+        parts: list[Columns] = []
+        while low < high or not parts:
             index, offset = divmod(low, BLOCK)
             stop = min(BLOCK, offset + high - low)
             parts.append(self._block(index)[offset:stop])

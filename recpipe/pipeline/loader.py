@@ -6,13 +6,14 @@ its tiers and starts fetching its rows. Nothing is drained and nothing is lost a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
-from recpipe.data.batch import Batch
+from recpipe.data.ahead import read_ahead
+from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, Split
 from recpipe.embedding.planner import TierPlan, reorder
 from recpipe.embedding.shared_rows import share
@@ -58,11 +59,20 @@ class TrainLoader:
         """The epoch's batches from ``first`` on, in the data module's order or a plugin's."""
         if self.assembly.order is not None:
             return self.assembly.order.part.batches(first)
-        return self.dataset.batches("train", self.batch_size, first)
+        batches = self.dataset.batches("train", self.batch_size, first, self._part)
+        return read_ahead(batches, self.dataset.read_ahead) if self.dataset.read_ahead else batches
+
+    @property
+    def _part(self) -> tuple[int, int] | None:
+        """This rank's part of every batch, where nothing in the run looks at whole batches."""
+        plugins = self.assembly
+        lookers = [plugins.order, *plugins.stream, *plugins.batch, plugins.splitter, self.tiers]
+        return self.ranks.part if all(looker is None for looker in lookers) else None
 
     def __iter__(self) -> Iterator[StagedBatch]:
         first, self.first = self.first, 0
-        source = self.assembly.wrap_stream(self._batches(first))
+        batches = self._batches(first)
+        source = self.assembly.wrap_stream(batches)
         try:
             with ThreadPoolExecutor(1, "recpipe-loader") as worker:
                 pending = worker.submit(self._stage, source)
@@ -75,6 +85,8 @@ class TrainLoader:
                         staged.upcoming = pending.result()
                     yield staged
         finally:
+            if isinstance(batches, Generator):
+                batches.close()
             if self.tiers is not None:
                 self.tiers.forget()
 
@@ -83,6 +95,8 @@ class TrainLoader:
         batch = next(source, None)
         if batch is None:
             return None
+        if isinstance(batch, BatchShare):
+            return StagedBatch(on_device(batch, self.device), total=batch.total, alone=False)
         consumed = batch.size
         batch = self.assembly.transform(batch)
         if not batch.size:
@@ -134,10 +148,7 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         split: Split = "eval"
-        for batch in self.dataset.batches(split, self.batch_size):
-            if len(self.ranks.trainers) > 1:
-                mine = self.ranks.shares(0, batch.size)[self.ranks.trainer]
-                batch = picked(batch, np.arange(mine.start, mine.stop))
+        for batch in self.dataset.batches(split, self.batch_size, part=self.ranks.part):
             yield on_device(batch, self.device)
 
 

@@ -24,6 +24,8 @@ class DataFigures:
     eval_samples: int
     lookups: int
     rejected_rows: int = 0
+    dropped_samples: int = 0
+    """Training samples in no epoch, because ``data.last_batch=drop`` left their short batch out."""
 
 
 @dataclass

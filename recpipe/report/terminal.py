@@ -45,7 +45,9 @@ def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _data(data: Mapping[str, Any]) -> str:
     train, held_out, rejected = (data[key] for key in ("train_samples", "eval_samples", "rejected_rows"))
     text = f"{figures.count(train)} samples trained, {figures.count(held_out)} held out"
-    return text + (f", {figures.count(rejected)} bad rows left out" if rejected else "")
+    text += f", {figures.count(rejected)} bad rows left out" if rejected else ""
+    dropped = data["dropped_samples"]
+    return text + (f", {figures.count(dropped)} of a short last batch dropped" if dropped else "")
 
 
 def _quality(quality: Mapping[str, Any]) -> str:

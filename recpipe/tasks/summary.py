@@ -55,7 +55,11 @@ def summarize(
         assembly=described,
         altered=described["altered"],
         data=DataFigures(
-            recorder.samples, dataset.size("eval"), module.loader.lookups, dataset.rejected_rows
+            recorder.samples,
+            dataset.size("eval"),
+            module.loader.lookups,
+            dataset.rejected_rows,
+            dataset.dropped_samples,
         ),
         throughput=throughput,
         quality=Quality(last.auc, last.logloss, last.ne) if last else Quality(nan, nan, nan),

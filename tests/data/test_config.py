@@ -53,6 +53,8 @@ def test_interpolations_are_resolved():
         ({"name": "synthetic", "samples": "many"}, "data.samples: Value 'many'"),
         ({"name": "synthetic", "batch_size": 0}, "data.batch_size=0"),
         ({"name": "synthetic", "eval_fraction": 1.0}, "data.eval_fraction=1.0"),
+        ({"name": "synthetic", "last_batch": "pad"}, "data.last_batch=pad: choose keep or drop"),
+        ({"name": "synthetic", "read_ahead": -1}, "data.read_ahead=-1"),
         ({"name": "criteo", "path": "x", "on_bad_row": "drop"}, "data.on_bad_row=drop: choose error or skip"),
         ({"name": "criteo", "path": "x", "tables": {"C1": "big"}}, "data.tables.C1: Value 'big'"),
     ],

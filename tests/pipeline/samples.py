@@ -9,15 +9,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from recpipe.data.batch import Batch
+from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, Schema, Split
 from recpipe.embedding.collection import ResidentCollection
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.model.ranker import ModelConfig, Ranker
 from recpipe.pipeline.loader import TrainLoader
+from recpipe.pipeline.share import picked
 from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import Assembly
+from recpipe.ranks import Ranks, part_of
 from tests.embedding.samples import CPU, DIM, FEATURES, dump, jagged, table_set, tiers
 from tests.plugin.samples import ACME, merged
 
@@ -38,9 +40,16 @@ class Listed(Dataset):
     def size(self, split: Split) -> int:
         return sum(batch.size for batch in self.lists[split])
 
-    def batches(self, split: Split, batch_size: int, first: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, split: Split, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
+    ) -> Iterator[Batch]:
         assert batch_size == SIZE
-        yield from self.lists[split][first:]
+        for batch in self.lists[split][first:]:
+            if part is None:
+                yield batch
+            else:
+                own = part_of(0, batch.size, part)
+                yield BatchShare.of(picked(batch, np.arange(own.start, own.stop)), batch.size)
 
 
 def random_batch(rng: np.random.Generator, size: int, multi: bool) -> Batch:
@@ -66,9 +75,15 @@ def assembly_of(**parts: object) -> Assembly:
     return merged((ACME, Contribution(**parts)))  # type: ignore[arg-type]
 
 
-def loader_of(dataset: Dataset, embeddings: nn.Module | None = None, **parts: object) -> TrainLoader:
+def loader_of(
+    dataset: Dataset,
+    embeddings: nn.Module | None = None,
+    ranks: Ranks | None = None,
+    batch_size: int = SIZE,
+    **parts: object,
+) -> TrainLoader:
     tiered = embeddings if isinstance(embeddings, TieredEmbeddingBagCollection) else None
-    return TrainLoader(dataset, SIZE, assembly_of(**parts), tiered, CPU)
+    return TrainLoader(dataset, batch_size, assembly_of(**parts), tiered, CPU, ranks)
 
 
 def parameters_after(

@@ -242,5 +242,8 @@ class Fixed(Dataset):
     def num_batches(self, split: Split, batch_size: int) -> int:
         return len(self._batches) if split == "train" else 0
 
-    def batches(self, split: Split, batch_size: int, first: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, split: Split, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
+    ) -> Iterator[Batch]:
+        assert part is None
         yield from self._batches[first:]
