@@ -75,20 +75,36 @@ class TrainLoader:
         source = self.assembly.wrap_stream(batches)
         try:
             with ThreadPoolExecutor(1, "recpipe-loader") as worker:
-                pending = worker.submit(self._stage, source)
-                while (staged := pending.result()) is not None:
-                    if self.tiers is not None and staged.plan is not None:
-                        self.tiers.advance(staged.plan)
-                    pending = worker.submit(self._stage, source)
+                for staged in (self._linked if self.sends_ahead else self._planned)(worker, source):
                     self.lookups += staged.batch.sparse.values().numel()
-                    if self.sends_ahead:
-                        staged.upcoming = pending.result()
                     yield staged
         finally:
             if isinstance(batches, Generator):
                 batches.close()
             if self.tiers is not None:
                 self.tiers.forget()
+
+    def _planned(self, worker: ThreadPoolExecutor, source: Iterator[Batch]) -> Iterator[StagedBatch]:
+        """Each batch as its turn comes; the next one is planned once this one's rows are on their way."""
+        pending = worker.submit(self._stage, source)
+        while (staged := pending.result()) is not None:
+            if self.tiers is not None and staged.plan is not None:
+                self.tiers.advance(staged.plan)
+            pending = worker.submit(self._stage, source)
+            yield staged
+
+    def _linked(self, worker: ThreadPoolExecutor, source: Iterator[Batch]) -> Iterator[StagedBatch]:
+        """Each batch with the one after it; the second after it is read while this one trains.
+
+        A fault in reading a batch comes out one batch early.
+        """
+        staged = self._stage(source)
+        pending = worker.submit(self._stage, source)
+        while staged is not None:
+            staged.upcoming = pending.result()
+            pending = worker.submit(self._stage, source)
+            yield staged
+            staged = staged.upcoming
 
     def _stage(self, source: Iterator[Batch]) -> StagedBatch | None:
         """The next batch, ready to train; None at the epoch's end. Runs in the worker thread."""
