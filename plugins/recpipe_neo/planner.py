@@ -213,7 +213,7 @@ def load_or_measure(
     if text:
         return MachineProfile.parse(text, str(file))
     if group.rank() == 0:
-        logger.info("neo: measuring this machine's embedding operations; this takes some 10 s, once")
+        logger.info("neo: measuring this machine's embedding operations; this takes 10 s to a minute, once")
     profile = measure(group, device, optimizer)
     if group.rank() == 0:
         logger.info("neo: measured; kept as %s", profile.save(folder))

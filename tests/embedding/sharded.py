@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -22,7 +23,7 @@ from recpipe.plugin.api import Contribution, Origin, Plugin, TableClaim, TableIn
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.ranks import Ranks
 from tests.embedding.samples import CPU
-from tests.ranks import joined
+from tests.ranks import end_process, joined
 
 FEATURES = (SparseFeature("a", 40), SparseFeature("b", 601), SparseFeature("c", 3), SparseFeature("d", 90))
 DIM = 256
@@ -163,3 +164,5 @@ def process(rank: int, world: int, folder: str, cases: Sequence[Case], steps: in
             }
         if rank == 0:
             Path(folder, "told.json").write_text(json.dumps(told))
+        dist.barrier()
+    end_process()
