@@ -6,9 +6,8 @@ per unit of work, so never negative, and that keeps them sane outside of the mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -108,8 +107,7 @@ class CostModel:
             kind: self._fit_exchange([s for s in profile.exchanges if s.sharding_type == kind])
             for kind in dict.fromkeys(sample.sharding_type for sample in profile.exchanges)
         }
-        self._elapsed = _collectives(profile.collectives, lambda sample: sample.elapsed)
-        self._idle = _collectives(profile.collectives, lambda sample: sample.elapsed - sample.busy)
+        self._idle = _idle(profile.collectives)
 
     def lookup(self, work: Lookup, footprint: float) -> tuple[float, float]:
         """Forward, and backward with update; the TBE's fixed costs are in ``fixed``."""
@@ -128,12 +126,8 @@ class CostModel:
         times: Vector = self._exchange[kind][:, 0] + lookups
         return times
 
-    def collective(self, name: str, size: float) -> float:
-        """Elapsed ms of a collective of ``size`` bytes on each rank."""
-        return float(self._elapsed[name] @ (1.0, size))
-
     def idle(self, name: str, size: float) -> float:
-        """Those in which a rank waits for the wire or for others."""
+        """Milliseconds that a rank waits in a collective of ``size`` bytes on each."""
         return float(self._idle[name] @ (1.0, size))
 
     def _fit_exchange(self, samples: Sequence[ExchangeSample]) -> Vector:
@@ -189,18 +183,15 @@ def _worked(sample: ExchangeSample, world: int) -> Exchange:
     return Exchange(*(sample.tables * one.features()))
 
 
-def _collectives(
-    samples: Iterable[CollectiveSample], of: Callable[[CollectiveSample], float]
-) -> dict[str, Vector]:
-    """For each collective (ms, ms per byte)."""
+def _idle(samples: Iterable[CollectiveSample]) -> dict[str, Vector]:
+    """For each collective (ms, ms per byte) of its elapsed time in which a rank is not busy."""
     groups: dict[str, list[CollectiveSample]] = {}
     for sample in samples:
         groups.setdefault(sample.collective, []).append(sample)
     fits = {}
     for name, group in groups.items():
-        features = np.array([(1.0, sample.bytes) for sample in group])
-        scale = np.array([1 / sample.elapsed for sample in group])
-        fits[name] = _nnls(features * scale[:, None], np.array([of(s) for s in group]) * scale)
+        features = np.array([(1 / s.elapsed, s.bytes / s.elapsed) for s in group])
+        fits[name] = _nnls(features, np.array([1 - s.busy / s.elapsed for s in group]))
     return fits
 
 
@@ -231,4 +222,4 @@ def _nnls(a: Vector, b: Vector, sweeps: int = 3000) -> Vector:
 def _hats(value: float, knots: Vector) -> Vector:
     """Weights, which sum to 1, of the ``knots`` next to log2 of ``value``, for linear interpolation."""
     at = float(np.clip(np.log2(max(value, 1.0)), knots[0], knots[-1]))
-    return np.array([partial(np.interp, at, knots)(row) for row in np.eye(len(knots))])
+    return np.array([np.interp(at, knots, knot) for knot in np.eye(len(knots))])
