@@ -1,7 +1,8 @@
 """Sharded tables on 1, 2 and 4 ranks: what recpipe costs over a DistributedModelParallel loop written by
 hand, and what sharding types and planners do.
 
-    python benchmarks/sharding.py [--repetitions 5] [--ranks 1 2 4] [--samples 500000] [--json FILE]
+    python benchmarks/sharding.py [--repetitions 5] [--ranks 1 2 4] [--samples 300000]
+        [--model small|tiny] [--rows ROW ...] [--json FILE]
 
 All sides train the same DLRM on the same batches of the same files, in turn, each in processes of its own
 that torchrun starts. ``by hand`` is TorchRec's default planner and a plain loop over data held in memory;
@@ -29,7 +30,8 @@ from recpipe.quiet import calm_threads
 
 BATCH = 2048
 """Samples of a step, over all ranks."""
-BOTTOM, TOP = [64], [64]
+MODELS = {"small": ([512, 256, 64], [512, 256]), "tiny": ([64], [64])}
+"""Hidden layers of the bottom and the top MLP."""
 NEO = "+plugin=neo"
 PLAIN = [NEO, "plugins.neo.planner=torchrec"]
 ROWS: dict[str, list[str]] = {
@@ -48,7 +50,7 @@ ROWS: dict[str, list[str]] = {
 Run = dict[str, Any]
 
 
-def train_by_hand(directory: Path, out: Path) -> None:
+def train_by_hand(directory: Path, out: Path, size: str) -> None:
     """One rank of the hand-written loop; rank 0 writes samples per second and the plan to ``out``."""
     import torch
     import torch.distributed as dist
@@ -78,7 +80,8 @@ def train_by_hand(directory: Path, out: Path) -> None:
     ids = torch.from_numpy(np.ascontiguousarray(np.load(directory / "day_0_sparse.npy").T)).long()
     labels = torch.from_numpy(np.load(directory / "day_0_labels.npy")[:, 0]).float()
     collection = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-    model = DLRM(collection, dense.shape[1], [*BOTTOM, 16], [*TOP, 1], dense_device=torch.device("cpu"))
+    bottom, top = MODELS[size]
+    model = DLRM(collection, dense.shape[1], [*bottom, 16], [*top, 1], dense_device=torch.device("cpu"))
     fused = {"optimizer": OPTIMIZERS["rowwise_adagrad"], "learning_rate": 0.02, "eps": 1e-8}
     sharders = [EmbeddingBagCollectionSharder(fused_params=fused)]
     topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
@@ -128,13 +131,13 @@ def started(ranks: int, *words: str) -> None:
         sys.exit(f"{' '.join(words)} failed:\n{done.stderr[-3000:]}")
 
 
-def by_recpipe(ranks: int, directory: Path, work: Path, overrides: list[str]) -> Run:
+def by_recpipe(ranks: int, directory: Path, work: Path, size: str, overrides: list[str]) -> Run:
     """Samples per second and TorchRec's collectives of a run of recpipe."""
     tables = json.loads((directory / "tables.json").read_text())
     started(
         ranks, "-m", "recpipe", "data=npy", f"data.path={directory}", "data.eval_fraction=0.0",
         f"data.tables={json.dumps(tables).replace(chr(34), '')}", f"data.batch_size={BATCH}",
-        f"data.cache_dir={work / 'cache'}", f"model.bottom={BOTTOM}", f"model.top={TOP}",
+        f"data.cache_dir={work / 'cache'}", f"model.bottom={MODELS[size][0]}", f"model.top={MODELS[size][1]}",
         "trainer.checkpoint_every=null", f"hydra.run.dir={work / 'run'}", *overrides,
     )  # fmt: skip
     report = json.loads((work / "run" / "report.json").read_text())
@@ -151,17 +154,17 @@ def by_recpipe(ranks: int, directory: Path, work: Path, overrides: list[str]) ->
 
 
 def measure(
-    ranks: int, directory: Path, work: Path, repetitions: int, rows: list[str]
+    ranks: int, directory: Path, work: Path, size: str, repetitions: int, rows: list[str]
 ) -> dict[str, list[Run]]:
     """Every row in turn, ``repetitions`` times; a round before them is not counted."""
     found: dict[str, list[Run]] = {}
     for number in range(repetitions + 1):
-        started(ranks, __file__, "--by-hand", str(directory), str(work))
+        started(ranks, __file__, "--by-hand", str(directory), str(work), size)
         runs = {"by hand": json.loads((work / "by_hand.json").read_text())}
         same = [f"tiers.plan={work / 'plan.json'}", "tiers.split_rows=true"]
-        runs["same plan"] = by_recpipe(ranks, directory, work, same)
+        runs["same plan"] = by_recpipe(ranks, directory, work, size, same)
         for name in rows:
-            runs[name] = by_recpipe(ranks, directory, work, ROWS[name])
+            runs[name] = by_recpipe(ranks, directory, work, size, ROWS[name])
         for name, run in runs.items():
             if number:
                 found.setdefault(name, []).append(run)
@@ -187,13 +190,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--samples", type=int, default=500_000)
+    parser.add_argument("--samples", type=int, default=300_000)
     parser.add_argument("--rows", nargs="*", default=list(ROWS), help=f"of: {', '.join(ROWS)}")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--by-hand", nargs=2, metavar=("DIR", "OUT"), help=argparse.SUPPRESS)
+    parser.add_argument("--model", choices=list(MODELS), default="small")
+    parser.add_argument("--by-hand", nargs=3, metavar=("DIR", "OUT", "MODEL"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.by_hand:
-        train_by_hand(Path(arguments.by_hand[0]), Path(arguments.by_hand[1]))
+        train_by_hand(Path(arguments.by_hand[0]), Path(arguments.by_hand[1]), arguments.by_hand[2])
         return
     calm_threads()
     results = {}
@@ -203,7 +207,9 @@ def main() -> None:
         work.mkdir()
         write_samples(directory, arguments.samples)
         for ranks in arguments.ranks:
-            results[ranks] = measure(ranks, directory, work, arguments.repetitions, arguments.rows)
+            results[ranks] = measure(
+                ranks, directory, work, arguments.model, arguments.repetitions, arguments.rows
+            )
             show(ranks, results[ranks])
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))

@@ -48,6 +48,7 @@ class RankingModule(L.LightningModule):
         """Whether this rank was asked to stop ..."""
         self.stop_agreed = False
         """... and whether any rank was, as all of them know after the same step."""
+        self.dense = list(ranker.dense_parameters().values())
         self.quality = BackgroundQuality()
         self.step_times = StepTimes()
         self.loss_sum = torch.zeros((), dtype=torch.float64)
@@ -60,7 +61,7 @@ class RankingModule(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The dense optimizer."""
-        return self.make_optimizer(self.ranker.dense_parameters().values())
+        return self.make_optimizer(self.dense)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """The pipeline has put it there."""
@@ -79,8 +80,7 @@ class RankingModule(L.LightningModule):
         optimizer.zero_grad()
         with self.assembly.around_step(batch.batch):
             loss, _ = accumulate(self.ranker, batch, self.step_times)
-            dense = self.ranker.dense_parameters().values()
-            loss, self.stop_agreed = add_up(self.trainers, dense, loss, self.stop_asked)
+            loss, self.stop_agreed = add_up(self.trainers, self.dense, loss, self.stop_asked)
             looked_at = loss.device.type == "cpu" or batch_idx % LOG_EVERY == 0
             if looked_at and not torch.isfinite(loss):
                 raise UserError(self._diverged(batch.batch))
@@ -174,7 +174,7 @@ class RankingModule(L.LightningModule):
         }
 
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
-        return self.make_optimizer(self.ranker.dense_parameters().values())
+        return self.make_optimizer(self.dense)
 
     def _order(self) -> str | None:
         """The plugin that orders the samples: data positions of one order mean nothing in another."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from recpipe.allocator import allocator_settings
+
 _PACKAGES = {
     "recpipe": ("recpipe",),
     "torch": ("torch",),
@@ -24,12 +26,14 @@ def environment() -> dict[str, Any]:
     """Machine and versions, ready for JSON; a figure that the system does not give is None.
 
     ``cores`` are those this process may run on, ``threads`` those torch uses for one operator,
-    ``ram_bytes`` the machine's memory; ``commit`` (with ``-dirty`` where files differ) only in a checkout.
+    ``allocator`` what was set of glibc's, ``ram_bytes`` the machine's memory; ``commit`` (with ``-dirty``
+    where files differ) only in a checkout.
     """
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "allocator": allocator_settings(),
         "ram_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "gpu": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
