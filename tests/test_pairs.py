@@ -20,7 +20,7 @@ from recpipe.plugin.load import installed
 from recpipe.run import run
 from recpipe.tasks.compare_run import parameter_difference
 
-IN_TREE = ("bagpipe", "fae", "het", "hotline", "slipstream")
+IN_TREE = ("bagpipe", "fae", "het", "hotline", "neo", "slipstream")
 WORKING = [
     ("bagpipe", "slipstream"),
     ("fae", "slipstream"),

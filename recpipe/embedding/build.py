@@ -119,7 +119,7 @@ def _check_sharding(config: TierConfig, assembly: Assembly, owner: str) -> None:
         placing = _placing(assembly)
         who = f"plugin {placing[0].origin} shards tables and" if placing else "tiers.sharded=true"
         raise PluginConflict(
-            f"{who} keeps all rows resident, but {owner} decides which rows are; drop one of the two"
+            f"{who} keeps all rows resident, but {owner} decides which rows are. Drop one of the two"
         )
 
 
