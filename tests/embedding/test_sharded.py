@@ -9,14 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.multiprocessing as mp
+from torchrec.distributed.planner.types import Topology
+from torchrec.distributed.types import ShardingPlan, ShardingPlanner
 
+from recpipe.embedding.build import TierConfig, is_sharded, sends_ahead
+from recpipe.embedding.collection import ResidentCollection
 from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan, load_plan
-from recpipe.embedding.sharding import Sharding
+from recpipe.embedding.sharding import Prediction, Sharding
 from recpipe.errors import UserError
+from recpipe.plugin.api import Contribution, Origin, TableInfo
+from recpipe.plugin.assembly import assemble
 from recpipe.ranks import Ranks
 from recpipe.report.record import write_json
 from tests.embedding.samples import CPU
-from tests.embedding.sharded import DIM, FEATURES, Case, assembly, batches, build, process, table_set
+from tests.embedding.sharded import DIM, FEATURES, Case, Places, assembly, batches, build, process, table_set
 
 BITWISE = ("table_wise", "column_wise", "table_column_wise")
 """Types that look every row up on one rank, so that no sum changes its order."""
@@ -151,3 +157,46 @@ def test_one_rank_pads_nothing_and_reads_what_it_wrote() -> None:
     tables.write(region, values)
     for read, written in zip(tables.read(region), values, strict=True):
         np.testing.assert_array_equal(read, written)
+
+
+def test_a_collection_that_cannot_send_ahead_is_an_error_that_names_it() -> None:
+    config = TierConfig("resident", "host", "25%", None, prefetch=True, sharded=True)
+    sharded = build(Case("sgd", {"*": "table_wise"}), Ranks())
+    assert sends_ahead(config, sharded)
+    whole = ResidentCollection(table_set("sgd"), CPU)
+    with pytest.raises(UserError, match=r"a ResidentCollection, which cannot send.*tiers\.prefetch=false"):
+        sends_ahead(config, whole)
+    assert not sends_ahead(replace(config, prefetch=False), whole)
+
+
+class Lone(ShardingPlanner):  # type: ignore[misc]
+    """Every table on rank 1, and a prediction."""
+
+    def __init__(self, topology: Topology, limits: object) -> None:
+        self.prediction = Prediction({f.name: [7.5] for f in FEATURES})
+
+    def plan(self, module, sharders) -> ShardingPlan:
+        return plan_on(1).torchrec("cpu", 2, {})
+
+    def collective_plan(self, module, sharders, pg=None) -> ShardingPlan:
+        return self.plan(module, sharders)
+
+
+def plan_on(rank: int) -> ShardPlan:
+    return ShardPlan(
+        2,
+        {
+            f.name: TablePlan("table_wise", "fused", f.rows, DIM, (rank,), (Shard(rank, 0, 0, f.rows, DIM),))
+            for f in FEATURES
+        },
+    )
+
+
+def test_a_plugin_brings_its_planner_and_what_it_predicts() -> None:
+    brought = Contribution(planner=Lone)
+    info = {f.name: TableInfo(f.name, f.rows, DIM) for f in FEATURES}
+    made = assemble([(Origin("lone"), Places({}), brought)], info, prefer={}, resident_bytes=1)
+    planned = replace(sharding(), assembly=made).plan(None)
+    assert {s.rank for t in planned.tables.values() for s in t.shards} == {1}
+    assert {s.predicted_ms for t in planned.tables.values() for s in t.shards} == {7.5}
+    assert is_sharded(TierConfig("resident", "host", "25%", None, prefetch=True, sharded=False), made)
