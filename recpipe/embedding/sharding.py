@@ -31,6 +31,8 @@ from recpipe.plugin.assembly import Assembly
 
 COLUMN_SPLITTING = frozenset({"column_wise", "table_column_wise", "grid_shard"})
 """Sharding types that cut rows of a table apart."""
+GRID_COLUMNS = 128
+"""Fewest columns of a column-wise part, TorchRec's own limit; fewer parts than hosts make it fail."""
 KERNELS = {
     "fused": EmbeddingComputeKernel.FUSED.value,
     "uvm": EmbeddingComputeKernel.FUSED_UVM.value,
@@ -49,16 +51,17 @@ class _Holder(nn.Module):
 
 
 class TableSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
-    """TorchRec's sharder with the types that work: row-wise on CPUs too, and no column-wise one where it
-    would change the optimizer (row-wise Adagrad keeps one state for a whole row)."""
+    """TorchRec's sharder with the types that work: row-wise on CPUs too, no column-wise one where it would
+    change the optimizer (row-wise Adagrad keeps one state for a whole row), and a grid only where there are
+    columns for every host."""
 
-    def __init__(self, split_rows: bool, **arguments: Any) -> None:
+    def __init__(self, split_rows: bool, grid: bool = True, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.split_rows = split_rows
+        self.split_rows, self.grid = split_rows, grid
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Every type that TorchRec runs on the device and the optimizer allows."""
-        types = [t.value for t in ShardingType]
+        types = [t.value for t in ShardingType if self.grid or t is not ShardingType.GRID_SHARD]
         return [t for t in types if self.split_rows or t not in COLUMN_SPLITTING]
 
 
@@ -158,6 +161,11 @@ class Sharding:
             wanted = limit.sharding_types
             if wanted and not self._may_split and COLUMN_SPLITTING.issuperset(wanted):
                 raise _splits_rows(name, wanted[0])
+            if wanted == [ShardingType.GRID_SHARD.value] and not self._grid:
+                raise UserError(
+                    f"table '{name}': grid_shard needs {GRID_COLUMNS} columns for each host, and tables have "
+                    f"{self.tables.dim}: use table_row_wise, or raise model.embedding_dim"
+                )
         seen = Prediction({})
         planner: ShardingPlanner
         if self.assembly.planner is not None:
@@ -179,6 +187,12 @@ class Sharding:
         plan = from_torchrec(made, self.tables, seen.shard_ms, self.world)
         self.check(plan, limits)
         return plan
+
+    @property
+    def _grid(self) -> bool:
+        topology = self.topology()
+        hosts = topology.world_size // topology.local_world_size
+        return self.tables.dim >= GRID_COLUMNS * hosts
 
     @property
     def _may_split(self) -> bool:

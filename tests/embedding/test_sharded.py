@@ -91,6 +91,14 @@ def test_no_planner_splits_rows_under_row_wise_adagrad() -> None:
     assert made.splits_states(made.plan(None))
 
 
+def test_a_grid_needs_columns_for_every_host(monkeypatch) -> None:
+    made = sharding(**{"*": "grid_shard"})
+    assert {t.sharding for t in made.plan(None).tables.values()} == {"grid_shard"}
+    narrow = replace(made, tables=replace(made.tables, dim=64))
+    with pytest.raises(UserError, match=r"'a': grid_shard needs 128 columns for each host.*have 64"):
+        narrow.plan(None)
+
+
 def test_a_plan_that_splits_rows_is_refused_or_declared() -> None:
     with pytest.raises(UserError, match=r"table 'b': column_wise gives each part.*tiers.split_rows=true"):
         sharding("rowwise_adagrad").check(plan(b=columns()), {})

@@ -1,4 +1,4 @@
-"""bfloat16 in the dense part's matrix products: near float32, weights and gradients still float32, declared."""
+"""bfloat16 in the dense part's matrix products: near float32, weights and gradients still float32."""
 
 from __future__ import annotations
 
