@@ -121,7 +121,9 @@ class Sharding:
         if self.kernel == "uvm_caching":
             fused |= {"cache_load_factor": self.cached_share, "prefetch_pipeline": True}
         return [
-            TableSharder(self._may_split, fused_params=fused, qcomm_codecs_registry=_codecs(self.assembly))
+            TableSharder(
+                self._may_split, self._grid, fused_params=fused, qcomm_codecs_registry=_codecs(self.assembly)
+            )
         ]
 
     def topology(self) -> Topology:
@@ -192,7 +194,7 @@ class Sharding:
     def _grid(self) -> bool:
         topology = self.topology()
         hosts = topology.world_size // topology.local_world_size
-        return self.tables.dim >= GRID_COLUMNS * hosts
+        return bool(self.tables.dim >= GRID_COLUMNS * hosts)
 
     @property
     def _may_split(self) -> bool:

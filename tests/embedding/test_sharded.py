@@ -91,7 +91,7 @@ def test_no_planner_splits_rows_under_row_wise_adagrad() -> None:
     assert made.splits_states(made.plan(None))
 
 
-def test_a_grid_needs_columns_for_every_host(monkeypatch) -> None:
+def test_a_grid_needs_columns_for_every_host() -> None:
     made = sharding(**{"*": "grid_shard"})
     assert {t.sharding for t in made.plan(None).tables.values()} == {"grid_shard"}
     narrow = replace(made, tables=replace(made.tables, dim=64))
