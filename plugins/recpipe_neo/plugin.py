@@ -72,13 +72,20 @@ class Neo(Plugin):
         aspects = {"placement", "precision"} if self.table_precision != "fp32" else {"placement"}
         cache = Path(self.profile_dir).expanduser() if self.profile_dir else ctx.cache_dir
         return Contribution(
-            tables=[TableClaim("*", frozenset(aspects), self._tables())],  # type: ignore[arg-type]
+            tables=[TableClaim("*", frozenset(aspects), self.policy(ctx.trainers))],  # type: ignore[arg-type]
             planner=partial(_planner, self.planner, ctx, cache),
             codecs=codecs(*self.wire),
         )
 
-    def _tables(self) -> TablePolicy:
-        return ShardedTables(self.types, "int8" in self.wire, self.table_precision, self.stochastic_rounding)
+    def policy(self, ranks: int) -> TablePolicy:
+        """The limits of tables over ``ranks``."""
+        return ShardedTables(
+            self.types,
+            "int8" in self.wire,
+            self.table_precision,
+            self.stochastic_rounding,
+            max(2, ranks),
+        )
 
 
 class ShardedTables(TablePolicy):
@@ -90,7 +97,10 @@ class ShardedTables(TablePolicy):
         whole_rows: bool,
         precision: str,
         stochastic_rounding: bool,
+        parts: int,
     ) -> None:
+        self.parts = parts
+        """How many column-wise parts a table may have where the recipe asks for some."""
         self.types, self.precision, self.stochastic_rounding = types, precision, stochastic_rounding
         self.whole_rows = whole_rows
         """Whether tables may not be split by rows: int8 has no reduce-scatter."""
@@ -108,7 +118,9 @@ class ShardedTables(TablePolicy):
                 )
         rounding = self.stochastic_rounding if self.precision != "fp32" else None
         return ParameterConstraints(
-            sharding_types=types if said or self.whole_rows else None, stochastic_rounding=rounding
+            sharding_types=types if said or self.whole_rows else None,
+            min_partition=max(4, -(-table.dim // self.parts // 4) * 4) if said else None,
+            stochastic_rounding=rounding,
         )
 
     def data_type(self, name: str) -> str:

@@ -31,8 +31,8 @@ from recpipe.plugin.assembly import Assembly
 
 COLUMN_SPLITTING = frozenset({"column_wise", "table_column_wise", "grid_shard"})
 """Sharding types that cut rows of a table apart."""
-GRID_COLUMNS = 128
-"""Fewest columns of a column-wise part, TorchRec's own limit; fewer parts than hosts make it fail."""
+MIN_COLUMNS = 128
+"""TorchRec's own limit of a column-wise part's width; a grid with fewer parts than hosts makes it fail."""
 KERNELS = {
     "fused": EmbeddingComputeKernel.FUSED.value,
     "uvm": EmbeddingComputeKernel.FUSED_UVM.value,
@@ -165,8 +165,9 @@ class Sharding:
                 raise _splits_rows(name, wanted[0])
             if wanted == [ShardingType.GRID_SHARD.value] and not self._grid:
                 raise UserError(
-                    f"table '{name}': grid_shard needs {GRID_COLUMNS} columns for each host, and tables have "
-                    f"{self.tables.dim}: use table_row_wise, or raise model.embedding_dim"
+                    f"table '{name}': grid_shard needs {limit.min_partition or MIN_COLUMNS} columns for each "
+                    f"host, and tables have {self.tables.dim}: use table_row_wise, or raise "
+                    "model.embedding_dim"
                 )
         seen = Prediction({})
         planner: ShardingPlanner
@@ -194,7 +195,8 @@ class Sharding:
     def _grid(self) -> bool:
         topology = self.topology()
         hosts = topology.world_size // topology.local_world_size
-        return bool(self.tables.dim >= GRID_COLUMNS * hosts)
+        part = min(limit.min_partition or MIN_COLUMNS for limit in self.constraints().values())
+        return bool(self.tables.dim >= part * hosts)
 
     @property
     def _may_split(self) -> bool:

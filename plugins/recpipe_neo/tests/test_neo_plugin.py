@@ -85,7 +85,7 @@ def test_a_gpu_may_round_at_random_and_store_bf16() -> None:
 
 
 def test_the_first_pattern_that_matches_counts() -> None:
-    policy = neo(sharding={"C1": "row_wise", "C*": ["table_wise", "row_wise"]})._tables()
+    policy = neo(sharding={"C1": "row_wise", "C*": ["table_wise", "row_wise"]}).policy(2)
     limits = {name: policy.constrain(name, replace(TABLE, name=name)) for name in ("C1", "C2", "user")}
     assert {n: found and found.sharding_types for n, found in limits.items()} == {
         "C1": ["row_wise"],
@@ -94,14 +94,22 @@ def test_the_first_pattern_that_matches_counts() -> None:
     }
 
 
+@pytest.mark.parametrize(("dim", "ranks", "width"), [(16, 2, 8), (16, 4, 4), (16, 8, 4), (128, 3, 44)])
+def test_named_types_may_cut_columns_for_every_rank(dim: int, ranks: int, width: int) -> None:
+    limits = neo(sharding="column_wise").policy(ranks).constrain("C1", replace(TABLE, dim=dim))
+    assert limits is not None
+    assert limits.min_partition == width
+    assert neo().policy(ranks).constrain("C1", TABLE).min_partition is None  # type: ignore[union-attr]
+
+
 def test_int8_keeps_rows_whole_and_refuses_what_splits_them() -> None:
-    policy = neo(forward_precision="int8")._tables()
+    policy = neo(forward_precision="int8").policy(2)
     limits = policy.constrain("C1", TABLE)
     assert limits is not None
     assert limits.sharding_types is not None
     assert not {"row_wise", "table_row_wise", "grid_shard"} & set(limits.sharding_types)
     with pytest.raises(PluginError, match="'C1' is to be row_wise, but TorchRec has no int8 reduce-scatter"):
-        neo(forward_precision="int8", sharding="row_wise")._tables().constrain("C1", TABLE)
+        neo(forward_precision="int8", sharding="row_wise").policy(2).constrain("C1", TABLE)
 
 
 @pytest.mark.parametrize(
