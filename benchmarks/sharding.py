@@ -173,7 +173,7 @@ def measure(
 
 def show(ranks: int, found: dict[str, list[Run]]) -> None:
     """One line a row: speed, ratio to the hand-written loop of the same round, and its collectives."""
-    print(f"\n{ranks} ranks{'':<14} samples/s   ratio to by hand      sent by rank 0 and waits, a step")
+    print(f"\n{ranks} ranks{'':<18} samples/s   ratio to by hand      sent by rank 0 and waits, a step")
     for name, runs in found.items():
         speed = statistics.median(r["speed"] for r in runs)
         ratios = [r["speed"] / h["speed"] for r, h in zip(runs, found["by hand"], strict=True)]
@@ -183,7 +183,7 @@ def show(ranks: int, found: dict[str, list[Run]]) -> None:
             f"{n} x{c['calls']:.0f} {c['bytes'] / 1024:,.0f} KiB {c['wait_ms']:.1f} ms"
             for n, c in last.items()
         )
-        print(f"{name:<20} {speed:>10,.0f}   {spread:<20} {moved}")
+        print(f"{name:<24} {speed:>10,.0f}   {spread:<20} {moved}")
 
 
 def main() -> None:
