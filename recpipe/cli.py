@@ -1,4 +1,4 @@
-"""The command line: ``recpipe [task=...] [override ...]``, and the commands plugins, doctor, sweep-report."""
+"""The command line: ``recpipe [task=...] [override ...]`` and plugins, doctor, unshard, sweep-report."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ Safetensors files are one for each rank, as ``torch.distributed.checkpoint`` wri
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -230,24 +230,21 @@ def state_name(table: str) -> str:
     return f"{table}.state"
 
 
-def table_names(directory: Path) -> list[str]:
-    """The tables that ``directory`` has files of, in order of their names."""
-    if any(directory.glob("*.safetensors")):
-        found = [name.removesuffix(".weight") for name in TensorFiles.sharded(directory).pieces]
-        return sorted({name for name in found if not name.endswith(".state")})
-    return sorted(unquote(file.name.removesuffix(".weight.npy")) for file in directory.glob("*.weight.npy"))
+def saved_weights(directory: Path, scratch: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Every table of ``directory`` with its weights, float32 [rows, D].
 
-
-def weights_of(directory: Path, table: str, scratch: Path) -> NDArray[np.float32]:
-    """A table's weights, float32 [rows, D], mapped from its file, or from ``scratch`` if it was sharded."""
+    Mapped from their files; those of a sharded run are joined in files of their own in ``scratch``.
+    """
     if not any(directory.glob("*.safetensors")):
-        mapped: NDArray[np.float32] = np.load(table_file(directory, table, "weight"), mmap_mode="r")
-        return mapped
+        for file in sorted(directory.glob("*.weight.npy")):
+            yield unquote(file.name.removesuffix(".weight.npy")), np.load(file, mmap_mode="r")
+        return
     with TensorFiles.sharded(directory) as files:
-        name = weight_name(table)
-        rows, columns = files.shape(name)
-        joined = new_array(scratch, (rows, columns))
-        for start in range(0, rows, FILL_ROWS):
-            stop = min(start + FILL_ROWS, rows)
-            joined[start:stop] = files.rows(name, start, stop)
-    return joined
+        suffix = weight_name("")
+        for number, name in enumerate(sorted(n for n in files.pieces if n.endswith(suffix))):
+            rows, columns = files.shape(name)
+            joined = new_array(scratch / str(number), (rows, columns))
+            for start in range(0, rows, FILL_ROWS):
+                stop = min(start + FILL_ROWS, rows)
+                joined[start:stop] = files.rows(name, start, stop)
+            yield name.removesuffix(suffix), joined

@@ -17,12 +17,12 @@ from recpipe.plugin.api import Context, Contribution, Invariant, Plugin, TableCl
 from recpipe.plugin.errors import PluginError
 from recpipe_neo.planner import PLANNERS, PlanRecord, make_planner
 from recpipe_neo.precision import (
-    ROW_SPLITTING,
     TABLE_PRECISIONS,
     WIRE_PRECISIONS,
     codecs,
     refuse_unsupported,
 )
+from recpipe_neo.split import ROW_TYPES
 from recpipe_neo.stats import feature_stats
 
 SAMPLED_BATCHES = 4
@@ -110,7 +110,7 @@ class ShardedTables(TablePolicy):
         said = next((t for pattern, t in self.types.items() if fnmatchcase(name, pattern)), None)
         types = list(said or SHARDING_TYPES)
         if self.whole_rows:
-            types = [t for t in types if t not in ROW_SPLITTING]
+            types = [t for t in types if t not in ROW_TYPES]
             if not types:
                 raise PluginError(
                     f"plugins.neo.sharding: table '{name}' is to be {', '.join(said or ())}, but TorchRec "

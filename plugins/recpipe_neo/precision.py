@@ -13,8 +13,6 @@ from recpipe.plugin.errors import PluginError
 
 WIRE_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 TABLE_PRECISIONS = ("fp32", "fp16", "bf16")
-ROW_SPLITTING = frozenset({"row_wise", "table_row_wise", "grid_shard"})
-"""Sharding types whose pooled rows are sums over ranks: a reduce-scatter."""
 POOLED = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
 
 

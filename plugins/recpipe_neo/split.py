@@ -19,6 +19,7 @@ ROW_TYPES = (
     ShardingType.TABLE_ROW_WISE.value,
     ShardingType.GRID_SHARD.value,
 )
+"""Sharding types whose pooled rows are sums over ranks: a reduce-scatter."""
 SPLITS = (*ROW_TYPES, ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 """Sharding types that cut a table into parts."""
 

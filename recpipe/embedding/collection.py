@@ -123,8 +123,8 @@ class ResidentCollection(FusedEmbeddingBagCollection, TableCollection):  # type:
 
     def __init__(self, tables: TableSet, device: torch.device) -> None:
         optimizer = tables.optimizer
-        knobs = {"lr": optimizer.lr} | ({} if optimizer.name == "sgd" else {"eps": optimizer.eps})
-        super().__init__(tables.configs(), TORCHREC_OPTIMIZERS[optimizer.name], knobs, device=device)
+        kind = TORCHREC_OPTIMIZERS[optimizer.name]
+        super().__init__(tables.configs(), kind, optimizer.knobs, device=device)
         self.tables = tables
         self._storage = {
             f.name: views for f, views in zip(tables.features, seams.table_views(self), strict=True)

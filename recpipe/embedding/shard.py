@@ -167,8 +167,7 @@ class ShardedCollection(TableCollection):
         if not weights:
             return None
         optimizer = self.tables.optimizer
-        knobs = {"lr": optimizer.lr} | ({} if optimizer.name == "sgd" else {"eps": optimizer.eps})
-        made: torch.optim.Optimizer = TORCHREC_OPTIMIZERS[optimizer.name](weights, **knobs)
+        made: torch.optim.Optimizer = TORCHREC_OPTIMIZERS[optimizer.name](weights, **optimizer.knobs)
         return made
 
     def _shards_here(self, table: str) -> list[seams.LocalShard]:

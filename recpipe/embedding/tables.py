@@ -46,6 +46,11 @@ class TableOptimizer:
         """FBGEMM's name of this optimizer."""
         return OPTIMIZERS[self.name]
 
+    @property
+    def knobs(self) -> dict[str, float]:
+        """Arguments of the same optimizer in ``torch.optim`` and ``torchrec.optim``."""
+        return {"lr": self.lr} if self.name == "sgd" else {"lr": self.lr, "eps": self.eps}
+
     def state_width(self, dim: int) -> int:
         """float32 values of optimizer state per row: 0 (SGD), 1 (row-wise Adagrad) or ``dim`` (Adagrad)."""
         return {"sgd": 0, "rowwise_adagrad": 1, "adagrad": dim}[self.name]

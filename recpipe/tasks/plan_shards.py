@@ -9,15 +9,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan
+from recpipe.embedding.shard_plan import Shard, ShardPlan
 from recpipe.embedding.tables import TableSet
 from recpipe.sizes import readable_bytes
 
 
-def shard_bytes(shard: Shard, table: TablePlan, tables: TableSet) -> int:
+def shard_bytes(shard: Shard, tables: TableSet) -> int:
     """Bytes of its weights (as float32) and optimizer state on its rank."""
-    per_row = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": shard.columns}[tables.optimizer.name]
-    return 4 * shard.rows * (shard.columns + per_row)
+    return 4 * shard.rows * (shard.columns + tables.optimizer.state_width(shard.columns))
 
 
 def described(plan: ShardPlan, tables: TableSet) -> dict[str, Any]:
@@ -26,7 +25,7 @@ def described(plan: ShardPlan, tables: TableSet) -> dict[str, Any]:
     ranks = [{"bytes": 0, "predicted_ms": 0.0} for _ in range(plan.world)]
     known = all(s.predicted_ms is not None for t in plan.tables.values() for s in t.shards)
     for name, table in plan.tables.items():
-        sizes = [shard_bytes(s, table, tables) for s in table.shards]
+        sizes = [shard_bytes(s, tables) for s in table.shards]
         for shard, size in zip(table.shards, sizes, strict=True):
             ranks[shard.rank]["bytes"] += size
             ranks[shard.rank]["predicted_ms"] += shard.predicted_ms or 0.0

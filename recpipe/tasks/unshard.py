@@ -15,7 +15,7 @@ from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.tables import TableSet
 from recpipe.errors import UserError
 from recpipe.model.ranker import Ranker
-from recpipe.table_files import TensorFiles, table_names, weight_name, weights_of
+from recpipe.table_files import TensorFiles, saved_weights, weight_name
 
 
 def unshard(checkpoint: Path, target: Path) -> int:
@@ -33,10 +33,10 @@ def unshard(checkpoint: Path, target: Path) -> int:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unshard-") as folder:
-            for number, name in enumerate(table_names(directory / "tables")):
+            for name, weights in saved_weights(directory / "tables", Path(folder)):
                 if name in tensors:
                     raise UserError(f"table '{name}' has the name of a dense parameter; rename the table")
-                tensors[name] = weights_of(directory / "tables", name, Path(folder, str(number)))
+                tensors[name] = weights
             partial = Path(folder, "file")
             save_file(tensors, str(partial))
             partial.replace(target)
@@ -65,10 +65,10 @@ def load_pretrained(file: Path, embeddings: TableCollection, tables: TableSet, r
         if not files.pieces:
             raise UserError(f"{file} holds no tensors")
         for region in embeddings.regions():
-            weights, state = embeddings.read(region)
             if keys[region.table] in files.pieces:
                 weights = files.rows(keys[region.table], region.start, region.stop)
-                embeddings.write(region, (weights, np.zeros_like(state)))
+                state = np.zeros((len(weights), shapes[region.table][2]), np.float32)
+                embeddings.write(region, (weights, state))
         with torch.no_grad():
             for name, parameter in dense.items():
                 if name in files.pieces:
