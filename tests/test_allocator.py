@@ -13,8 +13,8 @@ from tests.conftest import ROOT
 
 CODE = """
 import ctypes, resource
-from recpipe.allocator import allocator_settings, keep_freed_memory
-keep_freed_memory(); keep_freed_memory()
+from recpipe.allocator import allocator_settings, tune_allocator
+tune_allocator(); tune_allocator()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(20):

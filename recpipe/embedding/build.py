@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from recpipe.embedding.collection import ResidentCollection, TableCollection
+from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.parts import TierParts
 from recpipe.embedding.policies import POLICIES, RowSpace
+from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.shard import ShardedCollection, join_group
 from recpipe.embedding.shard_plan import ShardPlan, load_plan
 from recpipe.embedding.sharding import KERNELS, Sharding
