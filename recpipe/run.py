@@ -110,7 +110,15 @@ def run_on(
     # 4. Tables in their tiers, and the model over them. A rank that only holds rows serves them here.
     reset_peak_rss()
     embeddings = build_embeddings(
-        tables, tier_config, assembly, device, run_dir, cfg.data.batch_size, ranks, shards
+        tables,
+        tier_config,
+        assembly,
+        device,
+        run_dir,
+        cfg.data.batch_size,
+        ranks,
+        shards,
+        dataset.ids_per_bag(cfg.data.batch_size),
     )
     trainers = ranks.channel(ranks.trainers)
     scratch = scratch_dir(tier_config, run_dir, ranks)
