@@ -1,13 +1,16 @@
-"""Validation of columns: the first bad row named, or bad rows left out and counted."""
+"""Validation of columns (the first bad row named, or bad rows left out and counted) and of batches' ids."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.data.dataset import SparseFeature
 from recpipe.errors import DataError
 
 REMEDY = "correct it, or leave bad rows out with data.on_bad_row=skip"
@@ -43,3 +46,29 @@ class RowChecks:
             index, message = self._worst
             raise DataError(f"{self.file}, row {self.first_row + index}, {message}; {REMEDY}")
         return int(len(self.good) - self.good.sum())
+
+
+def require_ids(sparse: KeyedJaggedTensor, features: Sequence[SparseFeature]) -> None:
+    """Raise ``DataError`` on an id in ``sparse`` (host memory) that is not in its table.
+
+    FBGEMM would either look up row 0 in its place or read what is not its memory.
+    """
+    ids, batch = sparse.values().numpy(), sparse.stride()
+    if not len(ids):
+        return
+    bounds = sparse.offsets().numpy()[::batch]
+    used = np.flatnonzero(np.diff(bounds))
+    rows_of = {feature.name: feature.rows for feature in features}
+    names = [sparse.keys()[feature] for feature in used]
+    lowest, highest = (f.reduceat(ids, bounds[used]) for f in (np.minimum, np.maximum))
+    for name, low, high in zip(names, lowest, highest, strict=True):
+        if low < 0 or high >= rows_of[name]:
+            raise unknown_id(low if low < 0 else high, name, rows_of[name])
+
+
+def unknown_id(found: int, feature: str, rows: int) -> DataError:
+    """The error of an id that is not in its table of ``rows``."""
+    return DataError(
+        f"id {found} of feature {feature} is not in its table of {rows} rows; raise the table's rows or "
+        "hash the ids"
+    )

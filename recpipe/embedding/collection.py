@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    BoundsCheckMode,
+    EmbeddingLocation,
+)
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
@@ -140,5 +143,7 @@ def fused_tbe(
         optimizer=tables.optimizer.kind,
         learning_rate=tables.optimizer.lr,
         eps=tables.optimizer.eps,
+        # The loaders have checked the ids, and would tell; FBGEMM would look up row 0 instead.
+        bounds_check_mode=BoundsCheckMode.NONE,
         device=device,
     )

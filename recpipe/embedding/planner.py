@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.data.checks import unknown_id
 from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, Slots
-from recpipe.errors import DataError
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -121,10 +121,7 @@ def checked_rows(ids: RowIds, counts: RowIds, names: list[str], bases: RowIds) -
     wrong = np.flatnonzero((ids < 0) | (ids >= np.repeat(np.diff(bases), counts)))
     if len(wrong):
         feature = int(np.repeat(np.arange(len(counts)), counts)[wrong[0]])
-        raise DataError(
-            f"id {ids[wrong[0]]} of feature {names[feature]} is not in its table of "
-            f"{bases[feature + 1] - bases[feature]} rows; raise the table's rows or hash the ids"
-        )
+        raise unknown_id(ids[wrong[0]], names[feature], bases[feature + 1] - bases[feature])
     rows: RowIds = ids + np.repeat(bases[:-1], counts)
     return rows
 

@@ -79,7 +79,7 @@ class _Mlp(torch.autograd.Function):
                     into = gradient if layer + 1 < count else torch.empty_like(gradient)
                     torch.ops.aten.threshold_backward(gradient, outputs[layer + 1], 0, grad_input=into)
                     gradient = into
-                found[:0] = [(gradient.t() @ outputs[layer]).float(), gradient.sum(0, dtype=torch.float32)]
+                found[:0] = [(gradient.t() @ outputs[layer]).float(), gradient.sum(0).float()]
                 if layer or ctx.needs_input_grad[0]:
                     gradient = gradient @ weights[layer]
             return gradient if ctx.needs_input_grad[0] else None, None, None, *found
@@ -105,8 +105,9 @@ class _Interaction(torch.autograd.Function):
             (features,) = ctx.saved_tensors
             batch, count, dim = features.shape
             # In float32 under bfloat16 too: columns are taken faster, and the tables want float32.
-            padded = torch.cat((gradient.float(), features.new_zeros(batch, 1)), dim=1)
-            both = padded.index_select(1, _symmetric(count, dim)).view(batch, count, count)
+            columns = _symmetric(count, dim).expand(batch, -1)
+            both = gradient.float().gather(1, columns).view(batch, count, count)
+            both.diagonal(dim1=1, dim2=2).zero_()
             found = torch.bmm(both, features)
             bottom = gradient[:, :dim] + found[:, 0].to(gradient.dtype)
             return bottom, (found if ctx.room else found[:, 1:]).reshape(batch, -1), None
@@ -126,10 +127,9 @@ def _joined(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Ten
 def _symmetric(count: int, dim: int) -> torch.Tensor:
     """Column of the interaction's output for each of ``count`` x ``count`` products, int64 [count ** 2].
 
-    A product and its mirror image are one column; the diagonal, which is not there, is one after the last.
+    A product and its mirror image are one column; the diagonal, which is not there, is any.
     """
     row, column = torch.triu_indices(count, count, offset=1)
-    pairs = len(row)
-    where = torch.full((count, count), dim + pairs)
-    where[row, column] = where[column, row] = torch.arange(dim, dim + pairs)
+    where = torch.full((count, count), dim)
+    where[row, column] = where[column, row] = torch.arange(dim, dim + len(row))
     return where.view(-1)

@@ -78,8 +78,8 @@ class RankingModule(L.LightningModule):
         """One update of all parameters; raises ``UserError`` on a loss that is not finite."""
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
-        with phase("dense optimizer"):
-            optimizer.zero_grad()
+        for parameter in self.dense:
+            parameter.grad = None
         with self.assembly.around_step(batch.batch):
             loss, _ = accumulate(self.ranker, batch, self.step_times)
             loss, self.stop_agreed = add_up(self.trainers, self.dense, loss, self.stop_asked)

@@ -14,6 +14,7 @@ import torch
 
 from recpipe.data.ahead import read_ahead
 from recpipe.data.batch import Batch, BatchShare
+from recpipe.data.checks import require_ids
 from recpipe.data.dataset import Dataset, Split
 from recpipe.embedding.planner import TierPlan, reorder
 from recpipe.embedding.shared_rows import share
@@ -113,11 +114,13 @@ class TrainLoader:
         if batch is None:
             return None
         if isinstance(batch, BatchShare):
+            require_ids(batch.sparse, self.dataset.schema.sparse)
             return StagedBatch(on_device(batch, self.device), total=batch.total, alone=False)
         consumed = batch.size
         batch = self.assembly.transform(batch)
         if not batch.size:
             raise DataError("a plugin's batch transform returned a batch without samples; it must leave one")
+        require_ids(batch.sparse, self.dataset.schema.sparse)
         plan = self.tiers.plan(batch.sparse) if self.tiers is not None else None
         staged = self._share(batch, plan)
         staged.consumed = consumed
@@ -171,6 +174,7 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Batch]:
         split: Split = "eval"
         for batch in self.dataset.batches(split, self.batch_size, part=self.ranks.part):
+            require_ids(batch.sparse, self.dataset.schema.sparse)
             yield on_device(batch, self.device)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from recpipe.errors import DataError
 from recpipe.pipeline.loader import EvalLoader
 from recpipe.pipeline.share import picked
 from recpipe.plugin.api import Link, Split
@@ -194,3 +195,18 @@ def test_a_transform_changes_what_is_trained(tmp_path) -> None:
     assert not np.allclose(
         plain["dense_arch.model._mlp.0._linear.weight"], changed["dense_arch.model._mlp.0._linear.weight"]
     )
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_an_id_that_is_not_in_its_table_is_an_error(tmp_path, wrong) -> None:
+    """Also of a plugin's transform; FBGEMM would look up row 0, or what is not its memory."""
+    dataset = Listed()
+    for split in ("train", "eval"):
+        dataset.lists[split][1].sparse.values()[-1] = wrong
+    name = FEATURES[-1].name
+    expected = f"id {wrong} of feature {name} is not in its table of {FEATURES[-1].rows} rows"
+    for loader in (loader_of(dataset), EvalLoader(dataset, SIZE, CPU)):
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(DataError, match=expected):
+            next(batches)
