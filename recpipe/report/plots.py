@@ -111,7 +111,7 @@ def bars(
 def stacked(title: str, names: Sequence[str], parts: Mapping[str, Sequence[float]], x_label: str) -> Plot:
     """Horizontal bars, first name on top, each the sum of its ``parts`` (by part: a value for each name)."""
     with rc_context(_STYLE):
-        figure, axes = _canvas(x_label, "", height=1.7 + 0.5 * len(names))
+        figure, axes = _canvas(x_label, "", height=1.6 + 0.5 * len(names))
         rows = list(range(len(names)))
         left = [0.0] * len(names)
         for colour, (part, values) in zip(_cycle(len(parts)), parts.items(), strict=True):
@@ -120,7 +120,7 @@ def stacked(title: str, names: Sequence[str], parts: Mapping[str, Sequence[float
         axes.grid(axis="y", visible=False)
         axes.set_yticks(rows, names)
         axes.set_ylim(len(names) - 0.4, -0.6)
-        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5, columnspacing=1.2)
         return _finish(title, figure)
 
 
