@@ -81,7 +81,7 @@ def run_on(
     leads = ranks.rank == 0
     if leads:
         warn_without_units(model_config.precision, device)
-    profile = profiling(cfg, ranks)
+    profile = profiling(cfg)
     if profile is not None:
         trainer_config = profile.shortened(trainer_config)
 

@@ -19,7 +19,7 @@ from recpipe.floor.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profile
 from recpipe.phases import PHASES, PREFIX
 from recpipe.report import html, profile
 from recpipe.run import run
-from recpipe.tasks.profile import achieved, middle_half, profiling
+from recpipe.tasks.profile import achieved, middle_half
 
 SMALL = (
     "task=profile",
@@ -85,14 +85,6 @@ def test_wrong_settings_are_one_line(tmp_path: Path, wrong: str) -> None:
     with pytest.raises(UserError, match=wrong.partition("=")[0]) as refused:
         run(compose([*SMALL, wrong], run_dir=tmp_path))
     assert "\n" not in str(refused.value)
-
-
-def test_rank_0_must_train() -> None:
-    cfg = compose(["task=profile"])
-    assert profiling(cfg, SimpleNamespace(trainers=(0, 1))).steps == 30  # type: ignore[union-attr, arg-type]
-    with pytest.raises(UserError, match="topology.trainers"):
-        profiling(cfg, SimpleNamespace(trainers=(1,)))  # type: ignore[arg-type]
-    assert profiling(compose([]), SimpleNamespace(trainers=(1,))) is None  # type: ignore[arg-type]
 
 
 # -- arithmetic ------------------------------------------------------------------------------

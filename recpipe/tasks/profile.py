@@ -30,7 +30,6 @@ from recpipe.floor.workload import Lookups, Work, count_lookups, optimizer_work,
 from recpipe.model.ranker import ModelConfig
 from recpipe.phases import PHASES
 from recpipe.pipeline.step import StagedBatch
-from recpipe.ranks import Ranks
 from recpipe.report.record import RunReport, Throughput
 from recpipe.trainer import Recorder, TrainerConfig
 
@@ -62,20 +61,13 @@ class ProfileConfig:
         return replace(trainer, max_steps=steps, max_epochs=steps, checkpoint_every=None, logger=None)
 
 
-def profiling(cfg: DictConfig, ranks: Ranks) -> ProfileConfig | None:
-    """The task's settings; None for another task.
-
-    ``UserError`` where the recipe resumes a run, and where rank 0, which is profiled, does not train.
-    """
+def profiling(cfg: DictConfig) -> ProfileConfig | None:
+    """The task's settings; None for another task. ``UserError`` where the recipe resumes a run."""
     if cfg.task.name != "profile":
         return None
     if cfg.resume:
         raise UserError(
             f"task=profile starts anew and cannot go on from resume={cfg.resume}; leave resume out"
-        )
-    if 0 not in ranks.trainers:
-        raise UserError(
-            "task=profile profiles rank 0, which only holds rows here; let it train: topology.trainers=[0]"
         )
     return typed(ProfileConfig, cfg.task, "task")
 
