@@ -27,6 +27,8 @@ NOISE = (
 
 def quiet_libraries() -> None:
     """Warnings about user mistakes stay; banners, deprecations inside libraries and known noise go."""
+    # Torch's profiler says on stderr that it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # FBGEMM reports every library that it loads through the root logger.
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("recpipe").setLevel(logging.INFO)

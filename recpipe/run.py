@@ -43,6 +43,7 @@ from recpipe.setup import (
 from recpipe.tasks.compare import compare
 from recpipe.tasks.export import export_parameters
 from recpipe.tasks.plan import describe, print_plan
+from recpipe.tasks.profile import StepProfiler, profiling
 from recpipe.tasks.summary import summarize
 from recpipe.tasks.unshard import load_pretrained
 from recpipe.trainer import Recorder, TrainerConfig, fit, make_trainer
@@ -53,8 +54,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     quiet_libraries()
     run_dir = output_dir()
     task = cfg.task.name
-    if task not in ("train", "compare", "plan"):
-        raise UserError(f"task.name={task} is unknown; choose train, compare or plan")
+    if task not in ("train", "profile", "compare", "plan"):
+        raise UserError(f"task.name={task} is unknown; choose train, profile, compare or plan")
     device = choose_device(cfg.trainer.device)
     with vector_units(device):
         if task == "compare":
@@ -80,6 +81,9 @@ def run_on(
     leads = ranks.rank == 0
     if leads:
         warn_without_units(model_config.precision, device)
+    profile = profiling(cfg)
+    if profile is not None:
+        trainer_config = profile.shortened(trainer_config)
 
     # 2. Data: a schema, two splits in time order, batches from any position.
     dataset = open_dataset(cfg.data, cfg.seed)
@@ -144,14 +148,18 @@ def run_on(
         recorder = Recorder(loader)
         checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads)
         callbacks = [recorder, *(owned.part for owned in assembly.callbacks)]
-        trainer = make_trainer(
-            trainer_config, loader, bool(len(evaluation)), checkpoint_io, callbacks, run_dir, leads
-        )
+        profiler = StepProfiler(profile, recorder, device) if profile and leads else None
+        if profiler is not None:
+            callbacks.insert(1, profiler)
+        evaluates = len(evaluation) > 0 and profile is None
+        trainer = make_trainer(trainer_config, loader, evaluates, checkpoint_io, callbacks, run_dir, leads)
         resume = resume_from(cfg.resume, trainer_config.checkpoints(run_dir))
         stopped = fit(trainer, module, loader, evaluation, recorder, resume)
 
         # 7. What it did.
         report = summarize(cfg, dataset, assembly, described, tables, embeddings, module, recorder, ranks)
+        if profiler is not None:
+            profiler.complete(report, model_config, len(dataset.schema.dense), tables, run_dir)
         if cfg.task.export_parameters:
             target = Path(cfg.task.export_parameters)
             export_parameters(target, embeddings, tables, ranker, writes=leads)

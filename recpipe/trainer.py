@@ -164,14 +164,17 @@ def fit(
     recorder: Recorder,
     resume: Path | None,
 ) -> str | None:
-    """Train, evaluate at the end, and wait for the figures; what to say when a signal stopped it."""
+    """Train, evaluate at the end, and wait for the figures; what to say when a signal stopped it.
+
+    No evaluation where ``make_trainer`` was told that there is none.
+    """
     if resume is not None:
         print(f"resuming from {resume}")
     trainer.fit(module, loader, evaluation, ckpt_path=resume)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     stop = next(c for c in callbacks if isinstance(c, StopOnSignal))
     stop.agree(module.trainers)
-    if stop.received is None and len(evaluation) and recorder.evaluated_at != trainer.global_step:
+    if stop.received is None and trainer.limit_val_batches and recorder.evaluated_at != trainer.global_step:
         trainer.validate(module, evaluation, verbose=False)
     recorder.finish(trainer)
     module.quality.close()

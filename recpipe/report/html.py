@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from omegaconf import OmegaConf
 
-from recpipe.report import figures, plots
+from recpipe.report import figures, plots, profile
 
 
 def write(report: Mapping[str, Any], directory: Path) -> Path:
@@ -23,6 +23,7 @@ def render(report: Mapping[str, Any]) -> str:
         report=report,
         learning=_learning(report["history"]),
         speed=_speed(report),
+        profile=_profile(report.get("profile")),
         plugins={name: _plugin(values) for name, values in report["plugins"].items()},
         recipe=OmegaConf.to_yaml(OmegaConf.create(dict(report["recipe"]))),
         assembly=_flat(report["assembly"]),
@@ -73,6 +74,19 @@ def _speed(report: Mapping[str, Any]) -> list[plots.Plot]:
         title = "Step time (last bar: the slowest 1%)"
         drawn.append(plots.histogram(title, steps["edges_ms"], steps["counts"], "ms per step"))
     return drawn
+
+
+def _profile(section: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What the template shows of the report's ``profile``."""
+    if section is None:
+        return None
+    return {
+        "plots": profile.bars(section),
+        "columns": profile.COLUMNS,
+        "rows": profile.rows(section),
+        "limits": profile.limits(section),
+        "profiled": profile.profiled(section),
+    }
 
 
 def _plugin(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter
 
 # matplotlib writes colours into the SVG; this one, used for nothing else, becomes the page's text colour.
 _INK = "#010203"
-COLOURS = ("#3b82c4", "#d9822b", "#3f9c6b", "#b0527f", "#8a6fc7", "#9b8b3c", "#4ba3a8", "#c05a4a")
+COLOURS = ("#3b82c4", "#d9822b", "#3f9c6b", "#b0527f", "#8a6fc7", "#9b8b3c", "#4ba3a8", "#c05a4a", "#8b929c")
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "recpipe",
@@ -105,6 +105,22 @@ def bars(
         axes.grid(axis="y", visible=False)
         axes.set_yticks(rows, names)
         axes.set_ylim(len(names) - 0.4, -0.6)
+        return _finish(title, figure)
+
+
+def stacked(title: str, names: Sequence[str], parts: Mapping[str, Sequence[float]], x_label: str) -> Plot:
+    """Horizontal bars, first name on top, each the sum of its ``parts`` (by part: a value for each name)."""
+    with rc_context(_STYLE):
+        figure, axes = _canvas(x_label, "", height=1.6 + 0.5 * len(names))
+        rows = list(range(len(names)))
+        left = [0.0] * len(names)
+        for colour, (part, values) in zip(_cycle(len(parts)), parts.items(), strict=True):
+            axes.barh(rows, values, left=left, color=colour, height=0.62, label=part, linewidth=0)
+            left = [before + value for before, value in zip(left, values, strict=True)]
+        axes.grid(axis="y", visible=False)
+        axes.set_yticks(rows, names)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5, columnspacing=1.2)
         return _finish(title, figure)
 
 

@@ -146,6 +146,8 @@ class RunReport:
     environment: Mapping[str, Any]
     history: Sequence[Point] = field(default_factory=list)
     ranks: RankFigures = field(default_factory=RankFigures)
+    profile: Mapping[str, Any] | None = None
+    """Where a step's time goes, and the least it could take; of task=profile alone."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as report.json has it: plain JSON values only."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from recpipe.report import figures
+from recpipe.report import figures, profile
 
 _MAX_PLUGIN_ROWS = 12
 
@@ -25,12 +25,15 @@ def print_result(report: Mapping[str, Any], directory: Path, console: Console | 
         table.add_row(name, Text(value))
     out = console or Console()
     out.print(table)
+    if section := report.get("profile"):
+        profile.print_profile(section, directory, out)
     out.print(f"report: {directory / 'report.html'}", soft_wrap=True, markup=False, highlight=False)
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "data", _data(report["data"])
-    yield "quality", _quality(report["quality"])
+    if not report.get("profile"):
+        yield "quality", _quality(report["quality"])
     yield "speed", _speed(report["throughput"])
     yield "memory", _memory(report["memory"])
     if report["io"]["store"]:

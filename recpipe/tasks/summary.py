@@ -50,7 +50,7 @@ def summarize(
     )
     throughput = Throughput.of_steps(recorder.timed_samples, recorder.timed_seconds, recorder.step_seconds)
     return RunReport(
-        task="train",
+        task=cfg.task.name,
         recipe={str(k): v for k, v in recipe.items()},
         assembly=described,
         altered=described["altered"],

@@ -1,0 +1,89 @@
+"""The ``profile`` of a report: where a step's time goes and the least it could take, as table and bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from recpipe.report import figures, plots
+
+COLUMNS = ("phase", "ms", "share", "floor ms", "x floor")
+
+
+def rows(profile: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """One row of ``COLUMNS`` for each phase, and the step's; ``-`` where there is nothing to compare."""
+    step_ms = profile["step_ms"]
+    phases = [_row(name, p["ms"], p["floor_ms"], step_ms) for name, p in profile["phases"].items()]
+    return [*phases, _row("step", step_ms, profile["floor"]["ms"], step_ms)]
+
+
+def _row(name: str, ms: float | None, floor_ms: float, step_ms: float) -> tuple[str, ...]:
+    share = "-" if ms is None else f"{100 * ms / step_ms:.1f}%"
+    times = "-" if ms is None or not floor_ms else f"{ms / floor_ms:.1f}"
+    return name, figures.decimal(ms, 2), share, figures.decimal(floor_ms, 2) if floor_ms else "-", times
+
+
+def limits(profile: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the floor was computed from: (what, figure)."""
+    floor, machine = profile["floor"], profile["machine"]
+    threads = f"{machine['threads']} thread" + ("s" if machine["threads"] != 1 else "")
+    gemm = ", ".join(f"{kind} {_rate(rate)}FLOP/s" for kind, rate in machine["gemm_flops_per_s"].items())
+    counted = f"{figures.count(floor['lookups'])} lookups of {figures.count(floor['distinct_rows'])} rows"
+    return [
+        ("a batch", f"{figures.count(floor['samples'])} samples, {counted}, {_rate(floor['flops'])}FLOP"),
+        ("matrix products", f"{gemm}; {threads}"),
+        (
+            "stream",
+            f"copy {_rate(machine['copy_bytes_per_s'])}B/s, read {_rate(machine['read_bytes_per_s'])}B/s",
+        ),
+        (
+            f"random rows of {machine['row_bytes']} bytes",
+            f"{_rate(machine['gather_bytes_per_s'])}B/s, "
+            f"one thread {_rate(machine['gather_bytes_per_s_one_thread'])}B/s",
+        ),
+    ]
+
+
+def _rate(value: float) -> str:
+    """Three digits, a space and a decimal prefix: ``529 G``."""
+    text = figures.short(value)
+    return f"{text[:-1]} {text[-1]}" if text[-1].isalpha() else f"{text} "
+
+
+def profiled(profile: Mapping[str, Any]) -> str:
+    """What the profiler cost, in words."""
+    step, slowed = profile["step_ms"], profile["profiled_step_ms"]
+    return (
+        f"A step takes {step:.2f} ms; under the profiler, where the phases' shares are from, {slowed:.2f} ms"
+    )
+
+
+def print_profile(profile: Mapping[str, Any], directory: Path, console: Console | None = None) -> None:
+    """The table and what its floor rests on, for an 80-column terminal."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(COLUMNS):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    *phases, step = rows(profile)
+    for row in phases:
+        table.add_row(*row)
+    table.add_section()
+    table.add_row(*step, style="bold")
+    out = console or Console()
+    out.print(table)
+    for name, text in limits(profile):
+        out.print(f"{name}: {text}", soft_wrap=True, markup=False, highlight=False)
+    trace = f"trace: {directory / profile['trace']} (open it in https://ui.perfetto.dev)"
+    for line in (f"{profiled(profile)}.", trace):
+        out.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def bars(profile: Mapping[str, Any]) -> list[plots.Plot]:
+    """The step and its floor, each a bar of its phases."""
+    phases = profile["phases"]
+    parts = {name: [p["ms"] or 0.0, p["floor_ms"]] for name, p in phases.items()}
+    return [plots.stacked("A step and its floor, by phase", ["achieved", "floor"], parts, "ms")]

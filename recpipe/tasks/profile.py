@@ -1,0 +1,205 @@
+"""task=profile: a short training run whose last steps torch's profiler watches, held against the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import lightning as L
+import torch
+from omegaconf import DictConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.config import typed
+from recpipe.embedding.tables import TableSet
+from recpipe.errors import UserError
+from recpipe.floor import machine
+from recpipe.floor.roofline import floors_ms
+from recpipe.floor.trace import (
+    OVERHEAD,
+    STEP,
+    ProfiledStep,
+    mean_step,
+    profiled_steps,
+    top_operators,
+)
+from recpipe.floor.workload import Lookups, Work, count_lookups, optimizer_work, workload
+from recpipe.model.ranker import ModelConfig
+from recpipe.phases import PHASES
+from recpipe.pipeline.step import StagedBatch
+from recpipe.report.record import RunReport, Throughput
+from recpipe.trainer import Recorder, TrainerConfig
+
+TRACE = "trace.json.gz"
+COUNTED_BATCHES = 8
+"""The first ones of a run, whose lookups are counted."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """``conf/task/profile.yaml``."""
+
+    name: str
+    export_parameters: str | None
+    warmup: int
+    """Steps before any is timed."""
+    steps: int
+    """Steps that are timed without the profiler, and again so many with it."""
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0 or self.steps < 1:
+            raise UserError(
+                f"task.warmup={self.warmup} must be at least 0 and task.steps={self.steps} at least 1"
+            )
+
+    def shortened(self, trainer: TrainerConfig) -> TrainerConfig:
+        """``trainer`` for the steps that are needed, in as many epochs as that takes, and nothing else."""
+        steps = self.warmup + 2 * self.steps
+        return replace(trainer, max_steps=steps, max_epochs=steps, checkpoint_every=None, logger=None)
+
+
+def profiling(cfg: DictConfig) -> ProfileConfig | None:
+    """The task's settings; None for another task. ``UserError`` where the recipe resumes a run."""
+    if cfg.task.name != "profile":
+        return None
+    if cfg.resume:
+        raise UserError(
+            f"task=profile starts anew and cannot go on from resume={cfg.resume}; leave resume out"
+        )
+    return typed(ProfileConfig, cfg.task, "task")
+
+
+class StepProfiler(L.Callback):
+    """Switches torch's profiler on for the last steps; place it behind ``recorder``, whose clock it uses."""
+
+    def __init__(self, config: ProfileConfig, recorder: Recorder, device: torch.device) -> None:
+        self.config, self.recorder, self.device = config, recorder, device
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self.profiler = torch.profiler.profile(activities=activities)
+        self.sparse: list[KeyedJaggedTensor] = []
+        """Ids of the first batches that this rank trained."""
+        self.optimizer = Work()
+        """What the dense optimizer did per step."""
+        self.finished = False
+        self._watching = False
+        self._step: Any = None
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """An epoch's first step starts here, as in ``Recorder``."""
+        if self._watching:
+            self._begin_step()
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: StagedBatch,
+        batch_idx: int,
+    ) -> None:
+        """A step lasts from the end of the one before."""
+        if len(self.sparse) < COUNTED_BATCHES:
+            self.sparse.append(batch.batch.sparse)
+        done = len(self.recorder.step_seconds)
+        self._end_step()
+        if done == self.config.warmup + self.config.steps:
+            self.profiler.start()
+            self._watching = True
+        elif done == self.config.warmup + 2 * self.config.steps:
+            self.optimizer = optimizer_work(trainer.optimizers[0])
+            self._stop()
+            self.finished = True
+        if self._watching and not trainer.is_last_batch:
+            self._begin_step()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Where a signal has ended the training early."""
+        self._stop()
+
+    def _begin_step(self) -> None:
+        self._step = torch.profiler.record_function(STEP)
+        self._step.__enter__()
+
+    def _end_step(self) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+
+    def _stop(self) -> None:
+        self._end_step()
+        if self._watching:
+            self.profiler.stop()
+            self._watching = False
+
+    def complete(
+        self, report: RunReport, model: ModelConfig, dense_features: int, tables: TableSet, run_dir: Path
+    ) -> None:
+        """Put the ``profile`` into the report, with the trace beside it; not where a signal came first.
+
+        The report's throughput becomes that of the timed steps. Measures the machine, which takes seconds.
+        """
+        if not self.finished:
+            return
+        timed = slice(self.config.warmup, self.config.warmup + self.config.steps)
+        seconds, samples = self.recorder.step_seconds[timed], self.recorder.step_samples[timed]
+        report.throughput = Throughput.of_steps(sum(samples), sum(seconds), seconds)
+        self.profiler.export_chrome_trace(str(run_dir / TRACE))
+        lookups = count_lookups(self.sparse)
+        work = workload(model, dense_features, tables, lookups, self.optimizer)
+        limits = machine.measure(4 * tables.dim, self.device)
+        events = self.profiler.events()  # type: ignore[no-untyped-call]
+        step = mean_step(middle_half(profiled_steps(events)))
+        report.profile = {
+            **achieved(seconds, step, floors_ms(work, limits, model.precision)),
+            "floor": floor_section(work, limits, model.precision, lookups),
+            "machine": asdict(limits),
+            "operators": top_operators(self.profiler, self.config.steps),
+            "trace": TRACE,
+        }
+
+
+def achieved(
+    step_seconds: Sequence[float], profiled: ProfiledStep, floors: dict[str, float]
+) -> dict[str, Any]:
+    """Milliseconds of the step and its phases against ``floors`` (milliseconds by phase).
+
+    The step is that of ``step_seconds``, timed without the profiler, which slows it; the phases' shares of it
+    are those of the ``profiled`` step. They add up to the step. ``ms`` is None for a phase that it lacks.
+    """
+    times = sorted(step_seconds)
+    cut = len(times) // 4
+    step_ms = 1e3 * fmean(times[cut : len(times) - cut])
+    phases = {}
+    for name in (*PHASES, OVERHEAD):
+        there = profiled.phases.get(name)
+        phases[name] = {
+            "ms": None if there is None else there / profiled.ms * step_ms,
+            "floor_ms": floors.get(name, 0.0),
+            "profiled_ms": there,
+        }
+    return {"step_ms": step_ms, "profiled_step_ms": profiled.ms, "phases": phases}
+
+
+def middle_half(steps: Sequence[ProfiledStep]) -> list[ProfiledStep]:
+    """Without the slowest and the fastest quarter of the steps, which other programs disturb most."""
+    ordered = sorted(steps, key=lambda step: step.ms)
+    cut = len(ordered) // 4
+    return ordered[cut : len(ordered) - cut]
+
+
+def floor_section(
+    work: dict[str, Work], limits: machine.Machine, precision: str, lookups: Lookups
+) -> dict[str, Any]:
+    """What the floor was computed from, for a batch."""
+    return {
+        "ms": sum(floors_ms(work, limits, precision).values()),
+        "precision": precision,
+        "flops": sum(w.flops for w in work.values()),
+        **asdict(lookups),
+        "work": {name: asdict(w) for name, w in work.items()},
+    }
