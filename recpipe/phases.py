@@ -26,20 +26,19 @@ _OFF = nullcontext()
 
 def phase(name: str) -> AbstractContextManager[None]:
     """A range of this name in the trace, where torch's profiler runs; on a GPU it waits for its kernels."""
-    return _range(name) if profiled() else _OFF
+    return _range(name) if _profiled() else _OFF
 
 
 def ranged(part: str, module: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
     """``module(*inputs)`` in a range "<part> forward", and its backward pass in one "<part> backward"."""
-    if not profiled():
+    if not _profiled():
         return module(*inputs)
     anchor = torch.zeros(0, requires_grad=True)  # makes autograd call it where no input has a gradient
     out: torch.Tensor = _Ranged.apply(anchor, part, module, *inputs)  # type: ignore[no-untyped-call]
     return out
 
 
-def profiled() -> bool:
-    """Whether torch's profiler runs in this thread."""
+def _profiled() -> bool:
     return torch._C._autograd._profiler_enabled()
 
 

@@ -76,13 +76,6 @@ class TableCollection(ABC, nn.Module):
         """TorchRec's collectives on this rank; none where tables are not sharded."""
         return {}
 
-    def update_from(self, pooled: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Update the rows behind ``pooled``, which a lookup gave, from its gradient (as large as it is).
-
-        It may go on after the call; every other method waits for its end.
-        """
-        torch.autograd.backward(pooled, gradient)
-
     def update(self) -> None:
         """The step of tables that their backward pass does not update; called after it."""
 

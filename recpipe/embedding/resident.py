@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from recpipe.embedding import seams
 from recpipe.embedding.collection import RowCollection, fused_tbe
 from recpipe.embedding.tables import Region, TableSet, Values, to_numpy
-from recpipe.phases import profiled
 
 T = TypeVar("T")
 
@@ -22,11 +21,9 @@ T = TypeVar("T")
 class ResidentCollection(RowCollection):
     """All tables in TBEs with a fused optimizer; rows start as ``TableSet.fill`` gives them.
 
-    FBGEMM's CPU kernels run in the thread that calls them. Updates get a thread of their own: they go on
-    while the dense optimizer and the training loop run, and whatever comes to the tables next waits for them.
-
-    With ``groups`` above 1, tables are spread over so many TBEs, neighbours together, each driven by a thread
-    of its own. Joining their outputs costs a copy, so that this pays where bags hold many ids.
+    FBGEMM's CPU kernels run in the thread that calls them. With ``groups`` above 1, tables are spread over so
+    many TBEs, neighbours together, each driven by a thread of its own. Joining their outputs costs a copy, so
+    that this pays where bags hold many ids.
     """
 
     def __init__(self, tables: TableSet, device: torch.device, groups: int = 1) -> None:
@@ -43,8 +40,6 @@ class ResidentCollection(RowCollection):
         views = [view for tbe in self.tbes for view in seams.tbe_views(tbe)][len(ahead) :]
         self._storage = dict(zip(self._names, views, strict=True))
         self._threads = ThreadPoolExecutor(groups, "recpipe-tbe") if groups > 1 else None
-        self._updater = ThreadPoolExecutor(1, "recpipe-update") if device.type == "cpu" else None
-        self._update: Future[None] | None = None
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
         for region in self.regions():
             records = tables.fill(region.table, region.start, region.stop)
@@ -52,32 +47,18 @@ class ResidentCollection(RowCollection):
 
     def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows of every feature; float32, each [B, D]."""
+        if self._has_room:
+            return self.keyed(self._looked_up(sparse)[:, self.tables.dim :])
         if self._threads is None:
-            return self.keyed(self._looked_up(sparse)[:, self._has_room * self.tables.dim :])
-        self.settle()
-        grouped = _Grouped.apply(self._anchor, self, self._ordered(sparse))  # type: ignore[no-untyped-call]
-        return self.keyed(grouped)
+            return self.keyed(self._looked_up(sparse))
+        sparse = self._ordered(sparse)
+        return self.keyed(_Grouped.apply(self._anchor, self, sparse))  # type: ignore[no-untyped-call]
 
     def pooled_with_room(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:
         """The TBE's output as it is; None of several TBEs, and on a GPU."""
         return self._looked_up(sparse) if self._has_room else None
 
-    def update_from(self, pooled: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """In the thread for updates; under a profiler, which would not see it there, at once."""
-        self.settle()
-        if self._updater is None or profiled():
-            super().update_from(pooled, gradient)
-        else:
-            self._update = self._updater.submit(super().update_from, pooled, gradient)
-
-    def settle(self) -> None:
-        """Wait for the update that is still being made; raises what it raised."""
-        if self._update is not None:
-            update, self._update = self._update, None
-            update.result()
-
     def _looked_up(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        self.settle()
         sparse = self._ordered(sparse)
         offsets = sparse.offsets().long()
         if self._has_room:
@@ -107,14 +88,12 @@ class ResidentCollection(RowCollection):
 
     def read(self, region: Region) -> Values:
         """Current weights and optimizer state of ``region``."""
-        self.settle()
         weights, state = self._storage[region.table]
         rows = slice(region.start, region.stop)
         return to_numpy(weights[rows]), to_numpy(state[rows])
 
     def write(self, region: Region, values: Values) -> None:
         """Replace the weights and optimizer state of ``region``."""
-        self.settle()
         weights, state = self._storage[region.table]
         rows = slice(region.start, region.stop)
         with torch.no_grad():
@@ -122,12 +101,9 @@ class ResidentCollection(RowCollection):
             state[rows] = torch.from_numpy(values[1]).to(weights.device)
 
     def close(self) -> None:
-        """End the threads."""
-        try:
-            self.settle()
-        finally:
-            for threads in filter(None, (self._updater, self._threads)):
-                threads.shutdown()
+        """End the groups' threads."""
+        if self._threads is not None:
+            self._threads.shutdown()
 
 
 class _Grouped(torch.autograd.Function):

@@ -66,14 +66,14 @@ def accumulate(ranker: Ranker, staged: StagedBatch, times: StepTimes) -> tuple[t
     _send_upcoming(staged)
     if _usable(staged, loss):
         torch.autograd.backward(loss)
-        _update_tables(ranker, pooled, leaf.grad)
+        _update_tables(pooled, leaf.grad)
     return loss.detach(), logits.detach()
 
 
-def _update_tables(ranker: Ranker, pooled: torch.Tensor, gradient: torch.Tensor | None) -> None:
+def _update_tables(pooled: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """The tables' backward pass, which is their update."""
     with phase("embedding backward and update"):
-        ranker.embeddings.update_from(pooled, gradient)
+        torch.autograd.backward(pooled, gradient)
 
 
 def _resident(ranker: Ranker, staged: StagedBatch) -> torch.Tensor:
@@ -207,8 +207,8 @@ class _Lookups:
             _tiers(self.ranker).arrive()
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
         gradient = torch.cat(gradients)
-        _update_tables(self.ranker, self._warm, gradient)
+        _update_tables(self._warm, gradient)
         if self._cold is not None:
             assert self.staged.plan is not None
             cold = gradient[self.staged.plan.cold_first :]
-            _update_tables(self.ranker, self._cold, cold.view(self._cold.shape))
+            _update_tables(self._cold, cold.view(self._cold.shape))

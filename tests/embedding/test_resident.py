@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -81,36 +79,3 @@ def test_how_many_tbes() -> None:
     assert count(100, 1.0) == len(FEATURES)
     with pytest.raises(UserError, match="tiers.tbes=0 must be auto or a whole number"):
         count(0, 1.0)
-
-
-def test_what_comes_next_waits_for_the_update(monkeypatch) -> None:
-    """Updates are made by a thread; reads, lookups and writes must not overtake them."""
-    right = torch.autograd.backward
-
-    def slow(*arguments: object) -> None:
-        time.sleep(0.2)
-        right(*arguments)
-
-    expected, made = trained(1, steps=1), ResidentCollection(table_set("rowwise_adagrad"), CPU)
-    pooled = made.pooled_with_room(ids(0))
-    assert pooled is not None
-    gradient = torch.zeros_like(pooled)
-    rest = gradient[:, made.tables.dim :]
-    rest.copy_(torch.sin(torch.arange(rest.numel(), dtype=torch.float32)).view_as(rest))
-    monkeypatch.setattr(torch.autograd, "backward", slow)
-    made.update_from(pooled, gradient)
-    assert made._update is not None
-    assert not made._update.done()
-    assert identical(dump(expected), dump(made))
-    monkeypatch.setattr(torch.autograd, "backward", right)
-    assert torch.equal(expected(ids(5)).values(), made(ids(5)).values())
-    made.close()
-
-
-def test_a_fault_of_the_update_comes_out(monkeypatch) -> None:
-    made = ResidentCollection(table_set("sgd"), CPU)
-    pooled = made.pooled_with_room(ids(0))
-    assert pooled is not None
-    made.update_from(pooled, torch.zeros(1, 1))
-    with pytest.raises(RuntimeError, match="shape"):
-        made(ids(1))
