@@ -99,7 +99,7 @@ def make_trainer(
         logger=_logger(config.logger, run_dir) if leads else False,
         callbacks=[
             *callbacks,
-            *(_progress_bar(config, len(loader)) if leads else ()),
+            *(_progress_bar(config) if leads else ()),
             *_checkpointing(config, len(loader), config.checkpoints(run_dir)),
         ],
         plugins=[checkpoint_io],
@@ -122,15 +122,38 @@ def _logger(name: str | None, run_dir: Path) -> Logger | bool:
     return TensorBoardLogger(str(run_dir), name="", version="logs") if name == "tensorboard" else False
 
 
-def _progress_bar(config: TrainerConfig, steps: int) -> list[L.Callback]:
+def _progress_bar(config: TrainerConfig) -> list[L.Callback]:
     if not config.progress:
         return []
-    every = max(1, steps // 50)
-    return [RichProgressBar(every) if sys.stdout.isatty() else LogProgressBar(every)]
+    return [TerminalProgressBar() if sys.stdout.isatty() else LogProgressBar()]
 
 
-class LogProgressBar(TQDMProgressBar):
+class PacedProgressBar(ProgressBar):
+    """Redraws by the clock, whatever a step takes: a redraw costs as much as a small model's optimizer."""
+
+    seconds = 0.2
+    """Between redraws while training."""
+    _drawn = 0.0
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Draw if it is time, or if this was the last step."""
+        now = perf_counter()
+        last = batch_idx + 1 == trainer.num_training_batches or trainer.global_step == trainer.max_steps
+        if last or now - self._drawn >= self.seconds:
+            self._drawn = now
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
+class TerminalProgressBar(PacedProgressBar, RichProgressBar):
+    """For a terminal."""
+
+
+class LogProgressBar(PacedProgressBar, TQDMProgressBar):
     """For output that is no terminal: the training's bar alone, since every redraw stays in the log."""
+
+    seconds = 2.0
 
     def init_validation_tqdm(self) -> Tqdm:
         """No bar for evaluations; their figures are printed."""

@@ -40,6 +40,7 @@ class ResidentCollection(RowCollection):
         views = [view for tbe in self.tbes for view in seams.tbe_views(tbe)][len(ahead) :]
         self._storage = dict(zip(self._names, views, strict=True))
         self._threads = ThreadPoolExecutor(groups, "recpipe-tbe") if groups > 1 else None
+        self._offsets = torch.empty(0), torch.empty(0)
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
         for region in self.regions():
             records = tables.fill(region.table, region.start, region.stop)
@@ -60,11 +61,17 @@ class ResidentCollection(RowCollection):
 
     def _looked_up(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         sparse = self._ordered(sparse)
-        offsets = sparse.offsets().long()
+        offsets = sparse.offsets()
         if self._has_room:
-            offsets = torch.cat((offsets.new_zeros(sparse.stride()), offsets))
-        pooled: torch.Tensor = self.tbes[0](sparse.values().long(), offsets)
+            offsets = self._with_empty_bags(offsets, sparse.stride())
+        pooled: torch.Tensor = self.tbes[0](sparse.values().long(), offsets.long())
         return pooled
+
+    def _with_empty_bags(self, offsets: torch.Tensor, batch: int) -> torch.Tensor:
+        """``offsets`` with bags of the first table in front; one-hot batches share theirs."""
+        if self._offsets[0] is not offsets:
+            self._offsets = offsets, torch.cat((offsets.new_zeros(batch), offsets))
+        return self._offsets[1]
 
     def _ordered(self, sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """With features in the tables' order, as recpipe's batches have them."""

@@ -94,8 +94,10 @@ class _Interaction(torch.autograd.Function):
             ctx.room = room
             low = features.to(bottom.dtype)
             products = torch.bmm(low, low.transpose(1, 2))
-            # The upper triangle by rows: slices, not a list of indices.
-            rows = [products[:, row, row + 1 :] for row in range(features.shape[1] - 1)]
+            # The upper triangle by rows: row r leaves r + 1 products out, and has the others.
+            count = features.shape[1]
+            sizes = [size for row in range(count) for size in (row + 1, count - 1 - row)]
+            rows = products.view(len(bottom), -1).split_with_sizes(sizes, dim=1)[1:-1:2]
             return torch.cat([bottom, *rows], dim=1)
 
     @staticmethod

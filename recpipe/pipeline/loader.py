@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -87,12 +88,18 @@ class TrainLoader:
                 self.tiers.forget()
 
     def _planned(self, worker: ThreadPoolExecutor, source: Iterator[Batch]) -> Iterator[StagedBatch]:
-        """Each batch as its turn comes; the next one is planned once this one's rows are on their way."""
-        pending = worker.submit(self._stage, source)
-        while (staged := _waited(pending)) is not None:
+        """Each batch as its turn comes; the next one is planned once this one's rows are on their way.
+
+        Without tiers it is read in this one's backward pass: two threads that run Python hold each other up.
+        """
+        upcoming = cache(partial(worker.submit, self._stage, source))
+        while (staged := _waited(upcoming())) is not None:
+            upcoming = cache(partial(worker.submit, self._stage, source))
             if self.tiers is not None and staged.plan is not None:
                 self.tiers.advance(staged.plan)
-            pending = worker.submit(self._stage, source)
+                upcoming()
+            else:
+                staged.stage_next = upcoming
             yield staged
 
     def _linked(self, worker: ThreadPoolExecutor, source: Iterator[Batch]) -> Iterator[StagedBatch]:

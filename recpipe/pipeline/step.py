@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -14,6 +15,10 @@ from recpipe.embedding.shard import Sent
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.model.ranker import Ranker
 from recpipe.phases import phase
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass
@@ -35,6 +40,8 @@ class StagedBatch:
     """Whether no other rank trains a share of it."""
     sent: Sent | None = None
     """Its ids on their way to the ranks that hold their rows; None before, and where rows are not sharded."""
+    stage_next: Callable[[], object] = _nothing
+    """Starts to read the batch after it; called once this one is in long kernels."""
     upcoming: StagedBatch | None = None
     """The batch after it, whose ids are sent while this one trains; None at the epoch's end, or unsent."""
 
@@ -64,6 +71,7 @@ def accumulate(ranker: Ranker, staged: StagedBatch, times: StepTimes) -> tuple[t
     leaf = pooled.detach().requires_grad_()
     logits, loss = _score(ranker, staged, leaf, 0, staged.batch.size)
     _send_upcoming(staged)
+    staged.stage_next()
     if _usable(staged, loss):
         torch.autograd.backward(loss)
         _update_tables(pooled, leaf.grad)
@@ -139,6 +147,7 @@ def _micro_batches(
     batch, plan = staged.batch, staged.plan
     started = perf_counter()
     tables = _Lookups(ranker, staged)
+    staged.stage_next()
     total = torch.zeros((), device=batch.labels.device)
     logits = []
     low = 0
