@@ -24,14 +24,14 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from framework_cost import SKIPPED, write_samples
 
 from recpipe.quiet import calm_threads
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
+from work import SETTINGS, SKIPPED
+
 BATCH = 2048
 """Samples of a step, over all ranks."""
-MODELS = {"small": ([512, 256, 64], [512, 256]), "tiny": ([64], [64])}
-"""Hidden layers of the bottom and the top MLP."""
 NEO = "+plugin=neo"
 PLAIN = [NEO, "plugins.neo.planner=torchrec"]
 ROWS: dict[str, list[str]] = {
@@ -50,73 +50,55 @@ ROWS: dict[str, list[str]] = {
 Run = dict[str, Any]
 
 
+def write_samples(directory: Path, samples: int) -> None:
+    """TorchRec's .npy triple of generated clicks, and the tables' rows."""
+    from recpipe.data.config import SyntheticConfig
+    from recpipe.data.synthetic import SyntheticDataset
+
+    dataset = SyntheticDataset(SyntheticConfig(samples=samples, eval_fraction=0.0), seed=1)
+    features = len(dataset.schema.sparse)
+    dense, ids, labels = [], [], []
+    for batch in dataset.batches("train", 65_536):
+        dense.append(batch.dense.numpy())
+        ids.append(batch.sparse.values().numpy().reshape(features, -1).T.astype(np.int32))
+        labels.append(batch.labels.numpy().astype(np.int32)[:, None])
+    for name, parts in (("dense", dense), ("sparse", ids), ("labels", labels)):
+        np.save(directory / f"day_0_{name}.npy", np.concatenate(parts))
+    rows = {feature.name: feature.rows for feature in dataset.schema.sparse}
+    (directory / "tables.json").write_text(json.dumps(rows))
+
+
 def train_by_hand(directory: Path, out: Path, size: str) -> None:
     """One rank of the hand-written loop; rank 0 writes samples per second and the plan to ``out``."""
     import torch
     import torch.distributed as dist
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-    from torchrec.distributed.types import ShardingEnv
-    from torchrec.models.dlrm import DLRM
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
-    from torchrec.optim.keyed import KeyedOptimizerWrapper
-    from torchrec.optim.optimizers import in_backward_optimizer_filter
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+    from hand_dmp import HandWritten
 
     from recpipe.data.dataset import SparseFeature
     from recpipe.embedding.shard_plan import from_torchrec
-    from recpipe.embedding.tables import OPTIMIZERS, TableOptimizer, TableSet
+    from recpipe.embedding.tables import TableOptimizer, TableSet
 
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = json.loads((directory / "tables.json").read_text())
-    configs = [
-        EmbeddingBagConfig(name=n, embedding_dim=16, num_embeddings=r, feature_names=[n])
-        for n, r in rows.items()
-    ]
     dense = torch.from_numpy(np.load(directory / "day_0_dense.npy"))
     ids = torch.from_numpy(np.ascontiguousarray(np.load(directory / "day_0_sparse.npy").T)).long()
     labels = torch.from_numpy(np.load(directory / "day_0_labels.npy")[:, 0]).float()
-    collection = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-    bottom, top = MODELS[size]
-    model = DLRM(collection, dense.shape[1], [*bottom, 16], [*top, 1], dense_device=torch.device("cpu"))
-    fused = {"optimizer": OPTIMIZERS["rowwise_adagrad"], "learning_rate": 0.02, "eps": 1e-8}
-    sharders = [EmbeddingBagCollectionSharder(fused_params=fused)]
-    topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
     mine = BATCH // world
-    planner = EmbeddingShardingPlanner(topology=topology, batch_size=mine)
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    parallel = DistributedModelParallel(
-        model,
-        ShardingEnv.from_process_group(dist.group.WORLD),
-        torch.device("cpu"),
-        plan=plan,
-        sharders=sharders,
-    )
-    own = dict(in_backward_optimizer_filter(parallel.named_parameters()))
-    optimizer = KeyedOptimizerWrapper(own, lambda p: torch.optim.Adagrad(p, lr=0.02))
-    loss_of = torch.nn.BCEWithLogitsLoss()
-    names = list(rows)
-    lengths = torch.ones(len(names) * mine, dtype=torch.int64)
+    by_hand = HandWritten(rows, SETTINGS[size], mine)
     steps, started = len(labels) // BATCH, 0.0
     for step in range(steps):
         if step == SKIPPED:
             dist.barrier()
             started = perf_counter()
         part = slice(step * BATCH + rank * mine, step * BATCH + (rank + 1) * mine)
-        sparse = KeyedJaggedTensor(names, ids[:, part].reshape(-1), lengths=lengths)
-        optimizer.zero_grad()
-        loss = loss_of(parallel(dense[part], sparse).squeeze(1), labels[part])
-        loss.backward()
-        optimizer.step()
+        by_hand.step(dense[part], ids[:, part].reshape(-1), labels[part])
     dist.barrier()
     speed = (steps - SKIPPED) * BATCH / (perf_counter() - started)
     if rank == 0:
         features = tuple(SparseFeature(n, r) for n, r in rows.items())
-        tables = TableSet(features, 16, TableOptimizer("rowwise_adagrad", 0.02), seed=1)
-        (out / "plan.json").write_text(json.dumps(from_torchrec(plan, tables, {}, world).to_dict()))
+        tables = TableSet(features, SETTINGS[size].dim, TableOptimizer("rowwise_adagrad", 0.02), seed=1)
+        (out / "plan.json").write_text(json.dumps(from_torchrec(by_hand.plan, tables, {}, world).to_dict()))
         (out / "by_hand.json").write_text(json.dumps({"speed": speed}))
     dist.barrier()
     os._exit(0)  # gloo's threads may abort an orderly end
@@ -137,7 +119,8 @@ def by_recpipe(ranks: int, directory: Path, work: Path, size: str, overrides: li
     started(
         ranks, "-m", "recpipe", "data=npy", f"data.path={directory}", "data.eval_fraction=0.0",
         f"data.tables={json.dumps(tables).replace(chr(34), '')}", f"data.batch_size={BATCH}",
-        f"data.cache_dir={work / 'cache'}", f"model.bottom={MODELS[size][0]}", f"model.top={MODELS[size][1]}",
+        f"data.cache_dir={work / 'cache'}", f"model.bottom={list(SETTINGS[size].bottom)}",
+        f"model.top={list(SETTINGS[size].top)}",
         "trainer.checkpoint_every=null", f"hydra.run.dir={work / 'run'}", *overrides,
     )  # fmt: skip
     report = json.loads((work / "run" / "report.json").read_text())
@@ -193,7 +176,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=300_000)
     parser.add_argument("--rows", nargs="*", default=list(ROWS), help=f"of: {', '.join(ROWS)}")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--model", choices=list(MODELS), default="small")
+    parser.add_argument("--model", choices=["small", "tiny"], default="small")
     parser.add_argument("--by-hand", nargs=3, metavar=("DIR", "OUT", "MODEL"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.by_hand:

@@ -1,0 +1,107 @@
+"""Scoring batches in memory: recpipe's model, or TorchRec's eager DLRM (EmbeddingBagCollection, float32).
+
+    python benchmarks/peers/inference.py DIR [--ours] [--precision bfloat16] [--as-run] [--seconds 2]
+
+``--as-run`` makes the settings of the process (allocator, threads) that every run of recpipe makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+from work import DENSE, EPSILON, LEARNING_RATE, SKIPPED, TABLES, Batch, Setting, Work, setting_of, versions
+
+BATCHES = (2048, 128)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--ours", action="store_true")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--as-run", action="store_true")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each batch size")
+    arguments = parser.parse_args()
+    if arguments.as_run:  # before torch is imported
+        from recpipe.allocator import tune_allocator
+        from recpipe.quiet import calm_threads
+
+        calm_threads()
+        tune_allocator()
+    speeds = {
+        str(batch): speed(arguments.directory, batch, arguments.ours, arguments.precision, arguments.seconds)
+        for batch in BATCHES
+    }
+    print(json.dumps({"samples_per_second": speeds, "versions": versions("torch", "torchrec", "recpipe")}))
+
+
+def speed(directory: Path, batch: int, ours: bool, precision: str, seconds: float) -> float:
+    """Samples per second, over the batches of ``directory`` again and again."""
+    import torch
+
+    setting, batches = setting_of(directory), Work.load(directory, batch).batches
+    score = recpipe_model(setting, precision, batch) if ours else eager_model(setting, batch)
+    with torch.no_grad():
+        for number, item in enumerate(itertools.cycle(batches)):
+            if number == SKIPPED:
+                started = perf_counter()
+            score(item)
+            if number > SKIPPED and perf_counter() - started > seconds:
+                return (number - SKIPPED + 1) * batch / (perf_counter() - started)
+    raise AssertionError("no batches")
+
+
+def eager_model(setting: Setting, batch: int) -> Callable[[Batch], object]:
+    """TorchRec's model as its documentation builds it."""
+    from torchrec.models.dlrm import DLRM
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    configs = [
+        EmbeddingBagConfig(name=n, embedding_dim=setting.dim, num_embeddings=r, feature_names=[n])
+        for n, r in TABLES.items()
+    ]
+    collection = EmbeddingBagCollection(tables=configs)
+    model = DLRM(collection, DENSE, [*setting.bottom, setting.dim], [*setting.top, 1]).eval()
+    keyed = keyed_by(batch)
+    return lambda b: model(b.dense, keyed(b))
+
+
+def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Batch], object]:
+    """recpipe's, its tables resident in one TBE."""
+    import torch
+
+    from recpipe.data.batch import Batch as OurBatch
+    from recpipe.data.dataset import SparseFeature
+    from recpipe.embedding.resident import ResidentCollection
+    from recpipe.embedding.tables import TableOptimizer, TableSet
+    from recpipe.model.ranker import ModelConfig, Ranker
+
+    cpu = torch.device("cpu")
+    features = tuple(SparseFeature(name, rows) for name, rows in TABLES.items())
+    optimizer = TableOptimizer("rowwise_adagrad", LEARNING_RATE, EPSILON)
+    embeddings = ResidentCollection(TableSet(features, setting.dim, optimizer, seed=1), cpu)
+    config = ModelConfig("dlrm", setting.dim, list(setting.bottom), list(setting.top), precision=precision)
+    ranker = Ranker(config, embeddings, DENSE, cpu).eval()
+    keyed = keyed_by(batch)
+    return lambda b: ranker(OurBatch(b.dense, keyed(b), b.labels))
+
+
+def keyed_by(batch: int) -> Callable[[Batch], object]:
+    """A batch's ids as TorchRec takes them; a new one each time, since it remembers what it has computed."""
+    import torch
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    names = list(TABLES)
+    lengths = torch.ones(len(names) * batch, dtype=torch.int64)
+    offsets = torch.arange(len(lengths) + 1)
+    return lambda b: KeyedJaggedTensor(names, b.ids.view(-1), lengths=lengths, offsets=offsets)
+
+
+if __name__ == "__main__":
+    main()
