@@ -8,7 +8,7 @@ from pathlib import Path
 
 from roster import HERE, PEERS, REFERENCE, Places
 from rounds import Result, in_turn, last_line, lines
-from work import SETTINGS, write
+from work import LEARNING_RATE, SETTINGS, write
 
 SCORERS = {
     "eager TorchRec": (),
@@ -18,6 +18,12 @@ SCORERS = {
     "recpipe_bf16, process as is": ("--ours", "--precision", "bfloat16"),
 }
 """Arguments of inference.py; the first is the reference."""
+
+OPTIMIZERS = {
+    "adagrad": (),
+    "sgd": ("optim=sgd", f"optim.tables.lr={LEARNING_RATE}", f"optim.dense.lr={LEARNING_RATE}"),
+}
+"""Of the comparison of losses: by hand_dmp.py's name, recpipe's overrides."""
 
 
 def training(
@@ -37,19 +43,31 @@ def training(
     return found
 
 
-def losses(directory: Path, setting: str, steps: int, places: Places, *overrides: str) -> Result:
-    """Both sides' losses from the hand-written side's first weights, and how far they are apart."""
+def losses(directory: Path, setting: str, steps: int, places: Places) -> dict[str, Result]:
+    """Both sides' losses from the same weights, by optimizer, and how far they are apart.
+
+    Adagrad's first steps move a weight by the whole learning rate however small its gradient is, so that
+    rounding grows from step to step. The hand-written loop against itself, from weights that are one float32
+    apart, tells how much; under SGD rounding stays what it is.
+    """
     write(directory, setting, steps)
-    weights = str(directory / "weights.safetensors")
-    theirs = last_line([*places.command(PEERS[REFERENCE], directory), "--weights", weights])["losses"]
-    script = str(HERE / "recpipe_losses.py")
-    ours = last_line([places.python("recpipe"), script, str(directory), weights, *overrides])["losses"]
-    far = differences(ours, theirs)
-    worst = max(range(len(far)), key=far.__getitem__)
-    print(f"\n{setting}: {said(setting)}; losses of {len(far)} steps from the same weights")
-    print(f"by hand {theirs[0]:.6f} .. {theirs[-1]:.6f}, recpipe {ours[0]:.6f} .. {ours[-1]:.6f}")
-    print(f"largest relative difference: {far[worst]:.2g} (step {worst + 1})", flush=True)
-    return {"by_hand": theirs, "recpipe": ours, "largest": far[worst]}
+    print(f"\n{setting}: {said(setting)}; losses of {steps} steps from the same weights")
+    print(f"{'largest relative difference to the loop by hand':<52} all steps   first 10")
+    found = {}
+    for optimizer, chosen in OPTIMIZERS.items():
+        weights = str(directory / f"{optimizer}.safetensors")
+        by_hand = [*places.command(PEERS[REFERENCE], directory), "--losses", "--optimizer", optimizer]
+        script = [places.python("recpipe"), str(HERE / "recpipe_losses.py"), str(directory), weights]
+        theirs = last_line([*by_hand, "--save", weights])["losses"]
+        sides = {
+            "recpipe": last_line([*script, *chosen])["losses"],
+            "by hand from weights one rounding apart": last_line([*by_hand, "--nudge"])["losses"],
+        }
+        far = {side: differences(values, theirs) for side, values in sides.items()}
+        for side, values in far.items():
+            print(f"{f'{optimizer}, {side}':<52} {max(values):9.1e}  {max(values[:10]):9.1e}", flush=True)
+        found[optimizer] = {"by hand": theirs, **sides, "differences": far}
+    return found
 
 
 def differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:

@@ -1,10 +1,12 @@
 """The reference: TorchRec's DLRM under DistributedModelParallel in a plain loop, as one writes it by hand.
 
-    python benchmarks/peers/hand_dmp.py DIR [--weights FILE]
+    python benchmarks/peers/hand_dmp.py DIR [--losses] [--save FILE] [--nudge] [--optimizer sgd]
 
 FBGEMM's fused row-wise Adagrad, Adagrad for the dense part, one process (gloo), all batches in memory; no
-settings of torch, threads or the allocator. ``--weights`` writes the first weights to a safetensors file that
-recpipe can start from, and reports every step's loss.
+settings of torch, threads or the allocator. ``--losses`` reports every step's loss, ``--save`` writes the
+first weights to a safetensors file that recpipe can start from, and ``--nudge`` then moves every dense weight
+to a neighbouring float32: what that does to the losses is what rounding can do. ``--optimizer sgd`` is for
+all parameters.
 """
 
 from __future__ import annotations
@@ -36,10 +38,17 @@ class HandWritten:
     """The model, its plan and its optimizers; ``batch`` samples a rank and step.
 
     The plan is that of TorchRec's default planner; ``fused`` keeps it to FBGEMM's fused tables, where it
-    would leave small ones to the dense optimizer.
+    would leave small ones to the dense optimizer. ``sgd`` instead of row-wise Adagrad and Adagrad.
     """
 
-    def __init__(self, tables: Mapping[str, int], setting: Setting, batch: int, fused: bool = False) -> None:
+    def __init__(
+        self,
+        tables: Mapping[str, int],
+        setting: Setting,
+        batch: int,
+        fused: bool = False,
+        sgd: bool = False,
+    ) -> None:
         world, cpu = dist.get_world_size(), torch.device("cpu")
         self.names = list(tables)
         configs = [
@@ -50,7 +59,7 @@ class HandWritten:
         bottom, top = [*setting.bottom, setting.dim], [*setting.top, 1]
         self.dlrm = DLRM(collection, DENSE, bottom, top, dense_device=cpu)
         optimizer = {
-            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "optimizer": EmbOptimType.EXACT_SGD if sgd else EmbOptimType.EXACT_ROWWISE_ADAGRAD,
             "learning_rate": LEARNING_RATE,
             "eps": EPSILON,
         }
@@ -62,7 +71,8 @@ class HandWritten:
         env = ShardingEnv.from_process_group(dist.group.WORLD)
         self.model = DistributedModelParallel(self.dlrm, env, cpu, plan=self.plan, sharders=sharders)
         dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self.optimizer = KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adagrad(p, lr=LEARNING_RATE))
+        kind = torch.optim.SGD if sgd else torch.optim.Adagrad
+        self.optimizer = KeyedOptimizerWrapper(dense, lambda p: kind(p, lr=LEARNING_RATE))
         self.loss_of = torch.nn.BCEWithLogitsLoss()
         self.lengths = torch.ones(len(self.names) * batch, dtype=torch.int64)
 
@@ -74,6 +84,13 @@ class HandWritten:
         torch.autograd.backward(loss)
         self.optimizer.step()
         return loss
+
+    def nudge(self) -> None:
+        """Move every dense weight to the float32 above or below it."""
+        with torch.no_grad():
+            for name, weights in self.dlrm.named_parameters():
+                if not name.startswith("sparse_arch."):
+                    weights.copy_(weights.nextafter(torch.randn_like(weights).sign() * torch.inf))
 
     def save(self, file: Path) -> None:
         """All weights, each table under its name; all tables must be whole on this rank."""
@@ -95,19 +112,25 @@ class HandWritten:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--losses", action="store_true")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--nudge", action="store_true")
+    parser.add_argument("--optimizer", choices=["adagrad", "sgd"], default="adagrad")
     arguments = parser.parse_args()
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     work = Work.load(arguments.directory)
     torch.manual_seed(1)
-    by_hand = HandWritten(work.tables, work.setting, work.setting.batch, fused=True)
+    sgd = arguments.optimizer == "sgd"
+    by_hand = HandWritten(work.tables, work.setting, work.setting.batch, fused=True, sgd=sgd)
     clock, losses = Clock(work, as_is), []
-    if arguments.weights:
-        by_hand.save(arguments.weights)
+    if arguments.save:
+        by_hand.save(arguments.save)
+    if arguments.nudge:
+        by_hand.nudge()
     for batch in clock:
         loss = by_hand.step(batch.dense, batch.ids.view(-1), batch.labels)
-        if arguments.weights:
+        if arguments.losses:
             losses.append(loss.item())
     clock.report("torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", losses=losses)
     sys.stdout.flush()
