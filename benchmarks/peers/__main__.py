@@ -34,6 +34,7 @@ from typing import Any
 from compare import inference, losses, training
 from machine import machine
 from roster import DEFAULT, PEERS, PROJECTS, REFERENCE, Places, installed
+from rounds import Failed
 from work import SETTINGS
 
 
@@ -93,4 +94,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Failed as fault:
+        sys.exit(f"a run failed: {fault}")
