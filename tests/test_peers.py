@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 PEERS = ROOT / "benchmarks" / "peers"
 MODULES = ("work", "machine", "roster", "rounds", "compare", "__main__")
-SAY = "import json; print('noise'); print(json.dumps({{'samples_per_second': {}}}))"
+SAY = "import json; print('before'); print(json.dumps({{'samples_per_second': {}}})); print('after')"
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roster import HERE, PEERS, REFERENCE, Places
-from rounds import Result, in_turn, last_line, lines
+from rounds import Result, in_turn, result_of, lines
 from work import LEARNING_RATE, SETTINGS, write
 
 SCORERS = {
@@ -58,10 +58,10 @@ def losses(directory: Path, setting: str, steps: int, places: Places) -> dict[st
         weights = str(directory / f"{optimizer}.safetensors")
         by_hand = [*places.command(PEERS[REFERENCE], directory), "--losses", "--optimizer", optimizer]
         script = [places.python("recpipe"), str(HERE / "recpipe_losses.py"), str(directory), weights]
-        theirs = last_line([*by_hand, "--save", weights])["losses"]
+        theirs = result_of([*by_hand, "--save", weights])["losses"]
         sides = {
-            "recpipe": last_line([*script, *chosen])["losses"],
-            "by hand from weights one rounding apart": last_line([*by_hand, "--nudge"])["losses"],
+            "recpipe": result_of([*script, *chosen])["losses"],
+            "by hand from weights one rounding apart": result_of([*by_hand, "--nudge"])["losses"],
         }
         far = {side: differences(values, theirs) for side, values in sides.items()}
         for side, values in far.items():

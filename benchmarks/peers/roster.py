@@ -96,7 +96,7 @@ class Places:
         return f"{', '.join(absent)} in {python}" if absent else ""
 
     def command(self, peer: Peer, directory: Path) -> list[str]:
-        """What runs ``peer`` on the work in ``directory``; its last line is JSON."""
+        """What runs ``peer`` on the work in ``directory``; its result is JSON in a line."""
         checkout = self.checkouts.get(peer.project)
         words = ["--checkout", str(checkout)] if checkout else []
         script = str(HERE / peer.script)

@@ -16,11 +16,11 @@ class Failed(Exception):
     """A run ended badly; its last words."""
 
 
-def last_line(command: Sequence[str]) -> Result:
-    """The JSON object that ``command`` prints last."""
+def result_of(command: Sequence[str]) -> Result:
+    """The JSON object that ``command`` prints last; libraries may say more after it."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines or not lines[-1].startswith("{"):
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
         words = (done.stderr or done.stdout).strip().splitlines()
         raise Failed(words[-1] if words else f"exit status {done.returncode} and no word")
     found: Result = json.loads(lines[-1])
@@ -39,7 +39,7 @@ def in_turn(
     for number in range(repetitions + 1):
         for name in list(going):
             try:
-                result = last_line(going[name])
+                result = result_of(going[name])
             except Failed as fault:
                 if name == reference:
                     sys.exit(f"{name}, the reference, failed: {fault}")

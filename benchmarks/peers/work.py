@@ -119,7 +119,7 @@ class Clock(Generic[T]):
         self.seconds = perf_counter() - started
 
     def report(self, *packages: str, **more: Any) -> None:
-        """The last line that a run prints: samples per second, and what it ran on."""
+        """Print a run's result in one line: samples per second, and what it ran on."""
         speed = (len(self) - SKIPPED) * self.batch / self.seconds
         print(json.dumps({"samples_per_second": speed, "versions": versions("torch", *packages), **more}))
 
