@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roster import HERE, PEERS, REFERENCE, Places
-from rounds import Result, in_turn, result_of, lines
+from rounds import Result, in_turn, lines, result_of
 from work import LEARNING_RATE, SETTINGS, write
 
 SCORERS = {
