@@ -1,6 +1,6 @@
 """How long from `python -m recpipe` to the end of the first trained step, and which imports that goes to.
 
-    python benchmarks/startup.py [--repetitions 5] [--json FILE] [OVERRIDE ...]
+    python benchmarks/startup.py [--repetitions 5] [--mode warm] [--json FILE] [OVERRIDE ...]
     python benchmarks/startup.py data=criteo data.path=FILE experiment=criteo_small
 
 Each run has a process of its own and trains one step on data that an earlier run, not counted, has prepared.
@@ -28,6 +28,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 MODES = ("warm", "uncompiled", "cold")
 SHOWN = 20
@@ -52,8 +53,12 @@ class Starts:
         self._python(mode, ["-c", "pass"])
         boot = perf_counter() - started
         self._python(mode, self.arguments)
-        report = json.loads((self.work / "run" / "report.json").read_text())
-        return boot + float(report["throughput"]["first_step_seconds"])
+        return boot + float(self.report()["throughput"]["first_step_seconds"])
+
+    def report(self) -> dict[str, Any]:
+        """The last run's report.json."""
+        content: dict[str, Any] = json.loads((self.work / "run" / "report.json").read_text())
+        return content
 
     def imports(self, mode: str) -> dict[str, float]:
         """Seconds spent in each top-level package's own modules, by one run."""
@@ -98,23 +103,13 @@ def drop_files() -> None:
             os.close(descriptor)
 
 
-def cpu_model() -> str:
-    """As Linux names it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
-    )
-    return f"{model}, {len(os.sched_getaffinity(0))} cores"
-
-
 def show_imports(imports: dict[str, dict[str, float]]) -> None:
     """The packages that take longest, in milliseconds."""
     longest = sorted(imports["uncompiled"].items(), key=lambda item: -item[1])[:SHOWN]
     print(f"\n{'package (own modules)':<24}" + "".join(f"{mode + ' ms':>16}" for mode in imports))
     for package, _ in longest:
-        print(
-            f"{package:<24}" + "".join(f"{spent.get(package, 0) * 1e3:>16,.0f}" for spent in imports.values())
-        )
+        milliseconds = (spent.get(package, 0) * 1e3 for spent in imports.values())
+        print(f"{package:<24}" + "".join(f"{figure:>16,.0f}" for figure in milliseconds))
     print(f"{'all':<24}" + "".join(f"{sum(spent.values()) * 1e3:>16,.0f}" for spent in imports.values()))
 
 
@@ -122,11 +117,11 @@ def main() -> None:
     """Measure, the modes in turn, and print two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--mode", action="append", choices=MODES, help="one of them; may be repeated")
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
-    found: dict[str, list[float]] = {mode: [] for mode in arguments.modes}
+    found: dict[str, list[float]] = {mode: [] for mode in arguments.mode or MODES}
     with tempfile.TemporaryDirectory() as folder:
         starts = Starts(arguments.overrides, Path(folder))
         starts.seconds("warm")  # prepares the data
@@ -134,7 +129,8 @@ def main() -> None:
             for mode, seconds in found.items():
                 seconds.append(starts.seconds(mode))
         imports = {mode: starts.imports(mode) for mode in ("warm", "uncompiled")}
-    print(f"{cpu_model()}; {' '.join(arguments.overrides) or 'data=synthetic'}")
+        machine = starts.report()["environment"]
+    print(f"{machine['cpu']}, {machine['cores']} cores; {' '.join(arguments.overrides) or 'data=synthetic'}")
     print(f"{'seconds to first step':<24}{'median':>16}{'min':>16}{'max':>16}")
     for mode, seconds in found.items():
         figures = (statistics.median(seconds), min(seconds), max(seconds))
