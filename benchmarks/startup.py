@@ -12,7 +12,7 @@ Each run has a process of its own and trains one step on data that an earlier ru
 
 A figure is the time of `python -c pass` under the same conditions plus `throughput.first_step_seconds` of
 report.json, which begins at recpipe's first line. Import times are of further runs, to
-their very end.
+their very end: each module's least of three.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def show_imports(imports: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> None:
-    """Measure, the modes in turn, and print two tables."""
+    """Measure, one mode after the other, and print two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--mode", action="append", choices=MODES, help="one of them; may be repeated")
@@ -131,10 +131,9 @@ def main() -> None:
     found: dict[str, list[float]] = {mode: [] for mode in arguments.mode or MODES}
     with tempfile.TemporaryDirectory() as folder:
         starts = Starts(arguments.overrides, Path(folder))
-        starts.seconds("warm")  # prepares the data
-        for _ in range(arguments.repetitions):
-            for mode, seconds in found.items():
-                seconds.append(starts.seconds(mode))
+        for mode, seconds in found.items():
+            starts.seconds("warm")  # prepares the data, and fills the page cache again after cold runs
+            seconds += [starts.seconds(mode) for _ in range(arguments.repetitions)]
         imports = {mode: starts.imports(mode, IMPORT_RUNS) for mode in ("warm", "uncompiled")}
         machine = starts.report()["environment"]
     print(f"{machine['cpu']}, {machine['cores']} cores; {' '.join(arguments.overrides) or 'data=synthetic'}")
