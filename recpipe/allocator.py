@@ -1,6 +1,7 @@
-"""glibc's allocator told to keep what a training step frees: the next step wants the same again.
+"""The memory allocators told to keep what a training step frees, in huge pages: the next step wants it again.
 
-By default it returns every block above a threshold to the kernel, and the next step faults its pages in anew.
+By default glibc returns every block above a threshold to the kernel, and the next step faults its pages in
+anew.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from pathlib import Path
 
 _SETTINGS = {
     "M_MMAP_THRESHOLD": (-3, 2**31 - 1),
@@ -16,11 +18,16 @@ _SETTINGS = {
     "M_ARENA_MAX": (-8, 1),
 }
 """Parameters of mallopt(3) by name: number and value. One arena: what one thread frees, others reuse."""
+_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""torch's switch: blocks of 2 MiB and more are advised to be huge pages. Read at its first such block."""
 _applied: list[str] = []
 
 
-def keep_freed_memory() -> None:
-    """Apply the settings where the C library is glibc and the user has set none of malloc's variables."""
+def tune_allocator() -> None:
+    """Apply the settings where the system has them and the user has set none of their variables.
+
+    To be called before torch allocates.
+    """
     if _applied or platform.libc_ver()[0] != "glibc":
         return
     if any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ:
@@ -29,8 +36,19 @@ def keep_freed_memory() -> None:
     for name, (number, value) in _SETTINGS.items():
         if library.mallopt(number, value):
             _applied.append(f"{name}={value}")
+    # A parent process of ours may have set it.
+    if _on_advice() and os.environ.setdefault(_HUGE_PAGES, "1") == "1":
+        _applied.append(f"{_HUGE_PAGES}=1")
+
+
+def _on_advice() -> bool:
+    """Whether the kernel gives huge pages to those who ask."""
+    try:
+        return "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return False
 
 
 def allocator_settings() -> list[str]:
-    """What ``keep_freed_memory`` has set in this process."""
+    """What ``tune_allocator`` has set in this process."""
     return list(_applied)

@@ -222,6 +222,8 @@ def _bad_key(fault: Exception, overrides: Sequence[str]) -> str:
     if key == "plugin":
         return "plugins are added to a recipe: write +plugin=NAME or '+plugin=[a,b]', with the plus sign"
     keys = _known_keys([o for o in overrides if key not in o and not o.startswith("-")])
+    if key in keys and fault.__cause__ is not None:
+        return f"{key}: {_one_line(fault.__cause__)}. See the recipe: python -m recpipe --cfg job"
     return f"no '{key}' in the recipe.{_nearest(key, keys)} See the whole recipe: python -m recpipe --cfg job"
 
 
@@ -254,7 +256,7 @@ def _nearest(word: str, words: Sequence[str]) -> str:
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
-def _one_line(fault: Exception) -> str:
+def _one_line(fault: BaseException) -> str:
     """What Hydra says, without its indented detail, as one line."""
     text = str(fault)
     if text.startswith("Error merging override") and fault.__cause__ is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -25,7 +26,41 @@ _OFF = nullcontext()
 
 def phase(name: str) -> AbstractContextManager[None]:
     """A range of this name in the trace, where torch's profiler runs; on a GPU it waits for its kernels."""
-    return _range(name) if torch.autograd._profiler_enabled() else _OFF
+    return _range(name) if _profiled() else _OFF
+
+
+def ranged(part: str, module: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """``module(*inputs)`` in a range "<part> forward", and its backward pass in one "<part> backward"."""
+    if not _profiled():
+        return module(*inputs)
+    anchor = torch.zeros(0, requires_grad=True)  # makes autograd call it where no input has a gradient
+    out: torch.Tensor = _Ranged.apply(anchor, part, module, *inputs)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _profiled() -> bool:
+    return torch._C._autograd._profiler_enabled()
+
+
+class _Ranged(torch.autograd.Function):
+    """Runs a module's backward pass as a step of its own, so that it can be timed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, part: str, module: Callable[..., torch.Tensor], *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.part = part
+        with phase(f"{part} forward"), torch.enable_grad():
+            ctx.leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+            ctx.out = module(*ctx.leaves)
+        found: torch.Tensor = ctx.out.detach()
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with phase(f"{ctx.part} backward"):
+            torch.autograd.backward(ctx.out, gradient)
+        return None, None, None, *(leaf.grad for leaf in ctx.leaves)
 
 
 @contextmanager

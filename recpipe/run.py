@@ -23,6 +23,7 @@ from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.errors import UserError
 from recpipe.launch import Topology, joined, require_same_data
 from recpipe.metrics import reset_peak_rss
+from recpipe.model.matmul import vector_units, warn_without_units
 from recpipe.model.module import RankingModule
 from recpipe.model.ranker import ModelConfig, Ranker
 from recpipe.optim import dense_optimizer
@@ -51,16 +52,20 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     quiet_libraries()
     run_dir = output_dir()
     task = cfg.task.name
-    if task == "compare":
-        from recpipe.tasks.compare import compare
-
-        refuse_ranks("task=compare")
-        return compare(cfg, run_dir)
-    if task not in ("train", "plan"):
+    if task not in ("train", "compare", "plan"):
         raise UserError(f"task.name={task} is unknown; choose train, compare or plan")
-
-    # 1. The recipe's values, typed and checked; the processes that share the work (mostly one).
     device = choose_device(cfg.trainer.device)
+    with vector_units(device):
+        if task == "compare":
+            from recpipe.tasks.compare import compare
+
+            refuse_ranks("task=compare")
+            return compare(cfg, run_dir)
+        return _run_by_ranks(cfg, run_dir, device)
+
+
+def _run_by_ranks(cfg: DictConfig, run_dir: Path, device: torch.device) -> dict[str, Any]:
+    # 1. The recipe's values, typed and checked; the processes that share the work (mostly one).
     tier_config = typed(TierConfig, cfg.tiers, "tiers")
     topology = typed(Topology, cfg.topology, "topology")
     with joined(topology, tier_config.emulation, device) as ranks:
@@ -75,6 +80,8 @@ def run_on(
     trainer_config = typed(TrainerConfig, cfg.trainer, "trainer")
     model_config = typed(ModelConfig, cfg.model, "model")
     leads = ranks.rank == 0
+    if leads:
+        warn_without_units(model_config.precision, device)
 
     # 2. Data: a schema, two splits in time order, batches from any position.
     dataset = open_dataset(cfg.data, cfg.seed)
@@ -105,7 +112,15 @@ def run_on(
     # 4. Tables in their tiers, and the model over them. A rank that only holds rows serves them here.
     reset_peak_rss()
     embeddings = build_embeddings(
-        tables, tier_config, assembly, device, run_dir, cfg.data.batch_size, ranks, shards
+        tables,
+        tier_config,
+        assembly,
+        device,
+        run_dir,
+        cfg.data.batch_size,
+        ranks,
+        shards,
+        dataset.ids_per_bag(cfg.data.batch_size),
     )
     trainers = ranks.channel(ranks.trainers)
     scratch = scratch_dir(tier_config, run_dir, ranks)

@@ -13,8 +13,8 @@ from tests.conftest import ROOT
 
 CODE = """
 import ctypes, resource
-from recpipe.allocator import allocator_settings, keep_freed_memory
-keep_freed_memory(); keep_freed_memory()
+from recpipe.allocator import allocator_settings, tune_allocator
+tune_allocator(); tune_allocator()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(20):
@@ -39,7 +39,7 @@ def measured(**environment: str) -> list[int]:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_memory_that_was_freed_is_not_faulted_in_again() -> None:
     settings, faults = measured()
-    assert settings == 4
+    assert settings >= 4, "and huge pages, where the kernel gives them to those who ask"
     assert faults < 1000
     settings, faults = measured(MALLOC_ARENA_MAX="2")
     assert settings == 0, "a user's own settings stay alone"

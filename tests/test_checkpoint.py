@@ -18,7 +18,7 @@ import torch
 
 from recpipe import checkpoint
 from recpipe.checkpoint import MANIFEST, PARTIAL, TableCheckpointIO, newest
-from recpipe.embedding.collection import ResidentCollection
+from recpipe.embedding.resident import ResidentCollection
 from recpipe.errors import UserError
 from recpipe.table_files import new_array, table_file
 from tests.embedding.samples import CPU, dump, identical, stream, table_set, tiers, train
@@ -287,7 +287,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from recpipe.checkpoint import TableCheckpointIO
-from recpipe.embedding.collection import ResidentCollection
+from recpipe.embedding.resident import ResidentCollection
 from tests.embedding.samples import CPU, table_set
 import numpy as np
 

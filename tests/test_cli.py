@@ -19,6 +19,7 @@ from tests.conftest import Cli
     [
         (["trainer.max_stepz=3"], "no 'trainer.max_stepz' in the recipe. Did you mean 'trainer.max_steps'?"),
         (["tainer.max_steps=3"], "no 'tainer.max_steps' in the recipe. Did you mean 'trainer.max_steps'?"),
+        (["data=npy", "data.tables={t0: 5}"], "data.tables: Key 't0' is not in struct."),
         (["max_steps=3"], "no 'max_steps' in the recipe. Did you mean 'trainer.max_steps'?"),
         (["data.bach_size=3"], "Did you mean 'data.batch_size'?"),
         (["data=crteo"], "no data 'crteo'. Did you mean 'criteo'? There are: criteo, "),

@@ -66,6 +66,11 @@ class Dataset(ABC):
         """How many batches of ``batch_size`` the split holds, a short last one included."""
         return -(-self.size(split) // batch_size)
 
+    def ids_per_bag(self, batch_size: int) -> float:
+        """Mean number of ids that a sample has of a feature (pooling factor), in the first training batch."""
+        sparse = next(self.batches("train", batch_size)).sparse
+        return float(sparse.values().numel() / (sparse.stride() * len(sparse.keys())))
+
 
 class NumberedDataset(Dataset):
     """A data set that makes samples by their numbers, 0 to N - 1 in time order, training before held out."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,14 +16,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from numpy.typing import NDArray
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim import RowWiseAdagrad
-from torchrec.sparse.jagged_tensor import KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe.embedding import seams
 from recpipe.embedding.store_thread import TierTimes
 from recpipe.embedding.stores.base import IoCounters
-from recpipe.embedding.tables import Region, TableSet, Values, row_chunks, to_numpy
+from recpipe.embedding.tables import Region, TableSet, Values, row_chunks
 
 TORCHREC_OPTIMIZERS = {
     "sgd": torch.optim.SGD,
@@ -63,6 +62,11 @@ class TableCollection(ABC, nn.Module):
     @abstractmethod
     def write(self, region: Region, values: Values) -> None:
         """Replace the weights and optimizer state of ``region``."""
+
+    def pooled_with_room(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:
+        """Pooled rows as ``forward`` gives them, with room for one more feature in front, float32
+        [B, (1 + F) * D] whose first D columns are zero; None where that would take a copy."""
+        return None
 
     @property
     def collectives(self) -> Mapping[str, seams.Collective]:
@@ -115,51 +119,24 @@ class RowCollection(TableCollection):
         return KeyedTensor(names, [self.tables.dim] * len(names), pooled)
 
 
-class ResidentCollection(FusedEmbeddingBagCollection, TableCollection):  # type: ignore[misc]
-    """TorchRec's ``FusedEmbeddingBagCollection`` (one TBE, fused optimizer), all rows in device memory.
-
-    Rows start as ``TableSet.fill`` gives them.
-    """
-
-    def __init__(self, tables: TableSet, device: torch.device) -> None:
-        optimizer = tables.optimizer
-        kind = TORCHREC_OPTIMIZERS[optimizer.name]
-        super().__init__(tables.configs(), kind, optimizer.knobs, device=device)
-        self.tables = tables
-        self._storage = {
-            f.name: views for f, views in zip(tables.features, seams.table_views(self), strict=True)
-        }
-        for region in row_chunks(tables.features, tables.dim):
-            records = tables.fill(region.table, region.start, region.stop)
-            self.write(region, (records[:, : tables.dim], records[:, tables.dim :]))
-
-    def regions(self) -> Iterator[Region]:
-        """All rows of all tables, in chunks."""
-        yield from row_chunks(self.tables.features, self.tables.dim)
-
-    def read(self, region: Region) -> Values:
-        """Current weights and optimizer state of ``region``."""
-        weights, state = self._storage[region.table]
-        rows = slice(region.start, region.stop)
-        return to_numpy(weights[rows]), to_numpy(state[rows])
-
-    def write(self, region: Region, values: Values) -> None:
-        """Replace the weights and optimizer state of ``region``."""
-        weights, state = self._storage[region.table]
-        rows = slice(region.start, region.stop)
-        with torch.no_grad():
-            weights[rows] = torch.from_numpy(values[0]).to(weights.device)
-            state[rows] = torch.from_numpy(values[1]).to(weights.device)
-
-
 def make_tbe(tables: TableSet, rows: int, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:
     """One TBE of ``rows`` slots that all features share; a slot holds a row of any table."""
+    return fused_tbe(tables, [rows], [0] * len(tables.features), device)
+
+
+def fused_tbe(
+    tables: TableSet, rows: Sequence[int], table_of: Sequence[int], device: torch.device
+) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """A TBE of physical tables with so many ``rows`` of the set's dimension, and its fused optimizer.
+
+    Feature i looks up in physical table ``table_of[i]``.
+    """
     on_gpu = device.type == "cuda"
     location = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
     compute = ComputeDevice.CUDA if on_gpu else ComputeDevice.CPU
     return SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, tables.dim, location, compute)],
-        feature_table_map=[0] * len(tables.features),
+        [(count, tables.dim, location, compute) for count in rows],
+        feature_table_map=list(table_of),
         optimizer=tables.optimizer.kind,
         learning_rate=tables.optimizer.lr,
         eps=tables.optimizer.eps,

@@ -19,16 +19,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import comm_ops, dist_data
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 Views = tuple[torch.Tensor, torch.Tensor]
 """A table's weights [rows, D] and optimizer state [rows, S] (S may be 0), sharing the TBE's memory."""
-
-
-def table_views(collection: FusedEmbeddingBagCollection) -> list[Views]:
-    """Per table of a fused collection, in its order, views into the TBE (all tables share one data type)."""
-    (lookups,) = collection._emb_modules
-    return tbe_views(lookups._emb_module)
 
 
 def tbe_views(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Views]:

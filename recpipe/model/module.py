@@ -16,6 +16,7 @@ from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.errors import UserError
 from recpipe.metrics import BackgroundQuality
 from recpipe.model.ranker import Ranker
+from recpipe.phases import phase
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.pipeline.sync import add_up
@@ -77,15 +78,18 @@ class RankingModule(L.LightningModule):
         """One update of all parameters; raises ``UserError`` on a loss that is not finite."""
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
-        optimizer.zero_grad()
+        with phase("dense optimizer"):
+            optimizer.zero_grad()
         with self.assembly.around_step(batch.batch):
             loss, _ = accumulate(self.ranker, batch, self.step_times)
             loss, self.stop_agreed = add_up(self.trainers, self.dense, loss, self.stop_asked)
             looked_at = loss.device.type == "cpu" or batch_idx % LOG_EVERY == 0
             if looked_at and not torch.isfinite(loss):
                 raise UserError(self._diverged(batch.batch))
-            optimizer.step()
-            self.ranker.embeddings.update()
+            with phase("dense optimizer"):
+                optimizer.step()
+            with phase("embedding backward and update"):
+                self.ranker.embeddings.update()
         self.loss_sum = self.loss_sum.to(loss.device) + loss
         self._losses += 1
         self._batches_done = batch_idx + 1

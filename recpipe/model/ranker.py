@@ -15,6 +15,9 @@ from recpipe.data.batch import Batch
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.shard import Sent, ShardedCollection
 from recpipe.errors import UserError
+from recpipe.model.dense import interact, mlp
+from recpipe.model.matmul import has_onednn
+from recpipe.phases import phase, ranged
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Ranker(nn.Module):
     ) -> None:
         super().__init__()
         self.low_precision = config.precision == "bfloat16"
+        self.fused = device.type == "cpu" and has_onednn()
+        """Whether the dense part runs by ``recpipe.model.dense`` instead of TorchRec's modules."""
         collection = cast(EmbeddingBagCollection, embeddings)
         bottom = [*config.bottom, config.embedding_dim]
         top = [*config.top, 1]
@@ -75,6 +80,8 @@ class Ranker(nn.Module):
             )
         for part in (self.dlrm.dense_arch, self.dlrm.inter_arch, self.dlrm.over_arch):
             part.to(device)
+        self._bottom, self._top = _linear(self.dlrm.dense_arch), _linear(self.dlrm.over_arch)
+        self._takes_room = self.fused and config.name == "dlrm"
 
     @property
     def embeddings(self) -> TableCollection:
@@ -87,12 +94,15 @@ class Ranker(nn.Module):
         return self.score(batch.dense, self.pooled(batch.sparse))
 
     def pooled(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled embeddings float32 [B, F * dim], features in the model's order.
+        """Pooled embeddings float32 [B, F * dim], features in the model's order; or [B, (1 + F) * dim] with
+        room for the dense vector in front, where collection and model can.
 
         TorchRec's ``SparseArch`` cuts them apart by name and joins them again, which is needed only
         where a sharded collection returns them in another order.
         """
-        return self._joined(self.embeddings(sparse))
+        with phase("embedding forward"):
+            roomy = self.embeddings.pooled_with_room(sparse) if self._takes_room else None
+            return self._joined(self.embeddings(sparse)) if roomy is None else roomy
 
     def send(self, sparse: KeyedJaggedTensor) -> Sent:
         """Start to send the ids of a batch over the ranks; ``arrived`` then gives its ``pooled`` rows."""
@@ -100,7 +110,8 @@ class Ranker(nn.Module):
 
     def arrived(self, sent: Sent) -> torch.Tensor:
         """Pooled embeddings of what ``send`` sent."""
-        return self._joined(self._sharded.finish(sent))
+        with phase("embedding forward"):
+            return self._joined(self._sharded.finish(sent))
 
     @property
     def _sharded(self) -> ShardedCollection:
@@ -117,13 +128,35 @@ class Ranker(nn.Module):
         return torch.cat([by_name[name] for name in names], dim=1)
 
     def score(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Logits float32 [n] from dense features [n, D] and pooled embeddings [n, F * dim]."""
+        """Logits float32 [n] from dense features [n, D] and pooled embeddings as ``pooled`` gives them."""
+        score = self._score_fused if self.fused else self._score_by_modules
+        return score(dense, pooled).squeeze(1).float()
+
+    def _score_fused(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        dtype = torch.bfloat16 if self.low_precision else torch.float32
+        bottom = mlp(dense, self._bottom, True, dtype)
+        if isinstance(self.dlrm, DLRM_DCN):
+            crossed = self._cross(bottom, pooled)
+        else:
+            features = len(self.dlrm.sparse_arch.sparse_feature_names)
+            crossed = interact(bottom, pooled, room=pooled.shape[1] == (1 + features) * bottom.shape[1])
+        return mlp(crossed, self._top, False, dtype)
+
+    def _cross(self, bottom: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        sparse = pooled.view(len(bottom), -1, bottom.shape[1])
+        with torch.autocast(bottom.device.type, torch.bfloat16, enabled=self.low_precision):
+            return ranged("interaction", self.dlrm.inter_arch, bottom, sparse)
+
+    def _score_by_modules(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         with torch.autocast(dense.device.type, torch.bfloat16, enabled=self.low_precision):
-            bottom = self.dlrm.dense_arch(dense)
-            sparse = pooled.view(len(dense), -1, bottom.shape[1])
-            logits: torch.Tensor = self.dlrm.over_arch(self.dlrm.inter_arch(bottom, sparse))
-        return logits.squeeze(1).float()
+            bottom = ranged("MLP", self.dlrm.dense_arch, dense)
+            return ranged("MLP", self.dlrm.over_arch, self._cross(bottom, pooled))
 
     def dense_parameters(self) -> dict[str, nn.Parameter]:
         """Everything that the dense optimizer trains; the tables train themselves in their backward pass."""
         return {n: p for n, p in self.dlrm.named_parameters() if not n.startswith("sparse_arch.")}
+
+
+def _linear(arch: nn.Module) -> list[nn.Linear]:
+    """The layers of one of TorchRec's MLPs, in order."""
+    return [module for module in arch.modules() if isinstance(module, nn.Linear)]

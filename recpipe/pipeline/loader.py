@@ -7,7 +7,7 @@ its tiers and starts fetching its rows. Nothing is drained and nothing is lost a
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from recpipe.embedding.planner import TierPlan, reorder
 from recpipe.embedding.shared_rows import share
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.errors import DataError
+from recpipe.phases import phase
 from recpipe.pipeline.share import cut, picked
 from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.assembly import Assembly
@@ -87,7 +88,7 @@ class TrainLoader:
     def _planned(self, worker: ThreadPoolExecutor, source: Iterator[Batch]) -> Iterator[StagedBatch]:
         """Each batch as its turn comes; the next one is planned once this one's rows are on their way."""
         pending = worker.submit(self._stage, source)
-        while (staged := pending.result()) is not None:
+        while (staged := _waited(pending)) is not None:
             if self.tiers is not None and staged.plan is not None:
                 self.tiers.advance(staged.plan)
             pending = worker.submit(self._stage, source)
@@ -101,7 +102,7 @@ class TrainLoader:
         staged = self._stage(source)
         pending = worker.submit(self._stage, source)
         while staged is not None:
-            staged.upcoming = pending.result()
+            staged.upcoming = _waited(pending)
             pending = worker.submit(self._stage, source)
             yield staged
             staged = staged.upcoming
@@ -146,6 +147,11 @@ class TrainLoader:
             total=batch.size,
             alone=alone,
         )
+
+
+def _waited(pending: Future[StagedBatch | None]) -> StagedBatch | None:
+    with phase("input"):
+        return pending.result()
 
 
 class EvalLoader:

@@ -13,6 +13,7 @@ from recpipe.embedding.planner import TierPlan
 from recpipe.embedding.shard import Sent
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.model.ranker import Ranker
+from recpipe.phases import phase
 
 
 @dataclass
@@ -60,11 +61,19 @@ def accumulate(ranker: Ranker, staged: StagedBatch, times: StepTimes) -> tuple[t
     if staged.bounds:
         return _micro_batches(ranker, staged, times)
     pooled = _resident(ranker, staged) if staged.plan is None else _pooled(ranker, staged.plan)
-    logits, loss = _score(ranker, staged, pooled, 0, staged.batch.size)
+    leaf = pooled.detach().requires_grad_()
+    logits, loss = _score(ranker, staged, leaf, 0, staged.batch.size)
     _send_upcoming(staged)
     if _usable(staged, loss):
         torch.autograd.backward(loss)
+        _update_tables(pooled, leaf.grad)
     return loss.detach(), logits.detach()
+
+
+def _update_tables(pooled: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """The tables' backward pass, which is their update."""
+    with phase("embedding backward and update"):
+        torch.autograd.backward(pooled, gradient)
 
 
 def _resident(ranker: Ranker, staged: StagedBatch) -> torch.Tensor:
@@ -112,9 +121,10 @@ def _tiers(ranker: Ranker) -> TieredEmbeddingBagCollection:
 def _pooled(ranker: Ranker, plan: TierPlan) -> torch.Tensor:
     """Pooled rows of both tiers of a whole batch, [B, F * dim]."""
     tiers = _tiers(ranker)
-    tiers.arrive()
-    resident = tiers.lookup_resident(plan)
-    return resident + tiers.lookup_slab(plan) if len(plan.slab) else resident
+    with phase("embedding forward"):
+        tiers.arrive()
+        resident = tiers.lookup_resident(plan)
+        return resident + tiers.lookup_slab(plan) if len(plan.slab) else resident
 
 
 def _micro_batches(
@@ -165,18 +175,20 @@ class _Lookups:
         if plan is None:
             self._warm = _resident(ranker, staged)
             return
-        if plan.fetches_residents:
-            _tiers(ranker).arrive()
-        self._warm = _tiers(ranker).lookup_resident(plan)
+        with phase("embedding forward"):
+            if plan.fetches_residents:
+                _tiers(ranker).arrive()
+            self._warm = _tiers(ranker).lookup_resident(plan)
 
     def wait_for_cold(self) -> None:
         """Block until the slab holds this batch's rows, and look them up."""
         plan = self.staged.plan
         assert plan is not None
-        _tiers(self.ranker).arrive()
-        self.cold_is_here = True
-        if len(plan.slab):
-            self._cold = _tiers(self.ranker).lookup_slab(plan)
+        with phase("embedding forward"):
+            _tiers(self.ranker).arrive()
+            self.cold_is_here = True
+            if len(plan.slab):
+                self._cold = _tiers(self.ranker).lookup_slab(plan)
 
     def leaf(self, low: int, high: int) -> torch.Tensor:
         """Pooled rows of samples [low, high) as a leaf of the graph, [high - low, F * dim]."""
@@ -195,8 +207,8 @@ class _Lookups:
             _tiers(self.ranker).arrive()
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
         gradient = torch.cat(gradients)
-        torch.autograd.backward(self._warm, gradient)
+        _update_tables(self._warm, gradient)
         if self._cold is not None:
             assert self.staged.plan is not None
             cold = gradient[self.staged.plan.cold_first :]
-            torch.autograd.backward(self._cold, cold.view(self._cold.shape))
+            _update_tables(self._cold, cold.view(self._cold.shape))

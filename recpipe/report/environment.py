@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from recpipe.allocator import allocator_settings
+from recpipe.model.matmul import float32_matmul
 
 _PACKAGES = {
     "recpipe": ("recpipe",),
@@ -26,14 +27,15 @@ def environment() -> dict[str, Any]:
     """Machine and versions, ready for JSON; a figure that the system does not give is None.
 
     ``cores`` are those this process may run on, ``threads`` those torch uses for one operator,
-    ``allocator`` what was set of glibc's, ``ram_bytes`` the machine's memory; ``commit`` (with ``-dirty``
-    where files differ) only in a checkout.
+    ``allocator`` what was set of glibc's and torch's, ``float32_matmul`` what multiplies matrices on the CPU,
+    ``ram_bytes`` the machine's memory; ``commit`` (with ``-dirty`` where files differ) only in a checkout.
     """
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "allocator": allocator_settings(),
+        "float32_matmul": float32_matmul(),
         "ram_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "gpu": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,

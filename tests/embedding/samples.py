@@ -11,9 +11,9 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.dataset import SparseFeature
-from recpipe.embedding.collection import ResidentCollection
 from recpipe.embedding.planner import TierPlan
 from recpipe.embedding.policies import POLICIES, CachePolicy, HotSet, Placement, RowIds, RowSpace
+from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.stores import ColdStore, make_store
 from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection

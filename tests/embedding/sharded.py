@@ -15,7 +15,8 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.dataset import SparseFeature
-from recpipe.embedding.collection import ResidentCollection, TableCollection
+from recpipe.embedding.collection import TableCollection
+from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.shard import ShardedCollection, join_group
 from recpipe.embedding.sharding import Sharding
 from recpipe.embedding.tables import TableOptimizer, TableSet

@@ -13,7 +13,7 @@ from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.types import ShardingPlan, ShardingPlanner
 
 from recpipe.embedding.build import TierConfig, is_sharded, sends_ahead
-from recpipe.embedding.collection import ResidentCollection
+from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan, load_plan
 from recpipe.embedding.sharding import Prediction, Sharding
 from recpipe.errors import UserError

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from recpipe.data.dataset import SparseFeature
-from recpipe.embedding.collection import ResidentCollection
 from recpipe.embedding.popularity import top_rows
+from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.tables import FILL_ROWS, TableOptimizer, TableSet, row_chunks
 from recpipe.errors import UserError
 from tests.embedding.samples import CPU, table_set

@@ -10,7 +10,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.embedding import tiered
-from recpipe.embedding.collection import ResidentCollection
+from recpipe.embedding.resident import ResidentCollection
 from recpipe.errors import DataError
 from tests.embedding.samples import (
     CPU,

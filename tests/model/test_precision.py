@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recpipe.config import compose
-from recpipe.embedding.collection import ResidentCollection
+from recpipe.embedding.resident import ResidentCollection
 from recpipe.errors import UserError
 from recpipe.model.ranker import ModelConfig, Ranker
 from recpipe.run import run

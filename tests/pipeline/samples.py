@@ -11,7 +11,7 @@ from torch import nn
 
 from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, Schema, Split
-from recpipe.embedding.collection import ResidentCollection
+from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.model.ranker import ModelConfig, Ranker
 from recpipe.pipeline.loader import TrainLoader

@@ -16,8 +16,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.config import active_plugins, compose
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset, Schema, SparseFeature, Split
-from recpipe.embedding.collection import ResidentCollection
 from recpipe.embedding.policies import RowSpace
+from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.stores import make_store
 from recpipe.embedding.tables import TableOptimizer, TableSet, to_numpy
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from recpipe_neo.precision import codecs
 
-from recpipe.embedding.collection import ResidentCollection
+from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.shard import ShardedCollection, join_group
 from recpipe.embedding.sharding import Sharding
 from recpipe.plugin.api import Contribution, Origin, TableInfo

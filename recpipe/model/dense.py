@@ -1,0 +1,135 @@
+"""The dense part of a DLRM on a CPU, forward and backward, with no copy or gather that it does not need.
+
+The arithmetic is that of TorchRec's modules; sums come in another order. A step through autograd's own
+operators spends more time between the matrix products than this does: biases are copied before they are
+added to, the interaction's triangle is taken out and put back by index lists, features are joined twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from recpipe.phases import phase
+
+
+def mlp(x: torch.Tensor, layers: Sequence[nn.Linear], ends_in_relu: bool, dtype: torch.dtype) -> torch.Tensor:
+    """``layers`` one after the other with ReLU between them, and at the end if ``ends_in_relu``.
+
+    x [B, layers[0].in_features] -> ``dtype`` [B, layers[-1].out_features]. Matrices are multiplied in
+    ``dtype``; weights and their gradients are float32.
+    """
+    parameters = [p for layer in layers for p in (layer.weight, layer.bias)]
+    out: torch.Tensor = _Mlp.apply(x, ends_in_relu, dtype, *parameters)  # type: ignore[no-untyped-call]
+    return out
+
+
+def interact(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Tensor:
+    """Dot products of all pairs of features (Naumov et al., 2019), ordered as TorchRec does.
+
+    ``bottom`` is the dense vector [B, D]; ``pooled`` float32 [B, F * D] or, with ``room`` for the dense
+    vector in front, [B, (1 + F) * D]: it is then written there. Returns [B, D + F (F + 1) / 2] of bottom's
+    type: the dense vector, then the products.
+    """
+    out: torch.Tensor = _Interaction.apply(bottom, pooled, room)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, relu: bool) -> torch.Tensor:
+    """x W^T + b, then ReLU if asked for. oneDNN adds the bias as it writes; ``addmm`` would first copy it."""
+    out: torch.Tensor
+    if x.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        out = torch.addmm(bias, x, weight.t())
+    else:
+        # The operator that TorchInductor emits. Its own ReLU makes zeros of NaN, which must be seen.
+        out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out.relu_() if relu else out
+
+
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, ends_in_relu: bool, dtype: torch.dtype, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        with phase("MLP forward"):
+            cast = [p.to(dtype) for p in parameters]
+            weights, biases = cast[0::2], cast[1::2]
+            outputs = [x.to(dtype)]
+            ctx.relus = [True] * (len(weights) - 1) + [ends_in_relu]
+            for weight, bias, relu in zip(weights, biases, ctx.relus, strict=True):
+                outputs.append(_affine(outputs[-1], weight, bias, relu))
+            ctx.save_for_backward(*weights, *outputs)
+            return outputs[-1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with phase("MLP backward"):
+            count = len(ctx.relus)
+            weights, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+            found: list[torch.Tensor | None] = []
+            for layer in reversed(range(count)):
+                if ctx.relus[layer]:
+                    # In place but for the gradient that came in, which is not ours.
+                    into = gradient if layer + 1 < count else torch.empty_like(gradient)
+                    torch.ops.aten.threshold_backward(gradient, outputs[layer + 1], 0, grad_input=into)
+                    gradient = into
+                found[:0] = [(gradient.t() @ outputs[layer]).float(), gradient.sum(0, dtype=torch.float32)]
+                if layer or ctx.needs_input_grad[0]:
+                    gradient = gradient @ weights[layer]
+            return gradient if ctx.needs_input_grad[0] else None, None, None, *found
+
+
+class _Interaction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Tensor:
+        with phase("interaction forward"):
+            features = _joined(bottom, pooled.detach(), room)
+            ctx.save_for_backward(features)
+            ctx.room = room
+            low = features.to(bottom.dtype)
+            products = torch.bmm(low, low.transpose(1, 2))
+            # The upper triangle by rows: slices, not a list of indices.
+            rows = [products[:, row, row + 1 :] for row in range(features.shape[1] - 1)]
+            return torch.cat([bottom, *rows], dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        with phase("interaction backward"):
+            (features,) = ctx.saved_tensors
+            batch, count, dim = features.shape
+            # In float32 under bfloat16 too: columns are taken faster, and the tables want float32.
+            padded = torch.cat((gradient.float(), features.new_zeros(batch, 1)), dim=1)
+            both = padded.index_select(1, _symmetric(count, dim)).view(batch, count, count)
+            found = torch.bmm(both, features)
+            bottom = gradient[:, :dim] + found[:, 0].to(gradient.dtype)
+            return bottom, (found if ctx.room else found[:, 1:]).reshape(batch, -1), None
+
+
+def _joined(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Tensor:
+    """The dense vector and the pooled rows, float32 [B, 1 + F, D]; in ``pooled``'s memory if it has room."""
+    batch, dim = bottom.shape
+    if not room:
+        return torch.cat((bottom.float(), pooled), dim=1).view(batch, -1, dim)
+    features = pooled.view(batch, -1, dim)
+    features[:, 0] = bottom
+    return features
+
+
+@cache
+def _symmetric(count: int, dim: int) -> torch.Tensor:
+    """Column of the interaction's output for each of ``count`` x ``count`` products, int64 [count ** 2].
+
+    A product and its mirror image are one column; the diagonal, which is not there, is one after the last.
+    """
+    row, column = torch.triu_indices(count, count, offset=1)
+    pairs = len(row)
+    where = torch.full((count, count), dim + pairs)
+    where[row, column] = where[column, row] = torch.arange(dim, dim + pairs)
+    return where.view(-1)

@@ -1,0 +1,69 @@
+"""Which kernels multiply matrices on a CPU, so that its vector units are used whoever made it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+TOLERANCE = 1e-5
+"""Largest error of float32 kernels, relative to the product's norm: theirs is below 1e-6, bfloat16's 1e-3."""
+
+
+@contextmanager
+def vector_units(device: torch.device) -> Iterator[None]:
+    """Inside, float32 matrices are multiplied by oneDNN where its result is float32's.
+
+    MKL takes its AVX2 path on CPUs that Intel did not make, at half the speed of AVX-512. torch hands
+    float32 products to oneDNN under the precision "medium", which also permits bfloat16: oneDNN may make use
+    of that where the CPU has AMX. So one product is made and compared; where it was rounded, MKL stays. A
+    precision that the user has set, and products on a GPU, are left alone.
+    """
+    before = torch.get_float32_matmul_precision()
+    if device.type != "cpu" or before != "highest" or not has_onednn():
+        yield
+        return
+    torch.set_float32_matmul_precision("medium")
+    if _error() > TOLERANCE:
+        torch.set_float32_matmul_precision(before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _error() -> float:
+    """Of a float32 product against float64, relative to its norm."""
+    random = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(shape, generator=random) for shape in ((256, 512), (512, 256)))
+    exact = left.double() @ right.double()
+    return float((left @ right - exact).norm() / exact.norm())
+
+
+def float32_matmul() -> str:
+    """What multiplies float32 matrices on the CPU at this moment, for the report."""
+    if torch.get_float32_matmul_precision() != "highest":
+        return "oneDNN" if _error() <= TOLERANCE else "oneDNN, rounded to bfloat16"
+    return "MKL" if torch.has_mkl else "BLAS"
+
+
+def has_onednn() -> bool:
+    """Whether this torch was built with oneDNN."""
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def has_bfloat16_units() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware (AVX-512 BF16, AMX, AVX10.2, Arm BF16)."""
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"))
+
+
+def warn_without_units(precision: str, device: torch.device) -> None:
+    """Say that bfloat16 will not be fast here."""
+    if precision == "bfloat16" and device.type == "cpu" and not has_bfloat16_units():
+        logging.getLogger(__name__).warning(
+            "model.precision=bfloat16: this CPU has no bfloat16 units (avx512_bf16 or amx_bf16), so that its "
+            "products are emulated, slower than in float32; set model.precision=float32 for speed"
+        )
