@@ -2,10 +2,10 @@
 
     python benchmarks/memory.py [--gb 10] [--dim 64] [--tables 4] [--dir DIR] [--json FILE] [OVERRIDE ...]
 
-All rows are resident; their bytes are weights and row-wise Adagrad's state. Each figure is of a process of its
-own: its peak RSS (as wait4 gives it: pages of mapped files that are in its memory count, the page cache does
-not), and that over the tables' bytes, whole and less the peak of the same run with tables of 100 rows. `anon`
-and `file` are the largest RssAnon and RssFile seen every 20 ms.
+All rows are resident; their bytes are weights and row-wise Adagrad's state. Each figure is of a process of
+its own: its peak RSS as wait4 gives it (pages of mapped files that are in its memory count, the page cache
+does not), and that over the tables' bytes: whole, and less the peak of the same run with tables of 100 rows.
+`anon` and `file` are the largest RssAnon and RssFile seen every 20 ms.
 
     train       first values, 3 steps, a checkpoint
     resume      from that checkpoint, 1 step
