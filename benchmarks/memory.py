@@ -2,10 +2,10 @@
 
     python benchmarks/memory.py [--gb 10] [--dim 64] [--tables 4] [--dir DIR] [--json FILE] [OVERRIDE ...]
 
-All rows are resident; their bytes are weights and row-wise Adagrad's state. Each figure is of a process of
-its own: its peak RSS as wait4 gives it (pages of mapped files that are in its memory count, the page cache
-does not), and that over the tables' bytes: whole, and less the peak of the same run with tables of 100 rows.
-`anon` and `file` are the largest RssAnon and RssFile seen every 20 ms.
+Each figure is of a process of its own: its peak RSS as wait4 gives it (pages of mapped files that are in its
+memory count, the page cache does not), and that over the tables' bytes: whole, and less the peak of the same
+run with tables of 100 rows. `anon` and `file` are the largest RssAnon and RssFile seen every 20 ms. The
+tables' bytes are those in the checkpoint: weights and optimizer state (--gb counts row-wise Adagrad's).
 
     train       first values, 3 steps, a checkpoint
     resume      from that checkpoint, 1 step
@@ -80,20 +80,23 @@ def recipe(rows: int, tables: int, dim: int, run_dir: Path, overrides: list[str]
     ]  # fmt: skip
 
 
-def measure(rows: int, tables: int, dim: int, work: Path, overrides: list[str]) -> dict[str, Peak]:
-    """The peaks of all four, with tables of ``rows`` rows."""
+def measure(
+    rows: int, tables: int, dim: int, work: Path, overrides: list[str]
+) -> tuple[dict[str, Peak], int]:
+    """The peaks of all four, with tables of ``rows`` rows; and the tables' bytes."""
     work.mkdir()
     common = recipe(rows, tables, dim, work / "run", overrides)
     checkpoints, exported, log = work / "checkpoints", work / "model.safetensors", work / "log"
     saving = [f"trainer.max_steps={STEPS}", f"trainer.checkpoint_every={STEPS}"]
     peaks = {"train": measured([*common, *saving, f"trainer.checkpoint_dir={checkpoints}"], log)}
+    table_bytes = sum(file.stat().st_size for file in checkpoints.glob("*/tables/*"))
     alone = [*common, "trainer.checkpoint_every=null"]
     peaks["resume"] = measured([*alone, f"trainer.max_steps={STEPS + 1}", f"resume={checkpoints}"], log)
     peaks["unshard"] = measured(["unshard", str(checkpoints), str(exported)], log)
     shutil.rmtree(checkpoints)
     peaks["pretrained"] = measured([*alone, "trainer.max_steps=1", f"model.pretrained={exported}"], log)
     shutil.rmtree(work)
-    return peaks
+    return peaks, table_bytes
 
 
 def show(peaks: dict[str, Peak], base: dict[str, Peak], table_bytes: int) -> None:
@@ -119,13 +122,12 @@ def main() -> None:
     arguments = parser.parse_args()
     record = 4 * (arguments.dim + 1)
     rows = round(arguments.gb * 1e9 / record / arguments.tables)
-    table_bytes = rows * record * arguments.tables
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
-        if shutil.disk_usage(folder).free < 2.5 * table_bytes:
-            sys.exit(f"{folder} has not {2.5 * table_bytes / 1e9:.0f} GB free; choose another --dir")
+        if shutil.disk_usage(folder).free < 2.5e9 * arguments.gb:
+            sys.exit(f"{folder} has not {2.5 * arguments.gb:.0f} GB free; choose another --dir")
         sizes = (arguments.tables, arguments.dim)
-        base = measure(100, *sizes, Path(folder, "base"), arguments.overrides)
-        peaks = measure(rows, *sizes, Path(folder, "full"), arguments.overrides)
+        base, _ = measure(100, *sizes, Path(folder, "base"), arguments.overrides)
+        peaks, table_bytes = measure(rows, *sizes, Path(folder, "full"), arguments.overrides)
     show(peaks, base, table_bytes)
     if arguments.json:
         found = {"table_bytes": table_bytes, "peaks": {name: asdict(peak) for name, peak in peaks.items()}}
