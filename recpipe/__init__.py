@@ -3,6 +3,7 @@
 Importing the package does not import torch.
 """
 
+import recpipe.clock  # noqa: F401  first of all: it notes the time
 from recpipe.errors import UserError
 from recpipe.plugin.api import (
     Context,

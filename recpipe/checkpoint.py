@@ -108,11 +108,11 @@ class TableCheckpointIO(CheckpointIO):
         if not any(directory.glob("*.safetensors")):
             load_tables(directory, self.storage, self.shapes)
             return
-        with TensorFiles.sharded(directory) as files:
-            check_shapes(files, self.shapes)
-            if not isinstance(self.storage, ShardedCollection):
-                load_regions(files, self.storage, self.shapes)
-                return
+        files = TensorFiles.sharded(directory)
+        check_shapes(files, self.shapes)
+        if not isinstance(self.storage, ShardedCollection):
+            load_regions(files, self.storage, self.shapes)
+            return
         from recpipe.embedding.shard_files import load_shards
 
         load_shards(self.storage, directory)

@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig
 
 from recpipe.checkpoint import TableCheckpointIO
+from recpipe.clock import run_start
 from recpipe.config import knobs, typed
 from recpipe.data.make import open_dataset
 from recpipe.embedding.build import TierConfig, build_embeddings, is_sharded, plan_shards, sends_ahead
@@ -29,7 +30,6 @@ from recpipe.optim import dense_optimizer
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.quiet import quiet_libraries
 from recpipe.ranks import Ranks
-from recpipe.report import html, terminal
 from recpipe.report.record import write_json
 from recpipe.setup import (
     assemble_plugins,
@@ -40,7 +40,6 @@ from recpipe.setup import (
     resume_from,
     scratch_dir,
 )
-from recpipe.tasks.compare import compare
 from recpipe.tasks.export import export_parameters
 from recpipe.tasks.plan import describe, print_plan
 from recpipe.tasks.profile import StepProfiler, profiling
@@ -59,6 +58,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     device = choose_device(cfg.trainer.device)
     with vector_units(device):
         if task == "compare":
+            from recpipe.tasks.compare import compare
+
             refuse_ranks("task=compare")
             return compare(cfg, run_dir)
         return _run_by_ranks(cfg, run_dir, device)
@@ -76,6 +77,7 @@ def run_on(
     ranks: Ranks, cfg: DictConfig, run_dir: Path, device: torch.device, tier_config: TierConfig
 ) -> dict[str, Any]:
     """This rank's part of a run; reports are rank 0's."""
+    started = run_start()
     trainer_config = typed(TrainerConfig, cfg.trainer, "trainer")
     model_config = typed(ModelConfig, cfg.model, "model")
     leads = ranks.rank == 0
@@ -145,7 +147,7 @@ def run_on(
         module = RankingModule(ranker, make_optimizer, assembly, loader, trainers)
 
         # 6. Lightning runs the loop.
-        recorder = Recorder(loader)
+        recorder = Recorder(loader, started)
         checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads)
         callbacks = [recorder, *(owned.part for owned in assembly.callbacks)]
         profiler = StepProfiler(profile, recorder, device) if profile and leads else None
@@ -165,6 +167,9 @@ def run_on(
             export_parameters(target, embeddings, tables, ranker, writes=leads)
     content = report.to_dict()
     if leads:
+        # Here, not above: training does not wait for jinja2 and matplotlib.
+        from recpipe.report import html, terminal
+
         report.write(run_dir)
         html.write(content, run_dir)
         terminal.print_result(content, run_dir)

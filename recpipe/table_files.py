@@ -7,8 +7,8 @@ Safetensors files are one for each rank, as ``torch.distributed.checkpoint`` wri
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.tables import FILL_ROWS, Region, Values
 from recpipe.errors import UserError
+from recpipe.tensor_writer import Streamed
 
 Shapes = dict[str, tuple[int, int, int]]
 """Per table: rows, dimension, width of the optimizer state."""
@@ -38,9 +39,8 @@ def save_tables(
         if region.table not in files:
             files.clear()
             files[region.table] = _create(directory, region.table, shapes[region.table], weights_part)
-        weights, state = files[region.table]
-        rows = slice(region.start, region.stop)
-        weights[rows, region.left : region.right], state[rows] = storage.read(region)
+        weights, state = (_mapped(array, region.start, region.stop) for array in files[region.table])
+        weights[:, region.left : region.right], state[:] = storage.read(region)
 
 
 def read_along(storage: TableCollection) -> None:
@@ -56,15 +56,24 @@ def load_tables(directory: Path, storage: TableCollection, shapes: Shapes) -> No
         if region.table not in opened:
             opened.clear()
             opened[region.table] = _open(directory, region.table, shapes[region.table])
-        weights, state = opened[region.table]
-        storage.write(region, _cut(region, weights, state))
+        weights, state = (_mapped(array, region.start, region.stop) for array in opened[region.table])
+        storage.write(region, (np.array(weights[:, region.left : region.right]), np.array(state)))
 
 
-def _cut(
-    region: Region, weights: NDArray[np.float32], state: NDArray[np.float32]
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    rows = slice(region.start, region.stop)
-    return np.array(weights[rows, region.left : region.right]), np.array(state[rows])
+def _mapped(array: NDArray[np.float32], start: int, stop: int) -> NDArray[np.float32]:
+    """Rows [start, stop) of a file's ``array`` in a mapping of their own.
+
+    What is read or written through ``array`` itself would stay in this process's memory as long as ``array``:
+    a second copy of the table.
+    """
+    if not isinstance(array, np.memmap):
+        return array[start:stop]
+    file: Any = array  # numpy's stubs lack the file's name
+    shape = (stop - start, array.shape[1])
+    part: NDArray[np.float32] = np.memmap(
+        file.filename, file.dtype, file.mode, file.offset + start * file.strides[0], shape
+    )
+    return part
 
 
 def table_file(directory: Path, table: str, part: str) -> Path:
@@ -120,8 +129,6 @@ class TensorFiles:
     def __init__(self, pieces: Mapping[str, list[tuple[Path, tuple[int, ...], tuple[int, ...]]]]) -> None:
         self.pieces = pieces
         """By name: each piece's file, place in the tensor and shape."""
-        self._open = ExitStack()
-        self._files: dict[Path, Any] = {}
 
     @classmethod
     def sharded(cls, directory: Path) -> TensorFiles:
@@ -144,12 +151,6 @@ class TensorFiles:
             raise UserError(f"{file} is no safetensors file ({fault}); name one") from fault
         return cls({name: [(file, (0,) * len(shape), shape)] for name, shape in shapes.items()})
 
-    def __enter__(self) -> TensorFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
         ends = [
@@ -160,7 +161,8 @@ class TensorFiles:
     def whole(self, name: str) -> torch.Tensor:
         """A tensor that is in one piece."""
         ((file, _, _),) = self.pieces[name]
-        found: torch.Tensor = self._file(file).get_tensor(name)
+        with safe_open(file, framework="pt") as opened:
+            found: torch.Tensor = opened.get_tensor(name)
         return found
 
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
@@ -169,14 +171,11 @@ class TensorFiles:
         for file, (row, column), (rows, columns) in self.pieces[name]:
             low, high = max(start, row), min(stop, row + rows)
             if low < high:
-                part = self._file(file).get_slice(name)[low - row : high - row]
-                out[low - start : high - start, column : column + columns] = part.to(torch.float32).numpy()
+                # Opened for these rows alone: what is read stays in memory until it is closed.
+                with safe_open(file, framework="pt") as opened:
+                    part = opened.get_slice(name)[low - row : high - row].to(torch.float32)
+                out[low - start : high - start, column : column + columns] = part.numpy()
         return out
-
-    def _file(self, file: Path) -> Any:
-        if file not in self._files:
-            self._files[file] = self._open.enter_context(safe_open(file, framework="pt"))
-        return self._files[file]
 
 
 def region_values(files: TensorFiles, region: Region, width: int) -> Values:
@@ -230,21 +229,23 @@ def state_name(table: str) -> str:
     return f"{table}.state"
 
 
-def saved_weights(directory: Path, scratch: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Every table of ``directory`` with its weights, float32 [rows, D].
+def saved_weights(directory: Path) -> dict[str, Streamed]:
+    """The weights of every table in ``directory``, float32 [rows, D], whatever wrote them."""
+    if any(directory.glob("*.safetensors")):
+        files, suffix = TensorFiles.sharded(directory), weight_name("")
+        return {
+            name.removesuffix(suffix): (shape, _blocks(partial(files.rows, name), shape[0]))
+            for name, shape in ((name, files.shape(name)) for name in sorted(files.pieces))
+            if name.endswith(suffix)
+        }
+    found: dict[str, Streamed] = {}
+    for file in sorted(directory.glob("*.weight.npy")):
+        array = np.load(file, mmap_mode="r")
+        table = unquote(file.name.removesuffix(".weight.npy"))
+        found[table] = (array.shape, _blocks(partial(_mapped, array), len(array)))
+    return found
 
-    Mapped from their files; those of a sharded run are joined in files of their own in ``scratch``.
-    """
-    if not any(directory.glob("*.safetensors")):
-        for file in sorted(directory.glob("*.weight.npy")):
-            yield unquote(file.name.removesuffix(".weight.npy")), np.load(file, mmap_mode="r")
-        return
-    with TensorFiles.sharded(directory) as files:
-        suffix = weight_name("")
-        for number, name in enumerate(sorted(n for n in files.pieces if n.endswith(suffix))):
-            rows, columns = files.shape(name)
-            joined = new_array(scratch / str(number), (rows, columns))
-            for start in range(0, rows, FILL_ROWS):
-                stop = min(start + FILL_ROWS, rows)
-                joined[start:stop] = files.rows(name, start, stop)
-            yield name.removesuffix(suffix), joined
+
+def _blocks(read: Callable[[int, int], NDArray[np.float32]], rows: int) -> Iterator[NDArray[np.float32]]:
+    """All ``rows`` rows, some at a time."""
+    return (read(start, min(start + FILL_ROWS, rows)) for start in range(0, rows, FILL_ROWS))

@@ -285,8 +285,11 @@ class StopOnSignal(L.Callback):
 class Recorder(L.Callback):
     """Times the steps and keeps the learning curve; prints a line for each evaluation as it is known."""
 
-    def __init__(self, loader: TrainLoader) -> None:
+    def __init__(self, loader: TrainLoader, started: float) -> None:
         self.loader = loader
+        self.started = started
+        self.first_step_seconds = math.nan
+        """From ``started`` to the end of the first step; NaN before it."""
         self.step_seconds: list[float] = []
         self.step_samples: list[int] = []
         self.history: list[Point] = []
@@ -333,6 +336,8 @@ class Recorder(L.Callback):
     ) -> None:
         """A step lasts from the end of the one before, so that waiting for data counts."""
         now = perf_counter()
+        if not self.step_seconds:
+            self.first_step_seconds = now - self.started
         self.step_seconds.append(now - self._last)
         self.step_samples.append(batch.consumed)
         self._print_known(trainer)

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from recpipe.errors import DataError
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -59,6 +57,8 @@ def line_blocks(file: Path, block_bytes: int) -> Iterator[tuple[bytes, float]]:
     The last line may lack its newline. ``DataError`` for a truncated or damaged archive, and for a line that
     is longer than a block (the file is not text in lines).
     """
+    import pyarrow as pa  # prepared data do without
+
     total = file.stat().st_size
     rest = b""
     try:

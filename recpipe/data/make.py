@@ -23,7 +23,6 @@ from recpipe.data.criteo import CriteoSource
 from recpipe.data.dataset import Dataset, NumberedDataset
 from recpipe.data.files import input_files
 from recpipe.data.npy import NpySource, triples
-from recpipe.data.parquet import ParquetSource
 from recpipe.data.prepared import PreparedDataset
 from recpipe.data.synthetic import SyntheticDataset
 
@@ -52,6 +51,8 @@ def _open(config: DataConfig, seed: int) -> NumberedDataset:
 def _source(config: FileConfig) -> Source:
     skip = config.on_bad_row == "skip"
     if isinstance(config, ParquetConfig):
+        from recpipe.data.parquet import ParquetSource  # with pyarrow, which the others do without
+
         return ParquetSource(config, skip)
     assert isinstance(config, CriteoConfig)
     found = triples(config.path)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from recpipe.data.columns import Float32, Int32
+
+if TYPE_CHECKING:  # npy data are hashed without pyarrow
+    import pyarrow as pa
 
 UInt64 = NDArray[np.uint64]
 

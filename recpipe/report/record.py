@@ -52,12 +52,16 @@ class Throughput:
     samples_per_second: float
     step_ms: StepTimes
     step_histogram: Histogram
+    first_step_seconds: float = math.nan
+    """From the process's start to the end of its first trained step; NaN without steps."""
 
     @classmethod
-    def of_steps(cls, samples: int, seconds: float, step_seconds: Sequence[float]) -> Throughput:
+    def of_steps(
+        cls, samples: int, seconds: float, step_seconds: Sequence[float], first_step: float = math.nan
+    ) -> Throughput:
         """``samples`` trained in ``seconds`` of training; ``step_seconds`` of each step."""
         rate = samples / seconds if seconds > 0 else math.nan
-        return cls(rate, step_times(step_seconds), step_histogram(step_seconds))
+        return cls(rate, step_times(step_seconds), step_histogram(step_seconds), first_step)
 
 
 @dataclass

@@ -48,7 +48,9 @@ def summarize(
         before_cold_seconds=module.step_times.before_cold,
         after_cold_seconds=module.step_times.after_cold,
     )
-    throughput = Throughput.of_steps(recorder.timed_samples, recorder.timed_seconds, recorder.step_seconds)
+    throughput = Throughput.of_steps(
+        recorder.timed_samples, recorder.timed_seconds, recorder.step_seconds, recorder.first_step_seconds
+    )
     return RunReport(
         task=cfg.task.name,
         recipe={str(k): v for k, v in recipe.items()},

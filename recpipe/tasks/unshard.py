@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,29 +15,28 @@ from recpipe.embedding.tables import TableSet
 from recpipe.errors import UserError
 from recpipe.model.ranker import Ranker
 from recpipe.table_files import TensorFiles, saved_weights, weight_name
+from recpipe.tensor_writer import Streamed, write_tensors
 
 
 def unshard(checkpoint: Path, target: Path) -> int:
     """Write ``<table>`` (float32 [rows, D]) for each table and every dense parameter under its name.
 
     ``checkpoint`` is one, or a folder of them, of which the newest counts. Tables may be larger than
-    memory: they pass through temporary files beside ``target``.
+    memory.
     """
-    from safetensors.numpy import save_file
-
     directory = newest(checkpoint.expanduser())
     verify(directory)
     dense = torch.load(directory / "trainer.pt", map_location="cpu", weights_only=True)["state_dict"]
-    tensors: dict[str, Any] = {name: value.numpy() for name, value in dense.items()}
+    tensors: dict[str, Streamed] = {name: (value.shape, [value.numpy()]) for name, value in dense.items()}
+    for name, weights in saved_weights(directory / "tables").items():
+        if name in tensors:
+            raise UserError(f"table '{name}' has the name of a dense parameter; rename the table")
+        tensors[name] = weights
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unshard-") as folder:
-            for name, weights in saved_weights(directory / "tables", Path(folder)):
-                if name in tensors:
-                    raise UserError(f"table '{name}' has the name of a dense parameter; rename the table")
-                tensors[name] = weights
             partial = Path(folder, "file")
-            save_file(tensors, str(partial))
+            write_tensors(partial, tensors)
             partial.replace(target)
     except OSError as fault:
         raise UserError(f"cannot write {target}: {fault.strerror}; choose another file") from fault
@@ -53,24 +51,24 @@ def load_pretrained(file: Path, embeddings: TableCollection, tables: TableSet, r
     its own. ``UserError`` on any other name and on another shape; what the file lacks keeps its first values.
     """
     shapes, dense = tables.shapes(), ranker.dense_parameters()
-    with TensorFiles.single(file) as files:
-        keys = {name: name if name in files.pieces else weight_name(name) for name in shapes}
-        known: dict[str, tuple[int, ...]] = {key: shapes[name][:2] for name, key in keys.items()}
-        known |= {name: tuple(p.shape) for name, p in dense.items()}
-        for key in files.pieces:
-            if key not in known:
-                raise UserError(f"{file}: '{key}' is neither a table nor a dense parameter of this model")
-            if files.shape(key) != known[key]:
-                raise UserError(f"{file}: '{key}' is {files.shape(key)}, but this model's is {known[key]}")
-        if not files.pieces:
-            raise UserError(f"{file} holds no tensors")
-        for region in embeddings.regions():
-            if keys[region.table] in files.pieces:
-                weights = files.rows(keys[region.table], region.start, region.stop)
-                state = np.zeros((len(weights), shapes[region.table][2]), np.float32)
-                embeddings.write(region, (weights, state))
-        with torch.no_grad():
-            for name, parameter in dense.items():
-                if name in files.pieces:
-                    parameter.copy_(files.whole(name))
-        return sorted(files.pieces)
+    files = TensorFiles.single(file)
+    keys = {name: name if name in files.pieces else weight_name(name) for name in shapes}
+    known: dict[str, tuple[int, ...]] = {key: shapes[name][:2] for name, key in keys.items()}
+    known |= {name: tuple(p.shape) for name, p in dense.items()}
+    for key in files.pieces:
+        if key not in known:
+            raise UserError(f"{file}: '{key}' is neither a table nor a dense parameter of this model")
+        if files.shape(key) != known[key]:
+            raise UserError(f"{file}: '{key}' is {files.shape(key)}, but this model's is {known[key]}")
+    if not files.pieces:
+        raise UserError(f"{file} holds no tensors")
+    for region in embeddings.regions():
+        if keys[region.table] in files.pieces:
+            weights = files.rows(keys[region.table], region.start, region.stop)
+            state = np.zeros((len(weights), shapes[region.table][2]), np.float32)
+            embeddings.write(region, (weights, state))
+    with torch.no_grad():
+        for name, parameter in dense.items():
+            if name in files.pieces:
+                parameter.copy_(files.whole(name))
+    return sorted(files.pieces)

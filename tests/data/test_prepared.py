@@ -152,19 +152,19 @@ def test_unwritable_cache_is_named(rows, criteo, tmp_path):
 
 SLOW = """
 import sys, time
-from recpipe.data import criteo
+from recpipe.data import criteo, criteo_text
 from recpipe.data.config import CriteoConfig
 from recpipe.data.make import open_dataset
 
 criteo.BLOCK_BYTES = 10_000
-parse = criteo.parse_block
+parse = criteo_text.parse_block
 
 def slow(*arguments):
     print("block", flush=True)
     time.sleep(PAUSE)
     return parse(*arguments)
 
-criteo.parse_block = slow
+criteo_text.parse_block = slow
 tables = {f"C{index}": 50 * index + 2 for index in range(1, 27)}
 dataset = open_dataset(CriteoConfig(path=sys.argv[1], cache_dir=sys.argv[2], tables=tables), 0)
 print(dataset.fingerprint)

@@ -1,0 +1,250 @@
+"""How a step's time and a run's memory grow with batch size, rows, tables, dimension and pooling factor.
+
+    python benchmarks/growth.py [--repetitions 3] [--axis batch] [--html FILE] [--json FILE] [OVERRIDE ...]
+
+One of the five is changed at a time; the others stay at 2,048 samples, 8 tables of 100,000 rows, dimension 32
+and one id a feature. Each point is a run of its own, on generated ids (their skew is that of data=synthetic)
+that were written to parquet files and prepared beforehand; the runs of an axis take turns. Time is the
+median step's, the least of the repetitions: of a step against batch size, of a sample against the rest.
+Memory is the peak RSS, the median, less that of a run with tables of 100 rows and batches of 64.
+
+`growth` is the slope between a point and the one before in logarithms: 1 is linear, 0 is flat. A slope above
+1.1 is marked with !, and so is that of time against rows above 0.5: a row costs the same however many there
+are, but for caches that no longer hold them. DLRM's interaction of F tables' rows has F^2 products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+STEPS = 40
+AXES = {
+    "batch": (512, 1024, 2048, 4096, 8192, 16384),
+    "rows": (10_000, 40_000, 160_000, 640_000, 2_560_000),
+    "tables": (4, 8, 16, 32, 64),
+    "dim": (8, 16, 32, 64, 128),
+    "pooling": (1, 2, 4, 8, 16, 32),
+}
+NAMES = {
+    "batch": "batch size",
+    "rows": "rows of each table",
+    "tables": "tables",
+    "dim": "embedding dimension",
+    "pooling": "pooling factor (ids of a bag, on average)",
+}
+LINEAR, FLAT = 1.1, 0.5
+"""Growth above which a point is marked."""
+NOISE = 32 << 20
+"""Memory below which growth says nothing."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Sizes of one run."""
+
+    batch: int = 2048
+    rows: int = 100_000
+    tables: int = 8
+    dim: int = 32
+    pooling: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Of the data: several batches, so that one fetches no cached rows of the one before."""
+        return max(16_384, 4 * self.batch)
+
+    @property
+    def features(self) -> list[str]:
+        """Names of the tables."""
+        return [f"C{index}" for index in range(self.tables)]
+
+
+BASE = Point(batch=64, rows=100)
+
+
+@dataclass
+class Result:
+    """Of one axis: its points, and each one's figures."""
+
+    axis: str
+    values: list[int]
+    microseconds: list[float]
+    """Of a step against batch size, else of a sample."""
+    memory: list[float]
+    """Bytes over the base's."""
+
+    @property
+    def limit(self) -> float:
+        """Growth of time that is too much."""
+        return FLAT if self.axis == "rows" else LINEAR
+
+
+def write_data(point: Point, directory: Path) -> None:
+    """The samples of ``point`` as a parquet file, unless it is there."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from recpipe.data.config import SyntheticConfig
+    from recpipe.data.synthetic import SyntheticDataset
+
+    if directory.exists():
+        return
+    config = SyntheticConfig(
+        samples=point.samples,
+        eval_fraction=0.0,
+        tables=dict.fromkeys(point.features, point.rows),
+        pooling=point.pooling,
+    )
+    columns = SyntheticDataset(config, seed=1).columns(0, point.samples)
+    arrays = {"label": pa.array(columns.labels.astype("int8"))}
+    arrays |= {f"I{index}": pa.array(values) for index, values in enumerate(columns.dense.T)}
+    one_hot = [name for name in point.features if name not in columns.bags]
+    arrays |= {name: pa.array(ids) for name, ids in zip(one_hot, columns.ids.T, strict=True)}
+    for name, bags in columns.bags.items():
+        own = bags.trimmed()
+        arrays[name] = pa.ListArray.from_arrays(pa.array(own.offsets.astype("int32")), pa.array(own.values))
+    directory.mkdir()
+    pq.write_table(pa.table(arrays), directory / "samples.parquet")
+
+
+def run(point: Point, work: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """One run of ``point``; its report."""
+    data = work / f"{point.samples}-{point.rows}-{point.tables}-{point.pooling}"
+    write_data(point, data)
+    command = [
+        sys.executable, "-m", "recpipe", "data=parquet", f"data.path={data}",
+        f"data.cache_dir={work / 'cache'}", "data.label=label",
+        f"data.dense=[{','.join(f'I{index}' for index in range(13))}]",
+        f"data.sparse=[{','.join(point.features)}]", f"data.table_rows={point.rows}", "data.hash_ids=false",
+        "data.dense_transform=none", "data.eval_fraction=0.0", f"data.batch_size={point.batch}",
+        f"model.embedding_dim={point.dim}", f"trainer.max_steps={STEPS}", "trainer.max_epochs=1000",
+        "trainer.checkpoint_every=null", "trainer.progress=false", "trainer.logger=null",
+        f"hydra.run.dir={work / 'run'}", *overrides,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    report: dict[str, Any] = json.loads((work / "run" / "report.json").read_text())
+    return report
+
+
+def sweep(axis: str, base: int, work: Path, repetitions: int, overrides: Sequence[str]) -> Result:
+    """All points of ``axis``; ``base`` is the memory that is not theirs."""
+    points = [replace(Point(), **{axis: value}) for value in AXES[axis]]
+    times: list[list[float]] = [[] for _ in points]
+    peaks: list[list[float]] = [[] for _ in points]
+    run(points[0], work, overrides)  # not counted
+    for _ in range(repetitions):
+        for index, point in enumerate(points):
+            report = run(point, work, overrides)
+            per = 1 if axis == "batch" else point.batch
+            times[index].append(report["throughput"]["step_ms"]["p50"] * 1e3 / per)
+            peaks[index].append(report["memory"]["peak_rss_bytes"] - base)
+    return Result(
+        axis, list(AXES[axis]), list(map(statistics.median, times)), list(map(statistics.median, peaks))
+    )
+
+
+def growth(values: Sequence[int], figures: Sequence[float], least: float = 0.0) -> list[float | None]:
+    """Slopes in logarithms, each to the point before; None for the first and below ``least``."""
+    slopes: list[float | None] = [None]
+    for i in range(1, len(values)):
+        known = min(figures[i - 1 : i + 1]) > least
+        ratio = figures[i] / figures[i - 1] if known else math.nan
+        slopes.append(math.log(ratio) / math.log(values[i] / values[i - 1]) if known else None)
+    return slopes
+
+
+def heads(result: Result) -> list[str]:
+    """Of the table."""
+    return [
+        result.axis,
+        "us/step" if result.axis == "batch" else "us/sample",
+        "growth",
+        "memory MiB",
+        "growth",
+    ]
+
+
+def rows(result: Result) -> list[list[str]]:
+    """A table of one axis, as text."""
+
+    def slope(value: float | None, limit: float) -> str:
+        return "-" if value is None else f"{value:.2f}{' !' if value > limit else ''}"
+
+    time = growth(result.values, result.microseconds)
+    memory = growth(result.values, result.memory, NOISE)
+    return [
+        [
+            f"{value:,}",
+            f"{result.microseconds[i]:,.2f}",
+            slope(time[i], result.limit),
+            f"{result.memory[i] / 2**20:,.0f}",
+            slope(memory[i], LINEAR),
+        ]
+        for i, value in enumerate(result.values)
+    ]
+
+
+def write_html(path: Path, results: Sequence[Result], environment: dict[str, Any]) -> None:
+    """The tables and a plot of each, in one file."""
+    from recpipe.report import html, plots
+
+    sections = []
+    for result in results:
+        label, unit = NAMES[result.axis], "us a step" if result.axis == "batch" else "us a sample"
+        mib = [value / 2**20 for value in result.memory]
+        drawn = [
+            plots.lines("Time", result.values, {"time": result.microseconds}, label, unit, from_zero=True),
+            plots.lines("Memory", result.values, {"memory": mib}, label, "MiB", from_zero=True),
+        ]
+        note = f"! is growth above {result.limit} of time, {LINEAR} of memory; 1 is linear."
+        table = {"heads": heads(result), "rows": rows(result), "note": note}
+        sections.append({"title": f"Against {label}", "plots": drawn, **table})
+    page = html.page("measured.html.j2").render(
+        title="Growth of time and memory",
+        lead=f"Others at {', '.join(f'{value:,} {name}' for name, value in asdict(Point()).items())}.",
+        sections=sections,
+        environment=environment,
+    )
+    html.write_page(path, page)
+
+
+def main() -> None:
+    """Sweep the axes, print their tables and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--axis", action="append", choices=tuple(AXES), help="one of them; may be repeated")
+    parser.add_argument("--html", type=Path, default=Path("growth.html"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        first = run(BASE, work, arguments.overrides)
+        for axis in arguments.axis or AXES:
+            base = first["memory"]["peak_rss_bytes"]
+            result = sweep(axis, base, work, arguments.repetitions, arguments.overrides)
+            results.append(result)
+            for line in [heads(result), *rows(result)]:
+                print("".join(f"{cell:>14}" for cell in line), flush=True)
+            print()
+    write_html(arguments.html, results, first["environment"])
+    print(f"plots: {arguments.html}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""How soon a run trains: what it does not import before its first step, and the figure in the report."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+
+from recpipe import clock
+from recpipe.config import compose
+from recpipe.run import run
+
+SMALL = (
+    "data.samples=4096",
+    "data.table_scale=0.001",
+    "trainer.max_steps=1",
+    "trainer.progress=false",
+    "trainer.logger=null",
+    "trainer.checkpoint_every=null",
+)
+LATER = (
+    "jinja2",
+    "pyarrow",
+    "matplotlib.backends.backend_svg",
+    "tensorboard",
+    "recpipe.report.html",
+    "recpipe.report.plots",
+    "recpipe.report.terminal",
+    "recpipe.tasks.compare",
+    "recpipe.plugin.listing",
+)
+"""What is for the end of a run, or for other runs."""
+
+TO_FIRST_STEP = f"""
+import sys
+from recpipe import cli
+from recpipe.trainer import Recorder
+
+def stop(*_):
+    print("loaded:", *(name for name in {LATER} if name in sys.modules))
+    raise SystemExit
+
+Recorder.on_train_batch_end = stop
+cli.main()
+"""
+
+
+def test_first_step_waits_for_no_import_that_it_does_not_use(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TO_FIRST_STEP, *SMALL, f"hydra.run.dir={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["loaded:"], done.stderr
+
+
+def test_first_step_is_timed_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = perf_counter()
+    monkeypatch.setattr(clock, "_imported", began - 100)
+    seconds = [
+        run(compose([*SMALL], run_dir=tmp_path / name))["throughput"]["first_step_seconds"]
+        for name in ("first", "second")
+    ]
+    assert 100 < seconds[0] < 100 + perf_counter() - began
+    assert 0 < seconds[1] < perf_counter() - began, "a further run in the process has its own start"
+
+
+def test_without_steps_there_is_no_first_one(tmp_path: Path) -> None:
+    recipe = [*SMALL, "trainer.checkpoint_every=1", f"trainer.checkpoint_dir={tmp_path / 'ckpt'}"]
+    run(compose(recipe, run_dir=tmp_path / "a"))
+    report = run(compose([*recipe, f"resume={tmp_path / 'ckpt'}"], run_dir=tmp_path / "b"))
+    assert report["throughput"]["first_step_seconds"] is None
