@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -84,7 +85,7 @@ class RankingModule(L.LightningModule):
             loss, _ = accumulate(self.ranker, batch, self.step_times)
             loss, self.stop_agreed = add_up(self.trainers, self.dense, loss, self.stop_asked)
             looked_at = loss.device.type == "cpu" or batch_idx % LOG_EVERY == 0
-            if looked_at and not torch.isfinite(loss):
+            if looked_at and not math.isfinite(loss):
                 raise UserError(self._diverged(batch.batch))
             with phase("dense optimizer"):
                 optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -117,7 +118,7 @@ def _score(
 def _usable(staged: StagedBatch, loss: torch.Tensor) -> bool:
     """Whether to update from ``loss``. A GPU is not stopped at every step to look, nor are several ranks,
     which must all do the same."""
-    return loss.device.type != "cpu" or not staged.alone or bool(torch.isfinite(loss))
+    return loss.device.type != "cpu" or not staged.alone or math.isfinite(loss)
 
 
 def _tiers(ranker: Ranker) -> TieredEmbeddingBagCollection:
