@@ -67,14 +67,15 @@ def test_a_table_passes_through_its_files_in_parts(collection: ResidentCollectio
 
 
 @pytest.mark.soak
-def test_a_gigabyte_of_tables_takes_less_than_1_3_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overrides", [(), ("tiers.sharded=true",)], ids=["whole", "sharded"])
+def test_a_gigabyte_of_tables_takes_less_than_1_3_of_it(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """Over what the process takes without tables: made, trained and saved; resumed; read from one file."""
 
     def peaks(rows: int, folder: Path) -> tuple[list[int], int]:
         saved, file = folder / "saved", folder / "model.safetensors"
         recipe = [f"data.tables={{a: {rows}}}", "data.samples=4096", "model.embedding_dim=64"]
         recipe += ["model.bottom=[64]", "model.top=[64]", "trainer.progress=false", "trainer.logger=null"]
-        recipe += [f"hydra.run.dir={folder}", f"trainer.checkpoint_dir={saved}"]
+        recipe += [f"hydra.run.dir={folder}", f"trainer.checkpoint_dir={saved}", *overrides]
 
         def start(*arguments: str) -> None:
             subprocess.run([sys.executable, "-m", "recpipe", *arguments], check=True, capture_output=True)

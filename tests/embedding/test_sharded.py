@@ -14,6 +14,7 @@ from torchrec.distributed.types import ShardingPlan, ShardingPlanner
 
 from recpipe.embedding.build import TierConfig, is_sharded, sends_ahead
 from recpipe.embedding.resident import ResidentCollection
+from recpipe.embedding.shard_files import load_shards, save_shards
 from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan, load_plan
 from recpipe.embedding.sharding import Prediction, Sharding
 from recpipe.errors import UserError
@@ -21,6 +22,7 @@ from recpipe.plugin.api import Contribution, Origin, TableInfo
 from recpipe.plugin.assembly import assemble
 from recpipe.ranks import Ranks
 from recpipe.report.record import write_json
+from recpipe.table_files import TensorFiles, weight_name
 from tests.embedding.samples import CPU
 from tests.embedding.sharded import DIM, FEATURES, Case, Places, assembly, batches, build, process, table_set
 
@@ -165,6 +167,26 @@ def test_one_rank_pads_nothing_and_reads_what_it_wrote() -> None:
     tables.write(region, values)
     for read, written in zip(tables.read(region), values, strict=True):
         np.testing.assert_array_equal(read, written)
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
+def test_all_shards_of_a_table_on_one_rank_are_saved(tmp_path, optimizer) -> None:
+    case = Case(optimizer, {"*": "column_wise"})
+    tables = build(case, Ranks())
+    assert len(tables.local("b")) == 2
+    rng = np.random.default_rng(0)
+    written = {r: tuple(rng.random(v.shape, np.float32) for v in tables.read(r)) for r in tables.regions()}
+    for region, values in written.items():
+        tables.write(region, values)
+    save_shards(tables, tmp_path)
+    other = build(case, Ranks())
+    load_shards(other, tmp_path)
+    files = TensorFiles.sharded(tmp_path)
+    for region, (weights, state) in written.items():
+        for read, expected in zip(other.read(region), (weights, state), strict=True):
+            np.testing.assert_array_equal(read, expected)
+        found = files.rows(weight_name(region.table), region.start, region.stop)
+        np.testing.assert_array_equal(found, weights)
 
 
 def test_a_collection_that_cannot_send_ahead_is_an_error_that_names_it() -> None:
