@@ -51,6 +51,14 @@ def _affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, relu: boo
     return out.relu_() if relu else out
 
 
+def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """gradient^T x, float32 [out, in]. oneDNN is up to a fifth faster at the product whose rows are more."""
+    if x.shape[1] <= gradient.shape[1]:
+        return (gradient.t() @ x).float()
+    out = torch.empty((gradient.shape[1], x.shape[1]))
+    return out.copy_((x.t() @ gradient).t())
+
+
 class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -79,7 +87,7 @@ class _Mlp(torch.autograd.Function):
                     into = gradient if layer + 1 < count else torch.empty_like(gradient)
                     torch.ops.aten.threshold_backward(gradient, outputs[layer + 1], 0, grad_input=into)
                     gradient = into
-                found[:0] = [(gradient.t() @ outputs[layer]).float(), gradient.sum(0).float()]
+                found[:0] = [_weight_gradient(gradient, outputs[layer]), gradient.sum(0).float()]
                 if layer or ctx.needs_input_grad[0]:
                     gradient = gradient @ weights[layer]
             return gradient if ctx.needs_input_grad[0] else None, None, None, *found
