@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -39,7 +40,9 @@ class ResidentCollection(RowCollection):
         self.tbes = nn.ModuleList(fused_tbe(tables, part, range(len(part)), device) for part in parts)
         views = [view for tbe in self.tbes for view in seams.tbe_views(tbe)][len(ahead) :]
         self._storage = dict(zip(self._names, views, strict=True))
-        self._threads = ThreadPoolExecutor(groups, "recpipe-tbe") if groups > 1 else None
+        # One core each: FBGEMM's update would otherwise enter a parallel region for every table.
+        one_core = partial(torch.set_num_threads, 1)
+        self._threads = ThreadPoolExecutor(groups, "recpipe-tbe", one_core) if groups > 1 else None
         self._offsets = torch.empty(0), torch.empty(0)
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
         for region in self.regions():

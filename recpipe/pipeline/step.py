@@ -75,14 +75,23 @@ def accumulate(ranker: Ranker, staged: StagedBatch, times: StepTimes) -> tuple[t
     staged.stage_next()
     if _usable(staged, loss):
         torch.autograd.backward(loss)
-        _update_tables(pooled, leaf.grad)
+        _update_tables(staged, pooled, leaf.grad)
     return loss.detach(), logits.detach()
 
 
-def _update_tables(pooled: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """The tables' backward pass, which is their update."""
+def _update_tables(staged: StagedBatch, pooled: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """The tables' backward pass, which is their update.
+
+    FBGEMM's CPU update enters a parallel region for every table, which costs more than its threads gain.
+    Where several ranks train, torch's own operators make the update.
+    """
+    threads = torch.get_num_threads()
     with phase("embedding backward and update"):
-        torch.autograd.backward(pooled, gradient)
+        try:
+            torch.set_num_threads(1 if staged.alone else threads)
+            torch.autograd.backward(pooled, gradient)
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _resident(ranker: Ranker, staged: StagedBatch) -> torch.Tensor:
@@ -217,8 +226,8 @@ class _Lookups:
             _tiers(self.ranker).arrive()
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
         gradient = torch.cat(gradients)
-        _update_tables(self._warm, gradient)
+        _update_tables(self.staged, self._warm, gradient)
         if self._cold is not None:
             assert self.staged.plan is not None
             cold = gradient[self.staged.plan.cold_first :]
-            _update_tables(self._cold, cold.view(self._cold.shape))
+            _update_tables(self.staged, self._cold, cold.view(self._cold.shape))
