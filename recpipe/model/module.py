@@ -85,7 +85,7 @@ class RankingModule(L.LightningModule):
             loss, _ = accumulate(self.ranker, batch, self.step_times)
             loss, self.stop_agreed = add_up(self.trainers, self.dense, loss, self.stop_asked)
             looked_at = loss.device.type == "cpu" or batch_idx % LOG_EVERY == 0
-            if looked_at and not math.isfinite(loss):
+            if looked_at and not math.isfinite(loss.item()):
                 raise UserError(self._diverged(batch.batch))
             with phase("dense optimizer"):
                 optimizer.step()

@@ -127,7 +127,7 @@ def _score(
 def _usable(staged: StagedBatch, loss: torch.Tensor) -> bool:
     """Whether to update from ``loss``. A GPU is not stopped at every step to look, nor are several ranks,
     which must all do the same."""
-    return loss.device.type != "cpu" or not staged.alone or math.isfinite(loss)
+    return loss.device.type != "cpu" or not staged.alone or math.isfinite(loss.item())
 
 
 def _tiers(ranker: Ranker) -> TieredEmbeddingBagCollection:
