@@ -201,6 +201,7 @@ def fit(
         trainer.validate(module, evaluation, verbose=False)
     recorder.finish(trainer)
     module.quality.close()
+    module.two_cores.close()
     if not recorder.step_seconds:
         print(f"no step was left to train after {trainer.global_step}; raise trainer.max_steps or max_epochs")
     if stop.received is None:

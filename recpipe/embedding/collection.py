@@ -72,6 +72,11 @@ class TableCollection(ABC, nn.Module):
         return None
 
     @property
+    def threads(self) -> int:
+        """How many threads a lookup runs in."""
+        return 1
+
+    @property
     def collectives(self) -> Mapping[str, seams.Collective]:
         """TorchRec's collectives on this rank; none where tables are not sharded."""
         return {}

@@ -62,6 +62,11 @@ class ResidentCollection(RowCollection):
         """The TBE's output as it is; None of several TBEs, and on a GPU."""
         return self._looked_up(sparse) if self._has_room else None
 
+    @property
+    def threads(self) -> int:
+        """One for each group."""
+        return len(self.tbes)
+
     def _looked_up(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         sparse = self._ordered(sparse)
         offsets = sparse.offsets()

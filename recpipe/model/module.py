@@ -21,6 +21,7 @@ from recpipe.phases import phase
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.pipeline.sync import add_up
+from recpipe.pipeline.two_cores import TwoCores, own_share
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Channel, Ranks
 
@@ -53,6 +54,7 @@ class RankingModule(L.LightningModule):
         self.dense = list(ranker.dense_parameters().values())
         self.quality = BackgroundQuality()
         self.step_times = StepTimes()
+        self.two_cores = TwoCores()
         self.loss_sum = torch.zeros((), dtype=torch.float64)
         """Sum of the steps' mean losses since ``take_mean_loss``."""
         self._losses = 0
@@ -82,7 +84,7 @@ class RankingModule(L.LightningModule):
         for parameter in self.dense:
             parameter.grad = None
         with self.assembly.around_step(batch.batch):
-            loss, _ = accumulate(self.ranker, batch, self.step_times)
+            loss, _ = self._accumulate(batch)
             loss, self.stop_agreed = add_up(self.trainers, self.dense, loss, self.stop_asked)
             looked_at = loss.device.type == "cpu" or batch_idx % LOG_EVERY == 0
             if looked_at and not math.isfinite(loss.item()):
@@ -97,6 +99,12 @@ class RankingModule(L.LightningModule):
         if batch_idx % LOG_EVERY == 0:
             self.log("loss", loss, prog_bar=True, batch_size=batch.batch.size)
         return loss
+
+    def _accumulate(self, batch: StagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        share = own_share(self.ranker, batch)
+        if share:
+            return self.two_cores.accumulate(self.ranker, batch, share)
+        return accumulate(self.ranker, batch, self.step_times)
 
     def take_mean_loss(self) -> float:
         """Mean training loss since the last call; NaN without steps."""

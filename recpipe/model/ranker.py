@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -129,28 +130,45 @@ class Ranker(nn.Module):
 
     def score(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         """Logits float32 [n] from dense features [n, D] and pooled embeddings as ``pooled`` gives them."""
-        score = self._score_fused if self.fused else self._score_by_modules
-        return score(dense, pooled).squeeze(1).float()
+        return self.top(self.bottom(dense), pooled)
 
-    def _score_fused(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        dtype = torch.bfloat16 if self.low_precision else torch.float32
-        bottom = mlp(dense, self._bottom, True, dtype)
-        if isinstance(self.dlrm, DLRM_DCN):
-            crossed = self._cross(bottom, pooled)
+    def bottom(self, dense: torch.Tensor) -> torch.Tensor:
+        """The bottom MLP's output [n, dim], which needs no table."""
+        if self.fused:
+            return mlp(dense, self._bottom, True, self._dtype)
+        with self._autocast(dense):
+            return ranged("MLP", self.dlrm.dense_arch, dense)
+
+    def top(self, bottom: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        """Logits float32 [n] from what ``bottom`` and ``pooled`` gave."""
+        crossed = self._cross(bottom, pooled)
+        if self.fused:
+            logits = mlp(crossed, self._top, False, self._dtype)
         else:
-            features = len(self.dlrm.sparse_arch.sparse_feature_names)
-            crossed = interact(bottom, pooled, room=pooled.shape[1] == (1 + features) * bottom.shape[1])
-        return mlp(crossed, self._top, False, dtype)
+            with self._autocast(crossed):
+                logits = ranged("MLP", self.dlrm.over_arch, crossed)
+        return logits.squeeze(1).float()
 
     def _cross(self, bottom: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        sparse = pooled.view(len(bottom), -1, bottom.shape[1])
-        with torch.autocast(bottom.device.type, torch.bfloat16, enabled=self.low_precision):
-            return ranged("interaction", self.dlrm.inter_arch, bottom, sparse)
+        """The interaction of the dense vector with the pooled rows."""
+        dim = bottom.shape[1]
+        if self.fused and not isinstance(self.dlrm, DLRM_DCN):
+            features = len(self.dlrm.sparse_arch.sparse_feature_names)
+            return interact(bottom, pooled, room=pooled.shape[1] == (1 + features) * dim)
+        with self._autocast(bottom):
+            return ranged("interaction", self.dlrm.inter_arch, bottom, pooled.view(len(bottom), -1, dim))
 
-    def _score_by_modules(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(dense.device.type, torch.bfloat16, enabled=self.low_precision):
-            bottom = ranged("MLP", self.dlrm.dense_arch, dense)
-            return ranged("MLP", self.dlrm.over_arch, self._cross(bottom, pooled))
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.low_precision else torch.float32
+
+    def _autocast(self, tensor: torch.Tensor) -> torch.autocast:
+        return torch.autocast(tensor.device.type, torch.bfloat16, enabled=self.low_precision)
+
+    @cached_property
+    def dense_flops(self) -> int:
+        """Of a sample's matrix products, forward and backward; the interaction of a DLRM left out."""
+        return 6 * sum(p.numel() for p in self.dense_parameters().values() if p.ndim == 2)
 
     def dense_parameters(self) -> dict[str, nn.Parameter]:
         """Everything that the dense optimizer trains; the tables train themselves in their backward pass."""

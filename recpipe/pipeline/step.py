@@ -68,18 +68,23 @@ def accumulate(ranker: Ranker, staged: StagedBatch, times: StepTimes) -> tuple[t
     """
     if staged.bounds:
         return _micro_batches(ranker, staged, times)
-    pooled = _resident(ranker, staged) if staged.plan is None else _pooled(ranker, staged.plan)
+    pooled = look_up(ranker, staged)
     leaf = pooled.detach().requires_grad_()
     logits, loss = _score(ranker, staged, leaf, 0, staged.batch.size)
     _send_upcoming(staged)
     staged.stage_next()
-    if _usable(staged, loss):
+    if usable(staged, loss):
         torch.autograd.backward(loss)
-        _update_tables(staged, pooled, leaf.grad)
+        update_tables(staged, pooled, leaf.grad)
     return loss.detach(), logits.detach()
 
 
-def _update_tables(staged: StagedBatch, pooled: torch.Tensor, gradient: torch.Tensor | None) -> None:
+def look_up(ranker: Ranker, staged: StagedBatch) -> torch.Tensor:
+    """Pooled rows of a whole batch as ``Ranker.pooled`` gives them, from whatever tiers they lie in."""
+    return _resident(ranker, staged) if staged.plan is None else _pooled(ranker, staged.plan)
+
+
+def update_tables(staged: StagedBatch, pooled: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """The tables' backward pass, which is their update.
 
     FBGEMM's CPU update enters a parallel region for every table, which costs more than its threads gain.
@@ -124,7 +129,7 @@ def _score(
     return logits, binary_cross_entropy_with_logits(logits, labels, reduction="sum") / staged.total
 
 
-def _usable(staged: StagedBatch, loss: torch.Tensor) -> bool:
+def usable(staged: StagedBatch, loss: torch.Tensor) -> bool:
     """Whether to update from ``loss``. A GPU is not stopped at every step to look, nor are several ranks,
     which must all do the same."""
     return loss.device.type != "cpu" or not staged.alone or math.isfinite(loss.item())
@@ -172,7 +177,7 @@ def _micro_batches(
         logits.append(scores.detach())
         low = high
     _send_upcoming(staged)
-    if _usable(staged, total):
+    if usable(staged, total):
         tables.backward()
     elapsed = perf_counter() - started
     if tables.cold_is_here:
@@ -226,8 +231,8 @@ class _Lookups:
             _tiers(self.ranker).arrive()
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
         gradient = torch.cat(gradients)
-        _update_tables(self.staged, self._warm, gradient)
+        update_tables(self.staged, self._warm, gradient)
         if self._cold is not None:
             assert self.staged.plan is not None
             cold = gradient[self.staged.plan.cold_first :]
-            _update_tables(self.staged, self._cold, cold.view(self._cold.shape))
+            update_tables(self.staged, self._cold, cold.view(self._cold.shape))

@@ -1,0 +1,151 @@
+"""A batch's samples shared between two cores, each of which takes its own through the whole dense part.
+
+Where OpenMP shares out every operator, two cores meet at the end of each, fetch what the other has just
+computed out of its cache, and one waits while the other looks up rows, updates tables or runs Python. Here::
+
+    this core    look up | bottom MLP, interaction, top MLP, and all the way back | update the tables
+    other core   bottom MLP | interaction, top MLP, and all the way back .....................
+
+they meet twice: when the rows are there, and when the gradients of all rows are. The sums are those of the
+whole batch, in another order, which is always the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from recpipe.model.ranker import Ranker
+from recpipe.pipeline.step import StagedBatch, look_up, update_tables, usable
+
+LEAST_FLOPS = 1e9
+"""Of a batch: a smaller one is over before a second thread is awake."""
+FLOPS_PER_ID = 7_500
+"""float32 operations of a core in the time of looking up a row and updating it; in bfloat16 twice as many."""
+ROWS = 16
+"""Shares are multiples of it: oneDNN's kernels take so many rows at a time."""
+LEAST_SHARE = 0.4
+"""Of the calling thread's core: with less, it would wait for the other's gradients."""
+
+
+def own_share(ranker: Ranker, staged: StagedBatch) -> int:
+    """How many samples the core that has the tables takes, so that both end together; 0: it takes them all.
+
+    Two cores share a batch that is large enough, trains alone and is not in micro-batches, where no other
+    threads look up rows.
+    """
+    flops = ranker.dense_flops * staged.batch.size
+    if torch.get_num_threads() != 2 or not staged.alone or staged.bounds or flops < LEAST_FLOPS:
+        return 0
+    if staged.batch.dense.device.type != "cpu" or ranker.embeddings.threads > 1:
+        return 0
+    ids = staged.batch.sparse.values().numel()
+    tables = ids * FLOPS_PER_ID * (2 if ranker.low_precision else 1)
+    share = max(LEAST_SHARE, (1 - tables / flops) / 2)
+    return int(staged.batch.size * share) // ROWS * ROWS
+
+
+class TwoCores:
+    """Training steps on two cores, of which one is the calling thread's."""
+
+    def __init__(self) -> None:
+        self._other = ThreadPoolExecutor(1, "recpipe-samples", partial(torch.set_num_threads, 1))
+
+    def close(self) -> None:
+        """End the other core's thread."""
+        self._other.shutdown()
+
+    def accumulate(
+        self, ranker: Ranker, staged: StagedBatch, share: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``step.accumulate``; the calling thread takes the first ``share`` samples."""
+        dense = list(ranker.dense_parameters().values())
+        rows: Future[_Rows] = Future()
+        mine, others = (_Part(ranker, staged, s, rows) for s in (slice(share), slice(share, None)))
+        with _one_thread():
+            ended = self._other.submit(others.train, dense)
+            with _fault_to(rows):
+                pooled = look_up(ranker, staged)
+                rows.set_result(_Rows(pooled.detach(), torch.empty_like(pooled)))
+            mine.train(dense)
+            staged.stage_next()
+            loss = mine.loss.result() + others.loss.result()
+            if usable(staged, loss):
+                update_tables(staged, pooled, rows.result().gradient)
+            ended.result()
+        torch._foreach_add_(mine.gradients, others.gradients)
+        for parameter, gradient in zip(dense, mine.gradients, strict=True):
+            parameter.grad = gradient
+        return loss, torch.cat((mine.logits, others.logits))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Of a whole batch."""
+
+    pooled: torch.Tensor
+    gradient: torch.Tensor
+    """Like ``pooled``; each part fills in its own."""
+
+
+@dataclass
+class _Part:
+    """One core's samples and what comes of them: addends of the batch's mean loss and of its gradients."""
+
+    ranker: Ranker
+    staged: StagedBatch
+    samples: slice
+    rows: Future[_Rows]
+    loss: Future[torch.Tensor] = field(default_factory=Future)
+    """There as soon as the gradient of the rows is."""
+    logits: torch.Tensor = field(init=False)
+    gradients: list[torch.Tensor] = field(init=False)
+
+    def train(self, dense: Sequence[torch.Tensor]) -> None:
+        """Forward and backward."""
+        with _fault_to(self.loss):
+            bottom = self.ranker.bottom(self.staged.batch.dense[self.samples])
+            rows = self.rows.result()
+            # .data: torch would take what the other part writes into its rows for a change of these.
+            leaf = rows.pooled.data[self.samples].requires_grad_()
+            logits = self.ranker.top(bottom, leaf)
+            labels = self.staged.batch.labels[self.samples]
+            loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum") / self.staged.total
+            addend = loss.detach()  # the loss itself would make a cycle that nothing can collect
+
+            def arrived(gradient: torch.Tensor) -> None:
+                rows.gradient[self.samples] = gradient
+                self.loss.set_result(addend)
+
+            leaf.register_hook(arrived)  # type: ignore[no-untyped-call]
+            _, *self.gradients = torch.autograd.grad(loss, [leaf, *dense])
+            self.logits = logits.detach()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch's operators keep to the thread that calls them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _fault_to(future: Future[Any]) -> Iterator[None]:
+    """A fault also becomes that of ``future``, for which another thread waits."""
+    try:
+        yield
+    except BaseException as fault:
+        if not future.done():
+            future.set_exception(fault)
+        raise
