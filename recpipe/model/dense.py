@@ -83,8 +83,8 @@ class _Mlp(torch.autograd.Function):
             found: list[torch.Tensor | None] = []
             for layer in reversed(range(count)):
                 if ctx.relus[layer]:
-                    # In place but for the gradient that came in, which is not ours.
-                    into = gradient if layer + 1 < count else torch.empty_like(gradient)
+                    # Into a hidden layer's own output, which is not wanted any more and still in the cache.
+                    into = outputs[layer + 1] if layer + 1 < count else torch.empty_like(gradient)
                     torch.ops.aten.threshold_backward(gradient, outputs[layer + 1], 0, grad_input=into)
                     gradient = into
                 found[:0] = [_weight_gradient(gradient, outputs[layer]), gradient.sum(0).float()]

@@ -103,7 +103,7 @@ class RankingModule(L.LightningModule):
     def _accumulate(self, batch: StagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         share = own_share(self.ranker, batch)
         if share:
-            return self.two_cores.accumulate(self.ranker, batch, share)
+            return self.two_cores.accumulate(self.ranker, self.dense, batch, share)
         return accumulate(self.ranker, batch, self.step_times)
 
     def take_mean_loss(self) -> float:
