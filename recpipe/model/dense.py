@@ -18,6 +18,10 @@ from torch.autograd.function import once_differentiable
 from recpipe.phases import phase
 
 
+LEAK = 1e-30
+"""Slope of the ReLU below 0 in bfloat16."""
+
+
 def mlp(x: torch.Tensor, layers: Sequence[nn.Linear], ends_in_relu: bool, dtype: torch.dtype) -> torch.Tensor:
     """``layers`` one after the other with ReLU between them, and at the end if ``ends_in_relu``.
 
@@ -42,19 +46,23 @@ def interact(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Te
 
 def _affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, relu: bool) -> torch.Tensor:
     """x W^T + b, then ReLU if asked for. oneDNN adds the bias as it writes; ``addmm`` would first copy it."""
+    low = x.dtype == torch.bfloat16
     out: torch.Tensor
-    if x.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if low and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         out = torch.addmm(bias, x, weight.t())
-    else:
-        # The operator that TorchInductor emits. Its own ReLU makes zeros of NaN, which must be seen.
-        out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return out.relu_() if relu else out
+        return out.relu_() if relu else out
+    # The operator that TorchInductor emits. Its ReLU makes zeros of NaN, which must be seen; its leaky one
+    # does not. In bfloat16, where a pass over the output is slow, that is worth a leak of nothing.
+    leaky = ("leaky_relu", [LEAK], "") if low and relu else ("none", [], "")
+    out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, *leaky)
+    return out.relu_() if relu and not low else out
 
 
 def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """gradient^T x, float32 [out, in]. oneDNN is up to a fifth faster at the product whose rows are more."""
-    if x.shape[1] <= gradient.shape[1]:
+    """gradient^T x, float32 [out, in]."""
+    if x.shape[1] <= gradient.shape[1] or x.dtype == torch.bfloat16 or torch.get_num_threads() == 1:
         return (gradient.t() @ x).float()
+    # Shared out to threads, the product whose rows are more takes oneDNN up to a fifth less.
     out = torch.empty((gradient.shape[1], x.shape[1]))
     return out.copy_((x.t() @ gradient).t())
 

@@ -135,7 +135,7 @@ class Ranker(nn.Module):
     def bottom(self, dense: torch.Tensor) -> torch.Tensor:
         """The bottom MLP's output [n, dim], which needs no table."""
         if self.fused:
-            return mlp(dense, self._bottom, True, self._dtype)
+            return mlp(dense, self._bottom, True, self.dtype)
         with self._autocast(dense):
             return ranged("MLP", self.dlrm.dense_arch, dense)
 
@@ -143,7 +143,7 @@ class Ranker(nn.Module):
         """Logits float32 [n] from what ``bottom`` and ``pooled`` gave."""
         crossed = self._cross(bottom, pooled)
         if self.fused:
-            logits = mlp(crossed, self._top, False, self._dtype)
+            logits = mlp(crossed, self._top, False, self.dtype)
         else:
             with self._autocast(crossed):
                 logits = ranged("MLP", self.dlrm.over_arch, crossed)
@@ -159,7 +159,8 @@ class Ranker(nn.Module):
             return ranged("interaction", self.dlrm.inter_arch, bottom, pooled.view(len(bottom), -1, dim))
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:
+        """What the dense part multiplies matrices in."""
         return torch.bfloat16 if self.low_precision else torch.float32
 
     def _autocast(self, tensor: torch.Tensor) -> torch.autocast:

@@ -28,8 +28,8 @@ from recpipe.pipeline.step import StagedBatch, look_up, update_tables, usable
 
 LEAST_FLOPS = 1e9
 """Of a batch: a smaller one is over before a second thread is awake."""
-FLOPS_PER_ID = 7_500
-"""float32 operations of a core in the time of looking up a row and updating it; in bfloat16 twice as many."""
+FLOPS_PER_ID = {torch.float32: 6_000, torch.bfloat16: 10_000}
+"""What a core computes of the dense part in the time of looking up a row and updating it, by precision."""
 ROWS = 16
 """Shares are multiples of it: oneDNN's kernels take so many rows at a time."""
 LEAST_SHARE = 0.4
@@ -48,7 +48,7 @@ def own_share(ranker: Ranker, staged: StagedBatch) -> int:
     if staged.batch.dense.device.type != "cpu" or ranker.embeddings.threads > 1:
         return 0
     ids = staged.batch.sparse.values().numel()
-    tables = ids * FLOPS_PER_ID * (2 if ranker.low_precision else 1)
+    tables = ids * FLOPS_PER_ID[ranker.dtype]
     share = max(LEAST_SHARE, (1 - tables / flops) / 2)
     return int(staged.batch.size * share) // ROWS * ROWS
 
