@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from recpipe.phases import phase
 
-
 LEAK = 1e-30
 """Slope of the ReLU below 0 in bfloat16."""
 
