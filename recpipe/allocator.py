@@ -15,9 +15,13 @@ _SETTINGS = {
     "M_MMAP_THRESHOLD": (-3, 2**31 - 1),
     "M_TRIM_THRESHOLD": (-1, 2**31 - 1),
     "M_TOP_PAD": (-2, 64 << 20),
-    "M_ARENA_MAX": (-8, 1),
+    "M_ARENA_MAX": (-8, 3),
 }
-"""Parameters of mallopt(3) by name: number and value. One arena: what one thread frees, others reuse."""
+"""Parameters of mallopt(3) by name: number and value.
+
+Three arenas: one each for the two threads that train, so that each core finds in its cache what it has just
+freed, and one that all others share, so that memory does not grow with their number.
+"""
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """torch's switch: blocks of 2 MiB and more are advised to be huge pages. Read at its first such block."""
 _applied: list[str] = []

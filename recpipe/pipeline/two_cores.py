@@ -26,8 +26,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from recpipe.model.ranker import Ranker
 from recpipe.pipeline.step import StagedBatch, look_up, update_tables, usable
 
-LEAST_FLOPS = 1e9
-"""Of a batch: a smaller one is over before a second thread is awake."""
+LEAST_SAMPLES = 1_536
+"""Of a batch: with less, waking the other thread and taking turns at Python cost more than this gains."""
 FLOPS_PER_ID = {torch.float32: 6_000, torch.bfloat16: 10_000}
 """What a core computes of the dense part in the time of looking up a row and updating it, by precision."""
 ROWS = 16
@@ -42,15 +42,14 @@ def own_share(ranker: Ranker, staged: StagedBatch) -> int:
     Two cores share a batch that is large enough, trains alone and is not in micro-batches, where no other
     threads look up rows.
     """
-    flops = ranker.dense_flops * staged.batch.size
-    if torch.get_num_threads() != 2 or not staged.alone or staged.bounds or flops < LEAST_FLOPS:
+    samples = staged.batch.size
+    if torch.get_num_threads() != 2 or samples < LEAST_SAMPLES or not staged.alone or staged.bounds:
         return 0
     if staged.batch.dense.device.type != "cpu" or ranker.embeddings.threads > 1:
         return 0
-    ids = staged.batch.sparse.values().numel()
-    tables = ids * FLOPS_PER_ID[ranker.dtype]
-    share = max(LEAST_SHARE, (1 - tables / flops) / 2)
-    return int(staged.batch.size * share) // ROWS * ROWS
+    tables = staged.batch.sparse.values().numel() * FLOPS_PER_ID[ranker.dtype]
+    share = max(LEAST_SHARE, (1 - tables / (samples * ranker.dense_flops)) / 2)
+    return int(samples * share) // ROWS * ROWS
 
 
 class TwoCores:
@@ -77,8 +76,8 @@ class TwoCores:
             with _fault_to(rows):
                 pooled = look_up(ranker, staged)
                 rows.set_result(pooled.detach())
-            mine.train(dense)
             staged.stage_next()
+            mine.train(dense)
             added = self._other.submit(_add_up, dense, mine, others)
             loss = mine.loss.result() + others.loss.result()
             if usable(staged, loss):
