@@ -22,24 +22,27 @@ PHASES = (
 )
 """In the order of a step. They do not overlap; what a step takes beyond their sum is overhead."""
 _OFF = nullcontext()
+_watched = False
+
+
+def watch(on: bool) -> None:
+    """Whether all threads record ranges from now on: while torch's profiler runs."""
+    global _watched
+    _watched = on
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """A range of this name in the trace, where torch's profiler runs; on a GPU it waits for its kernels."""
-    return _range(name) if _profiled() else _OFF
+    """A range of this name in the trace, where one is made; on a GPU it waits for its kernels."""
+    return _range(name) if _watched else _OFF
 
 
 def ranged(part: str, module: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
     """``module(*inputs)`` in a range "<part> forward", and its backward pass in one "<part> backward"."""
-    if not _profiled():
+    if not _watched:
         return module(*inputs)
     anchor = torch.zeros(0, requires_grad=True)  # makes autograd call it where no input has a gradient
     out: torch.Tensor = _Ranged.apply(anchor, part, module, *inputs)  # type: ignore[no-untyped-call]
     return out
-
-
-def _profiled() -> bool:
-    return torch._C._autograd._profiler_enabled()
 
 
 class _Ranged(torch.autograd.Function):

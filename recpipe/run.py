@@ -124,7 +124,7 @@ def run_on(
         cfg.data.batch_size,
         ranks,
         shards,
-        dataset.ids_per_bag(cfg.data.batch_size),
+        partial(dataset.ids_per_bag, cfg.data.batch_size),
     )
     trainers = ranks.channel(ranks.trainers)
     scratch = scratch_dir(tier_config, run_dir, ranks)

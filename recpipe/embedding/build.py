@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -202,11 +203,12 @@ def build_embeddings(
     batch_size: int,
     ranks: Ranks,
     shards: tuple[Sharding, ShardPlan] | None = None,
-    ids_per_bag: float = 1.0,
+    ids_per_bag: Callable[[], float] = lambda: 1.0,
 ) -> TableCollection:
     """The collection of tables that the recipe and the plugins ask for, filled with first values.
 
-    ``shards``: as ``plan_shards`` gave it, where tables are sharded. ``ids_per_bag``: mean pooling factor.
+    ``shards``: as ``plan_shards`` gave it, where tables are sharded. ``ids_per_bag``
+    gives the data's mean pooling factor.
     """
     owner = cache_owner(config, assembly)
     several = len(ranks.trainers) > 1
@@ -237,12 +239,14 @@ def build_embeddings(
     return module
 
 
-def tbe_count(config: TierConfig, tables: TableSet, ids_per_bag: float, device: torch.device) -> int:
+def tbe_count(
+    config: TierConfig, tables: TableSet, ids_per_bag: Callable[[], float], device: torch.device
+) -> int:
     """How many TBEs resident tables are spread over (``tiers.tbes``), at most one for each table."""
     if config.tbes != "auto":
         count = int(config.tbes)
     else:
-        count = torch.get_num_threads() if device.type == "cpu" and ids_per_bag >= MANY_IDS else 1
+        count = torch.get_num_threads() if device.type == "cpu" and ids_per_bag() >= MANY_IDS else 1
     return min(count, len(tables.features))
 
 

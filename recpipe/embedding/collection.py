@@ -115,6 +115,12 @@ class RowCollection(TableCollection):
         """All rows of all tables, in chunks."""
         yield from row_chunks(self.tables.features, self.tables.dim)
 
+    def fill_first_values(self) -> None:
+        """Give all rows their first values."""
+        for region in self.regions():
+            records = self.tables.fill(region.table, region.start, region.stop)
+            self.write(region, (records[:, : self.tables.dim], records[:, self.tables.dim :]))
+
     def rows_of(self, region: Region) -> NDArray[np.int64]:
         """Global numbers of the rows of ``region``, int64 [rows]."""
         layout = self.tables.layout

@@ -45,9 +45,7 @@ class ResidentCollection(RowCollection):
         self._threads = ThreadPoolExecutor(groups, "recpipe-tbe", one_core) if groups > 1 else None
         self._offsets = torch.empty(0), torch.empty(0)
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
-        for region in self.regions():
-            records = tables.fill(region.table, region.start, region.stop)
-            self.write(region, (records[:, : tables.dim], records[:, tables.dim :]))
+        self.fill_first_values()
 
     def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows of every feature; float32, each [B, D]."""

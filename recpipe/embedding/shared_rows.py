@@ -109,9 +109,7 @@ class ReplicatedCollection(RowCollection):
         super().__init__(tables)
         self.trainers = trainers
         self.table = SharedTable(tables, tables.layout.total_rows, device, trainers)
-        for region in self.regions():
-            records = tables.fill(region.table, region.start, region.stop)
-            self.write(region, (records[:, : tables.dim], records[:, tables.dim :]))
+        self.fill_first_values()
 
     def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows of this trainer's samples; the trainers tell each other which rows they look up."""

@@ -29,19 +29,20 @@ class ProfiledStep:
 
 
 def profiled_steps(events: Sequence[Any]) -> list[ProfiledStep]:
-    """The steps among a profile's ``events``; a phase belongs to the step in which it starts.
+    """The steps among a profile's ``events``; a phase belongs to the step in which it starts, in its thread.
 
-    ``events``: as of ``torch.profiler.profile.events()``, each with ``name``, ``time_range`` (microseconds)
-    and ``device_type``: on a GPU each range is there a second time, as the device saw it.
+    ``events``: as of ``torch.profiler.profile.events()``, each with ``name``, ``time_range`` (microseconds),
+    ``thread`` and ``device_type``: on a GPU each range is there a second time, as the device saw it.
     """
     ranges = [e for e in events if e.name.startswith(PREFIX) and e.device_type.name == "CPU"]
-    steps = sorted((e.time_range.start, e.time_range.end) for e in ranges if e.name == STEP)
     found = []
-    for start, end in steps:
+    for step in sorted((e for e in ranges if e.name == STEP), key=lambda e: e.time_range.start):
+        start, end = step.time_range.start, step.time_range.end
         phases: dict[str, float] = {}
         for event in ranges:
             name = event.name.removeprefix(PREFIX)
-            if name in PHASES and start <= event.time_range.start < end:
+            here = event.thread == step.thread and start <= event.time_range.start < end
+            if here and name in PHASES:
                 phases[name] = phases.get(name, 0.0) + event.time_range.elapsed_us() / MICROSECONDS
         found.append(ProfiledStep((end - start) / MICROSECONDS, phases))
     return found

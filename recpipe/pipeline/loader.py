@@ -127,8 +127,11 @@ class TrainLoader:
         batch = self.assembly.transform(batch)
         if not batch.size:
             raise DataError("a plugin's batch transform returned a batch without samples; it must leave one")
-        require_ids(batch.sparse, self.dataset.schema.sparse)
-        plan = self.tiers.plan(batch.sparse) if self.tiers is not None else None
+        plan = None
+        if self.tiers is not None:
+            plan = self.tiers.plan(batch.sparse)  # checks the ids
+        else:
+            require_ids(batch.sparse, self.dataset.schema.sparse)
         staged = self._share(batch, plan)
         staged.consumed = consumed
         if self.tiers is not None and self.tiers.prefetches and plan is not None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
 from omegaconf import DictConfig
+from torch._C._profiler import _ExperimentalConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe import phases
 from recpipe.config import typed
 from recpipe.embedding.tables import TableSet
 from recpipe.errors import UserError
@@ -33,6 +35,7 @@ from recpipe.pipeline.step import StagedBatch
 from recpipe.report.record import RunReport, Throughput
 from recpipe.trainer import Recorder, TrainerConfig
 
+T = TypeVar("T")
 TRACE = "trace.json.gz"
 COUNTED_BATCHES = 8
 """The first ones of a run, whose lookups are counted."""
@@ -80,7 +83,9 @@ class StepProfiler(L.Callback):
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self.profiler = torch.profiler.profile(activities=activities)
+        # Two cores may share a batch. torch has no public switch that makes it watch other threads.
+        watched = _ExperimentalConfig(profile_all_threads=device.type == "cpu")
+        self.profiler = torch.profiler.profile(activities=activities, experimental_config=watched)
         self.sparse: list[KeyedJaggedTensor] = []
         """Ids of the first batches that this rank trained."""
         self.optimizer = Work()
@@ -109,6 +114,7 @@ class StepProfiler(L.Callback):
         self._end_step()
         if done == self.config.warmup + self.config.steps:
             self.profiler.start()
+            phases.watch(True)
             self._watching = True
         elif done == self.config.warmup + 2 * self.config.steps:
             self.optimizer = optimizer_work(trainer.optimizers[0])
@@ -133,6 +139,7 @@ class StepProfiler(L.Callback):
     def _stop(self) -> None:
         self._end_step()
         if self._watching:
+            phases.watch(False)
             self.profiler.stop()
             self._watching = False
 
@@ -153,7 +160,7 @@ class StepProfiler(L.Callback):
         work = workload(model, dense_features, tables, lookups, self.optimizer)
         limits = machine.measure(4 * tables.dim, self.device)
         events = self.profiler.events()  # type: ignore[no-untyped-call]
-        step = mean_step(middle_half(profiled_steps(events)))
+        step = mean_step(middle_half(profiled_steps(events), key=lambda step: step.ms))
         report.profile = {
             **achieved(seconds, step, floors_ms(work, limits, model.precision)),
             "floor": floor_section(work, limits, model.precision, lookups),
@@ -171,23 +178,21 @@ def achieved(
     The step is that of ``step_seconds``, timed without the profiler, which slows it; the phases' shares of it
     are those of the ``profiled`` step. They add up to the step. ``ms`` is None for a phase that it lacks.
     """
-    times = sorted(step_seconds)
-    cut = len(times) // 4
-    step_ms = 1e3 * fmean(times[cut : len(times) - cut])
-    phases = {}
+    step_ms = 1e3 * fmean(middle_half(step_seconds, key=float))
+    by_phase = {}
     for name in (*PHASES, OVERHEAD):
         there = profiled.phases.get(name)
-        phases[name] = {
+        by_phase[name] = {
             "ms": None if there is None else there / profiled.ms * step_ms,
             "floor_ms": floors.get(name, 0.0),
             "profiled_ms": there,
         }
-    return {"step_ms": step_ms, "profiled_step_ms": profiled.ms, "phases": phases}
+    return {"step_ms": step_ms, "profiled_step_ms": profiled.ms, "phases": by_phase}
 
 
-def middle_half(steps: Sequence[ProfiledStep]) -> list[ProfiledStep]:
+def middle_half(steps: Sequence[T], key: Callable[[T], float]) -> list[T]:
     """Without the slowest and the fastest quarter of the steps, which other programs disturb most."""
-    ordered = sorted(steps, key=lambda step: step.ms)
+    ordered = sorted(steps, key=key)
     cut = len(ordered) // 4
     return ordered[cut : len(ordered) - cut]
 

@@ -69,7 +69,7 @@ def test_features_in_another_order_find_their_tables() -> None:
 def test_how_many_tbes() -> None:
     def count(asked: object, ids_per_bag: float, device: str = "cpu") -> int:
         config = TierConfig("resident", "host", "25%", None, True, False, tbes=asked)
-        return tbe_count(config, table_set(), ids_per_bag, torch.device(device))
+        return tbe_count(config, table_set(), lambda: ids_per_bag, torch.device(device))
 
     threads = min(torch.get_num_threads(), len(FEATURES))
     assert count("auto", 1.0) == 1
