@@ -39,13 +39,15 @@ LEAST_SHARE = 0.4
 def own_share(ranker: Ranker, staged: StagedBatch) -> int:
     """How many samples the core that has the tables takes, so that both end together; 0: it takes them all.
 
-    Two cores share a batch that is large enough, trains alone and is not in micro-batches, where no other
-    threads look up rows.
+    Two cores share a batch that is large enough, trains alone and is not in micro-batches, where neither
+    other threads nor other ranks look up rows.
     """
     samples = staged.batch.size
     if torch.get_num_threads() != 2 or samples < LEAST_SAMPLES or not staged.alone or staged.bounds:
         return 0
     if staged.batch.dense.device.type != "cpu" or ranker.embeddings.threads > 1:
+        return 0
+    if staged.sent is not None or staged.upcoming is not None:
         return 0
     tables = staged.batch.sparse.values().numel() * FLOPS_PER_ID[ranker.dtype]
     share = max(LEAST_SHARE, (1 - tables / (samples * ranker.dense_flops)) / 2)
@@ -72,7 +74,7 @@ class TwoCores:
         rows: Future[torch.Tensor] = Future()
         mine, others = (_Part(ranker, staged, s, rows) for s in (slice(share), slice(share, None)))
         with _one_thread():
-            self._other.submit(others.train, dense)
+            ended = self._other.submit(others.train, dense)
             with _fault_to(rows):
                 pooled = look_up(ranker, staged)
                 rows.set_result(pooled.detach())
@@ -82,6 +84,7 @@ class TwoCores:
             loss = mine.loss.result() + others.loss.result()
             if usable(staged, loss):
                 update_tables(staged, pooled, rows.result())
+            ended.result()
             added.result()
         return loss, torch.cat((mine.logits, others.logits))
 

@@ -129,25 +129,29 @@ def test_a_loss_that_is_no_number_changes_no_table(cores, tmp_path, policy, row)
         assert identical(dump(embeddings), before) == (value != 1.0)
 
 
-@pytest.mark.parametrize("where", ["other bottom", "own bottom", "look up", "other backward"])
+@pytest.mark.parametrize("where", ["other bottom", "own bottom", "look up", "other backward", "adding up"])
 def test_a_fault_on_one_core_is_raised_and_leaves_no_one_waiting(cores, tmp_path, monkeypatch, where) -> None:
     ranker = ranker_over(collection_of("resident", "sgd", tmp_path))
     staged = StagedBatch(random_batch(np.random.default_rng(0), SIZE, True))
     dense = list(ranker.dense_parameters().values())
     main, bottom, threads = threading.current_thread(), ranker.bottom, torch.get_num_threads()
 
-    def failing_bottom(features):
-        if (threading.current_thread() is main) == (where == "own bottom"):
-            raise RuntimeError(where)
-        return bottom(features)
-
     def failing(*_: object) -> torch.Tensor:
         raise RuntimeError(where)
+
+    def failing_bottom(features):
+        if (threading.current_thread() is main) != (where == "own bottom"):
+            return bottom(features)
+        if where != "other backward":
+            failing()
+        out = bottom(features)
+        out.register_hook(failing)
+        return out
 
     with monkeypatch.context() as patch:
         if where == "look up":
             patch.setattr(two_cores, "look_up", failing)
-        elif where == "other backward":
+        elif where == "adding up":
             patch.setattr(two_cores, "_add_up", failing)
         else:
             patch.setattr(ranker, "bottom", failing_bottom)
@@ -217,6 +221,7 @@ def test_the_core_with_the_tables_takes_a_little_less() -> None:
         ("too few samples", large(LEAST_SAMPLES - 1)),
         ("micro-batches", large(bounds=(100, LEAST_SAMPLES))),
         ("a share of a batch", large(alone=False)),
+        ("ids on their way", large(upcoming=large())),
     ],
 )
 def test_some_batches_are_not_shared(why, staged) -> None:
