@@ -8,10 +8,11 @@ that were written to parquet files and prepared beforehand; the runs of an axis 
 median step's, the least of the repetitions: of a step against batch size, of a sample against the rest.
 Memory is the peak RSS, the median, less that of a run with tables of 100 rows and batches of 64.
 
-`growth` is the slope between a point and the one before in logarithms: 1 is linear, 0 is flat. A slope above
-1.1 is marked with !, and so is that of time against rows above 0.5: a row costs the same however many there
-are, but for caches that no longer hold them. DLRM's interaction of F tables' rows
-has F^2 products, which shows from 32 tables on; model=dlrm_dcn has no such part.
+`growth` is the slope between a point and the one before in logarithms: 1 is linear, 0 is flat; `operations`
+is that of the model's own multiplications. A slope of time above both 1.1 and the operations' is marked with
+!, and so are one against rows above 0.5 (a row costs the same however many there are, but for caches that no
+longer hold them) and one of memory above 1.1. A DLRM's operations grow faster than its tables: F of them
+have F (F + 1) / 2 products, which are the top MLP's input; model=dlrm_dcn has no such part.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 STEPS = 40
+DENSE = 13
 AXES = {
     "batch": (512, 1024, 2048, 4096, 8192, 16384),
     "rows": (10_000, 40_000, 160_000, 640_000, 2_560_000),
@@ -83,11 +85,25 @@ class Result:
     """Of a step against batch size, else of a sample."""
     memory: list[float]
     """Bytes over the base's."""
+    operations: list[float]
+    """Of the model's matrix products, of a step or a sample as in ``microseconds``."""
 
     @property
     def limit(self) -> float:
         """Growth of time that is too much."""
         return FLAT if self.axis == "rows" else LINEAR
+
+
+def operations(point: Point, overrides: Sequence[str]) -> float:
+    """Of a step's matrix products, forward and backward."""
+    from recpipe.config import compose, typed
+    from recpipe.floor.workload import dense_work
+    from recpipe.model.ranker import ModelConfig
+
+    words = [word for word in overrides if word.startswith("model")]
+    recipe = compose([*words, f"model.embedding_dim={point.dim}"])
+    model = typed(ModelConfig, recipe.model, "model")
+    return sum(work.flops for work in dense_work(model, DENSE, point.tables, point.batch).values())
 
 
 def write_data(point: Point, directory: Path) -> None:
@@ -125,7 +141,7 @@ def run(point: Point, work: Path, overrides: Sequence[str]) -> dict[str, Any]:
     command = [
         sys.executable, "-m", "recpipe", "data=parquet", f"data.path={data}",
         f"data.cache_dir={work / 'cache'}", "data.label=label",
-        f"data.dense=[{','.join(f'I{index}' for index in range(13))}]",
+        f"data.dense=[{','.join(f'I{index}' for index in range(DENSE))}]",
         f"data.sparse=[{','.join(point.features)}]", f"data.table_rows={point.rows}", "data.hash_ids=false",
         "data.dense_transform=none", "data.eval_fraction=0.0", f"data.batch_size={point.batch}",
         f"model.embedding_dim={point.dim}", f"trainer.max_steps={STEPS}", "trainer.max_epochs=1000",
@@ -144,15 +160,19 @@ def sweep(axis: str, base: int, work: Path, repetitions: int, overrides: Sequenc
     points = [replace(Point(), **{axis: value}) for value in AXES[axis]]
     times: list[list[float]] = [[] for _ in points]
     peaks: list[list[float]] = [[] for _ in points]
+    per = [1 if axis == "batch" else point.batch for point in points]
     run(points[0], work, overrides)  # not counted
     for _ in range(repetitions):
         for index, point in enumerate(points):
             report = run(point, work, overrides)
-            per = 1 if axis == "batch" else point.batch
-            times[index].append(report["throughput"]["step_ms"]["p50"] * 1e3 / per)
+            times[index].append(report["throughput"]["step_ms"]["p50"] * 1e3 / per[index])
             peaks[index].append(report["memory"]["peak_rss_bytes"] - base)
     return Result(
-        axis, list(AXES[axis]), list(map(statistics.median, times)), list(map(statistics.median, peaks))
+        axis,
+        list(AXES[axis]),
+        list(map(statistics.median, times)),
+        list(map(statistics.median, peaks)),
+        [operations(point, overrides) / n for point, n in zip(points, per, strict=True)],
     )
 
 
@@ -172,6 +192,7 @@ def heads(result: Result) -> list[str]:
         result.axis,
         "us/step" if result.axis == "batch" else "us/sample",
         "growth",
+        "operations",
         "memory MiB",
         "growth",
     ]
@@ -184,12 +205,14 @@ def rows(result: Result) -> list[list[str]]:
         return "-" if value is None else f"{value:.2f}{' !' if value > limit else ''}"
 
     time = growth(result.values, result.microseconds)
+    own = growth(result.values, result.operations)
     memory = growth(result.values, result.memory, NOISE)
     return [
         [
             f"{value:,}",
             f"{result.microseconds[i]:,.2f}",
-            slope(time[i], result.limit),
+            slope(time[i], max(result.limit, own[i] or 0.0)),
+            slope(own[i], math.inf),
             f"{result.memory[i] / 2**20:,.0f}",
             slope(memory[i], LINEAR),
         ]
@@ -209,7 +232,10 @@ def write_html(path: Path, results: Sequence[Result], environment: dict[str, Any
             plots.lines("Time", result.values, {"time": result.microseconds}, label, unit, from_zero=True),
             plots.lines("Memory", result.values, {"memory": mib}, label, "MiB", from_zero=True),
         ]
-        note = f"! is growth above {result.limit} of time, {LINEAR} of memory; 1 is linear."
+        note = (
+            f"! is growth of time above {result.limit} and above that of the model's operations, or growth "
+            f"of memory above {LINEAR}; 1 is linear."
+        )
         table = {"heads": heads(result), "rows": rows(result), "note": note}
         sections.append({"title": f"Against {label}", "plots": drawn, **table})
     page = html.page("measured.html.j2").render(
