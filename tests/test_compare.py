@@ -420,6 +420,8 @@ def test_an_interrupt_ends_the_run_in_flight(
     interpreter(
         tmp_path, monkeypatch, f'echo $$ > "{started}.new"; mv "{started}.new" "{started}"; exec sleep 60'
     )
+    # A shell's background job is started with SIGINT ignored, and then Python does not listen to it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt() -> None:
         while not started.exists():
@@ -431,6 +433,7 @@ def test_an_interrupt_ends_the_run_in_flight(
     with pytest.raises(KeyboardInterrupt), compare_run.interrupt_on_sigterm():
         compare_run.launch([], tmp_path / "run")
     thread.join()
+    signal.signal(signal.SIGINT, before)
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)
 
@@ -439,7 +442,8 @@ def test_an_interrupt_ends_the_run_in_flight(
 @pytest.mark.skipif(importlib.util.find_spec("recpipe.run") is None, reason="recpipe.run is not there")
 def test_real_comparison_end_to_end(tmp_path: Path) -> None:
     rounds = ["compare.plugins=[resident,lru]", "compare.repetitions=1", "compare.warmup=0"]
-    overrides = ["task=compare", *rounds, "trainer.max_steps=5", quoted("hydra.run.dir", tmp_path)]
+    few = ["data.samples=20000", "trainer.max_steps=5"]
+    overrides = ["task=compare", *rounds, *few, quoted("hydra.run.dir", tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "recpipe", *overrides],
         cwd=ROOT,
