@@ -5,7 +5,7 @@
 One of the five is changed at a time; the others stay at 2,048 samples, 8 tables of 100,000 rows, dimension 32
 and one id a feature. Each point is a run of its own, on generated ids (their skew is that of data=synthetic)
 that were written to parquet files and prepared beforehand; the runs of an axis take turns. Time is the
-median step's, the least of the repetitions: of a step against batch size, of a sample against the rest.
+median step's, the median of the repetitions: of a step against batch size, of a sample against the rest.
 Memory is the peak RSS, the median, less that of a run with tables of 100 rows and batches of 64.
 
 `growth` is the slope between a point and the one before in logarithms: 1 is linear, 0 is flat; `operations`

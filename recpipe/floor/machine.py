@@ -7,12 +7,13 @@ matmul setting that the process has, so that the limits are those of the run tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
+
+from recpipe.threads import one_thread
 
 BUFFER_BYTES = 2**28
 """Of each of two buffers: 256 MiB, more than the last-level cache of most machines."""
@@ -122,14 +123,3 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 def _settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch's operators with one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -16,6 +17,7 @@ from recpipe.embedding.shard import Sent
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.model.ranker import Ranker
 from recpipe.phases import phase
+from recpipe.threads import one_thread
 
 
 def _nothing() -> None:
@@ -90,13 +92,8 @@ def update_tables(staged: StagedBatch, pooled: torch.Tensor, gradient: torch.Ten
     FBGEMM's CPU update enters a parallel region for every table, which costs more than its threads gain.
     Where several ranks train, torch's own operators make the update.
     """
-    threads = torch.get_num_threads()
-    with phase("embedding backward and update"):
-        try:
-            torch.set_num_threads(1 if staged.alone else threads)
-            torch.autograd.backward(pooled, gradient)
-        finally:
-            torch.set_num_threads(threads)
+    with phase("embedding backward and update"), one_thread() if staged.alone else nullcontext():
+        torch.autograd.backward(pooled, gradient)
 
 
 def _resident(ranker: Ranker, staged: StagedBatch) -> torch.Tensor:

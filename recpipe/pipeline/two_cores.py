@@ -25,6 +25,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from recpipe.model.ranker import Ranker
 from recpipe.pipeline.step import StagedBatch, look_up, update_tables, usable
+from recpipe.threads import one_thread
 
 LEAST_SAMPLES = 1_536
 """Of a batch: with less, waking the other thread and taking turns at Python cost more than this gains."""
@@ -73,7 +74,7 @@ class TwoCores:
         """
         rows: Future[torch.Tensor] = Future()
         mine, others = (_Part(ranker, staged, s, rows) for s in (slice(share), slice(share, None)))
-        with _one_thread():
+        with one_thread():
             ended = self._other.submit(others.train, dense)
             with _fault_to(rows):
                 pooled = look_up(ranker, staged)
@@ -130,17 +131,6 @@ def _add_up(dense: Sequence[nn.Parameter], mine: _Part, others: _Part) -> None:
     torch._foreach_add_(mine.gradients, others.gradients)
     for parameter, gradient in zip(dense, mine.gradients, strict=True):
         parameter.grad = gradient
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """torch's operators keep to the thread that calls them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @contextmanager
