@@ -45,7 +45,9 @@ from recpipe.tasks.plan import describe, print_plan
 from recpipe.tasks.profile import StepProfiler, profiling
 from recpipe.tasks.summary import summarize
 from recpipe.tasks.unshard import load_pretrained
-from recpipe.trainer import Recorder, TrainerConfig, fit, make_trainer
+from recpipe.training.config import TrainerConfig
+from recpipe.training.recorder import Recorder
+from recpipe.training.trainer import fit, make_trainer
 
 
 def run(cfg: DictConfig) -> dict[str, Any]:

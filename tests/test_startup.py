@@ -37,7 +37,7 @@ LATER = (
 TO_FIRST_STEP = f"""
 import sys
 from recpipe import cli
-from recpipe.trainer import Recorder
+from recpipe.training.recorder import Recorder
 
 def stop(*_):
     print("loaded:", *(name for name in {LATER} if name in sys.modules))

@@ -19,7 +19,7 @@ from recpipe.config import compose
 from recpipe.errors import UserError
 from recpipe.report import html
 from recpipe.run import run
-from recpipe.trainer import TrainerConfig
+from recpipe.training.config import TrainerConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (

@@ -33,7 +33,8 @@ from recpipe.model.ranker import ModelConfig
 from recpipe.phases import PHASES
 from recpipe.pipeline.step import StagedBatch
 from recpipe.report.record import RunReport, Throughput
-from recpipe.trainer import Recorder, TrainerConfig
+from recpipe.training.config import TrainerConfig
+from recpipe.training.recorder import Recorder
 
 T = TypeVar("T")
 TRACE = "trace.json.gz"

@@ -19,7 +19,7 @@ from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks
 from recpipe.report.environment import environment
 from recpipe.report.record import DataFigures, Io, Memory, RankFigures, RunReport, Throughput
-from recpipe.trainer import Recorder
+from recpipe.training.recorder import Recorder
 
 
 def summarize(

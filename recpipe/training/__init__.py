@@ -1,0 +1,1 @@
+"""Lightning's loop as a recipe asks for it: trainer, loggers, progress, signals, and what is recorded."""
