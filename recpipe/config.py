@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
@@ -25,11 +23,10 @@ from yaml import YAMLError
 
 from recpipe import launcher
 from recpipe.errors import UserError
-from recpipe.plugin.knobs import fits, spelled
 from recpipe.plugin.load import installed
+from recpipe.validation import nearest
 
 CONFIG_NAME = "train"
-T = TypeVar("T")
 
 
 def conf_dir() -> Path:
@@ -104,7 +101,7 @@ def check(recipe: DictConfig) -> None:
     known = list(installed())
     unknown = next((n for n in names if n not in known), names[0] if names else "")
     raise UserError(
-        f"no yaml for plugin '{unknown}', so no plugin would be active.{_nearest(unknown, known)} "
+        f"no yaml for plugin '{unknown}', so no plugin would be active.{nearest(unknown, known)} "
         f"Installed: {', '.join(known) or 'none'}"
     )
 
@@ -129,35 +126,20 @@ def _knobs(name: str, knobs: Any) -> dict[str, Any]:
     return {str(k): v for k, v in knobs.items()}
 
 
-def typed(cls: type[T], node: DictConfig, section: str) -> T:
-    """The dataclass ``cls`` filled from the recipe's ``section``; interpolations are resolved.
-
-    Raises ``UserError`` that names the key and the value for an unknown, missing or mistyped one.
-    """
-    values = knobs(node, section)
-    hints = get_type_hints(cls)
-    for key, value in values.items():
-        name = f"{section}.{key}"
-        if key not in hints:
-            raise UserError(f"no '{name}' in the recipe.{_nearest(name, [f'{section}.{h}' for h in hints])}")
-        if value != "???" and not fits(value, hints[key]):
-            raise UserError(f"{name}={value}: must be {spelled(hints[key])}")
-    required = {f.name for f in fields(cls) if f.default is f.default_factory is MISSING}  # type: ignore[arg-type]
-    absent = [key for key in hints if values.get(key) == "???" or (key in required and key not in values)]
-    if absent:
-        raise UserError(
-            f"{section}.{absent[0]} has no value in this recipe: set it, {section}.{absent[0]}=VALUE"
-        )
-    return cls(**values)
-
-
-def knobs(node: DictConfig, section: str) -> dict[str, Any]:
-    """The recipe's ``section`` as plain values, interpolations resolved."""
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The recipe as dicts, lists and scalars, keys as text, interpolations resolved; nothing is missing."""
     with readable_errors(()):
-        content = OmegaConf.to_container(node, resolve=True)
-    if not isinstance(content, dict):
-        raise UserError(f"{section}={node}: must map keys to values, as conf/{section} does")
-    return {str(key): value for key, value in content.items()}
+        content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    named = _named(content)
+    assert isinstance(named, dict)
+    return named
+
+
+def _named(node: Any) -> Any:
+    """``node`` with text for keys, as JSON has them; yaml's may be numbers."""
+    if isinstance(node, dict):
+        return {str(key): _named(value) for key, value in node.items()}
+    return [_named(item) for item in node] if isinstance(node, list) else node
 
 
 @contextmanager
@@ -207,7 +189,7 @@ def _missing(group: str, option: str) -> str:
         group, _, option = f"{group}/{option}".rpartition("/")
     options = sorted(choices().get(group, ()))
     known = "Installed" if group == "plugin" else "There are"
-    return f"no {group} '{option}'.{_nearest(option, options)} {known}: {', '.join(options) or 'none'}"
+    return f"no {group} '{option}'.{nearest(option, options)} {known}: {', '.join(options) or 'none'}"
 
 
 def _bad_key(fault: Exception, overrides: Sequence[str]) -> str:
@@ -224,7 +206,7 @@ def _bad_key(fault: Exception, overrides: Sequence[str]) -> str:
     keys = _known_keys([o for o in overrides if key not in o and not o.startswith("-")])
     if key in keys and fault.__cause__ is not None:
         return f"{key}: {_one_line(fault.__cause__)}. See the recipe: python -m recpipe --cfg job"
-    return f"no '{key}' in the recipe.{_nearest(key, keys)} See the whole recipe: python -m recpipe --cfg job"
+    return f"no '{key}' in the recipe.{nearest(key, keys)} See the whole recipe: python -m recpipe --cfg job"
 
 
 def _known_keys(overrides: Sequence[str]) -> list[str]:
@@ -245,15 +227,6 @@ def _dotted(node: Any, prefix: str) -> Iterator[str]:
         for key, value in node.items():
             yield f"{prefix}{key}"
             yield from _dotted(value, f"{prefix}{key}.")
-
-
-def _nearest(word: str, words: Sequence[str]) -> str:
-    """Nearest whole key, else a key whose last part is nearest to the last part of ``word``."""
-    near = difflib.get_close_matches(word, words, n=1)
-    if not near:
-        last = word.rpartition(".")[2]
-        near = [w for w in words if w.rpartition(".")[2] == last][:1]
-    return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def _one_line(fault: BaseException) -> str:

@@ -11,3 +11,10 @@ class DataError(UserError):
 
 class StoreError(UserError):
     """A cold store that cannot be used: read-only or full disk, torn rows, a crashed run's leftovers."""
+
+
+def shown(value: object, limit: int = 40) -> str:
+    """``value`` for a message: one line, control characters escaped, a long one cut at ``limit`` characters."""
+    text = str(value)
+    cut = text[:limit] + ("..." if len(text) > limit else "")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

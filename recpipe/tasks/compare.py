@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -18,6 +17,7 @@ from recpipe.report.comparison import RowResult
 from recpipe.report.environment import environment
 from recpipe.tasks import compare_run
 from recpipe.tasks.compare_rows import Row, carried_overrides, command_line_overrides, parse_rows, quoted
+from recpipe.tasks.config import CompareConfig
 
 UNTIMED = ("trainer.checkpoint_every=null", "trainer.eval_every=1.0")
 """What costs time but is not compared; the user's own overrides come later and win."""
@@ -26,7 +26,7 @@ Launch = Callable[[list[str], Path], dict[str, Any]]
 
 
 def compare(
-    cfg: DictConfig,
+    config: CompareConfig,
     out_dir: Path,
     *,
     launch: Launch | None = None,
@@ -34,7 +34,7 @@ def compare(
     installed: Collection[str] | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Run the rows of ``cfg.compare`` and leave compare.json and compare.html in ``out_dir``.
+    """Run the rows of ``config`` and leave compare.json and compare.html in ``out_dir``.
 
     ``overrides`` are the user's own, carried over to every run (default: those of this command line);
     ``installed`` the plugins a row may name (default: all installed). Returns compare.json's content.
@@ -42,11 +42,10 @@ def compare(
     Raises UserError, before any training, for unknown names and for rows that cannot be assembled. What is
     finished when a run fails or Ctrl-C comes is kept, with ``"partial": true`` in compare.json.
     """
-    repetitions, warmup = _rounds(cfg)
-    launch = launch or partial(compare_run.launch, ranks=cfg.compare.ranks)
-    rows = parse_rows(list(cfg.compare.plugins), _installed() if installed is None else installed)
+    launch = launch or partial(compare_run.launch, ranks=config.ranks)
+    rows = parse_rows(config.plugins, _installed() if installed is None else installed)
     carried = carried_overrides(command_line_overrides() if overrides is None else overrides, rows)
-    plan = _Comparison(rows, carried, repetitions, warmup, out_dir.absolute(), launch, console or Console())
+    plan = _Comparison(rows, carried, config, out_dir.absolute(), launch, console or Console())
     with compare_run.interrupt_on_sigterm():
         try:
             plan.check_rows()
@@ -63,14 +62,6 @@ def _installed() -> Collection[str]:
     return installed()
 
 
-def _rounds(cfg: DictConfig) -> tuple[int, int]:
-    for key, least in (("repetitions", 1), ("warmup", 0), ("ranks", 1)):
-        value = cfg.compare[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UserError(f"compare.{key} must be a whole number of at least {least}, not {value!r}")
-    return int(cfg.compare.repetitions), int(cfg.compare.warmup)
-
-
 class _Comparison:
     """The rounds of one comparison and what they gave so far."""
 
@@ -78,14 +69,13 @@ class _Comparison:
         self,
         rows: list[Row],
         carried: dict[str, list[str]],
-        repetitions: int,
-        warmup: int,
+        config: CompareConfig,
         out_dir: Path,
         launch: Launch,
         console: Console,
     ) -> None:
         self.rows, self.carried, self.launch, self.console = rows, carried, launch, console
-        self.repetitions, self.warmup, self.out_dir = repetitions, warmup, out_dir
+        self.repetitions, self.warmup, self.out_dir = config.repetitions, config.warmup, out_dir
         self.results = [RowResult(row.name) for row in rows]
         self.parameters = out_dir / "parameters"
         self.environment = environment()

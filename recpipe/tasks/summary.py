@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from recpipe.data.dataset import Dataset
 from recpipe.embedding.collection import TableCollection, TierFigures
 from recpipe.embedding.seams import Collective
@@ -17,13 +15,14 @@ from recpipe.model.module import RankingModule
 from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks
+from recpipe.recipe import Recipe
 from recpipe.report.environment import environment
 from recpipe.report.record import DataFigures, Io, Memory, RankFigures, RunReport, Throughput
 from recpipe.training.recorder import Recorder
 
 
 def summarize(
-    cfg: DictConfig,
+    cfg: Recipe,
     dataset: Dataset,
     assembly: Assembly,
     described: Mapping[str, Any],
@@ -34,8 +33,6 @@ def summarize(
     ranks: Ranks,
 ) -> RunReport:
     """Everything that report.json holds."""
-    recipe = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(recipe, dict)
     last = recorder.history[-1] if recorder.history else None
     nan = float("nan")
     tiers = embeddings.tier_figures()
@@ -53,7 +50,7 @@ def summarize(
     )
     return RunReport(
         task=cfg.task.name,
-        recipe={str(k): v for k, v in recipe.items()},
+        recipe=cfg.values,
         assembly=described,
         altered=described["altered"],
         data=DataFigures(
