@@ -14,7 +14,7 @@ class StoreError(UserError):
 
 
 def shown(value: object, limit: int = 40) -> str:
-    """``value`` for a message: one line, control characters escaped, a long one cut at ``limit`` characters."""
+    """``value`` for a message: in one line, control characters escaped, cut at ``limit`` characters."""
     text = str(value)
     cut = text[:limit] + ("..." if len(text) > limit else "")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

@@ -1,4 +1,4 @@
-"""The whole recipe, typed and checked in one place before anything starts; the code behind it takes these values.
+"""The whole recipe, typed and checked in one place before anything starts; later code takes these values.
 
 A section with a ``name`` (data, model, task) is typed by the class that stands under that name.
 """

@@ -1,4 +1,4 @@
-"""Values of a recipe against types: pydantic judges, and one line says the key, the value and what it must be.
+"""Values of a recipe against types: pydantic judges; one line says key, value and what it must be.
 
 Types are plain hints. Limits stand beside them: ``Annotated[int, Interval(ge=1)]``, from ``annotated_types``.
 """
@@ -78,7 +78,7 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 def fitted(hint: Any, value: object, key: str) -> Any:
-    """``value``, which yaml or the command line gave, as type ``hint``; else ``UserError`` that names ``key``.
+    """``value``, as yaml or the command line gave it, as type ``hint``; else ``UserError`` names ``key``.
 
     A list is a tuple where the type asks for one; numbers are finite.
     """
@@ -176,14 +176,11 @@ def _wants_type(error: ErrorDetails) -> bool:
 def _place(value: object, location: Sequence[int | str]) -> list[int | str]:
     """The keys and indices among ``location``, which has a union's members in between."""
     found: list[int | str] = []
+    at: Any = value
     for step in location:
-        if (isinstance(value, Mapping) and step in value) or (
-            isinstance(value, Sequence) and isinstance(step, int) and step < len(value)
-        ):
-            value = value[step]
-        else:
-            continue
-        found.append(step)
+        if (isinstance(at, Mapping) and step in at) or (isinstance(at, list) and step in range(len(at))):
+            at = at[step]
+            found.append(step)
     return found
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 from annotated_types import Gt, Interval
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from recpipe.config import plain
 from recpipe.errors import UserError, shown
 from recpipe.validation import Count, FilePath, Positive, Text, chosen, one_of, typed
 
@@ -118,6 +120,10 @@ def parse_config(node: DictConfig | Mapping[str, Any] | DataConfig) -> DataConfi
     """The checked dataclass for a ``data`` node, interpolations resolved; ``UserError`` names a bad key."""
     if isinstance(node, DataConfig):
         return typed(type(node), vars(node), "data")
-    return chosen(
-        CONFIGS, OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else node, "data"
-    )
+    return chosen(CONFIGS, plain(node) if isinstance(node, DictConfig) else node, "data")
+
+
+def nearest(name: str, choices: list[str]) -> str:
+    """A hint for messages: ``did you mean x?``, or the choices where none is near."""
+    close = get_close_matches(name, choices, 1)
+    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(choices)}"
