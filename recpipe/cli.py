@@ -158,7 +158,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
     import hydra
     from omegaconf import DictConfig
 
-    from recpipe.config import CONFIG_NAME, check, conf_dir, readable_errors, register
+    from recpipe.config import CONFIG_NAME, check, check_overrides, conf_dir, readable_errors, register
     from recpipe.launcher import TorchrunLauncher, refuse_without_sweep
 
     user_setting = os.environ.get(FULL_ERROR)
@@ -183,6 +183,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
             run(recipe)
 
     register()
+    check_overrides(argv)
     TorchrunLauncher.environment = dict(os.environ)
     if "task=compare" in argv:
         # The comparison itself runs no plugin: knobs are handed on to the rows that have theirs.

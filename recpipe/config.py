@@ -14,6 +14,7 @@ import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -22,11 +23,13 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from recpipe import launcher
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 from recpipe.plugin.load import installed
 from recpipe.validation import nearest
 
 CONFIG_NAME = "train"
+DEEPEST = 20
+"""Levels of an override's value; OmegaConf recurses over them."""
 
 
 def conf_dir() -> Path:
@@ -75,6 +78,7 @@ def compose(overrides: Sequence[str] = (), run_dir: Path | None = None) -> DictC
     Raises ``UserError`` with one line that names the override and the nearest right one.
     """
     register()
+    check_overrides(overrides)
     with readable_errors(overrides), hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         if run_dir is None:
             recipe = hydra.compose(CONFIG_NAME, overrides=list(overrides))
@@ -86,6 +90,35 @@ def compose(overrides: Sequence[str] = (), run_dir: Path | None = None) -> DictC
                 del recipe["hydra"]
         check(recipe)
     return recipe
+
+
+def check_overrides(words: Sequence[str]) -> None:
+    """Refuse what Hydra would meet with a traceback: a group's option that is no name, nests or digits
+    without end. Words of ``words`` that are no overrides (``-m``, ``--cfg job``) are left alone."""
+    groups: dict[str, set[str]] | None = None
+    for word in words:
+        if word.startswith("-") or not ("=" in word or word.startswith("~")):
+            continue
+        with readable_errors(words):
+            try:
+                override = OverridesParser.create().parse_override(word)
+            except (RecursionError, ValueError) as fault:
+                raise UserError(f"cannot read the override '{shown(word)}': {shown(fault, 100)}") from fault
+        if _depth(override.value()) > DEEPEST:
+            raise UserError(f"'{shown(word)}' nests more than {DEEPEST} levels deep, which no recipe does")
+        groups = choices() if groups is None else groups
+        group, value = override.key_or_group, override.value()
+        if group not in groups or override.is_delete() or override.is_sweep_override():
+            continue
+        for option in value if isinstance(value, list) else [value]:
+            if option is not None and not isinstance(option, str):
+                known = ", ".join(sorted(groups[group]))
+                raise UserError(f"{shown(word)}: must name an option of {group}; there are {known}")
+
+
+def _depth(value: object) -> int:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, parts), default=0)
 
 
 def check(recipe: DictConfig) -> None:
@@ -148,7 +181,9 @@ def readable_errors(overrides: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except OverrideParseException as fault:
-        raise UserError(f"cannot read the override '{fault.override}': {_parse_fault(str(fault))}") from fault
+        raise UserError(
+            f"cannot read the override '{shown(fault.override)}': {_parse_fault(str(fault))}"
+        ) from fault
     except MissingMandatoryValue as fault:
         key = str(fault).splitlines()[0].rpartition(" ")[2]
         raise UserError(f"{key} has no value in this recipe: set it, {key}=VALUE") from fault

@@ -19,6 +19,7 @@ from recpipe.clock import run_start
 from recpipe.data.make import open_dataset
 from recpipe.embedding.build import build_embeddings, is_sharded, plan_shards, sends_ahead
 from recpipe.embedding.tables import TableSet
+from recpipe.footprint import require_memory
 from recpipe.launch import joined, require_same_data
 from recpipe.metrics import reset_peak_rss
 from recpipe.model.matmul import vector_units, warn_without_units
@@ -103,6 +104,8 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
     if isinstance(cfg.task, PlanConfig):
         print_plan(described, run_dir)
         return described
+
+    require_memory(cfg, dataset, tables, described, ranks, device)
 
     # 4. Tables in their tiers, and the model over them. A rank that only holds rows serves them here.
     reset_peak_rss()
