@@ -25,7 +25,7 @@ from yaml import YAMLError
 from recpipe import launcher
 from recpipe.errors import UserError, shown
 from recpipe.plugin.load import installed
-from recpipe.validation import nearest
+from recpipe.validation import nearest, no_value
 
 CONFIG_NAME = "train"
 DEEPEST = 20
@@ -185,8 +185,7 @@ def readable_errors(overrides: Sequence[str]) -> Iterator[None]:
             f"cannot read the override '{shown(fault.override)}': {_parse_fault(str(fault))}"
         ) from fault
     except MissingMandatoryValue as fault:
-        key = str(fault).splitlines()[0].rpartition(" ")[2]
-        raise UserError(f"{key} has no value in this recipe: set it, {key}=VALUE") from fault
+        raise no_value(fault.full_key or str(fault).splitlines()[0].rpartition(" ")[2]) from fault
     except YAMLError as fault:
         raise UserError(f"broken yaml: {_one_line(fault)}") from fault
     except (HydraException, OmegaConfBaseException) as fault:

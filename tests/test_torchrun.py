@@ -159,7 +159,7 @@ def _children(parent: int) -> str:
 def test_a_users_mistake_is_told_once(tmp_path) -> None:
     status, _, err = torchrun(tmp_path, 2, "model.embedding_dim=5")
     assert status != 0
-    assert err.count("model.embedding_dim=5 must be a multiple of 4") == 1
+    assert err.count("model.embedding_dim=5: must be a multiple of 4") == 1
     assert "recpipe/cli.py" not in err, "no traceback of ours; torchrun prints one of its own"
 
 

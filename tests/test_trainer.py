@@ -20,6 +20,7 @@ from recpipe.errors import UserError
 from recpipe.report import html
 from recpipe.run import run
 from recpipe.training.config import TrainerConfig
+from recpipe.validation import typed
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
@@ -292,12 +293,13 @@ VALUES = {
         ({"eval_every": 0}, "eval_every=0"),
         ({"eval_every": 1.5}, "eval_every=1.5"),
         ({"checkpoint_every": -0.1}, "checkpoint_every=-0.1"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints=0: must be greater than or equal to 1"),
         ({"logger": "wandb"}, "logger=wandb is unknown"),
     ],
 )
 def test_bad_values_are_refused(change, words) -> None:
     with pytest.raises(UserError, match=words):
-        TrainerConfig(**{**VALUES, **change})
+        typed(TrainerConfig, {**VALUES, **change}, "trainer")
 
 
 def test_intervals_and_steps() -> None:

@@ -14,7 +14,7 @@ from recpipe.data.columns import Bags, BatchMaker, Columns, Float32, concatenate
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.dataset import NumberedDataset, Schema, SparseFeature
 from recpipe.data.popularity import TABLE_ROWS, Popularity
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 
 DENSE_FEATURES = 13
 BLOCK = 8192
@@ -37,6 +37,12 @@ class SyntheticDataset(NumberedDataset):
     def __init__(self, config: SyntheticConfig, seed: int) -> None:
         super().__init__(config.samples, config.eval_fraction)
         tables = config.tables or {f"C{index + 1}": rows for index, rows in enumerate(TABLE_ROWS)}
+        for name, rows in tables.items():
+            if rows * config.table_scale >= 2**31:
+                raise UserError(
+                    f"data.table_scale={config.table_scale} makes table {shown(name)} larger than 2147483647 "
+                    "rows; lower it"
+                )
         scaled = {name: max(2, round(rows * config.table_scale)) for name, rows in tables.items()}
         self.pooling = _pooling(config.pooling, len(scaled))
         needed = {"generated ids": 4 * CALIBRATED * sum(p for p in self.pooling if p > 1)}

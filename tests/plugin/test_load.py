@@ -108,7 +108,7 @@ def test_whole_plugin_facts() -> None:
             {"alpa": 1},
             "plugins.acme.alpa: no such knob. Did you mean 'alpha'\\? acme has: alpha, rows, names",
         ),
-        ({"alpha": "high"}, "plugins.acme.alpha='high': must be float, not str"),
+        ({"alpha": "high"}, "plugins.acme.alpha=high: must be float, not str"),
         ({"alpha": True}, "must be float, not bool"),
         ({"rows": 1.5}, "plugins.acme.rows=1.5: must be int or null, not float"),
         ({"names": "abc"}, "must be tuple.*not str"),
