@@ -95,7 +95,6 @@ def compose(overrides: Sequence[str] = (), run_dir: Path | None = None) -> DictC
 def check_overrides(words: Sequence[str]) -> None:
     """Refuse what Hydra would meet with a traceback: a group's option that is no name, nests or digits
     without end. Words of ``words`` that are no overrides (``-m``, ``--cfg job``) are left alone."""
-    groups: dict[str, set[str]] | None = None
     for word in words:
         if word.startswith("-") or not ("=" in word or word.startswith("~")):
             continue
@@ -106,14 +105,16 @@ def check_overrides(words: Sequence[str]) -> None:
                 raise UserError(f"cannot read the override '{shown(word)}': {shown(fault, 100)}") from fault
         if _depth(override.value()) > DEEPEST:
             raise UserError(f"'{shown(word)}' nests more than {DEEPEST} levels deep, which no recipe does")
-        groups = choices() if groups is None else groups
-        group, value = override.key_or_group, override.value()
-        if group not in groups or override.is_delete() or override.is_sweep_override():
+        value = override.value()
+        options = value if isinstance(value, list) else [value]
+        if override.is_sweep_override() or all(o is None or isinstance(o, str) for o in options):
             continue
-        for option in value if isinstance(value, list) else [value]:
-            if option is not None and not isinstance(option, str):
-                known = ", ".join(sorted(groups[group]))
-                raise UserError(f"{shown(word)}: must name an option of {group}; there are {known}")
+        known = choices().get(override.key_or_group)
+        if known is not None:
+            raise UserError(
+                f"{shown(word)}: must name an option of {override.key_or_group}; "
+                f"there are {', '.join(sorted(known))}"
+            )
 
 
 def _depth(value: object) -> int:

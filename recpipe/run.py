@@ -42,7 +42,7 @@ from recpipe.setup import (
 )
 from recpipe.tasks.config import PlanConfig
 from recpipe.tasks.export import export_parameters
-from recpipe.tasks.plan import describe, print_plan
+from recpipe.tasks.plan import describe, planned_ranks, print_plan
 from recpipe.tasks.profile import ProfileConfig, StepProfiler
 from recpipe.tasks.summary import summarize
 from recpipe.tasks.unshard import load_pretrained
@@ -94,7 +94,7 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
     assembly = assemble_plugins(cfg, dataset, tables, tier_config, device, steps, ranks)
     shards = None
     if is_sharded(tier_config, assembly):
-        world = (isinstance(cfg.task, PlanConfig) and cfg.task.ranks) or ranks.world
+        world = planned_ranks(cfg.task, len(tables.features)) or ranks.world
         shards = plan_shards(tables, tier_config, assembly, device, cfg.data.batch_size, ranks, world)
     described = describe(assembly, tables, tier_config, ranks, shards, model_config.precision == "bfloat16")
     if leads:

@@ -10,7 +10,7 @@ from annotated_types import Interval, MinLen
 from recpipe.validation import Count, FilePath, Positive, Text
 
 MOST_RANKS = 1024
-"""For which task=plan plans."""
+"""Processes that a comparison starts on one machine."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class TaskConfig:
 class PlanConfig(TaskConfig):
     """``conf/task/plan.yaml``; ``ranks`` None: those that run."""
 
-    ranks: Annotated[int, Interval(ge=1, le=MOST_RANKS)] | None = None
+    ranks: Positive | None = None
 
 
 @dataclass(frozen=True)

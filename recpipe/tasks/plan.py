@@ -14,11 +14,29 @@ from recpipe.embedding.build import TierConfig, cache_owner
 from recpipe.embedding.shard_plan import ShardPlan
 from recpipe.embedding.sharding import Sharding
 from recpipe.embedding.tables import TableSet
+from recpipe.errors import UserError
 from recpipe.plugin.api import Invariant
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks
 from recpipe.sizes import readable_bytes
+from recpipe.tasks.config import PlanConfig, TaskConfig
 from recpipe.tasks.plan_shards import described, print_shards
+
+MOST_SHARDS = 25_000
+"""Tables times ranks that task=plan plans for: about two minutes of one core. TorchRec's planner estimates and
+copies every shard of every way to place a table, 4 ms for each rank and table (measured: 26 tables, 256 ranks)."""
+
+
+def planned_ranks(task: TaskConfig, tables: int) -> int | None:
+    """The ranks that ``task.ranks`` asks to plan for; None: those that run. ``UserError`` for too many."""
+    ranks = task.ranks if isinstance(task, PlanConfig) else None
+    most = max(1, MOST_SHARDS // tables)
+    if ranks is not None and ranks > most:
+        raise UserError(
+            f"task.ranks={ranks}: planning takes time for each rank and table; with {tables} tables it is done "
+            f"for at most {most} ranks"
+        )
+    return ranks
 
 
 def describe(
