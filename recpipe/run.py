@@ -23,7 +23,7 @@ from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.errors import UserError
 from recpipe.launch import Topology, joined, require_same_data
 from recpipe.metrics import reset_peak_rss
-from recpipe.model.matmul import vector_units, warn_without_units
+from recpipe.model.matmul import require_bfloat16_units, vector_units
 from recpipe.model.module import RankingModule
 from recpipe.model.ranker import ModelConfig, Ranker
 from recpipe.optim import dense_optimizer
@@ -83,8 +83,8 @@ def run_on(
     trainer_config = typed(TrainerConfig, cfg.trainer, "trainer")
     model_config = typed(ModelConfig, cfg.model, "model")
     leads = ranks.rank == 0
-    if leads:
-        warn_without_units(model_config.precision, device)
+    if model_config.precision == "bfloat16" and not model_config.emulate_bfloat16:
+        require_bfloat16_units(device)
     profile = profiling(cfg)
     if profile is not None:
         trainer_config = profile.shortened(trainer_config)

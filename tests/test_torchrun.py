@@ -63,7 +63,7 @@ def torchrun(folder: Path, ranks: int, *overrides: str, base: Recipe = SMALL) ->
 
 
 def alone(folder: Path, *overrides: str, base: Recipe = SMALL) -> dict:
-    """The report of one process that has, as torchrun's have, one thread: with two, products round differently."""
+    """The report of one process with one thread, as torchrun's have: with two, products round differently."""
     with one_thread():
         return run(compose([*base, f"task.export_parameters={folder / 'parameters'}", *overrides], folder))
 

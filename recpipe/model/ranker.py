@@ -35,6 +35,8 @@ class ModelConfig:
     """A safetensors file to start from, as ``recpipe unshard`` writes it."""
     precision: str = "float32"
     """What the dense part multiplies matrices in while it trains; weights stay float32."""
+    emulate_bfloat16: bool = False
+    """Whether bfloat16 is wanted on a CPU without units for it, too."""
 
     def __post_init__(self) -> None:
         if self.name not in ("dlrm", "dlrm_dcn"):
