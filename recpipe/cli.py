@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from recpipe.allocator import tune_allocator
+from recpipe.allocator import bound_kernel_caches, tune_allocator
 from recpipe.errors import UserError
 from recpipe.quiet import calm_threads, quiet_libraries
 
@@ -164,6 +164,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
     user_setting = os.environ.get(FULL_ERROR)
     calm_threads()
     tune_allocator()
+    bound_kernel_caches()
     if _several():
         from recpipe.launch import agreed_arguments
 
