@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from recpipe.checkpoint import TableCheckpointIO
 from recpipe.clock import run_start
-from recpipe.config import knobs, typed
+from recpipe.config import active_plugins, knobs, typed
 from recpipe.console import heard, log
 from recpipe.data.make import open_dataset
 from recpipe.embedding.build import TierConfig, build_embeddings, is_sharded, plan_shards, sends_ahead
@@ -97,7 +97,6 @@ def run_on(
         trainer_config = profile.shortened(trainer_config)
 
     # 2. Data: a schema, two splits in time order, batches from any position.
-    log.info("reading data: %s %s", cfg.data.name, cfg.data.get("path") or "")
     dataset = open_dataset(cfg.data, cfg.seed)
     require_same_data(dataset.fingerprint)
     log.info(f"{dataset.size('train'):,} samples to train, {dataset.size('eval'):,} held out")
@@ -110,7 +109,7 @@ def run_on(
     )
 
     # 3. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
-    log.info("planning: plugins %s", ", ".join(cfg.plugins) or "none")
+    log.info("planning: plugins %s", ", ".join(active_plugins(cfg)) or "none")
     assembly = assemble_plugins(cfg, dataset, tables, tier_config, device, steps, ranks)
     shards = None
     if is_sharded(tier_config, assembly):
