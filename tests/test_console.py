@@ -18,6 +18,7 @@ from rich.console import Console
 from recpipe import console
 from recpipe.config import compose
 from recpipe.console import LogFile, Meter, Screen, append_to_log, heard, log, show
+from recpipe.quiet import quiet_libraries
 from recpipe.run import run
 
 SMALL = (
@@ -211,6 +212,19 @@ def test_time_left_counts_from_where_the_work_began(capsys, monkeypatch, caplog)
         now[0] += 60
         meter.show(0.6, "a tenth in a minute")
     assert caplog.messages == ["a tenth in a minute  0:04:00 left"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "level"), [(None, logging.INFO), ("0", logging.INFO), ("1", logging.WARNING)]
+)
+def test_of_several_processes_the_first_one_tells(monkeypatch, rank, level) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    quiet_libraries()
+    assert log.level == level
+    monkeypatch.undo()
+    quiet_libraries()
 
 
 def test_a_refused_log_costs_nothing_else(tmp_path, capsys) -> None:

@@ -36,8 +36,8 @@ def print_result(report: Mapping[str, Any], directory: Path, console: Console | 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "data", _data(report["data"])
-    if report["resumed"]:
-        yield from _resumed(report["resumed"], report["data"])
+    if resumed := report.get("resumed"):
+        yield from _resumed(resumed, report["data"])
     if not report.get("profile"):
         yield "quality", _quality(report["quality"])
     yield "speed", _speed(report["throughput"])
@@ -64,7 +64,7 @@ def _resumed(resumed: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[tu
         known = "samples unknown" if samples is None else f"{figures.count(samples)} samples"
         return f"{figures.count(resumed[steps])} steps, {known}"
 
-    yield "resumed", f"{resumed['checkpoint']}"
+    yield "resumed", f"from {resumed['checkpoint']}"
     yield "", f"before: {extent('step', resumed['samples'])}"
     yield "", f"this part: {extent('steps', data['train_samples'])}"
     yield "", f"whole run: {extent('total_steps', resumed['total_samples'])}"
