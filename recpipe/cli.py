@@ -32,12 +32,12 @@ recpipe trains TorchRec models; published systems techniques are plugins, each o
   python -m recpipe plugins                  what is installed and which extension points each uses
   python -m recpipe unshard CHECKPOINT FILE.safetensors
                                              its tables and dense parameters in one file
-  python -m recpipe sweep-report DIR         the table of a sweep's jobs, again, from their reports
+  python -m recpipe sweep-report DIR         the table with which a sweep ends, again, from its jobs' reports
   python -m recpipe doctor                   do the installed torch, torchrec and fbgemm fit together
 
 Every value of the recipe can be set: key=value (data.batch_size=4096, trainer.max_steps=100,
 tiers.store=ssd, tiers.resident_bytes=10%, plugins.hotline.KNOB=...). The whole recipe: --cfg job.
-A run leaves report.json, report.html, assembly.json and checkpoints/ in outputs/DATE/TIME.
+A run leaves report.json, report.html, assembly.json, checkpoints/ and recpipe.log in outputs/DATE/TIME.
 
 Choices:
 """
