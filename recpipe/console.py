@@ -16,6 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 
+from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
@@ -58,8 +59,12 @@ class Screen(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one line; a reader that has gone away (``| head``) does not end the run."""
-        with suppress(OSError):
+        try:
             print(self.format(record), flush=True)
+        except OSError:
+            return
+        except Exception:
+            self.handleError(record)
 
 
 class LogFile(logging.FileHandler):
@@ -99,9 +104,9 @@ class LogFile(logging.FileHandler):
 
 @contextmanager
 def heard(directory: Path) -> Iterator[None]:
-    """Within it a run is heard on the terminal and in ``directory``/recpipe.log, whoever started it."""
-    if any(isinstance(handler, Screen) for handler in logging.getLogger().handlers):
-        yield  # the command line: Hydra has made them
+    """Within it a run that Hydra did not start is heard as others are: on the terminal and in recpipe.log."""
+    if HydraConfig.initialized() and HydraConfig.get().mode is not None:
+        yield  # hydra.job_logging has made the handlers
         return
     handlers = [Screen(), LogFile(str(directory / LOG_FILE))]
     for handler in handlers:

@@ -166,9 +166,7 @@ def run_on(
         if profiler is not None:
             callbacks.insert(1, profiler)
         evaluates = len(evaluation) > 0 and profile is None
-        trainer = make_trainer(
-            trainer_config, loader, evaluation, evaluates, checkpoint_io, callbacks, run_dir, leads
-        )
+        trainer = make_trainer(trainer_config, loader, evaluates, checkpoint_io, callbacks, run_dir, leads)
         resume = resume_from(cfg.resume, trainer_config.checkpoints(run_dir))
         stopped = fit(trainer, module, loader, evaluation, recorder, resume)
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from recpipe import console
 from recpipe.config import compose
 from recpipe.console import LogFile, Meter, Screen, append_to_log, heard, log, show
+from recpipe.errors import UserError
 from recpipe.quiet import quiet_libraries
 from recpipe.run import run
 
@@ -129,6 +130,18 @@ def test_a_terminal_has_a_bar(tmp_path, terminal, monkeypatch) -> None:
     for line in (tmp_path / "recpipe.log").read_text().splitlines():
         assert line.rstrip() in lines, "the log has the lines, and not the bar's states"
     assert "step 17/50" not in (tmp_path / "recpipe.log").read_text()
+
+
+def test_a_run_that_breaks_off_leaves_the_terminal_as_it_was(tmp_path, terminal, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+
+    def act() -> None:
+        with pytest.raises(UserError, match="not finite"):
+            train(tmp_path, "optim.dense.lr=1e30")
+
+    seen = terminal(act)
+    assert "\x1b[?25l" in seen
+    assert seen.rindex("\x1b[?25h") > seen.rindex("\x1b[?25l")
 
 
 def test_the_loss_is_that_of_the_steps_since_it_was_shown(tmp_path, capsys) -> None:

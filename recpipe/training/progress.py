@@ -10,7 +10,7 @@ import torch
 
 from recpipe.console import Meter, log
 from recpipe.model.module import RankingModule
-from recpipe.pipeline.loader import EvalLoader, TrainLoader
+from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch
 from recpipe.training.config import TrainerConfig
 
@@ -53,8 +53,8 @@ class Progress(L.Callback):
     only then.
     """
 
-    def __init__(self, last_step: int, loader: TrainLoader, evaluation: EvalLoader) -> None:
-        self.last_step, self.loader, self.evaluation = last_step, loader, evaluation
+    def __init__(self, last_step: int, loader: TrainLoader) -> None:
+        self.last_step, self.loader = last_step, loader
         self._training: Meter | None = None
         self._evaluating: Meter | None = None
 
@@ -106,7 +106,7 @@ class Progress(L.Callback):
         """Show when it is time."""
         assert self._evaluating is not None
         if self._evaluating.due:
-            done, of = batch_idx + 1, len(self.evaluation)
+            done, of = batch_idx + 1, int(trainer.num_val_batches[0])
             self._evaluating.show(done / of, f"evaluating  batch {done:,}/{of:,}")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -115,8 +115,14 @@ class Progress(L.Callback):
             self._evaluating.close()
         self._restart()
 
-    def close(self) -> None:
-        """Take the bars away, however training ended."""
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """As at the end."""
+        self.teardown(trainer, pl_module, "")
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Take the bars away."""
         for meter in (self._training, self._evaluating):
             if meter is not None:
                 meter.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from recpipe.training.signals import StopOnSignal
 def make_trainer(
     config: TrainerConfig,
     loader: TrainLoader,
-    evaluation: EvalLoader,
     evaluates: bool,
     checkpoint_io: CheckpointIO,
     callbacks: Sequence[L.Callback],
@@ -48,7 +46,7 @@ def make_trainer(
         callbacks=[
             *callbacks,
             Extent(config, loader),
-            *([Progress(config.steps(len(loader)), loader, evaluation)] if config.progress and leads else ()),
+            *([Progress(config.steps(len(loader)), loader)] if config.progress and leads else ()),
             *_checkpointing(config, len(loader), config.checkpoints(run_dir)),
         ],
         plugins=[checkpoint_io],
@@ -96,27 +94,19 @@ def fit(
 
     No evaluation where ``make_trainer`` was told that there is none.
     """
+    if resume is not None:
+        log.info("resuming from %s", resume)
+    trainer.fit(module, loader, evaluation, ckpt_path=resume)
+    if not recorder.step_seconds:
+        log.info(
+            f"no step is left to train after step {trainer.global_step:,}; to go on, raise trainer.max_steps "
+            "or trainer.max_epochs"
+        )
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     stop = next(c for c in callbacks if isinstance(c, StopOnSignal))
-    with ExitStack() as ending:
-        for shown in (c for c in callbacks if isinstance(c, Progress)):
-            ending.callback(shown.close)
-        if resume is not None:
-            log.info("resuming from %s", resume)
-        trainer.fit(module, loader, evaluation, ckpt_path=resume)
-        if not recorder.step_seconds:
-            log.info(
-                "no step is left to train after step %s, where the checkpoint stands; to go on, raise "
-                "trainer.max_steps or trainer.max_epochs",
-                f"{trainer.global_step:,}",
-            )
-        stop.agree(module.trainers)
-        if (
-            stop.received is None
-            and trainer.limit_val_batches
-            and recorder.evaluated_at != trainer.global_step
-        ):
-            trainer.validate(module, evaluation, verbose=False)
+    stop.agree(module.trainers)
+    if stop.received is None and trainer.limit_val_batches and recorder.evaluated_at != trainer.global_step:
+        trainer.validate(module, evaluation, verbose=False)
     recorder.finish()
     module.quality.close()
     module.two_cores.close()
