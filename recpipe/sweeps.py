@@ -72,6 +72,7 @@ def noted() -> Iterator[None]:
     if HydraConfig.get().mode != RunMode.MULTIRUN:
         yield
         return
+    _job_file().unlink(missing_ok=True)  # of an earlier sweep into the same folder
     try:
         yield
     except UserError as error:
@@ -87,10 +88,14 @@ def noted() -> Iterator[None]:
         raise
 
 
+def _job_file() -> Path:
+    return Path(HydraConfig.get().runtime.output_dir) / JOB_FILE
+
+
 def _note(status: int, fault: str) -> None:
-    config = HydraConfig.get()
-    folder, overrides = Path(config.runtime.output_dir), [str(word) for word in config.overrides.task]
-    _failed.append(f"  {folder}: {' '.join(overrides)} ({fault})")
+    config, file = HydraConfig.get(), _job_file()
+    overrides = [str(word) for word in config.overrides.task]
+    _failed.append(f"  {file.parent}: {' '.join(overrides)} ({fault})")
     content = {
         "job": config.job.num,
         "overrides": overrides,
@@ -99,4 +104,4 @@ def _note(status: int, fault: str) -> None:
         "fault": fault,
     }
     with suppress(OSError):  # a full disk may be why it failed
-        (folder / JOB_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

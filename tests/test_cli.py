@@ -157,6 +157,9 @@ def test_a_sweep_goes_on_after_failed_jobs_and_ends_with_its_table(job, tmp_path
         f"  {tmp_path}/sweep/2: seed=3 (row 9: another)",
     ]
     assert "error: row 3: bad label" in (tmp_path / "sweep" / "1" / "recpipe.log").read_text()
+    assert job(reported(), "-m", "seed=1,2,3,4", "hydra.sweep.dir=sweep") == 0
+    jobs = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["jobs"]
+    assert {j["state"] for j in jobs} == {"done"}, "failures of the sweep before are forgotten"
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt(), ZeroDivisionError("bug")], ids=["Ctrl-C", "a bug"])
