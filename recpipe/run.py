@@ -16,7 +16,8 @@ from omegaconf import DictConfig
 
 from recpipe.checkpoint import TableCheckpointIO
 from recpipe.clock import run_start
-from recpipe.config import knobs, typed
+from recpipe.config import active_plugins, knobs, typed
+from recpipe.console import heard, log
 from recpipe.data.make import open_dataset
 from recpipe.embedding.build import TierConfig, build_embeddings, is_sharded, plan_shards, sends_ahead
 from recpipe.embedding.tables import TableOptimizer, TableSet
@@ -40,6 +41,7 @@ from recpipe.setup import (
     resume_from,
     scratch_dir,
 )
+from recpipe.sizes import readable_bytes
 from recpipe.tasks.export import export_parameters
 from recpipe.tasks.plan import describe, print_plan
 from recpipe.tasks.profile import StepProfiler, profiling
@@ -54,6 +56,11 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     """Carry out the recipe's task; returns the content of report.json (or compare.json, assembly.json)."""
     quiet_libraries()
     run_dir = output_dir()
+    with heard(run_dir):
+        return _run_task(cfg, run_dir)
+
+
+def _run_task(cfg: DictConfig, run_dir: Path) -> dict[str, Any]:
     task = cfg.task.name
     if task not in ("train", "profile", "compare", "plan"):
         raise UserError(f"task.name={task} is unknown; choose train, profile, compare or plan")
@@ -92,6 +99,7 @@ def run_on(
     # 2. Data: a schema, two splits in time order, batches from any position.
     dataset = open_dataset(cfg.data, cfg.seed)
     require_same_data(dataset.fingerprint)
+    log.info(f"{dataset.size('train'):,} samples to train, {dataset.size('eval'):,} held out")
     steps = trainer_config.steps(dataset.num_batches("train", cfg.data.batch_size))
     tables = TableSet(
         dataset.schema.sparse,
@@ -101,6 +109,7 @@ def run_on(
     )
 
     # 3. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
+    log.info("planning: plugins %s", ", ".join(active_plugins(cfg)) or "none")
     assembly = assemble_plugins(cfg, dataset, tables, tier_config, device, steps, ranks)
     shards = None
     if is_sharded(tier_config, assembly):
@@ -117,6 +126,7 @@ def run_on(
 
     # 4. Tables in their tiers, and the model over them. A rank that only holds rows serves them here.
     reset_peak_rss()
+    log.info("building %d tables: %s", len(tables.features), readable_bytes(tables.total_bytes))
     embeddings = build_embeddings(
         tables,
         tier_config,
@@ -139,7 +149,7 @@ def run_on(
 
         if model_config.pretrained:
             names = load_pretrained(Path(model_config.pretrained).expanduser(), embeddings, tables, ranker)
-            print(f"starting from {len(names)} tensors of {model_config.pretrained}")
+            log.info("starting from %d tensors of %s", len(names), model_config.pretrained)
 
         # 5. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
         ahead = shards is not None and sends_ahead(tier_config, embeddings)
@@ -161,7 +171,9 @@ def run_on(
         stopped = fit(trainer, module, loader, evaluation, recorder, resume)
 
         # 7. What it did.
-        report = summarize(cfg, dataset, assembly, described, tables, embeddings, module, recorder, ranks)
+        report = summarize(
+            cfg, dataset, assembly, described, tables, embeddings, module, recorder, ranks, resume
+        )
         if profiler is not None:
             profiler.complete(report, model_config, len(dataset.schema.dense), tables, run_dir)
         if cfg.task.export_parameters:
@@ -169,6 +181,7 @@ def run_on(
             export_parameters(target, embeddings, tables, ranker, writes=leads)
     content = report.to_dict()
     if leads:
+        log.info("writing the report")
         # Here, not above: training does not wait for jinja2 and matplotlib.
         from recpipe.report import html, terminal
 
@@ -176,6 +189,6 @@ def run_on(
         html.write(content, run_dir)
         terminal.print_result(content, run_dir)
     if stopped is not None:
-        print(stopped)
+        log.info(stopped)
         raise KeyboardInterrupt
     return content

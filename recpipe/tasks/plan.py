@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from recpipe.console import show
 from recpipe.embedding.build import TierConfig, cache_owner
 from recpipe.embedding.shard_plan import ShardPlan
 from recpipe.embedding.sharding import Sharding
@@ -84,7 +85,13 @@ def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:
     table.add_row("resident tier", f"{readable_bytes(tiers['resident_bytes'])} on {trainers} ({rows})")
     cold = f"{readable_bytes(tiers['cold_bytes'])} ({tiers['store']})" if tiers["store"] else "-"
     table.add_row("cold tier", cold)
-    Console().print(table)
-    if plan["shards"] is not None:
-        print_shards(plan["shards"])
-        print(f"plan: {run_dir / 'plan.json'} (train by it: tiers.plan={run_dir / 'plan.json'})")
+
+    def draw(out: Console) -> None:
+        out.print(table)
+        if plan["shards"] is not None:
+            print_shards(plan["shards"], out)
+            file = run_dir / "plan.json"
+            line = f"plan: {file} (train by it: tiers.plan={file})"
+            out.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    show(draw)

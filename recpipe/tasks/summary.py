@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,7 +19,7 @@ from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks
 from recpipe.report.environment import environment
-from recpipe.report.record import DataFigures, Io, Memory, RankFigures, RunReport, Throughput
+from recpipe.report.record import DataFigures, Io, Memory, RankFigures, Resumed, RunReport, Throughput
 from recpipe.training.recorder import Recorder
 
 
@@ -32,6 +33,7 @@ def summarize(
     module: RankingModule,
     recorder: Recorder,
     ranks: Ranks,
+    resumed_from: Path | None,
 ) -> RunReport:
     """Everything that report.json holds."""
     recipe = OmegaConf.to_container(cfg, resolve=True)
@@ -71,6 +73,21 @@ def summarize(
         environment=environment(),
         history=recorder.history,
         ranks=_ranks(ranks, embeddings.collectives),
+        resumed=_resumed(resumed_from, module, recorder),
+    )
+
+
+def _resumed(checkpoint: Path | None, module: RankingModule, recorder: Recorder) -> Resumed | None:
+    if checkpoint is None:
+        return None
+    steps, total = len(recorder.step_seconds), module.samples
+    return Resumed(
+        checkpoint=str(checkpoint),
+        step=module.global_step - steps,
+        samples=None if total is None else total - recorder.samples,
+        steps=steps,
+        total_steps=module.global_step,
+        total_samples=total,
     )
 
 
