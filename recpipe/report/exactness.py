@@ -9,7 +9,12 @@ from typing import Any
 from recpipe.report import figures
 
 FACTOR = 10.0
-"""How many times what one rounding does an exact row may differ."""
+"""How many times what one rounding does an exact row may differ.
+
+Rows that add float sums in another order came to 0.4 to 1.2 times its root mean square (default recipe, 5 to
+391 steps) and up to twice its largest difference. That one jumps: under Adagrad a gradient next to zero that
+changes sign moves a weight by two learning rates, in one run some steps before the other.
+"""
 FLOOR = 2.0**-23
 """Least difference that is allowed for: float32's spacing at 1."""
 
