@@ -43,6 +43,7 @@ from recpipe.setup import (
 )
 from recpipe.sizes import readable_bytes
 from recpipe.tasks.export import export_parameters
+from recpipe.tasks.nudge import Nudge
 from recpipe.tasks.plan import describe, print_plan
 from recpipe.tasks.profile import StepProfiler, profiling
 from recpipe.tasks.summary import summarize
@@ -162,6 +163,8 @@ def run_on(
         recorder = Recorder(loader, started)
         checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads)
         callbacks = [recorder, *(owned.part for owned in assembly.callbacks)]
+        if cfg.task.nudge:
+            callbacks.append(Nudge(embeddings, module.dense))
         profiler = StepProfiler(profile, recorder, device) if profile and leads else None
         if profiler is not None:
             callbacks.insert(1, profiler)
