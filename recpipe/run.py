@@ -16,13 +16,14 @@ from omegaconf import DictConfig
 
 from recpipe.checkpoint import TableCheckpointIO
 from recpipe.clock import run_start
+from recpipe.console import heard, log
 from recpipe.data.make import open_dataset
 from recpipe.embedding.build import build_embeddings, is_sharded, plan_shards, sends_ahead
 from recpipe.embedding.tables import TableSet
 from recpipe.footprint import require_memory
 from recpipe.launch import joined, require_same_data
 from recpipe.metrics import reset_peak_rss
-from recpipe.model.matmul import vector_units, warn_without_units
+from recpipe.model.matmul import require_bfloat16_units, vector_units
 from recpipe.model.module import RankingModule
 from recpipe.model.ranker import Ranker
 from recpipe.optim import dense_optimizer, try_out
@@ -40,8 +41,10 @@ from recpipe.setup import (
     resume_from,
     scratch_dir,
 )
+from recpipe.sizes import readable_bytes
 from recpipe.tasks.config import PlanConfig
 from recpipe.tasks.export import export_parameters
+from recpipe.tasks.nudge import Nudge
 from recpipe.tasks.plan import describe, planned_ranks, print_plan
 from recpipe.tasks.profile import ProfileConfig, StepProfiler
 from recpipe.tasks.summary import summarize
@@ -56,6 +59,11 @@ def run(composed: DictConfig) -> dict[str, Any]:
     # 1. The recipe's values, typed and checked; the processes that share the work (mostly one).
     cfg = Recipe.of(composed)
     run_dir = output_dir()
+    with heard(run_dir):
+        return _run_task(cfg, run_dir)
+
+
+def _run_task(cfg: Recipe, run_dir: Path) -> dict[str, Any]:
     device = choose_device(cfg.trainer.device)
     try_out(cfg.optim.dense, device)
     with vector_units(device):
@@ -73,8 +81,8 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
     started = run_start()
     trainer_config, model_config, tier_config = cfg.trainer, cfg.model, cfg.tiers
     leads = ranks.rank == 0
-    if leads:
-        warn_without_units(model_config.precision, device)
+    if model_config.precision == "bfloat16" and not model_config.emulate_bfloat16:
+        require_bfloat16_units(device)
     profile = cfg.task if isinstance(cfg.task, ProfileConfig) else None
     if profile is not None:
         trainer_config = profile.shortened(trainer_config)
@@ -82,6 +90,7 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
     # 2. Data: a schema, two splits in time order, batches from any position.
     dataset = open_dataset(cfg.data, cfg.seed)
     require_same_data(dataset.fingerprint)
+    log.info(f"{dataset.size('train'):,} samples to train, {dataset.size('eval'):,} held out")
     steps = trainer_config.steps(dataset.num_batches("train", cfg.data.batch_size))
     tables = TableSet(
         dataset.schema.sparse,
@@ -91,6 +100,7 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
     )
 
     # 3. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
+    log.info("planning: plugins %s", ", ".join(cfg.plugins) or "none")
     assembly = assemble_plugins(cfg, dataset, tables, tier_config, device, steps, ranks)
     shards = None
     if is_sharded(tier_config, assembly):
@@ -109,6 +119,7 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
 
     # 4. Tables in their tiers, and the model over them. A rank that only holds rows serves them here.
     reset_peak_rss()
+    log.info("building %d tables: %s", len(tables.features), readable_bytes(tables.total_bytes))
     embeddings = build_embeddings(
         tables,
         tier_config,
@@ -131,7 +142,7 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
 
         if model_config.pretrained:
             names = load_pretrained(Path(model_config.pretrained).expanduser(), embeddings, tables, ranker)
-            print(f"starting from {len(names)} tensors of {model_config.pretrained}")
+            log.info("starting from %d tensors of %s", len(names), model_config.pretrained)
 
         # 5. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
         ahead = shards is not None and sends_ahead(tier_config, embeddings)
@@ -144,6 +155,8 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
         recorder = Recorder(loader, started)
         checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads)
         callbacks = [recorder, *(owned.part for owned in assembly.callbacks)]
+        if cfg.task.nudge:
+            callbacks.append(Nudge(embeddings, module.dense))
         profiler = StepProfiler(profile, recorder, device) if profile and leads else None
         if profiler is not None:
             callbacks.insert(1, profiler)
@@ -153,7 +166,9 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
         stopped = fit(trainer, module, loader, evaluation, recorder, resume)
 
         # 7. What it did.
-        report = summarize(cfg, dataset, assembly, described, tables, embeddings, module, recorder, ranks)
+        report = summarize(
+            cfg, dataset, assembly, described, tables, embeddings, module, recorder, ranks, resume
+        )
         if profiler is not None:
             profiler.complete(report, model_config, len(dataset.schema.dense), tables, run_dir)
         if cfg.task.export_parameters:
@@ -161,6 +176,7 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
             export_parameters(target, embeddings, tables, ranker, writes=leads)
     content = report.to_dict()
     if leads:
+        log.info("writing the report")
         # Here, not above: training does not wait for jinja2 and matplotlib.
         from recpipe.report import html, terminal
 
@@ -168,6 +184,6 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
         html.write(content, run_dir)
         terminal.print_result(content, run_dir)
     if stopped is not None:
-        print(stopped)
+        log.info(stopped)
         raise KeyboardInterrupt
     return content

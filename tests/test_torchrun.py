@@ -63,7 +63,7 @@ def torchrun(folder: Path, ranks: int, *overrides: str, base: Recipe = SMALL) ->
 
 
 def alone(folder: Path, *overrides: str, base: Recipe = SMALL) -> dict:
-    """The report of one process that has, as torchrun's have, one thread: with two, products round differently."""
+    """The report of one process with one thread, as torchrun's have: with two, products round differently."""
     with one_thread():
         return run(compose([*base, f"task.export_parameters={folder / 'parameters'}", *overrides], folder))
 
@@ -136,7 +136,7 @@ def test_a_signal_stops_all_ranks_after_one_step_with_a_checkpoint_to_resume(tmp
     process = start(tmp_path / "run", 2, *recipe, "trainer.max_epochs=50", "trainer.eval_every=20")
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith("step"):
+        if "train loss" in line:
             break
     workers = [int(pid) for pid in re.findall(r"\d+", _children(process.pid))]
     os.kill(workers[-1], signal.SIGTERM)
@@ -148,7 +148,8 @@ def test_a_signal_stops_all_ranks_after_one_step_with_a_checkpoint_to_resume(tmp
     more = ("tiers.policy=lru", "data.samples=40000", f"resume={saved[0]}", f"trainer.max_steps={step + 3}")
     status, out, err = torchrun(tmp_path / "more", 2, *more)
     assert status == 0, err
-    assert f"resuming from {saved[0]}" in out
+    assert out.count(f"resuming from {saved[0]}") == 1, "rank 0 alone tells"
+    assert out == next(tmp_path.glob("more/outputs/*/*/recpipe.log")).read_text()
 
 
 def _children(parent: int) -> str:

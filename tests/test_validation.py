@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from annotated_types import Interval
 
-from recpipe.errors import UserError, shown
+from recpipe.errors import UserError
 from recpipe.validation import Count, FilePath, Positive, Text, chosen, fitted, one_of, typed
 
 
@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_named(values: Any, message: str) -> None:
         (Annotated[str, one_of("lru", "lfu")], "lruu", "k=lruu is unknown; did you mean lru?"),
         (Annotated[str, one_of("lru", "lfu")], "x", "k=x is unknown; choose one of lru, lfu"),
         (Count, 10**30, f"k={10**30}: must be less than or equal to 9223372036854775807"),
-        (FilePath, "a" * 300, f"k={'a' * 40}... is too long for a path"),
+        (FilePath, "a" * 300, "k=aaaaa is too long for a path"),
         (FilePath, "a/" * 3000, "is too long for a path"),
         (FilePath, "a\0b", "k=a\\x00b is no path: it holds a zero byte"),
         (str, "\udcff", "k=\\udcff: holds bytes that are no UTF-8 text"),
@@ -81,8 +81,3 @@ def test_what_fits_is_given_back() -> None:
     assert fitted(Text, 2024, "k") == "2024"
     assert fitted(FilePath, "nowhere/file", "k") == "nowhere/file"
     assert fitted(float, 3, "k") == 3.0
-
-
-def test_values_are_shown_in_one_short_line() -> None:
-    assert shown("a\nb\x1b[31m") == "a\\nb\\x1b[31m"
-    assert shown("x" * 50) == "x" * 40 + "..."

@@ -40,6 +40,8 @@ class ModelConfig:
     """A safetensors file to start from, as ``recpipe unshard`` writes it."""
     precision: Annotated[str, one_of("float32", "bfloat16")] = "float32"
     """What the dense part multiplies matrices in while it trains; weights stay float32."""
+    emulate_bfloat16: bool = False
+    """Whether bfloat16 is wanted on a CPU without units for it, too."""
 
 
 class Ranker(nn.Module):

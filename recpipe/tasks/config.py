@@ -19,6 +19,8 @@ class TaskConfig:
 
     name: str
     export_parameters: FilePath | None = None
+    nudge: bool = False
+    """Whether every first weight is moved to a neighbouring float32."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from recpipe.data.dataset import Dataset
@@ -17,7 +18,7 @@ from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks
 from recpipe.recipe import Recipe
 from recpipe.report.environment import environment
-from recpipe.report.record import DataFigures, Io, Memory, RankFigures, RunReport, Throughput
+from recpipe.report.record import DataFigures, Io, Memory, RankFigures, Resumed, RunReport, Throughput
 from recpipe.training.recorder import Recorder
 
 
@@ -31,6 +32,7 @@ def summarize(
     module: RankingModule,
     recorder: Recorder,
     ranks: Ranks,
+    resumed_from: Path | None,
 ) -> RunReport:
     """Everything that report.json holds."""
     last = recorder.history[-1] if recorder.history else None
@@ -68,6 +70,21 @@ def summarize(
         environment=environment(),
         history=recorder.history,
         ranks=_ranks(ranks, embeddings.collectives),
+        resumed=_resumed(resumed_from, module, recorder),
+    )
+
+
+def _resumed(checkpoint: Path | None, module: RankingModule, recorder: Recorder) -> Resumed | None:
+    if checkpoint is None:
+        return None
+    steps, total = len(recorder.step_seconds), module.samples
+    return Resumed(
+        checkpoint=str(checkpoint),
+        step=module.global_step - steps,
+        samples=None if total is None else total - recorder.samples,
+        steps=steps,
+        total_steps=module.global_step,
+        total_samples=total,
     )
 
 
