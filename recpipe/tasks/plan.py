@@ -24,8 +24,10 @@ from recpipe.tasks.config import PlanConfig, TaskConfig
 from recpipe.tasks.plan_shards import described, print_shards
 
 MOST_SHARDS = 25_000
-"""Tables times ranks that task=plan plans for: about two minutes of one core. TorchRec's planner estimates and
-copies every shard of every way to place a table: 4 ms for each rank and table, measured for 26 and 256."""
+"""Tables times ranks that task=plan plans for: two minutes of one core.
+
+TorchRec's planner estimates and copies every shard of every way to place a table: 4 ms for each rank and table,
+measured for 256 and 26."""
 
 
 def planned_ranks(task: TaskConfig, tables: int) -> int | None:
@@ -34,8 +36,8 @@ def planned_ranks(task: TaskConfig, tables: int) -> int | None:
     most = max(1, MOST_SHARDS // tables)
     if ranks is not None and ranks > most:
         raise UserError(
-            f"task.ranks={ranks}: planning takes time for each rank and table; {tables} tables are planned for "
-            f"at most {most} ranks"
+            f"task.ranks={ranks}: planning takes time for each rank and table; {tables} tables are planned "
+            f"for at most {most} ranks"
         )
     return ranks
 
