@@ -26,8 +26,8 @@ from recpipe.tasks.plan_shards import described, print_shards
 MOST_SHARDS = 25_000
 """Tables times ranks that task=plan plans for: two minutes of one core.
 
-TorchRec's planner estimates and copies every shard of every way to place a table: 4 ms for each rank and table,
-measured for 256 and 26."""
+TorchRec's planner estimates and copies every shard of every way to place a table: 4 ms for each rank and
+table, measured for 256 and 26."""
 
 
 def planned_ranks(task: TaskConfig, tables: int) -> int | None:
