@@ -251,11 +251,13 @@ class Plugin(ABC):
     """The ``API`` that the plugin was written for; write the numbers, do not copy the name."""
     torchrec: ClassVar[str] = ""
     """Versions it works with, such as ``>=1.6,<1.9``; empty: all that recpipe supports."""
-    requires: ClassVar[tuple[str, ...]] = ()
-    conflicts: ClassVar[tuple[str, ...] | Mapping[str, str]] = ()
+    requires: tuple[str, ...] = ()
+    """Plugins that must run beside this one. Where knobs decide it, ``__init__`` sets this and the three
+    below on the object: conflicts are judged by what each plugin object says."""
+    conflicts: tuple[str, ...] | Mapping[str, str] = ()
     """Plugins that this one cannot run with; as a mapping, each with the reason."""
-    relies_on: ClassVar[frozenset[Invariant]] = frozenset()
-    alters: ClassVar[frozenset[Invariant]] = frozenset()
+    relies_on: frozenset[Invariant] = frozenset()
+    alters: frozenset[Invariant] = frozenset()
     """What a run with this plugin does not keep; one that alters nothing reproduces the run without it."""
 
     @abstractmethod
