@@ -30,12 +30,13 @@ def describe(
     bfloat16: bool = False,
 ) -> dict[str, Any]:
     """Content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
-    owner = cache_owner(tiers, assembly)
+    owner = cache_owner(tiers, assembly, tables)
     resident = {"resident": tables.total_bytes, "nocache": 0}.get(
         owner, tiers.budget(tables) - assembly.device_bytes
     )
     return {
         **assembly.to_dict(),
+        **({} if tiers.plan is None else {"planner": None}),  # the file says where tables go
         "altered": sorted({*(i.name for i in assembly.altered), *_altered(shards, bfloat16)}),
         "cache": owner,
         "sharded": shards is not None,
