@@ -88,7 +88,9 @@ GREEDY = "# @package _global_\nseed: 2\ndata: {name: mine}\nplugins: {bad: {knob
         ("# @package _global_\n" + "".join(f"k{i}: 0\n" for i in range(7)), "k0, k1, k2, k3, k4 and 2 more"),
     ],
 )
-def test_yaml_that_sets_more_than_its_knobs_is_refused_where_it_is_used(framework, install, yaml, keys) -> None:
+def test_yaml_that_sets_more_than_its_knobs_is_refused_where_it_is_used(
+    framework, install, yaml, keys
+) -> None:
     package = install("bad", yaml)
     install("good")
     said = rf"plugin 'bad': {package}/conf/plugin/bad.yaml sets {re.escape(keys)}.*# @package plugins.bad'"
