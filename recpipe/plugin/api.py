@@ -135,12 +135,13 @@ class TablePolicy:
         return None
 
     def rewrite(self, module: nn.Module, tables: Sequence[str]) -> nn.Module:
-        """The embedding module with ``tables`` changed (aspects ``precision`` and ``update``)."""
+        """The embedding module with ``tables`` changed (aspects ``precision`` and ``update``): another
+        ``TableCollection``, around or instead of ``module``. Called once for all tables of the policy."""
         return module
 
     def data_type(self, name: str) -> str | None:
-        """TorchRec's name of the type that stores a sharded table (``fp32``, ``fp16``, ``bf16``; aspect
-        ``precision``); None: float32."""
+        """The type that stores a table (``fp32``, ``fp16``, ``bf16``; aspect ``precision``); other than
+        ``fp32`` shards the tables. None: float32."""
         return None
 
     def cache(self, space: RowSpace) -> CachePolicy:
@@ -229,7 +230,8 @@ class Contribution:
     planner: PlannerFactory | None = None
     """Slot: the TorchRec planner."""
     sharders: Mapping[type[nn.Module], ModuleSharder[Any]] = field(default_factory=dict)
-    """Keyed: one sharder for each module type."""
+    """Keyed: TorchRec's sharder of ``EmbeddingBagCollection``; it is given the run's fused optimizer,
+    kernel and codecs."""
     codecs: Mapping[tuple[CommOp, Direction], QuantizedCommCodec[Any]] = field(default_factory=dict)
     """Keyed: one codec for each collective and direction."""
     device_bytes: int = 0

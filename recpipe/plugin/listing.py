@@ -91,5 +91,8 @@ def print_plugins() -> int:
     console.print(table)
     for row in filter(lambda row: row.fault, rows):
         print(f"broken: {row.origin.plugin}: {row.fault}")
+    print(
+        "Shown for the values of each plugin's yaml; what other knobs make of it: task=plan +plugin=NAME ..."
+    )
     console.print("Switch one on: python -m recpipe +plugin=NAME. Two: '+plugin=[a,b]'.", markup=False)
     return 0

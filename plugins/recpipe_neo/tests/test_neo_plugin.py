@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from recpipe_neo.plugin import Neo
 
+from recpipe.config import compose
 from recpipe.plugin.api import Invariant, TableInfo
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.plugin.listing import SAMPLE, default_knobs
 from recpipe.plugin.load import activate, installed
-from recpipe.plugin.testing import Trained
+from recpipe.plugin.testing import SMALL, Trained
+from recpipe.run import run
 from recpipe.testing import PluginSuite
 
 KNOBS: dict[str, Any] = {
@@ -137,3 +140,10 @@ def test_tables_in_lower_precision_conflict_with_who_relies_on_their_layout(othe
             PluginConflict, match=f"'{other}' relies on this: tables keep the rows.*'neo' alters"
         ):
             activate({name: knobs[name] for name in order})
+
+
+def test_a_plan_from_a_file_names_no_planner(tmp_path: Path) -> None:
+    recipe = [*SMALL, "task=plan", "+plugin=neo", "plugins.neo.planner=torchrec"]
+    assert run(compose(recipe, tmp_path))["planner"] == "neo"
+    by_file = [*recipe, f"tiers.plan={tmp_path / 'plan.json'}"]
+    assert run(compose(by_file, tmp_path / "again"))["planner"] is None
