@@ -64,13 +64,12 @@ def refuse_limit(
 ) -> None:
     """``PluginError`` on constraints that would be without effect on ``device``."""
     on_cpu = device.type == "cpu"
-    said = {field: getattr(limit, field) for field in (*IGNORED, *GPU_ONLY)}
-    for field, value in said.items():
-        ignored = field in IGNORED or on_cpu
-        if value and ignored and value != device.type:
-            who = "recpipe's plans do not carry it" if field in IGNORED else "FBGEMM ignores it on a CPU"
+    for field in (*IGNORED, *GPU_ONLY) if on_cpu else IGNORED:
+        value = getattr(limit, field)
+        if value and value != device.type:
+            why = "recpipe's plans do not carry it" if field in IGNORED else "FBGEMM ignores it on a CPU"
             raise PluginError(
-                f"plugin {owner.origin}: constrain() of table '{table}' sets {field}={value}, but {who}; "
+                f"plugin {owner.origin}: constrain() of table '{table}' sets {field}={value}, but {why}; "
                 "leave it out"
             )
     kernels = limit.compute_kernels or ()

@@ -76,37 +76,41 @@ def knobs_in(folder: Path, name: str) -> dict[str, Any]:
 
     Raises ``PluginError`` that names the file and the keys where it sets anything else, and ``YAMLError``.
     """
-    file = folder / GROUP / f"{name}.yaml"
-    try:
-        loaded = FileConfigSource(GROUP, f"file://{folder}").load_config(f"{GROUP}/{name}")
-    except (OSError, ValueError) as fault:
-        raise PluginError(f"plugin '{name}': {file} cannot be read: {fault}. {_remedy(name)}") from fault
-    content = OmegaConf.to_container(loaded.config, resolve=False)
-    if not isinstance(content, dict):
-        raise PluginError(f"plugin '{name}': {file} must map knobs to values. {_remedy(name)}")
-    defaults = [entry for entry in content.pop("defaults", None) or [] if entry != "_self_"]
-    foreign = [f"defaults: {entry}" for entry in defaults]
-    node: Any = content
-    package = (loaded.header["package"] or GROUP).removeprefix("_global_").strip(".")
-    for part in reversed(package.split(".") if package else []):
-        node = {part: node}
-    foreign += _outside(node, (), ("plugins", name))
+    who = f"plugin '{name}': {folder / GROUP / f'{name}.yaml'}"
+    node, defaults = _read(folder, name, who)
+    foreign = [*defaults, *_outside(node, (), ("plugins", name))]
     if foreign:
         rest = f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
         raise PluginError(
-            f"plugin '{name}': {file} sets {', '.join(foreign[:SHOWN])}{rest}, but may set plugins.{name} "
-            f"alone: a plugin must not change the rest of a run unseen. {_remedy(name)}. Whoever wants "
-            "such values sets them on the command line or in an experiment's yaml"
+            f"{who} sets {', '.join(foreign[:SHOWN])}{rest}, but may set plugins.{name} alone: a plugin must "
+            f"not change the rest of a run unseen. {_remedy(name)}. Whoever wants such values sets them on "
+            "the command line or in an experiment's yaml"
         )
-    own = node.get("plugins", {}).get(name, ...)
-    if own is ...:
+    if name not in node.get("plugins", {}):
         raise PluginError(
-            f"plugin '{name}': {file} sets nothing under plugins.{name}, so no plugin would be active. "
-            f"{_remedy(name)}"
+            f"{who} sets nothing under plugins.{name}, so no plugin would be active. {_remedy(name)}"
         )
+    own = node["plugins"][name]
     if not isinstance(own, dict | None):
-        raise PluginError(f"plugin '{name}': {file} must map knobs to values. {_remedy(name)}")
+        raise PluginError(f"{who} must map knobs to values. {_remedy(name)}")
     return {str(knob): value for knob, value in (own or {}).items()}
+
+
+def _read(folder: Path, name: str, who: str) -> tuple[dict[str, Any], list[str]]:
+    """What the yaml adds to a recipe, from its root on, and the entries of its defaults list."""
+    try:
+        loaded = FileConfigSource(GROUP, f"file://{folder}").load_config(f"{GROUP}/{name}")
+    except (OSError, ValueError) as fault:
+        raise PluginError(f"{who} cannot be read: {fault}. {_remedy(name)}") from fault
+    node: Any = OmegaConf.to_container(loaded.config, resolve=False)
+    if not isinstance(node, dict):
+        raise PluginError(f"{who} must map knobs to values. {_remedy(name)}")
+    listed = node.pop("defaults", None) or []
+    entries = listed if isinstance(listed, list) else [listed]
+    package = (loaded.header["package"] or GROUP).removeprefix("_global_").strip(".")
+    for part in reversed(package.split(".") if package else []):
+        node = {part: node}
+    return node, [f"defaults: {entry}" for entry in entries if entry != "_self_"]
 
 
 def _outside(node: Any, at: tuple[str, ...], own: tuple[str, ...]) -> Iterator[str]:

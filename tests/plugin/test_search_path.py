@@ -83,33 +83,32 @@ GREEDY = "# @package _global_\nseed: 2\ndata: {name: mine}\nplugins: {bad: {knob
         ("# @package plugins\nbad: {knob: 1}\nother: {knob: 2}\n", "plugins.other.knob"),
         ("# @package plugins.other\nknob: 2\n", "plugins.other.knob"),
         ("# @package plugins.bad\ndefaults: [override /data: logs, _self_]\n", "defaults: {'override /data"),
+        ("# @package plugins.bad\ndefaults: 3\nknob: 1\n", "defaults: 3"),
         ("# @package _global_\nhydra: {job: {chdir: true}}\n", "hydra.job.chdir"),
         ("# @package _global_\nplugins: 3\n", "plugins"),
         ("# @package _global_\n" + "".join(f"k{i}: 0\n" for i in range(7)), "k0, k1, k2, k3, k4 and 2 more"),
     ],
 )
-def test_yaml_that_sets_more_than_its_knobs_is_refused_where_it_is_used(
-    framework, install, yaml, keys
-) -> None:
+def test_yaml_that_sets_more_than_its_knobs_is_refused(framework, install, yaml, keys) -> None:
     package = install("bad", yaml)
-    install("good")
     said = rf"plugin 'bad': {package}/conf/plugin/bad.yaml sets {re.escape(keys)}.*# @package plugins.bad'"
+    with pytest.raises(UserError, match=said) as refused:
+        config.compose(["+plugin=bad"])
+    assert "\n" not in str(refused.value)
+
+
+def test_such_yaml_is_refused_wherever_it_is_used_and_disturbs_nobody_else(framework, install) -> None:
+    install("bad", GREEDY)
+    install("good")
     write(framework / "experiment" / "both.yaml", "# @package _global_\ndefaults: [/plugin: [good, bad]]\n")
-    rows = parse_rows(["lru", "good", "bad", "good+bad"], installed())
-    for overrides in (
-        ["+plugin=bad"],
-        ["+plugin=[good,bad]"],
-        ["+experiment=both"],
-        rows[2].overrides(),
-        rows[3].overrides(),
-    ):
-        with pytest.raises(UserError, match=said) as refused:
+    good, bad, both = parse_rows(["good", "bad", "good+bad"], installed())
+    for overrides in (["+plugin=[good,bad]"], ["+experiment=both"], bad.overrides(), both.overrides()):
+        with pytest.raises(UserError, match="bad.yaml sets seed, data.name"):
             config.compose(overrides)
-        assert "\n" not in str(refused.value)
-    assert config.compose(["+plugin=good"]).seed == 1
-    assert config.compose(rows[1].overrides()).data.name == "core"
+    recipe = config.compose(good.overrides())
+    assert (recipe.seed, recipe.data.name, list(recipe.plugins)) == (1, "core", ["good"])
     assert {"good", "bad"} <= config.choices()["plugin"]
-    assert re.search(said, describe(installed()["bad"]).fault)
+    assert "bad.yaml sets seed, data.name" in describe(installed()["bad"]).fault
 
 
 @pytest.mark.parametrize(
