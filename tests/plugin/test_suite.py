@@ -137,15 +137,16 @@ class P(Plugin):
 @pytest.mark.parametrize(
     ("yaml", "code"),
     [
-        ("# @package _global_\ntiers: {resident_bytes: 100%}\nplugins: {broken: {}}\n", None),
+        ("# @package _global_\ntiers: {resident_bytes: 100%}\nplugins: {broken: {}}\n", "Contribution()"),
         ("# @package plugins.broken\n{}\n", None),
         ("# @package plugins.broken\nknob: [\n", None),
-        ("# @package plugins.broken\n{}\n", "contribute fails"),
+        ("# @package plugins.broken\n{}\n", "1 / 0"),
     ],
 )
 def test_a_broken_package_of_others_fails_nobodys_suite(tmp_path, monkeypatch, yaml, code) -> None:
-    fails = "from recpipe import Plugin\nclass P(Plugin):\n    def contribute(self, ctx): return 1 / 0\n"
-    write_package(tmp_path, "broken", yaml, code and fails)
+    imports = "from recpipe import Contribution, Plugin\n"
+    plugin = f"{imports}class P(Plugin):\n    def contribute(self, ctx): return {code}\n"
+    write_package(tmp_path, "broken", yaml, code and plugin)
     found = {name: ep for name, ep in installed().items() if name in ("broken", "poison")}
     monkeypatch.setattr(testing, "installed", lambda: found)
 
