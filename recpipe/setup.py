@@ -96,7 +96,7 @@ def assemble_plugins(
         prefer={slot: name for slot, name in cfg.compose.prefer.items() if name},
         resident_bytes=context.resident_bytes,
     )
-    cache_owner(tiers, assembly)
+    cache_owner(tiers, assembly, tables)
     return assembly
 
 

@@ -7,6 +7,7 @@ these, this file is the place to mend.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from inspect import Signature, signature
@@ -83,6 +84,14 @@ def local_shards(parallel: DistributedModelParallel, table: str) -> list[LocalSh
         row, column = shard.metadata.shard_offsets
         shards.append(LocalShard(row, column, tensor, state))
     return shards
+
+
+def equipped(sharder: Any, fused: Mapping[str, Any], codecs: Mapping[str, Any]) -> Any:
+    """A copy of an embedding ``sharder`` with what it leaves open of its fused parameters and codecs."""
+    made = copy(sharder)
+    made._fused_params = {**fused, **(sharder.fused_params or {})}
+    made._qcomm_codecs_registry = {**codecs, **(sharder.qcomm_codecs_registry or {})}
+    return made
 
 
 def replicated_lookups(parallel: DistributedModelParallel) -> list[DistributedDataParallel]:

@@ -24,8 +24,8 @@ from recpipe.tasks.config import PlanConfig, TaskConfig
 from recpipe.tasks.plan_shards import described, print_shards
 
 MOST_SHARDS = 25_000
-"""Tables times ranks that task=plan plans for: about two minutes of one core. TorchRec's planner estimates and
-copies every shard of every way to place a table: 4 ms for each rank and table, measured for 26 and 256."""
+"""Tables times ranks that task=plan plans for: about two minutes of one core. TorchRec's planner estimates
+and copies every shard of every way to place a table: 4 ms for each rank and table, measured for 26 and 256."""
 
 
 def planned_ranks(task: TaskConfig, tables: int) -> int | None:
@@ -34,8 +34,8 @@ def planned_ranks(task: TaskConfig, tables: int) -> int | None:
     most = max(1, MOST_SHARDS // tables)
     if ranks is not None and ranks > most:
         raise UserError(
-            f"task.ranks={ranks}: planning takes time for each rank and table; {tables} tables are planned for "
-            f"at most {most} ranks"
+            f"task.ranks={ranks}: planning takes time for each rank and table; {tables} tables are planned "
+            f"for at most {most} ranks"
         )
     return ranks
 
@@ -49,12 +49,13 @@ def describe(
     bfloat16: bool = False,
 ) -> dict[str, Any]:
     """Content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
-    owner = cache_owner(tiers, assembly)
+    owner = cache_owner(tiers, assembly, tables)
     resident = {"resident": tables.total_bytes, "nocache": 0}.get(
         owner, tiers.budget(tables) - assembly.device_bytes
     )
     return {
         **assembly.to_dict(),
+        **({} if tiers.plan is None else {"planner": None}),  # the file says where tables go
         "altered": sorted({*(i.name for i in assembly.altered), *_altered(shards, bfloat16)}),
         "cache": owner,
         "sharded": shards is not None,

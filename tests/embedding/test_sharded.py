@@ -117,6 +117,10 @@ def test_a_plan_that_splits_rows_is_refused_or_declared() -> None:
         (ShardPlan(2, {n: t for n, t in plan().tables.items() if n != "c"}), "the table 'c'"),
         (plan(c=replace(plan().tables["c"], rows=4)), "'c' with 4 x 256 values, the recipe with 3 x 256"),
         (plan(b=columns()), "'b' is column_wise, but only table_wise is allowed"),
+        (
+            plan(b=replace(plan().tables["b"], kernel="fused_uvm")),
+            "'b' is planned for the kernel fused_uvm, but tiers.kernel and the plugins allow fused or dense",
+        ),
     ],
 )
 def test_plans_for_something_else_are_refused(wrong, words) -> None:
