@@ -46,8 +46,11 @@ from recpipe.tasks.profile import StepProfiler, profiling
 from recpipe.tasks.summary import summarize
 from recpipe.tasks.unshard import load_pretrained
 from recpipe.training.config import TrainerConfig
+from recpipe.training.figures import FigureLogger
+from recpipe.training.loggers import make_logger
 from recpipe.training.recorder import Recorder
-from recpipe.training.trainer import fit, make_trainer
+from recpipe.training.signals import interruptible
+from recpipe.training.trainer import fit, make_callbacks, make_trainer
 
 
 def run(cfg: DictConfig) -> dict[str, Any]:
@@ -64,7 +67,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
 
             refuse_ranks("task=compare")
             return compare(cfg, run_dir)
-        return _run_by_ranks(cfg, run_dir, device)
+        with interruptible():
+            return _run_by_ranks(cfg, run_dir, device)
 
 
 def _run_by_ranks(cfg: DictConfig, run_dir: Path, device: torch.device) -> dict[str, Any]:
@@ -88,6 +92,9 @@ def run_on(
     profile = profiling(cfg)
     if profile is not None:
         trainer_config = profile.shortened(trainer_config)
+    checkpoints = trainer_config.checkpoints(run_dir)
+    logger = make_logger(trainer_config.logger, run_dir) if leads else None
+    own_callbacks = make_callbacks(trainer_config.callbacks, checkpoints)
 
     # 2. Data: a schema, two splits in time order, batches from any position.
     dataset = open_dataset(cfg.data, cfg.seed)
@@ -151,13 +158,18 @@ def run_on(
         # 6. Lightning runs the loop.
         recorder = Recorder(loader, started)
         checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads)
-        callbacks = [recorder, *(owned.part for owned in assembly.callbacks)]
+        figures = FigureLogger(recorder)
+        callbacks = [recorder, figures, *(owned.part for owned in assembly.callbacks), *own_callbacks]
         profiler = StepProfiler(profile, recorder, device) if profile and leads else None
         if profiler is not None:
             callbacks.insert(1, profiler)
         evaluates = len(evaluation) > 0 and profile is None
-        trainer = make_trainer(trainer_config, loader, evaluates, checkpoint_io, callbacks, run_dir, leads)
-        resume = resume_from(cfg.resume, trainer_config.checkpoints(run_dir))
+        trainer = make_trainer(
+            trainer_config, loader, evaluates, checkpoint_io, callbacks, logger, run_dir, trainers
+        )
+        if logger is not None:
+            logger.log_hyperparams(knobs(cfg, "the recipe"))
+        resume = resume_from(cfg.resume, checkpoints)
         stopped = fit(trainer, module, loader, evaluation, recorder, resume)
 
         # 7. What it did.

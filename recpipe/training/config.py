@@ -6,8 +6,11 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from recpipe.errors import UserError
+
+LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,10 @@ class TrainerConfig:
     checkpoint_every: int | float | None
     keep_checkpoints: int
     checkpoint_dir: str | None
-    logger: str | None
+    logger: str | dict[str, Any] | None
+    """A name, or what ``recpipe.targets`` makes a Lightning logger of."""
+    callbacks: list[dict[str, Any]]
+    """Of which it makes Lightning callbacks."""
     progress: bool
 
     def __post_init__(self) -> None:
@@ -35,8 +41,11 @@ class TrainerConfig:
                 raise UserError(
                     f"trainer.{name}={every}: give a whole number of steps, or a share of an epoch (0.25)"
                 )
-        if self.logger not in (None, "csv", "tensorboard"):
-            raise UserError(f"trainer.logger={self.logger} is unknown; choose csv, tensorboard or null")
+        if isinstance(self.logger, str) and self.logger not in LOGGERS:
+            raise UserError(
+                f"trainer.logger={self.logger} is unknown; choose {', '.join(LOGGERS)}, null, or any Lightning "
+                "logger: {_target_: package.Class, ...}"
+            )
 
     def interval(self, every: int | float, steps_per_epoch: int) -> int:
         """``every`` as a number of steps, at most an epoch's; shares are of the run when that is shorter."""
