@@ -112,6 +112,24 @@ class StopOnSignal(L.Callback):
             self._save(trainer)
         self._give_back()
 
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Between a step and its evaluation, or within it: an evaluation in its first batch.
+
+        That Lightning makes on resuming, and whole. It would leave the first one out and cut the second one
+        short, and what monitors their figures would go another way.
+        """
+        loops = checkpoint["loops"]["fit_loop"]
+        trained, evaluated = loops["epoch_loop.batch_progress"], loops["epoch_loop.val_loop.batch_progress"]
+        now, done = trained["current"], evaluated["current"]
+        before = now["completed"] < now["processed"] and sum(trainer.num_val_batches)
+        before = before and now["processed"] % trainer.val_check_batch == 0
+        if before or done["processed"] < done["started"]:
+            for count in ("total", "current"):
+                trained[count]["completed"] = trained[count]["processed"]
+                evaluated[count] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give the signals back."""
         self._give_back()
