@@ -83,9 +83,10 @@ def test_an_evaluation_that_a_kill_cut_off_is_made_on_resuming(trained, tmp_path
         step(self, batch, index if self.global_step < EPOCH else 1 / 0)
 
     whole = trained("whole", *recipe)
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+    with monkeypatch.context() as patch:
         patch.setattr(RankingModule, "validation_step", killed)
-        trained("killed", *recipe)
+        with pytest.raises(ZeroDivisionError):
+            trained("killed", *recipe)
     assert newest(tmp_path / "killed").name == f"step-{EPOCH:08d}.ckpt"
     assert identical(trained("rest", *recipe, f"resume={tmp_path}/killed"), whole)
 
@@ -129,7 +130,8 @@ def test_before_the_first_step_there_is_nothing_to_save(trained, tmp_path, monke
 
 def test_while_a_checkpoint_is_loaded(trained, tmp_path, monkeypatch) -> None:  # noqa: F811
     trained("part", "trainer.max_steps=4", "trainer.checkpoint_every=4")
-    monkeypatch.setattr(TableCheckpointIO, "load_checkpoint", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    interrupted = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+    monkeypatch.setattr(TableCheckpointIO, "load_checkpoint", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trained("rest", f"resume={tmp_path}/part")
 

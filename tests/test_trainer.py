@@ -280,6 +280,7 @@ VALUES = {
     "keep_checkpoints": 2,
     "checkpoint_dir": None,
     "logger": None,
+    "callbacks": [],
     "progress": False,
 }
 
@@ -292,7 +293,7 @@ VALUES = {
         ({"eval_every": 0}, "eval_every=0"),
         ({"eval_every": 1.5}, "eval_every=1.5"),
         ({"checkpoint_every": -0.1}, "checkpoint_every=-0.1"),
-        ({"logger": "wandb"}, "logger=wandb is unknown"),
+        ({"logger": "comet"}, "logger=comet is unknown; choose csv, tensorboard, wandb, mlflow"),
     ],
 )
 def test_bad_values_are_refused(change, words) -> None:

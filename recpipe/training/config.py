@@ -43,8 +43,8 @@ class TrainerConfig:
                 )
         if isinstance(self.logger, str) and self.logger not in LOGGERS:
             raise UserError(
-                f"trainer.logger={self.logger} is unknown; choose {', '.join(LOGGERS)}, null, or any Lightning "
-                "logger: {_target_: package.Class, ...}"
+                f"trainer.logger={self.logger} is unknown; choose {', '.join(LOGGERS)}, null, or any "
+                "Lightning logger: {_target_: package.Class, ...}"
             )
 
     def interval(self, every: int | float, steps_per_epoch: int) -> int:

@@ -22,9 +22,9 @@ class FigureLogger(L.Callback):
     """Hands figures to the trainer's loggers and, as ``trainer.callback_metrics``, to other callbacks.
 
     ``train/loss`` (mean since the last time) and ``train/samples_per_second`` every ``LOG_EVERY`` steps, with
-    each evaluation and after the last step; ``val/auc``, ``val/logloss`` and ``val/ne`` with each evaluation. Their
-    step is ``trainer.global_step``, the optimizer steps done. Not by ``self.log``, which knows the step only
-    from within it and makes every step dearer. Place this behind ``recorder``, whose clock it uses.
+    each evaluation and after the last step; ``val/auc``, ``val/logloss`` and ``val/ne`` with each evaluation.
+    Their step is ``trainer.global_step``, the optimizer steps done. Not by ``self.log``, whose steps are one
+    less and which makes every step dearer. Place this behind ``recorder``, whose clock it uses.
     """
 
     def __init__(self, recorder: Recorder) -> None:

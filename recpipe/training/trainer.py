@@ -27,10 +27,7 @@ from recpipe.training.strategy import AgreeingStrategy
 
 def make_callbacks(chosen: Sequence[Mapping[str, Any]], checkpoints: Path) -> list[L.Callback]:
     """The user's own, of ``trainer.callbacks``; checkpoints go where the others do, unless they say where."""
-    made = [
-        make(L.Callback, wanted, f"trainer.callbacks[{index}]")  # type: ignore[type-abstract]
-        for index, wanted in enumerate(chosen)
-    ]
+    made = [make(L.Callback, wanted, f"trainer.callbacks[{index}]") for index, wanted in enumerate(chosen)]
     for callback in made:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
             callback.dirpath = str(checkpoints.absolute())
