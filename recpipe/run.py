@@ -181,10 +181,11 @@ def run_on(
             export_parameters(target, embeddings, tables, ranker, writes=leads)
     content = report.to_dict()
     if leads:
+        report.write(run_dir)
+    if leads and stopped is None:  # whoever stops a run does not wait for plots
         # Here, not above: training does not wait for jinja2 and matplotlib.
         from recpipe.report import html, terminal
 
-        report.write(run_dir)
         html.write(content, run_dir)
         terminal.print_result(content, run_dir)
     if stopped is not None:
