@@ -124,7 +124,8 @@ def fit(
     if not recorder.step_seconds:
         print(f"no step was left to train after {trainer.global_step}; raise trainer.max_steps or max_epochs")
     if stop.received is None:
-        _say_why_early(callbacks, trainer.global_step)
+        if trainer.should_stop:
+            _say_why_early(callbacks, trainer.global_step)
         return None
     where = (
         f"; go on with resume={stop.saved}"
