@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import traceback
@@ -15,6 +16,8 @@ from recpipe.errors import UserError
 from recpipe.quiet import calm_threads, quiet_libraries
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+INTERRUPTED = 130
+"""Exit status after Ctrl-C or SIGTERM, as a shell gives for the first."""
 
 HELP = """\
 recpipe trains TorchRec models; published systems techniques are plugins, each one flag away.
@@ -55,7 +58,12 @@ def main() -> None:
     """Entry point; exits 0, 2 for a user's error, 130 for Ctrl-C, 1 for a fault of the program."""
     if _several():
         _end_at_once(sys.argv[1:])
-    sys.exit(_guarded(sys.argv[1:]))
+    status = _guarded(sys.argv[1:])
+    if status == INTERRUPTED:
+        # Taking torch's modules down lasts a second, and threads may still be at work that nobody waits for.
+        atexit._run_exitfuncs()
+        _leave(status)
+    sys.exit(status)
 
 
 def _several() -> bool:
@@ -72,6 +80,11 @@ def _end_at_once(argv: Sequence[str]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         status = 1
+    _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process here and now."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -87,7 +100,7 @@ def _guarded(argv: Sequence[str]) -> int:
         return _say(error, full_error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _say(error: UserError, full_error: str | None) -> int:
@@ -131,7 +144,14 @@ def _dispatch(argv: Sequence[str]) -> int:
             f"no command '{command}'. Commands: plugins, doctor, unshard, sweep-report; a recipe is set by "
             "key=value (see --help)"
         )
-    _run_hydra(argv)
+    if _several():
+        # One that waits for another's message could not hear SIGTERM any more, by which torchrun ends it.
+        _run_hydra(argv)
+        return 0
+    from recpipe.tasks.compare_run import interrupt_on_sigterm
+
+    with interrupt_on_sigterm():
+        _run_hydra(argv)
     return 0
 
 

@@ -49,8 +49,11 @@ from recpipe.tasks.plan import describe, planned_ranks, print_plan
 from recpipe.tasks.profile import ProfileConfig, StepProfiler
 from recpipe.tasks.summary import summarize
 from recpipe.tasks.unshard import load_pretrained
+from recpipe.training.figures import FigureLogger
+from recpipe.training.loggers import make_logger
 from recpipe.training.recorder import Recorder
-from recpipe.training.trainer import fit, make_trainer
+from recpipe.training.signals import interruptible
+from recpipe.training.trainer import fit, make_callbacks, make_trainer
 
 
 def run(composed: DictConfig) -> dict[str, Any]:
@@ -72,7 +75,7 @@ def _run_task(cfg: Recipe, run_dir: Path) -> dict[str, Any]:
 
             refuse_ranks("task=compare")
             return compare(cfg.compare, run_dir)
-        with joined(cfg.topology, cfg.tiers.emulate, device) as ranks:
+        with interruptible(), joined(cfg.topology, cfg.tiers.emulate, device) as ranks:
             return run_on(ranks, cfg, run_dir, device)
 
 
@@ -86,6 +89,9 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
     profile = cfg.task if isinstance(cfg.task, ProfileConfig) else None
     if profile is not None:
         trainer_config = profile.shortened(trainer_config)
+    checkpoints = trainer_config.checkpoints(run_dir)
+    logger = make_logger(trainer_config.logger, run_dir) if leads else None
+    own_callbacks = make_callbacks(trainer_config.callbacks, checkpoints)
 
     # 2. Data: a schema, two splits in time order, batches from any position.
     dataset = open_dataset(cfg.data, cfg.seed)
@@ -154,15 +160,20 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
         # 6. Lightning runs the loop.
         recorder = Recorder(loader, started)
         checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads)
-        callbacks = [recorder, *(owned.part for owned in assembly.callbacks)]
+        figures = FigureLogger(recorder)
+        callbacks = [recorder, figures, *(owned.part for owned in assembly.callbacks), *own_callbacks]
         if cfg.task.nudge:
             callbacks.append(Nudge(embeddings, module.dense))
         profiler = StepProfiler(profile, recorder, device) if profile and leads else None
         if profiler is not None:
             callbacks.insert(1, profiler)
         evaluates = len(evaluation) > 0 and profile is None
-        trainer = make_trainer(trainer_config, loader, evaluates, checkpoint_io, callbacks, run_dir, leads)
-        resume = resume_from(cfg.resume, trainer_config.checkpoints(run_dir))
+        trainer = make_trainer(
+            trainer_config, loader, evaluates, checkpoint_io, callbacks, logger, run_dir, trainers
+        )
+        if logger is not None:
+            logger.log_hyperparams(cfg.values)
+        resume = resume_from(cfg.resume, checkpoints)
         stopped = fit(trainer, module, loader, evaluation, recorder, resume)
 
         # 7. What it did.
@@ -176,11 +187,12 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
             export_parameters(target, embeddings, tables, ranker, writes=leads)
     content = report.to_dict()
     if leads:
+        report.write(run_dir)
+    if leads and stopped is None:  # whoever stops a run does not wait for plots
         log.info("writing the report")
         # Here, not above: training does not wait for jinja2 and matplotlib.
         from recpipe.report import html, terminal
 
-        report.write(run_dir)
         html.write(content, run_dir)
         terminal.print_result(content, run_dir)
     if stopped is not None:

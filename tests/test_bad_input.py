@@ -277,7 +277,7 @@ def test_npy_labels_and_parts(refused: Run, tmp_path: Path) -> None:
         (["trainer.eval_every=often"], ("trainer.eval_every", "often")),
         (["trainer.device=tpu"], ("trainer.device=tpu", "cpu")),
         (["trainer.device=cuda:99"], ("trainer.device=cuda:99", "cpu")),
-        (["trainer.logger=wandb"], ("trainer.logger=wandb", "csv")),
+        (["trainer.logger=comet"], ("trainer.logger=comet", "csv")),
         (["optim.dense.name=Admm"], ("optim.dense.name=Admm", "Adam")),
         (["+optim.dense.momentun=0.9"], ("optim.dense", "momentun")),
         (["optim.tables.name=adagard"], ("optim.tables.name=adagard", "adagrad")),

@@ -338,6 +338,7 @@ VALUES = {
     "keep_checkpoints": 2,
     "checkpoint_dir": None,
     "logger": None,
+    "callbacks": [],
     "progress": False,
 }
 
@@ -351,7 +352,7 @@ VALUES = {
         ({"eval_every": 1.5}, "eval_every=1.5"),
         ({"checkpoint_every": -0.1}, "checkpoint_every=-0.1"),
         ({"keep_checkpoints": 0}, "keep_checkpoints=0: must be greater than or equal to 1"),
-        ({"logger": "wandb"}, "logger=wandb is unknown"),
+        ({"logger": "comet"}, "logger=comet is unknown; choose csv, tensorboard, wandb, mlflow"),
     ],
 )
 def test_bad_values_are_refused(change, words) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable
-from typing import Any
+from concurrent.futures import Future, wait
+from dataclasses import astuple
+from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -15,7 +17,7 @@ from torch import nn
 from recpipe.data.batch import Batch
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.errors import UserError
-from recpipe.metrics import BackgroundQuality
+from recpipe.metrics import BackgroundQuality, Quality
 from recpipe.model.ranker import Ranker
 from recpipe.phases import phase
 from recpipe.pipeline.loader import TrainLoader
@@ -25,8 +27,24 @@ from recpipe.pipeline.two_cores import TwoCores, own_share
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Channel, Ranks
 
-LOG_EVERY = 50
-"""Steps between log lines: Lightning's logging costs more than a small model's step would allow."""
+LOOK_EVERY = 50
+"""Steps between looks at the loss on a GPU, each of which waits for it."""
+
+
+class LossTotal(NamedTuple):
+    """The ``sum`` of so many ``steps``' mean losses."""
+
+    sum: float = 0.0
+    steps: int = 0
+
+    def mean_since(self, earlier: LossTotal) -> float:
+        """Mean loss of the steps after ``earlier``; NaN without any."""
+        steps = self.steps - earlier.steps
+        return (self.sum - earlier.sum) / steps if steps else math.nan
+
+
+class EvaluationStopped(BaseException):
+    """A signal came during an evaluation: it ends here. Raised on all trainers."""
 
 
 class RankingModule(L.LightningModule):
@@ -50,13 +68,14 @@ class RankingModule(L.LightningModule):
         self.stop_asked = False
         """Whether this rank was asked to stop ..."""
         self.stop_agreed = False
-        """... and whether any rank was, as all of them know after the same step."""
+        """... and whether any rank was, as all of them know after the same batch."""
         self.dense = list(ranker.dense_parameters().values())
         self.quality = BackgroundQuality()
+        self.figures: Quality | None = None
+        """Of the latest evaluation that came to its end; the same on all trainers."""
         self.step_times = StepTimes()
         self.two_cores = TwoCores()
-        self.loss_sum = torch.zeros((), dtype=torch.float64)
-        """Sum of the steps' mean losses since ``take_mean_loss``."""
+        self._loss_sum = torch.zeros((), dtype=torch.float64)
         self._losses = 0
         self.samples: int | None = 0
         """Samples trained so far in the whole run; None: the checkpoint it goes on from does not tell."""
@@ -88,20 +107,18 @@ class RankingModule(L.LightningModule):
         with self.assembly.around_step(batch.batch):
             loss, _ = self._accumulate(batch)
             loss, self.stop_agreed = add_up(self.trainers, self.dense, loss, self.stop_asked)
-            looked_at = loss.device.type == "cpu" or batch_idx % LOG_EVERY == 0
+            looked_at = loss.device.type == "cpu" or batch_idx % LOOK_EVERY == 0
             if looked_at and not math.isfinite(loss.item()):
                 raise UserError(self._diverged(batch.batch))
             with phase("dense optimizer"):
                 optimizer.step()
             with phase("embedding backward and update"):
                 self.ranker.embeddings.update()
-        self.loss_sum = self.loss_sum.to(loss.device) + loss
+        self._loss_sum = self._loss_sum.to(loss.device) + loss
         self._losses += 1
         self._batches_done = batch_idx + 1
         if self.samples is not None:
             self.samples += batch.consumed
-        if batch_idx % LOG_EVERY == 0:
-            self.log("loss", loss, prog_bar=True, batch_size=batch.batch.size)
         return loss
 
     def _accumulate(self, batch: StagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,11 +127,9 @@ class RankingModule(L.LightningModule):
             return self.two_cores.accumulate(self.ranker, self.dense, batch, share)
         return accumulate(self.ranker, batch, self.step_times)
 
-    def take_mean_loss(self) -> float:
-        """Mean training loss since the last call; NaN without steps."""
-        mean = float(self.loss_sum) / self._losses if self._losses else float("nan")
-        self.loss_sum, self._losses = torch.zeros((), dtype=torch.float64), 0
-        return mean
+    def loss_total(self) -> LossTotal:
+        """Of the steps that this process has trained; waits for a GPU."""
+        return LossTotal(float(self._loss_sum), self._losses)
 
     def _diverged(self, batch: Batch) -> str:
         """Which tensor was the first to hold a value that is not finite."""
@@ -136,19 +151,48 @@ class RankingModule(L.LightningModule):
     # -- evaluation --------------------------------------------------------------------------
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Keep the batch's predictions; the figures are computed in a thread of their own."""
+        """Keep the batch's predictions; after the last one, ``figures`` are those of all.
+
+        Raises ``EvaluationStopped`` when any trainer was asked to stop.
+        """
         logits, labels = self.ranker(batch) if batch.size else self._no_logits(batch), batch.labels
-        if self.trainers.size > 1:
-            logits, labels = self._gathered(logits), self._gathered(labels)
+        logits, labels = self._gathered(logits, labels)
+        self._stop_if_agreed()
         self.quality.add(logits, labels)
+        # Here and not when the epoch ends: Lightning repeats an evaluation that stopped in a step.
+        if batch_idx + 1 == self.trainer.num_val_batches[0]:
+            self.figures = self._awaited(self.quality.submit())
+
+    def _awaited(self, promised: Future[Quality]) -> Quality:
+        """The first trainer's figures, on all: whoever monitors them must decide alike."""
+        while not (promised.done() or self.stop_asked):
+            wait([promised], timeout=0.1)
+        figures = astuple(promised.result()) if promised.done() else (math.nan,) * 3
+        told = self.trainers.gather(np.array([[*figures, self.stop_asked]], np.float64))
+        self.stop_agreed = any(bool(part[0, -1]) for part in told)
+        self._stop_if_agreed()
+        return Quality(*told[0][0, :-1].tolist())
+
+    def _stop_if_agreed(self) -> None:
+        if self.stop_agreed:
+            raise EvaluationStopped
 
     def _no_logits(self, batch: Batch) -> torch.Tensor:
         """Of a share without samples; its lookups are made, since other ranks take part in them."""
         self.ranker.pooled(batch.sparse)
         return batch.labels.new_zeros(0)
 
-    def _gathered(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(self.trainers.gather(values.cpu().numpy())))
+    def _gathered(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All trainers' ``logits`` [B] and ``labels`` [B], and in the same message who was asked to stop."""
+        if self.trainers.size == 1:
+            self.stop_agreed = self.stop_asked
+            return logits, labels
+        stop = logits.new_tensor([[self.stop_asked] * 2])
+        own = torch.cat([stop, torch.stack([logits.reshape(-1), labels], dim=1)])
+        parts = self.trainers.gather(own.cpu().numpy())
+        self.stop_agreed = any(bool(part[0, 0]) for part in parts)
+        all_of_them = torch.from_numpy(np.concatenate([part[1:] for part in parts]))
+        return all_of_them[:, 0], all_of_them[:, 1]
 
     # -- checkpoints -------------------------------------------------------------------------
 

@@ -24,8 +24,10 @@ from recpipe.tasks.config import PlanConfig, TaskConfig
 from recpipe.tasks.plan_shards import described, print_shards
 
 MOST_SHARDS = 25_000
-"""Tables times ranks that task=plan plans for: about two minutes of one core. TorchRec's planner estimates
-and copies every shard of every way to place a table: 4 ms for each rank and table, measured for 26 and 256."""
+"""Tables times ranks that task=plan plans for: about two minutes of one core.
+
+TorchRec's planner estimates and copies every shard of every way to place a table: 4 ms for each rank and
+table, measured for 26 tables and 256 ranks."""
 
 
 def planned_ranks(task: TaskConfig, tables: int) -> int | None:

@@ -53,7 +53,8 @@ class ProfileConfig(TaskConfig):
     def shortened(self, trainer: TrainerConfig) -> TrainerConfig:
         """``trainer`` for the steps that are needed, in as many epochs as that takes, and nothing else."""
         steps = self.warmup + 2 * self.steps
-        return replace(trainer, max_steps=steps, max_epochs=steps, checkpoint_every=None, logger=None)
+        only = replace(trainer, checkpoint_every=None, logger=None, callbacks=[])
+        return replace(only, max_steps=steps, max_epochs=steps)
 
 
 class StepProfiler(L.Callback):
