@@ -26,7 +26,7 @@ from recpipe.ranks import Ranks
 from tests.embedding.samples import CPU
 from tests.ranks import end_process, joined
 
-FEATURES = (SparseFeature("a", 40), SparseFeature("b", 601), SparseFeature("c", 3), SparseFeature("d", 90))
+FEATURES = (SparseFeature("a", 40), SparseFeature("b", 601), SparseFeature("keys", 3), SparseFeature("d.x", 90))
 DIM = 256
 """Wide enough for column-wise sharding over two hosts, at 128 columns a part."""
 SIZE = 31
