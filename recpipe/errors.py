@@ -9,11 +9,15 @@ LONGEST = 40
 class UserError(Exception):
     """A mistake in a recipe, a file or a machine's set-up; the message names it and the remedy.
 
-    Whatever it echoes (names of files and columns among it), the message is one line of printable text.
+    Whatever it echoes (names of files and columns among it), the message is printable text: one line, or
+    the ``lines`` that it was made of.
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+    def __init__(self, *lines: str) -> None:
+        super().__init__(*map(printable, lines))
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
 
 
 class DataError(UserError):

@@ -10,7 +10,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
+
+MOST_CHOICES = 30
+"""Names that a hint lists."""
 
 
 @dataclasses.dataclass
@@ -57,6 +60,8 @@ class SyntheticConfig(DataConfig):
             raise UserError(f"data.samples={self.samples}: at least 1 sample is needed")
         if not self.table_scale > 0.0:
             raise UserError(f"data.table_scale={self.table_scale}: must be above 0")
+        if self.tables is not None and not self.tables:
+            raise UserError("data.tables={}: name at least one table, or leave it null for the built-in ones")
         _check_tables(self.tables or {})
 
 
@@ -131,7 +136,7 @@ class ParquetConfig(FileConfig):
         named = [self.label, *self.dense, *self.sparse]
         for column in named:
             if named.count(column) > 1:
-                raise UserError(f"column '{column}' is named twice in data.label, data.dense and data.sparse")
+                raise UserError(f"column '{shown(column)}' is named twice in data.label, data.dense and data.sparse")
 
 
 CONFIGS: dict[str, type[DataConfig]] = {
@@ -145,7 +150,10 @@ CONFIGS: dict[str, type[DataConfig]] = {
 def nearest(name: str, choices: list[str]) -> str:
     """A hint for messages: ``did you mean x?``, or the choices where none is near."""
     close = get_close_matches(name, choices, 1)
-    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(choices)}"
+    if close:
+        return f"did you mean {shown(close[0])}?"
+    more = f" and {len(choices) - MOST_CHOICES} more" if len(choices) > MOST_CHOICES else ""
+    return f"choose from {', '.join(map(shown, choices[:MOST_CHOICES]))}{more}"
 
 
 def parse_config(node: DictConfig | Mapping[str, Any] | DataConfig) -> DataConfig:
@@ -176,5 +184,5 @@ def _check_tables(tables: Mapping[str, int]) -> None:
     for name, rows in tables.items():
         if not 2 <= rows < 2**31:
             raise UserError(
-                f"data.tables.{name}={rows}: a table has from 2 to 2147483647 rows (row 0: missing)"
+                f"data.tables.{shown(name)}={rows}: a table has from 2 to 2147483647 rows (row 0: missing)"
             )
