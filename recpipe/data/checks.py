@@ -37,14 +37,13 @@ class RowChecks:
     def require_finite(
         self, values: NDArray[np.floating], column: str, value_of: Callable[[int], object]
     ) -> NDArray[np.float32]:
-        """``values`` [n] as float32, in which dense features are stored; bad where that is no finite number."""
+        """``values`` [n] as float32, in which dense values are kept; bad where that is no finite number."""
         with np.errstate(over="ignore"):
             stored = values.astype(np.float32)
         finite = np.isfinite(values)
         self.require(finite, column, value_of, "is not a finite number")
-        self.require(
-            np.isfinite(stored) | ~finite, column, value_of, "is beyond float32, in which dense values are kept"
-        )
+        beyond = "is beyond float32, in which dense values are kept"
+        self.require(np.isfinite(stored) | ~finite, column, value_of, beyond)
         return stored
 
     def finish(self, skip: bool) -> int:

@@ -136,7 +136,8 @@ class ParquetConfig(FileConfig):
         named = [self.label, *self.dense, *self.sparse]
         for column in named:
             if named.count(column) > 1:
-                raise UserError(f"column '{shown(column)}' is named twice in data.label, data.dense and data.sparse")
+                where = "data.label, data.dense and data.sparse"
+                raise UserError(f"column '{shown(column)}' is named twice in {where}")
 
 
 CONFIGS: dict[str, type[DataConfig]] = {

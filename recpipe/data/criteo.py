@@ -1,8 +1,8 @@
 """Criteo click logs: text rows of a label, 13 integers and 26 hexadecimal ids, tab-separated.
 
 An empty field is a missing value; any other is nothing but its value, without spaces, plus sign or quotes.
-Lines end in LF or CR LF; the last one need not. Dense values x become sign(x) * log1p(|x|), missing ones 0. Ids become
-1 + mix64(id) % (rows - 1), missing ones row 0. Rows keep their order, which is time.
+Lines end in LF or CR LF; the last one need not. Dense values x become sign(x) * log1p(|x|), missing ones 0.
+Ids become 1 + mix64(id) % (rows - 1), missing ones row 0. Rows keep their order, which is time.
 """
 
 from __future__ import annotations

@@ -38,11 +38,14 @@ class Schema:
 
     def __post_init__(self) -> None:
         for feature in self.sparse:
-            length = len(quote(feature.name, safe="", errors="backslashreplace"))
-            if length > LONGEST_NAME:
+            try:
+                fits = len(quote(feature.name, safe="")) <= LONGEST_NAME
+            except UnicodeEncodeError:
+                fits = False
+            if not fits:
                 raise DataError(
-                    f"the column name '{shown(feature.name)}' takes {length} bytes percent-encoded, more than "
-                    f"{LONGEST_NAME}; rename the column"
+                    f"the column name '{shown(feature.name)}' is not text of at most {LONGEST_NAME} bytes, "
+                    "percent-encoded; rename the column"
                 )
 
 

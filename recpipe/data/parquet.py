@@ -199,7 +199,8 @@ def _check_columns(file: Path, schema: pa.Schema, config: ParquetConfig) -> None
             raise DataError(f"{file}, column {shown(name)}: holds {kind}, which needs data.hash_ids=true")
         if not (_is_text(element) or pa.types.is_integer(element) or pa.types.is_boolean(element)):
             raise DataError(
-                f"{file}, column {shown(name)}: holds {kind}; sparse ids are integers, strings or lists of them"
+                f"{file}, column {shown(name)}: holds {kind}; "
+                "sparse ids are integers, strings or lists of them"
             )
 
 

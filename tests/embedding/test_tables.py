@@ -74,7 +74,22 @@ def test_bad_optimizers_are_refused(name: str, lr: float, eps: float, words: str
         TableOptimizer(name, lr, eps)
 
 
-NAMES = ["user", "a.b", "a%2Eb", "a%252Eb", "a b", "a/b", "..", "", "%", "keys", "%6Beys", "type", "é中文", "'\""]
+NAMES = [
+    "user_1",
+    "a.b",
+    "a%2Eb",
+    "a%252Eb",
+    "a b",
+    "a/b",
+    "..",
+    "",
+    "%",
+    "keys",
+    "%6Beys",
+    "type",
+    "é中",
+    "'\"",
+]
 
 
 def test_any_table_name_has_a_module_name_of_its_own() -> None:
