@@ -132,6 +132,14 @@ def test_bad_rows(
     assert list((tmp_path / "cache").rglob("meta.json")) == []
 
 
+def test_what_a_message_echoes_is_short_and_cannot_move_the_cursor(refused: Run, tmp_path: Path) -> None:
+    file = tmp_path / "\x1b[2Jrows.tsv"
+    file.write_bytes(criteo_text(with_field(0, "\x1b]0;title\x07" + "y" * 10_000)))
+    message = refused(*CRITEO, f"data.path='{tmp_path}'")
+    holds(message, r"\x1b[2Jrows.tsv", "row 7", "column label", r"\x1b]0;title\x07yyyy", "...")
+    assert len(message) < 400
+
+
 def test_a_bad_row_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The remedy that the messages name works."""
     monkeypatch.chdir(tmp_path)

@@ -17,7 +17,7 @@ from recpipe.tasks.unshard import unshard
 RECIPE = (
     "data.samples=3000",
     "data.batch_size=128",
-    "data.tables={a: 3000, b/c: 80}",
+    "data.tables={a: 3000, b/c: 80, d.e: 60}",
     "trainer.progress=false",
     "trainer.logger=null",
     "trainer.eval_every=1.0",
@@ -50,7 +50,7 @@ def test_the_file_has_all_tables_and_dense_parameters_by_name(trained: Path) -> 
     np.testing.assert_array_equal(tensors["a"], np.load(trained / "parameters" / "a.npy"))
     np.testing.assert_array_equal(tensors["b/c"], np.load(trained / "parameters" / "b%2Fc.npy"))
     dense = np.load(trained / "parameters" / "dense.npz")
-    assert tensors.keys() == {"a", "b/c", *dense}
+    assert tensors.keys() == {"a", "b/c", "d.e", *dense}
     for name in dense:
         np.testing.assert_array_equal(tensors[name], dense[name])
     assert not list(trained.glob(".unshard*")), "temporary files are gone"
@@ -62,6 +62,19 @@ def test_a_run_starts_from_it(trained: Path, tmp_path: Path, overrides: tuple[st
     for name, expected in load_file(trained / "all.safetensors").items():
         if name in found:
             np.testing.assert_array_equal(found[name], expected)
+
+
+def test_tables_keep_their_names_through_sharding(tmp_path: Path) -> None:
+    """A checkpoint of sharded tables, unsharded, and gone on from by whole tables."""
+    parts = [f"trainer.checkpoint_dir={tmp_path / 'saved'}", "trainer.checkpoint_every=10"]
+    export = [f"task.export_parameters={tmp_path / 'parameters'}"]
+    run(compose([*RECIPE, "tiers.sharded=true", "trainer.max_steps=10", *parts, *export], tmp_path))
+    unshard(tmp_path / "saved", tmp_path / "all.safetensors")
+    tensors = load_file(tmp_path / "all.safetensors")
+    for name, file in (("a", "a"), ("b/c", "b%2Fc"), ("d.e", "d.e")):
+        np.testing.assert_array_equal(tensors[name], np.load(tmp_path / "parameters" / f"{file}.npy"))
+    report = run(compose([*RECIPE, "trainer.max_steps=12", f"resume={tmp_path / 'saved'}"], tmp_path / "on"))
+    assert report["quality"]["auc"] is not None
 
 
 def test_what_the_file_lacks_keeps_its_first_values(trained: Path, tmp_path: Path) -> None:

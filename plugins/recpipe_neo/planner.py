@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import Perf, PerfModel, ShardingOption, 
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingPlanner
 
 from recpipe.embedding.sharding import Prediction
+from recpipe.embedding.tables import module_name
 from recpipe.errors import UserError
 from recpipe_neo.cost import CostModel
 from recpipe_neo.estimate import MeasuredEstimator, MeasuredStep, TableCosts
@@ -234,7 +235,8 @@ def _from_first(text: str, group: dist.ProcessGroup, device: torch.device) -> st
 def _with_pooling(constraints: Constraints, stats: Mapping[str, FeatureStats]) -> Constraints:
     """Measured pooling factors for TorchRec's analytic costs, where the user gave none; by table name."""
     limits = dict(constraints)
-    for name, found in stats.items():
+    for feature, found in stats.items():
+        name = module_name(feature)
         limit = limits.get(name, ParameterConstraints())
         if limit.pooling_factors == ParameterConstraints().pooling_factors:
             limits[name] = dataclasses.replace(limit, pooling_factors=[found.lookups_per_sample])

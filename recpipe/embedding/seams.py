@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import comm_ops, dist_data
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from recpipe.embedding.tables import module_name
+
 Views = tuple[torch.Tensor, torch.Tensor]
 """A table's weights [rows, D] and optimizer state [rows, S] (S may be 0), sharing the TBE's memory."""
 
@@ -67,7 +69,7 @@ def local_shards(parallel: DistributedModelParallel, table: str) -> list[LocalSh
 
     A data-parallel table is one shard without state: its optimizer is not TorchRec's.
     """
-    key = f"embedding_bags.{table}.weight"
+    key = f"embedding_bags.{module_name(table)}.weight"
     weight = parallel.module.tables.state_dict()[key]
     if not hasattr(weight, "local_shards"):
         return [LocalShard(0, 0, weight.detach(), weight.new_empty(len(weight), 0))]

@@ -14,7 +14,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
-from recpipe.embedding.tables import TableSet
+from recpipe.embedding.tables import TableSet, module_name
 from recpipe.errors import UserError
 
 SCHEMA = 1
@@ -72,7 +72,7 @@ class ShardPlan:
             if not table.replicated:
                 spec = EnumerableShardingSpec([_metadata(s, device, local_world) for s in table.shards])
             limit = limits.get(name, ParameterConstraints())
-            made[name] = ParameterSharding(
+            made[module_name(name)] = ParameterSharding(
                 sharding_type=table.sharding,
                 compute_kernel=table.kernel,
                 ranks=list(table.ranks),
@@ -96,12 +96,12 @@ def _metadata(shard: Shard, device: str, local_world: int) -> ShardMetadata:
 def from_torchrec(
     plan: ShardingPlan, tables: TableSet, shard_ms: Mapping[str, Sequence[float]], world: int
 ) -> ShardPlan:
-    """``plan`` of the module whose child ``tables`` holds ``tables``; ``shard_ms``: predicted, by table."""
+    """``plan`` of the module whose child ``tables`` holds ``tables``; ``shard_ms``: predicted, by module."""
     (module,) = plan.plan.values()
     made = {}
     for feature in tables.features:
-        found = module[feature.name]
-        expected = shard_ms.get(feature.name, ())
+        found = module[module_name(feature.name)]
+        expected = shard_ms.get(module_name(feature.name), ())
         if found.sharding_spec is None:
             places = [(rank, 0, 0, feature.rows, tables.dim) for rank in range(world)]
         else:

@@ -25,7 +25,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from recpipe.embedding.shard_claims import codecs, plugin_sharder, refuse_limit, refuse_type, stored_types
 from recpipe.embedding.shard_plan import ShardPlan, TablePlan, from_torchrec
-from recpipe.embedding.tables import TableSet
+from recpipe.embedding.tables import TableSet, module_name
 from recpipe.errors import UserError
 from recpipe.plugin.api import TableInfo
 from recpipe.plugin.assembly import Assembly
@@ -75,7 +75,7 @@ class Prediction(Stats):  # type: ignore[misc]
     """What a planner expects of its plan; empty until it has planned."""
 
     shard_ms: dict[str, list[float]]
-    """Milliseconds of each shard, by table."""
+    """Milliseconds of each shard, by the table's ``module_name``."""
 
     def log(self, *, best_plan: list[ShardingOption], **_: Any) -> None:
         """Called by TorchRec's planner with the plan that it chose."""
@@ -107,8 +107,9 @@ class Sharding:
         return found
 
     def module(self) -> nn.Module:
-        """The tables without memory, as a child named ``tables``."""
-        configs = self.tables.configs(self.data_types())
+        """The tables without memory under their ``module_name``, as a child named ``tables``."""
+        made = self.tables.configs(self.data_types())
+        configs = [replace(config, name=module_name(config.name)) for config in made]
         return _Holder(EmbeddingBagCollection(tables=configs, device=torch.device("meta")))
 
     def sharders(self) -> list[Any]:
@@ -178,15 +179,16 @@ class Sharding:
                     f"host, and tables have {self.tables.dim}: use table_row_wise, or raise "
                     "model.embedding_dim"
                 )
+        by_module = {module_name(name): limit for name, limit in limits.items()}
         seen = Prediction({})
         planner: ShardingPlanner
         if self.assembly.planner is not None:
-            planner = self.assembly.planner.part(topology, limits)
+            planner = self.assembly.planner.part(topology, by_module)
             told = getattr(planner, "prediction", None)
             seen = told if isinstance(told, Prediction) else seen
         else:
             planner = EmbeddingShardingPlanner(
-                topology=topology, constraints=limits, batch_size=self.rank_batch, stats=[seen]
+                topology=topology, constraints=by_module, batch_size=self.rank_batch, stats=[seen]
             )
         module, sharders = self.module(), self.sharders()
         try:

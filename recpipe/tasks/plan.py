@@ -8,6 +8,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from recpipe.console import show
@@ -15,7 +16,7 @@ from recpipe.embedding.build import TierConfig, cache_owner
 from recpipe.embedding.shard_plan import ShardPlan
 from recpipe.embedding.sharding import Sharding
 from recpipe.embedding.tables import TableSet
-from recpipe.errors import UserError
+from recpipe.errors import UserError, printable
 from recpipe.plugin.api import Invariant
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks
@@ -98,7 +99,7 @@ def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:
     for name, aspects in plan["tables"].items():
         alike.setdefault(", ".join(f"{a}: {o}" for a, o in aspects.items()), []).append(name)
     for owners, names in alike.items():
-        table.add_row("tables", f"{owners} of {', '.join(names)}")
+        table.add_row("tables", f"{owners} of {escape(printable(', '.join(names)))}")
     table.add_row("alters", ", ".join(plan["altered"]) or "nothing: equals the run without plugins")
     count = len(plan["ranks"]["trainers"])
     trainers = "1 rank" if count == 1 else f"each of {count} ranks"

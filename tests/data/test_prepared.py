@@ -123,15 +123,30 @@ def test_second_run_prepares_nothing(rows, criteo, tmp_path, monkeypatch):
     assert open_dataset(criteo(str(file), tables=fewer), 0).schema.sparse[0].rows == 5
 
 
-def test_damaged_cache_is_refused(dataset, rows, criteo, tmp_path):
-    directory = next((tmp_path / "cache").glob("data-*/"))
-    ids = directory / "ids.npy"
-    ids.write_bytes(ids.read_bytes()[:-4])
-    with pytest.raises(DataError, match=r"ids\.npy: cannot be read .* delete"):
-        open_dataset(criteo(str(tmp_path / "a.tsv")), 0)
-    (directory / "meta.json").write_text("{}")
-    with pytest.raises(DataError, match="not a prepared data set"):
-        open_dataset(criteo(str(tmp_path / "a.tsv")), 0)
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [
+        ("ids.npy", lambda whole: whole[:-4]),
+        ("ids.npy", lambda whole: whole.replace(b"shape", b"sha}(", 1)),
+        ("label.npy", lambda whole: whole.replace(b"'<f4'", b"'<q4'", 1)),
+        ("dense.npy", lambda whole: whole.replace(b"13)", b"14)", 1)),
+        ("dense.npy", lambda whole: b""),
+        ("meta.json", lambda whole: b"{}"),
+        ("meta.json", lambda whole: b"\xff" + whole),
+        ("meta.json", lambda whole: whole.replace(b"C7", b"C8", 1)),
+        ("meta.json", lambda whole: whole.replace(b'"format": 1', b'"format": 0')),
+    ],
+)
+def test_a_damaged_cache_is_prepared_again(dataset, criteo, tmp_path, caplog, name, damaged):
+    (directory,) = (tmp_path / "cache").glob("data-*/")
+    file = directory / name
+    whole = file.read_bytes()
+    file.write_bytes(damaged(whole))
+    assert file.read_bytes() != whole
+    again = open_dataset(criteo(str(tmp_path / "a.tsv")), 0)
+    assert again.fingerprint == dataset.fingerprint
+    assert file.read_bytes() == whole
+    assert "preparing the data again, for the cache is damaged" in caplog.text
 
 
 def test_split_that_leaves_nothing(rows, criteo, tmp_path):

@@ -17,6 +17,7 @@ from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.shard_files import load_shards, save_shards
 from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan, load_plan
 from recpipe.embedding.sharding import Prediction, Sharding
+from recpipe.embedding.tables import module_name
 from recpipe.errors import UserError
 from recpipe.plugin.api import Contribution, Origin, TableInfo
 from recpipe.plugin.assembly import assemble
@@ -28,7 +29,7 @@ from tests.embedding.sharded import DIM, FEATURES, Case, Places, assembly, batch
 
 BITWISE = ("table_wise", "column_wise", "table_column_wise")
 """Types that look every row up on one rank, so that no sum changes its order."""
-MIXED = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "*": "table_row_wise"}
+MIXED = {"a": "table_wise", "b": "row_wise", "keys": "data_parallel", "*": "table_row_wise"}
 CASES = (
     *(Case("adagrad", {"*": kind}) for kind in (*BITWISE, "row_wise", "data_parallel", "table_row_wise")),
     Case("sgd", {"*": "row_wise"}),
@@ -114,8 +115,11 @@ def test_a_plan_that_splits_rows_is_refused_or_declared() -> None:
     ("wrong", "words"),
     [
         (replace(plan(), world=4), "for 4 ranks and this run has 2"),
-        (ShardPlan(2, {n: t for n, t in plan().tables.items() if n != "c"}), "the table 'c'"),
-        (plan(c=replace(plan().tables["c"], rows=4)), "'c' with 4 x 256 values, the recipe with 3 x 256"),
+        (ShardPlan(2, {n: t for n, t in plan().tables.items() if n != "keys"}), "the table 'keys'"),
+        (
+            plan(keys=replace(plan().tables["keys"], rows=4)),
+            "'keys' with 4 x 256 values, the recipe with 3 x 256",
+        ),
         (plan(b=columns()), "'b' is column_wise, but only table_wise is allowed"),
         (
             plan(b=replace(plan().tables["b"], kernel="fused_uvm")),
@@ -207,7 +211,7 @@ class Lone(ShardingPlanner):  # type: ignore[misc]
     """Every table on rank 1, and a prediction."""
 
     def __init__(self, topology: Topology, limits: object) -> None:
-        self.prediction = Prediction({f.name: [7.5] for f in FEATURES})
+        self.prediction = Prediction({module_name(f.name): [7.5] for f in FEATURES})
 
     def plan(self, module, sharders) -> ShardingPlan:
         return plan_on(1).torchrec("cpu", 2, {})
