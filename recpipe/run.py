@@ -26,6 +26,7 @@ from recpipe.metrics import reset_peak_rss
 from recpipe.model.matmul import vector_units, warn_without_units
 from recpipe.model.module import RankingModule
 from recpipe.model.ranker import ModelConfig, Ranker
+from recpipe.model.resume import check_resumable
 from recpipe.optim import dense_optimizer
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.quiet import quiet_libraries
@@ -150,7 +151,8 @@ def run_on(
 
         # 6. Lightning runs the loop.
         recorder = Recorder(loader, started)
-        checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads)
+        resumable = partial(check_resumable, module)
+        checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads, check=resumable)
         callbacks = [recorder, *(owned.part for owned in assembly.callbacks)]
         profiler = StepProfiler(profile, recorder, device) if profile and leads else None
         if profiler is not None:

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe import checkpoint
-from recpipe.checkpoint import MANIFEST, PARTIAL, TableCheckpointIO, newest
+from recpipe import checkpoint, manifest
+from recpipe.checkpoint import PARTIAL, TableCheckpointIO, newest
 from recpipe.embedding.resident import ResidentCollection
 from recpipe.errors import UserError
+from recpipe.manifest import MANIFEST
 from recpipe.table_files import new_array, table_file
 from tests.embedding.samples import CPU, dump, identical, stream, table_set, tiers, train
 
@@ -30,7 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def synced(monkeypatch) -> list[str]:
     """Names of what is flushed to the disk, in order; without the wait for it."""
     names: list[str] = []
-    monkeypatch.setattr(checkpoint, "_sync", lambda path: names.append(path.name))
+    for module in (checkpoint, manifest):
+        monkeypatch.setattr(module, "sync", lambda path: names.append(path.name))
     return names
 
 

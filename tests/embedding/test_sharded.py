@@ -22,7 +22,8 @@ from recpipe.plugin.api import Contribution, Origin, TableInfo
 from recpipe.plugin.assembly import assemble
 from recpipe.ranks import Ranks
 from recpipe.report.record import write_json
-from recpipe.table_files import TensorFiles, weight_name
+from recpipe.table_files import weight_name
+from recpipe.tensor_files import TensorFiles
 from tests.embedding.samples import CPU
 from tests.embedding.sharded import DIM, FEATURES, Case, Places, assembly, batches, build, process, table_set
 
