@@ -142,7 +142,7 @@ def load_plan(path: Path) -> ShardPlan:
 
 
 def _check(name: str, table: TablePlan, world: int) -> None:
-    """``Damaged`` unless the shards are those that TorchRec makes for the sharding, on ranks that there are."""
+    """``Damaged`` unless the shards are what TorchRec makes of the sharding, on ranks that there are."""
     if table.sharding not in _SHARDINGS or table.kernel not in _KERNELS:
         raise Damaged(
             f"table '{name}' is {table.sharding!r} and {table.kernel!r}, which TorchRec does not know"
