@@ -27,7 +27,16 @@ from recpipe.tiling import tiles
 
 SCHEMA = 1
 _SHARDINGS = {kind.value for kind in ShardingType}
-_KERNELS = {kernel.value for kernel in EmbeddingComputeKernel}
+_DENSE = EmbeddingComputeKernel.DENSE.value
+_KERNELS = (
+    _DENSE,
+    EmbeddingComputeKernel.FUSED.value,
+    EmbeddingComputeKernel.FUSED_UVM.value,
+    EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
+)
+"""Those of TorchRec's whose tables recpipe can read and write."""
+_LARGEST = 2**60
+"""Values of a table: more than any machine has, less than TorchRec's arithmetic can count."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +152,10 @@ def load_plan(path: Path) -> ShardPlan:
 
 def _check(name: str, table: TablePlan, world: int) -> None:
     """``Damaged`` unless the shards are what TorchRec makes of the sharding, on ranks that there are."""
-    if table.sharding not in _SHARDINGS or table.kernel not in _KERNELS:
+    known = (_DENSE,) if table.replicated else _KERNELS
+    if table.sharding not in _SHARDINGS or table.kernel not in known:
         raise Damaged(
-            f"table '{name}' is {table.sharding!r} and {table.kernel!r}, which TorchRec does not know"
+            f"table '{name}' is {table.sharding!r} with kernel {table.kernel!r}: there is no such table"
         )
     ranks = [s.rank for s in table.shards]
     strange = next((r for r in (*ranks, *table.ranks) if not 0 <= r < world), None)
@@ -154,7 +164,8 @@ def _check(name: str, table: TablePlan, world: int) -> None:
     if table.replicated:
         return
     parts = [(s.row, s.column, s.rows, s.columns) for s in table.shards]
-    if not all(p[3] > 0 for p in parts) or not tiles(parts, table.rows, table.dim):
+    counted = parts and min(p[3] for p in parts) > 0 and table.rows * table.dim < _LARGEST
+    if not counted or not tiles(parts, table.rows, table.dim):
         raise Damaged(f"the shards of table '{name}' do not tile its {table.rows} x {table.dim} values")
     if not _torchrecs(table, world):
         raise Damaged(f"table '{name}' is not cut, or its ranks not listed, as {table.sharding} needs it")
