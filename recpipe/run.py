@@ -26,6 +26,7 @@ from recpipe.metrics import reset_peak_rss
 from recpipe.model.matmul import require_bfloat16_units, vector_units
 from recpipe.model.module import RankingModule
 from recpipe.model.ranker import Ranker
+from recpipe.model.resume import check_resumable
 from recpipe.optim import dense_optimizer, try_out
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.quiet import quiet_libraries
@@ -159,7 +160,8 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
 
         # 6. Lightning runs the loop.
         recorder = Recorder(loader, started)
-        checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads)
+        resumable = partial(check_resumable, module)
+        checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads, check=resumable)
         figures = FigureLogger(recorder)
         callbacks = [recorder, figures, *(owned.part for owned in assembly.callbacks), *own_callbacks]
         if cfg.task.nudge:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recpipe import checkpoint
+from recpipe import checkpoint, manifest
 from recpipe.checkpoint import newest
 from recpipe.config import compose
 from recpipe.errors import UserError
@@ -52,7 +52,8 @@ Trained = Callable[..., Parameters]
 def trained(tmp_path, monkeypatch) -> Trained:
     """``trained(name, *overrides)``: run in this process, in a folder of that name; what it exports."""
     monkeypatch.setattr(html, "write", lambda content, folder: None)
-    monkeypatch.setattr(checkpoint, "_sync", lambda path: None)
+    for module in (checkpoint, manifest):
+        monkeypatch.setattr(module, "sync", lambda path: None)
 
     def train(name: str, *overrides: str) -> Parameters:
         folder = tmp_path / name

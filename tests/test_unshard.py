@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from recpipe.config import compose
 from recpipe.errors import UserError
 from recpipe.run import run
 from recpipe.tasks.unshard import unshard
+from recpipe.tensor_files import TensorFiles
+from tests.mutations import reseal
 
 RECIPE = (
     "data.samples=3000",
@@ -106,6 +111,41 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
         start(tmp_path, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match=r"absent is no safetensors file"):
         start(tmp_path, tmp_path / "absent")
+
+
+def test_numbers_that_are_no_floats_are_refused(tmp_path: Path) -> None:
+    save_file({"a": np.zeros((3000, 16), np.int32)}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=r"x\.safetensors is no safetensors file \('a' is I32, not F32 or"):
+        TensorFiles.single(tmp_path / "x.safetensors")
+    save_file({"a": np.ones((30, 16), np.float16)}, tmp_path / "x.safetensors")
+    assert (TensorFiles.single(tmp_path / "x.safetensors").rows("a", 2, 5) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("state_dict"), "it lacks 'state_dict'"),
+        (lambda t: t.update(state_dict=[1]), r"state_dict is \[1\], not a mapping"),
+        (lambda t: t["state_dict"].update(x=torch.zeros(3, dtype=torch.int64)), "x is Tensor torch.int64"),
+        (lambda t: t["state_dict"].update(x="y"), "state_dict.x is 'y', not Tensor"),
+        (None, "table 'a' lacks its weights or its state"),
+    ],
+)
+def test_a_checkpoint_that_lacks_something_is_refused(
+    trained: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any] | None, words: str
+) -> None:
+    (checkpoint,) = (trained / "saved").glob("*.ckpt")
+    broken = Path(shutil.copytree(checkpoint, tmp_path / checkpoint.name))
+    content = torch.load(broken / "trainer.pt", weights_only=True)
+    if change is None:
+        (broken / "tables" / "a.weight.npy").unlink()
+    else:
+        change(content)
+        torch.save(content, broken / "trainer.pt")
+    reseal(broken, content["global_step"])
+    with pytest.raises(UserError, match=words):
+        unshard(broken, tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
 
 
 def test_damaged_or_absent_checkpoints_are_refused(trained: Path, tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def fused_optimizer(sharders: Sharders) -> EmbOptimType:
 def saved_profile(folder: Path, world: int, optimizer: EmbOptimType) -> MachineProfile:
     """The newest profile of ``world`` ranks; ``UserError`` where nobody has measured any."""
     files = sorted(folder.glob("profile-*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    profiles = (MachineProfile.parse(file.read_text(encoding="utf-8"), str(file)) for file in files)
+    profiles = (MachineProfile.parse(_text(file), str(file)) for file in files)
     for profile in profiles:
         if (profile.machine.world, profile.machine.optimizer) == (world, optimizer.value):
             return profile
@@ -209,7 +209,7 @@ def load_or_measure(
 ) -> MachineProfile:
     """Rank 0's profile of this machine, on every rank; measured by all, and saved, when it has none."""
     file = Machine.current(group, device, optimizer).file(folder)
-    text = file.read_text(encoding="utf-8") if group.rank() == 0 and file.exists() else ""
+    text = _text(file) if group.rank() == 0 and file.exists() else ""
     text = _from_first(text, group, device)
     if text:
         return MachineProfile.parse(text, str(file))
@@ -219,6 +219,14 @@ def load_or_measure(
     if group.rank() == 0:
         logger.info("neo: measured; kept as %s", profile.save(folder))
     return profile
+
+
+def _text(file: Path) -> str:
+    """What is in it; bytes that are no text are for the parser to refuse."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError as fault:
+        raise UserError(f"cannot read the machine profile {file}: {fault.strerror}; delete it") from fault
 
 
 def _from_first(text: str, group: dist.ProcessGroup, device: torch.device) -> str:

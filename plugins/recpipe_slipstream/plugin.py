@@ -85,7 +85,9 @@ class Slipstream(Plugin):
             search=self.threshold,
             freeze=self.freeze_stale_rows,
         )
-        callback = StaleInputs(method, ctx.batches, ctx.seed)
+        tables = ctx.tables.values()
+        rows, dim = sum(table.rows for table in tables), next(iter(tables)).dim
+        callback = StaleInputs(method, ctx.batches, ctx.seed, rows, dim)
         return Contribution(
             batch=[Link(callback.classifier)],
             tables=[hot_set],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import astuple
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from recpipe.pipeline.sync import add_up
 from recpipe.pipeline.two_cores import TwoCores, own_share
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Channel, Ranks
+from recpipe.saved import tensor
 
 LOOK_EVERY = 50
 """Steps between looks at the loss on a GPU, each of which waits for it."""
@@ -201,21 +202,27 @@ class RankingModule(L.LightningModule):
         return {name: p.detach() for name, p in self.ranker.dense_parameters().items()}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """The dense part alone."""
+        """The dense part alone; ``UserError`` where the parameters are another model's."""
+        self.check_parameters(state_dict)
+        with torch.no_grad():
+            for name, parameter in self.ranker.dense_parameters().items():
+                parameter.copy_(state_dict[name])
+        return nn.modules.module._IncompatibleKeys([], [])
+
+    def check_parameters(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """``UserError`` unless ``saved`` has the dense parameters, ``Damaged`` on values of another kind."""
         own = self.ranker.dense_parameters()
-        if own.keys() != state_dict.keys():
+        if own.keys() != saved.keys():
             raise UserError(
                 "the checkpoint is of another model: its dense parameters have other names; use its recipe"
             )
-        with torch.no_grad():
-            for name, parameter in own.items():
-                if parameter.shape != state_dict[name].shape:
-                    raise UserError(
-                        f"the checkpoint is of another model: {name} is {tuple(state_dict[name].shape)} "
-                        f"there and {tuple(parameter.shape)} here; use its recipe"
-                    )
-                parameter.copy_(state_dict[name])
-        return nn.modules.module._IncompatibleKeys([], [])
+        for name, parameter in own.items():
+            if parameter.shape != saved[name].shape:
+                raise UserError(
+                    f"the checkpoint is of another model: {name} is {tuple(saved[name].shape)} "
+                    f"there and {tuple(parameter.shape)} here; use its recipe"
+                )
+            tensor(saved[name], parameter.dtype, tuple(parameter.shape), name)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what Lightning does not know: data position, random state, which rows are resident."""
@@ -227,8 +234,8 @@ class RankingModule(L.LightningModule):
         checkpoint["recpipe"] = {
             "batches_done": done,
             "samples": self.samples,
-            "made_with": self._made_with(),
-            "order": self._order(),
+            "made_with": self.made_with(),
+            "order": self.order(),
             "dense_defaults": self._fresh_optimizer().defaults,
             "random": random_state(),
             "fingerprint": self.loader.dataset.fingerprint,
@@ -238,37 +245,25 @@ class RankingModule(L.LightningModule):
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.dense)
 
-    def _order(self) -> str | None:
+    def order(self) -> str | None:
         """The plugin that orders the samples: data positions of one order mean nothing in another."""
         return None if self.assembly.order is None else f"plugin {self.assembly.order.origin.plugin}"
 
-    def _made_with(self) -> dict[str, Any]:
+    def made_with(self) -> dict[str, Any]:
         """Values without which neither the data position nor the dense optimizer's state mean anything."""
         name = type(self._fresh_optimizer()).__name__
         return {"data.batch_size": self.loader.batch_size, "optim.dense.name": name}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue at the saved data position, with the same rows resident when the tiers are the same."""
+        """Continue at the saved data position, with the same rows resident when the tiers are the same.
+
+        ``recpipe.model.resume`` has checked it all before.
+        """
         saved = checkpoint["recpipe"]
-        if saved["fingerprint"] != self.loader.dataset.fingerprint:
-            raise UserError(
-                "the checkpoint was made on other data (or another recipe for it); resume with the same data"
-            )
-        for key, value in self._made_with().items():
-            theirs = saved["made_with"][key]
-            if theirs != value:
-                raise UserError(
-                    f"the checkpoint was made with {key}={theirs}, not {value}: resume with {key}={theirs}"
-                )
-        mine, theirs = self._order(), saved["order"]
-        if mine != theirs:
-            raise UserError(
-                f"the checkpoint counts batches in the order of {theirs or 'the data'}, this run in that of "
-                f"{mine or 'the data'}: resume with the same plugin, or start anew"
-            )
         # torch would take the learning rate from the checkpoint even where the recipe has a new one.
         defaults = self._fresh_optimizer().defaults
-        changed = {k: value for k, value in defaults.items() if saved["dense_defaults"][k] != value}
+        theirs = saved["dense_defaults"]
+        changed = {k: value for k, value in defaults.items() if k not in theirs or theirs[k] != value}
         for group in checkpoint["optimizer_states"][0]["param_groups"]:
             group.update(changed)
         self.loader.first = int(saved["batches_done"])
@@ -298,7 +293,7 @@ def set_random_state(state: dict[str, Any]) -> None:
     """Restore ``random_state()``'s result."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
     version, values, gauss = state["python"]
     random.setstate((version, tuple(values), gauss))
     key = state["numpy"]["key"].numpy().astype(np.uint32)

@@ -18,6 +18,7 @@ from typing import Literal
 from recpipe.embedding.stores.base import StoreLayout
 from recpipe.embedding.stores.faults import store_error
 from recpipe.errors import StoreError
+from recpipe.saved import parse_json, typed_as
 
 log = logging.getLogger(__name__)
 STATE, LOCK = "store.json", "store.lock"
@@ -102,17 +103,13 @@ class StoreHome:
             return None
         except OSError as error:
             raise store_error("open", self.path / STATE, error.errno or errno.EIO) from error
-        with os.fdopen(fd, encoding="utf-8") as file:
-            text = file.read()
         try:
-            read = json.loads(text)
-            shape = read.pop("layout")
-            layout = StoreLayout(tuple(shape["tables"]), tuple(shape["rows"]), shape["width"])
-            state = StoreState(layout=layout, **read)
+            with os.fdopen(fd, "rb") as file:
+                state = typed_as(StoreState, parse_json(file.read()))
             if not all(ROW_FILE.fullmatch(name) for name in state.files):
                 raise ValueError("a name in files is not a row file's")
             return state
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise StoreError(
                 f"ssd store: {self.path / STATE} is not a store's state ({error}): "
                 "remove it or set tiers.dir= to another directory"
