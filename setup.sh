@@ -1,5 +1,6 @@
 #!/bin/sh
-# Sets up .venv with a tested set of packages and recpipe itself; does nothing when it is up to date.
+# Sets up .venv with a set of packages that fit together and recpipe itself; does nothing when it is up to date.
+# The CPU set is tested; the CUDA sets are resolved, not yet run on a GPU.
 #   RECPIPE_PYTHON        the Python to use (default: python3 when it is 3.11 to 3.14, else the first of these that is there)
 #   RECPIPE_REQUIREMENTS  the set to install (default: requirements/cuda.txt with a GPU, else requirements/cpu.txt)
 set -eu
@@ -61,7 +62,7 @@ if [ "$requirements" = requirements/cpu.txt ]; then
     $pip install $quiet --retries 1 --no-deps -r requirements/torch-cpu.txt ||
         fail "pip could not install torch's CPU build (its message is above); run ./setup.sh again when that is mended"
 fi
-# One command, so that pip resolves recpipe and the tested set together.
+# One command, so that pip resolves recpipe and the set together.
 $pip install $quiet pip -r "$requirements" -e '.[test]' ||
     fail "pip could not install $requirements (its message is above); run ./setup.sh again when that is mended"
 echo "$wanted" >"$stamp"

@@ -96,13 +96,12 @@ class Result:
 
 def operations(point: Point, overrides: Sequence[str]) -> float:
     """Of a step's matrix products, forward and backward."""
-    from recpipe.config import compose, typed
+    from recpipe.config import compose
     from recpipe.floor.workload import dense_work
-    from recpipe.model.ranker import ModelConfig
+    from recpipe.recipe import Recipe
 
     words = [word for word in overrides if word.startswith("model")]
-    recipe = compose([*words, f"model.embedding_dim={point.dim}"])
-    model = typed(ModelConfig, recipe.model, "model")
+    model = Recipe.of(compose([*words, f"model.embedding_dim={point.dim}"])).model
     return sum(work.flops for work in dense_work(model, DENSE, point.tables, point.batch).values())
 
 

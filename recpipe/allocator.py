@@ -22,6 +22,11 @@ _SETTINGS = {
 Three arenas: one each for the two threads that train, so that each core finds in its cache what it has just
 freed, and one that all others share, so that memory does not grow with their number.
 """
+_KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Of oneDNN and of torch's layer above it: how many kernels, each for one size of its inputs, they keep."""
+_KERNELS = "512"
+"""Half of their defaults. A step of a deep DLRM takes 30 to 40; batches of ever new sizes fill the caches, at
+a quarter of a MiB or more each."""
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """torch's switch: blocks of 2 MiB and more are advised to be huge pages. Read at its first such block."""
 _applied: list[str] = []
@@ -43,6 +48,15 @@ def tune_allocator() -> None:
     # A parent process of ours may have set it.
     if _on_advice() and os.environ.setdefault(_HUGE_PAGES, "1") == "1":
         _applied.append(f"{_HUGE_PAGES}=1")
+
+
+def bound_kernel_caches() -> None:
+    """Let oneDNN and torch keep fewer matrix kernels; a user's own settings stay.
+
+    To be called before torch is loaded.
+    """
+    for name in _KERNEL_CACHES:
+        os.environ.setdefault(name, _KERNELS)
 
 
 def _on_advice() -> bool:

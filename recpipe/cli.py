@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from recpipe.allocator import tune_allocator
+from recpipe.allocator import bound_kernel_caches, tune_allocator
 from recpipe.errors import UserError
 from recpipe.quiet import calm_threads, quiet_libraries
 
@@ -32,12 +32,12 @@ recpipe trains TorchRec models; published systems techniques are plugins, each o
   python -m recpipe plugins                  what is installed and which extension points each uses
   python -m recpipe unshard CHECKPOINT FILE.safetensors
                                              its tables and dense parameters in one file
-  python -m recpipe sweep-report DIR         the table of a sweep's jobs, again, from their reports
+  python -m recpipe sweep-report DIR         the table with which a sweep ends, again, from its jobs' reports
   python -m recpipe doctor                   do the installed torch, torchrec and fbgemm fit together
 
 Every value of the recipe can be set: key=value (data.batch_size=4096, trainer.max_steps=100,
 tiers.store=ssd, tiers.resident_bytes=10%, plugins.hotline.KNOB=...). The whole recipe: --cfg job.
-A run leaves report.json, report.html, assembly.json and checkpoints/ in outputs/DATE/TIME.
+A run leaves report.json, report.html, assembly.json, checkpoints/ and recpipe.log in outputs/DATE/TIME.
 
 Choices:
 """
@@ -156,14 +156,18 @@ def _choices() -> str:
 def _run_hydra(argv: Sequence[str]) -> None:
     """Compose the recipe and run it, once or for each job of a sweep (``-m``)."""
     import hydra
+    from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig
 
-    from recpipe.config import CONFIG_NAME, check, conf_dir, readable_errors, register
+    from recpipe.config import CONFIG_NAME, check, check_overrides, conf_dir, readable_errors, register
+    from recpipe.console import log
     from recpipe.launcher import TorchrunLauncher, refuse_without_sweep
+    from recpipe.sweeps import noted, table_at_end
 
     user_setting = os.environ.get(FULL_ERROR)
     calm_threads()
     tune_allocator()
+    bound_kernel_caches()
     if _several():
         from recpipe.launch import agreed_arguments
 
@@ -171,18 +175,21 @@ def _run_hydra(argv: Sequence[str]) -> None:
         sys.argv[1:] = argv
 
     def job(recipe: DictConfig) -> None:
-        with _environment(user_setting), _stopping(argv):
+        with _environment(user_setting), _stopping(), noted(), readable_errors(argv):
             check(recipe)
             refuse_without_sweep()
+            quiet_libraries()
+            log.info("this run's directory: %s", HydraConfig.get().runtime.output_dir)
+            log.info("loading torch")  # which takes seconds
             from recpipe.doctor import check_versions
 
             check_versions()
-            quiet_libraries()
             from recpipe.run import run
 
             run(recipe)
 
     register()
+    check_overrides(argv)
     TorchrunLauncher.environment = dict(os.environ)
     if "task=compare" in argv:
         # The comparison itself runs no plugin: knobs are handed on to the rows that have theirs.
@@ -190,7 +197,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
         sys.argv[1:] = argv
     decorate = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)
     # With HYDRA_FULL_ERROR Hydra hands us its exceptions instead of printing them and exiting with 1.
-    with _environment("1"), readable_errors(argv):
+    with _environment("1"), readable_errors(argv), table_at_end():
         decorate(job)()
 
 
@@ -213,11 +220,12 @@ def _set(value: str | None) -> None:
 
 
 @contextmanager
-def _stopping(argv: Sequence[str]) -> Iterator[None]:
-    from recpipe.config import readable_errors
+def _stopping() -> Iterator[None]:
+    """Out of a run with its user's error, also written into its recpipe.log."""
+    from recpipe.console import append_to_log
 
     try:
-        with readable_errors(argv):
-            yield
+        yield
     except UserError as error:
+        append_to_log(f"error: {error}")
         raise _Stop(error) from error

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -20,13 +19,14 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from recpipe import launcher
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 from recpipe.plugin.conf import GROUP, PluginSearchPath, PluginSource, plugin_conf
-from recpipe.plugin.knobs import fits, spelled
 from recpipe.plugin.load import installed
+from recpipe.validation import nearest, no_value
 
 CONFIG_NAME = "train"
-T = TypeVar("T")
+DEEPEST = 20
+"""Levels of an override's value; OmegaConf recurses over them."""
 
 
 def conf_dir() -> Path:
@@ -54,6 +54,7 @@ def compose(overrides: Sequence[str] = (), run_dir: Path | None = None) -> DictC
     Raises ``UserError`` with one line that names the override and the nearest right one.
     """
     register()
+    check_overrides(overrides)
     with readable_errors(overrides), hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         if run_dir is None:
             recipe = hydra.compose(CONFIG_NAME, overrides=list(overrides))
@@ -65,6 +66,36 @@ def compose(overrides: Sequence[str] = (), run_dir: Path | None = None) -> DictC
                 del recipe["hydra"]
         check(recipe)
     return recipe
+
+
+def check_overrides(words: Sequence[str]) -> None:
+    """Refuse what Hydra would meet with a traceback: a group's option that is no name, nests or digits
+    without end. Words of ``words`` that are no overrides (``-m``, ``--cfg job``) are left alone."""
+    for word in words:
+        if word.startswith("-") or not ("=" in word or word.startswith("~")):
+            continue
+        with readable_errors(words):
+            try:
+                override = OverridesParser.create().parse_override(word)
+            except (RecursionError, ValueError) as fault:
+                raise UserError(f"cannot read the override '{shown(word)}': {shown(fault, 100)}") from fault
+        if _depth(override.value()) > DEEPEST:
+            raise UserError(f"'{shown(word)}' nests more than {DEEPEST} levels deep, which no recipe does")
+        value = override.value()
+        options = value if isinstance(value, list) else [value]
+        if override.is_sweep_override() or all(o is None or isinstance(o, str) for o in options):
+            continue
+        known = choices().get(override.key_or_group)
+        if known is not None:
+            raise UserError(
+                f"{shown(word)}: must name an option of {override.key_or_group}; "
+                f"there are {', '.join(sorted(known))}"
+            )
+
+
+def _depth(value: object) -> int:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, parts), default=0)
 
 
 def check(recipe: DictConfig) -> None:
@@ -80,7 +111,7 @@ def check(recipe: DictConfig) -> None:
     known = list(installed())
     unknown = next((n for n in names if n not in known), names[0] if names else "")
     raise UserError(
-        f"no yaml for plugin '{unknown}', so no plugin would be active.{_nearest(unknown, known)} "
+        f"no yaml for plugin '{unknown}', so no plugin would be active.{nearest(unknown, known)} "
         f"Installed: {', '.join(known) or 'none'}"
     )
 
@@ -105,35 +136,20 @@ def _knobs(name: str, knobs: Any) -> dict[str, Any]:
     return {str(k): v for k, v in knobs.items()}
 
 
-def typed(cls: type[T], node: DictConfig, section: str) -> T:
-    """The dataclass ``cls`` filled from the recipe's ``section``; interpolations are resolved.
-
-    Raises ``UserError`` that names the key and the value for an unknown, missing or mistyped one.
-    """
-    values = knobs(node, section)
-    hints = get_type_hints(cls)
-    for key, value in values.items():
-        name = f"{section}.{key}"
-        if key not in hints:
-            raise UserError(f"no '{name}' in the recipe.{_nearest(name, [f'{section}.{h}' for h in hints])}")
-        if value != "???" and not fits(value, hints[key]):
-            raise UserError(f"{name}={value}: must be {spelled(hints[key])}")
-    required = {f.name for f in fields(cls) if f.default is f.default_factory is MISSING}  # type: ignore[arg-type]
-    absent = [key for key in hints if values.get(key) == "???" or (key in required and key not in values)]
-    if absent:
-        raise UserError(
-            f"{section}.{absent[0]} has no value in this recipe: set it, {section}.{absent[0]}=VALUE"
-        )
-    return cls(**values)
-
-
-def knobs(node: DictConfig, section: str) -> dict[str, Any]:
-    """The recipe's ``section`` as plain values, interpolations resolved."""
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The recipe as dicts, lists and scalars, keys as text, interpolations resolved; nothing is missing."""
     with readable_errors(()):
-        content = OmegaConf.to_container(node, resolve=True)
-    if not isinstance(content, dict):
-        raise UserError(f"{section}={node}: must map keys to values, as conf/{section} does")
-    return {str(key): value for key, value in content.items()}
+        content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    named = _named(content)
+    assert isinstance(named, dict)
+    return named
+
+
+def _named(node: Any) -> Any:
+    """``node`` with text for keys, as JSON has them; yaml's may be numbers."""
+    if isinstance(node, dict):
+        return {str(key): _named(value) for key, value in node.items()}
+    return [_named(item) for item in node] if isinstance(node, list) else node
 
 
 @contextmanager
@@ -142,10 +158,11 @@ def readable_errors(overrides: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except OverrideParseException as fault:
-        raise UserError(f"cannot read the override '{fault.override}': {_parse_fault(str(fault))}") from fault
+        raise UserError(
+            f"cannot read the override '{shown(fault.override)}': {_parse_fault(str(fault))}"
+        ) from fault
     except MissingMandatoryValue as fault:
-        key = str(fault).splitlines()[0].rpartition(" ")[2]
-        raise UserError(f"{key} has no value in this recipe: set it, {key}=VALUE") from fault
+        raise no_value(fault.full_key or str(fault).splitlines()[0].rpartition(" ")[2]) from fault
     except YAMLError as fault:
         raise UserError(f"broken yaml: {_one_line(fault)}") from fault
     except (HydraException, OmegaConfBaseException) as fault:
@@ -185,7 +202,7 @@ def _missing(group: str, option: str) -> str:
         group, _, option = f"{group}/{option}".rpartition("/")
     options = sorted(choices().get(group, ()))
     known = "Installed" if group == "plugin" else "There are"
-    return f"no {group} '{option}'.{_nearest(option, options)} {known}: {', '.join(options) or 'none'}"
+    return f"no {group} '{option}'.{nearest(option, options)} {known}: {', '.join(options) or 'none'}"
 
 
 def _bad_key(fault: Exception, overrides: Sequence[str]) -> str:
@@ -202,7 +219,7 @@ def _bad_key(fault: Exception, overrides: Sequence[str]) -> str:
     keys = _known_keys([o for o in overrides if key not in o and not o.startswith("-")])
     if key in keys and fault.__cause__ is not None:
         return f"{key}: {_one_line(fault.__cause__)}. See the recipe: python -m recpipe --cfg job"
-    return f"no '{key}' in the recipe.{_nearest(key, keys)} See the whole recipe: python -m recpipe --cfg job"
+    return f"no '{key}' in the recipe.{nearest(key, keys)} See the whole recipe: python -m recpipe --cfg job"
 
 
 def _known_keys(overrides: Sequence[str]) -> list[str]:
@@ -223,15 +240,6 @@ def _dotted(node: Any, prefix: str) -> Iterator[str]:
         for key, value in node.items():
             yield f"{prefix}{key}"
             yield from _dotted(value, f"{prefix}{key}.")
-
-
-def _nearest(word: str, words: Sequence[str]) -> str:
-    """Nearest whole key, else a key whose last part is nearest to the last part of ``word``."""
-    near = difflib.get_close_matches(word, words, n=1)
-    if not near:
-        last = word.rpartition(".")[2]
-        near = [w for w in words if w.rpartition(".")[2] == last][:1]
-    return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def _one_line(fault: BaseException) -> str:

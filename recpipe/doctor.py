@@ -15,7 +15,9 @@ from packaging.version import Version
 from recpipe.errors import UserError
 
 TRIPLES = (("2.13", "1.8", "1.8"), ("2.11", "1.6", "1.6"))
-"""Tested (torch, torchrec, fbgemm-gpu) releases, major.minor, newest first."""
+"""(torch, torchrec, fbgemm-gpu) releases that fit together, major.minor, newest first."""
+NOT_RUN = "resolved, not yet run on a GPU"
+"""What is true of the sets for CUDA: pip installs them together, and no test has run on them."""
 REQUIREMENTS = {
     ("2.13", False): "requirements/cpu.txt",
     ("2.13", True): "requirements/cuda.txt",
@@ -59,7 +61,7 @@ def minor(version: str) -> str:
 
 
 def install(cuda: bool, torch_minor: str = "2.13", root: Path = CHECKOUT) -> str:
-    """The command that installs a tested set into this Python: from a checkout's file, else by name."""
+    """The command that installs a set that fits into this Python: from a checkout's file, else by name."""
     file = REQUIREMENTS.get((torch_minor, cuda), REQUIREMENTS["2.13", cuda])
     if (root / file).is_file():
         return f"cd {root} && {sys.executable} -m pip install -r {file}"
@@ -75,7 +77,7 @@ def install(cuda: bool, torch_minor: str = "2.13", root: Path = CHECKOUT) -> str
 
 
 def check_triple(version: Versions, cuda: bool) -> list[Finding]:
-    """torch, torchrec and fbgemm against the tested triples."""
+    """torch, torchrec and fbgemm against the triples that fit together."""
     torch, torchrec = version("torch"), version("torchrec")
     fbgemm = next(((name, v) for name in reversed(FBGEMM) if (v := version(name))), None)
     missing = [n for n, v in (("torch", torch), ("torchrec", torchrec), ("fbgemm-gpu", fbgemm)) if v is None]
@@ -85,10 +87,11 @@ def check_triple(version: Versions, cuda: bool) -> list[Finding]:
     found = (minor(torch), minor(torchrec), minor(fbgemm[1]))
     shown = f"torch {torch}, torchrec {torchrec}, {fbgemm[0]} {fbgemm[1]}"
     if found in TRIPLES:
-        return [Finding("versions", f"{shown}: a tested set")]
+        return [Finding("versions", f"{shown}: {f'a set that is {NOT_RUN}' if cuda else 'a tested set'}")]
     nearest = next((t for t in TRIPLES if t[0] == found[0]), TRIPLES[0])
-    tested = f"torch {nearest[0]} with torchrec {nearest[1]} and fbgemm-gpu {nearest[2]}"
-    return [Finding("versions", f"{shown}: not a tested set; {tested} is", install(cuda, nearest[0]))]
+    fits = f"torch {nearest[0]} with torchrec {nearest[1]} and fbgemm-gpu {nearest[2]}"
+    text = f"{shown}: no set known to fit; {fits} does" if cuda else f"{shown}: not a tested set; {fits} is"
+    return [Finding("versions", text, install(cuda, nearest[0]))]
 
 
 def check_fbgemm(version: Versions, owners: list[str], cuda: bool) -> list[Finding]:
@@ -215,7 +218,7 @@ def print_findings() -> int:
 
 
 def check_versions() -> None:
-    """Before a run: refuse an untested torch, torchrec, fbgemm set unless RECPIPE_SKIP_VERSION_CHECK=1."""
+    """Before a run: refuse an unknown torch, torchrec, fbgemm set unless RECPIPE_SKIP_VERSION_CHECK=1."""
     if os.environ.get(SKIP):
         return
     for finding in check_triple(installed_version, torch_is_cuda()):

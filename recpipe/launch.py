@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
+from annotated_types import MinLen
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from recpipe.errors import UserError
 from recpipe.ranks import Emulation, Ranks
+from recpipe.validation import Count
 
 JOINING = timedelta(minutes=5)
 """How long a process waits for the others to start."""
@@ -54,8 +57,8 @@ class Topology:
     null, null: every rank does both. With ``embedding_ranks`` alone, the other ranks train.
     """
 
-    embedding_ranks: list[int] | None = None
-    trainers: list[int] | None = None
+    embedding_ranks: Annotated[list[Count], MinLen(1)] | None = None
+    trainers: Annotated[list[Count], MinLen(1)] | None = None
 
     def roles(self, world: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Trainers and holders among ranks 0 .. world - 1, ascending."""

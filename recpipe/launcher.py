@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +34,7 @@ from recpipe.tasks.compare_run import TORCHRUN, end, interrupt_on_sigterm
 
 NAME = "torchrun"
 JOB_FILE = "job.json"
-"""What the launcher knows of a job, in the job's folder; ``exit_status`` null: it has not ended."""
+"""What is known of a job's end, in its folder; ``exit_status`` null: it has not ended."""
 _OF_A_RANK = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
 )
@@ -56,7 +55,7 @@ class TorchrunConf:
 
 
 class TorchrunLauncher(Launcher):
-    """Starts the jobs of a sweep, one torchrun each, never two at once; then prints the sweep's table."""
+    """Starts the jobs of a sweep, one torchrun each, never two at once."""
 
     __module__ = "hydra_plugins.recpipe"  # see register
 
@@ -84,18 +83,12 @@ class TorchrunLauncher(Launcher):
         jobs: list[_Job] = []
         total = initial_job_idx + len(job_overrides)
         with interrupt_on_sigterm():
-            try:
-                for number, overrides in enumerate(job_overrides, initial_job_idx):
-                    log.info("job %d/%d: %s", number + 1, total, " ".join(filter_overrides(overrides)))
-                    jobs.append(self._job(number, list(overrides)))
-                    jobs[-1].run(self._environment())
-                    if jobs[-1].status and self.stop_on_failure:
-                        break
-            except KeyboardInterrupt:
-                with suppress(UserError):
-                    self._report()
-                raise
-        self._report()
+            for number, overrides in enumerate(job_overrides, initial_job_idx):
+                log.info("job %d/%d: %s", number + 1, total, " ".join(filter_overrides(overrides)))
+                jobs.append(self._job(number, list(overrides)))
+                jobs[-1].run(self._environment())
+                if jobs[-1].status and self.stop_on_failure:
+                    break
         return _results(jobs, len(job_overrides))
 
     def _job(self, number: int, overrides: list[str]) -> _Job:
@@ -115,12 +108,6 @@ class TorchrunLauncher(Launcher):
             # What torchrun sets itself, with a warning in every job.
             kept.setdefault("OMP_NUM_THREADS", "1")
         return kept
-
-    def _report(self) -> None:
-        # Imports torch, which a sweep that is about to start need not wait for.
-        from recpipe.report.sweep import report
-
-        report(self.sweep_dir)
 
 
 @dataclass

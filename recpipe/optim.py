@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 
-from recpipe.errors import UserError
+from recpipe.embedding.tables import TableOptimizer
+from recpipe.errors import UserError, shown
+
+Argument = bool | int | float | str | list[float] | None
+"""What yaml can give an optimizer of ``torch.optim``."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """``conf/optim``: the optimizer fused into the tables, and name and arguments of the dense part's."""
+
+    tables: TableOptimizer
+    dense: dict[str, Argument]
 
 
 def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -29,11 +42,31 @@ def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter
     if name not in kinds or name == "Optimizer":
         near = difflib.get_close_matches(name, kinds, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(sorted(kinds))}"
-        raise UserError(f"optim.dense.name={name}: torch.optim has no such optimizer; {hint}")
+        raise UserError(f"optim.dense.name={shown(name)}: torch.optim has no such optimizer; {hint}")
     takes = signature(kinds[name]).parameters
     if "fused" in takes and not knobs.keys() & {"fused", "foreach", "differentiable"}:
         knobs["fused"] = True
     try:
         return kinds[name](parameters, **knobs)
     except (TypeError, ValueError) as fault:
-        raise UserError(f"optim.dense: torch.optim.{name} does not take {knobs}: {fault}") from fault
+        raise UserError(
+            f"optim.dense: torch.optim.{name} does not take {shown(knobs, 80)}: {shown(fault, 200)}"
+        ) from fault
+
+
+def try_out(config: Mapping[str, Any], device: torch.device) -> None:
+    """One step of ``dense_optimizer`` over a matrix and a vector, as the dense part has them.
+
+    torch checks some arguments only then, and not every optimizer can train such parameters in this way.
+    """
+    parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in ((2, 2), (2,))]
+    optimizer = dense_optimizer(config, parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer.step()
+    except Exception as fault:  # whatever torch makes of values that it has not checked
+        raise UserError(
+            f"optim.dense: torch.optim.{config['name']} cannot train the dense part ({shown(fault, 200)}); "
+            "choose another optimizer or other arguments, as in conf/optim"
+        ) from fault

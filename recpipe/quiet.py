@@ -31,7 +31,9 @@ def quiet_libraries() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # FBGEMM reports every library that it loads through the root logger.
     logging.getLogger().setLevel(logging.WARNING)
-    logging.getLogger("recpipe").setLevel(logging.INFO)
+    # Of several processes (torchrun) the first one tells; warnings are heard from all of them.
+    leads = os.environ.get("RANK", "0") == "0"
+    logging.getLogger("recpipe").setLevel(logging.INFO if leads else logging.WARNING)
     for name in ("lightning.pytorch", "lightning.fabric", "torchrec", "fbgemm_gpu"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # Its planner warns of every replicated table, and of a way to make topologies that is new in 1.8.

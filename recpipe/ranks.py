@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from annotated_types import Interval
 from numpy.typing import NDArray
+from pydantic import BeforeValidator
 
 from recpipe.errors import UserError
 
@@ -27,15 +29,12 @@ Array = NDArray[Any]
 class Emulation:
     """A slower network than this machine's (``tiers.emulate``): added to every message between ranks."""
 
-    latency_us: float = 0.0
-    gbit_per_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.latency_us < 0 or (self.gbit_per_s is not None and not self.gbit_per_s > 0):
-            raise UserError(
-                f"tiers.emulate.latency_us={self.latency_us}, gbit_per_s={self.gbit_per_s}: give a latency "
-                "of at least 0 and a bandwidth above 0 (null: unlimited)"
-            )
+    latency_us: Annotated[
+        float, Interval(ge=0, le=1e9), BeforeValidator(lambda value: 0.0 if value is None else value)
+    ] = 0.0
+    """null: none."""
+    gbit_per_s: Annotated[float, Interval(ge=1e-6)] | None = None
+    """null: unlimited."""
 
     @property
     def active(self) -> bool:

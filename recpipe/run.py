@@ -16,20 +16,21 @@ from omegaconf import DictConfig
 
 from recpipe.checkpoint import TableCheckpointIO
 from recpipe.clock import run_start
-from recpipe.config import knobs, typed
+from recpipe.console import heard, log
 from recpipe.data.make import open_dataset
-from recpipe.embedding.build import TierConfig, build_embeddings, is_sharded, plan_shards, sends_ahead
-from recpipe.embedding.tables import TableOptimizer, TableSet
-from recpipe.errors import UserError
-from recpipe.launch import Topology, joined, require_same_data
+from recpipe.embedding.build import build_embeddings, is_sharded, plan_shards, sends_ahead
+from recpipe.embedding.tables import TableSet
+from recpipe.footprint import require_memory
+from recpipe.launch import joined, require_same_data
 from recpipe.metrics import reset_peak_rss
-from recpipe.model.matmul import vector_units, warn_without_units
+from recpipe.model.matmul import require_bfloat16_units, vector_units
 from recpipe.model.module import RankingModule
-from recpipe.model.ranker import ModelConfig, Ranker
-from recpipe.optim import dense_optimizer
+from recpipe.model.ranker import Ranker
+from recpipe.optim import dense_optimizer, try_out
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.quiet import quiet_libraries
 from recpipe.ranks import Ranks
+from recpipe.recipe import Recipe
 from recpipe.report.record import write_json
 from recpipe.setup import (
     assemble_plugins,
@@ -40,83 +41,85 @@ from recpipe.setup import (
     resume_from,
     scratch_dir,
 )
+from recpipe.sizes import readable_bytes
+from recpipe.tasks.config import PlanConfig
 from recpipe.tasks.export import export_parameters
-from recpipe.tasks.plan import describe, print_plan
-from recpipe.tasks.profile import StepProfiler, profiling
+from recpipe.tasks.nudge import Nudge
+from recpipe.tasks.plan import describe, planned_ranks, print_plan
+from recpipe.tasks.profile import ProfileConfig, StepProfiler
 from recpipe.tasks.summary import summarize
 from recpipe.tasks.unshard import load_pretrained
-from recpipe.training.config import TrainerConfig
 from recpipe.training.recorder import Recorder
 from recpipe.training.trainer import fit, make_trainer
 
 
-def run(cfg: DictConfig) -> dict[str, Any]:
+def run(composed: DictConfig) -> dict[str, Any]:
     """Carry out the recipe's task; returns the content of report.json (or compare.json, assembly.json)."""
     quiet_libraries()
+    # 1. The recipe's values, typed and checked; the processes that share the work (mostly one).
+    cfg = Recipe.of(composed)
     run_dir = output_dir()
-    task = cfg.task.name
-    if task not in ("train", "profile", "compare", "plan"):
-        raise UserError(f"task.name={task} is unknown; choose train, profile, compare or plan")
+    with heard(run_dir):
+        return _run_task(cfg, run_dir)
+
+
+def _run_task(cfg: Recipe, run_dir: Path) -> dict[str, Any]:
     device = choose_device(cfg.trainer.device)
+    try_out(cfg.optim.dense, device)
     with vector_units(device):
-        if task == "compare":
+        if cfg.compare is not None:
             from recpipe.tasks.compare import compare
 
             refuse_ranks("task=compare")
-            return compare(cfg, run_dir)
-        return _run_by_ranks(cfg, run_dir, device)
+            return compare(cfg.compare, run_dir)
+        with joined(cfg.topology, cfg.tiers.emulate, device) as ranks:
+            return run_on(ranks, cfg, run_dir, device)
 
 
-def _run_by_ranks(cfg: DictConfig, run_dir: Path, device: torch.device) -> dict[str, Any]:
-    # 1. The recipe's values, typed and checked; the processes that share the work (mostly one).
-    tier_config = typed(TierConfig, cfg.tiers, "tiers")
-    topology = typed(Topology, cfg.topology, "topology")
-    with joined(topology, tier_config.emulation, device) as ranks:
-        return run_on(ranks, cfg, run_dir, device, tier_config)
-
-
-def run_on(
-    ranks: Ranks, cfg: DictConfig, run_dir: Path, device: torch.device, tier_config: TierConfig
-) -> dict[str, Any]:
+def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> dict[str, Any]:
     """This rank's part of a run; reports are rank 0's."""
     started = run_start()
-    trainer_config = typed(TrainerConfig, cfg.trainer, "trainer")
-    model_config = typed(ModelConfig, cfg.model, "model")
+    trainer_config, model_config, tier_config = cfg.trainer, cfg.model, cfg.tiers
     leads = ranks.rank == 0
-    if leads:
-        warn_without_units(model_config.precision, device)
-    profile = profiling(cfg)
+    if model_config.precision == "bfloat16" and not model_config.emulate_bfloat16:
+        require_bfloat16_units(device)
+    profile = cfg.task if isinstance(cfg.task, ProfileConfig) else None
     if profile is not None:
         trainer_config = profile.shortened(trainer_config)
 
     # 2. Data: a schema, two splits in time order, batches from any position.
     dataset = open_dataset(cfg.data, cfg.seed)
     require_same_data(dataset.fingerprint)
+    log.info(f"{dataset.size('train'):,} samples to train, {dataset.size('eval'):,} held out")
     steps = trainer_config.steps(dataset.num_batches("train", cfg.data.batch_size))
     tables = TableSet(
         dataset.schema.sparse,
         model_config.embedding_dim,
-        typed(TableOptimizer, cfg.optim.tables, "optim.tables"),
+        cfg.optim.tables,
         cfg.seed,
     )
 
     # 3. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
+    log.info("planning: plugins %s", ", ".join(cfg.plugins) or "none")
     assembly = assemble_plugins(cfg, dataset, tables, tier_config, device, steps, ranks)
     shards = None
     if is_sharded(tier_config, assembly):
-        world = (cfg.task.name == "plan" and cfg.task.ranks) or ranks.world
+        world = planned_ranks(cfg.task, len(tables.features)) or ranks.world
         shards = plan_shards(tables, tier_config, assembly, device, cfg.data.batch_size, ranks, world)
     described = describe(assembly, tables, tier_config, ranks, shards, model_config.precision == "bfloat16")
     if leads:
         write_json(run_dir / "assembly.json", described)
         if shards is not None:
             write_json(run_dir / "plan.json", shards[1].to_dict())
-    if cfg.task.name == "plan":
+    if isinstance(cfg.task, PlanConfig):
         print_plan(described, run_dir)
         return described
 
+    require_memory(cfg, dataset, tables, described, ranks, device)
+
     # 4. Tables in their tiers, and the model over them. A rank that only holds rows serves them here.
     reset_peak_rss()
+    log.info("building %d tables: %s", len(tables.features), readable_bytes(tables.total_bytes))
     embeddings = build_embeddings(
         tables,
         tier_config,
@@ -139,19 +142,21 @@ def run_on(
 
         if model_config.pretrained:
             names = load_pretrained(Path(model_config.pretrained).expanduser(), embeddings, tables, ranker)
-            print(f"starting from {len(names)} tensors of {model_config.pretrained}")
+            log.info("starting from %d tensors of %s", len(names), model_config.pretrained)
 
         # 5. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
         ahead = shards is not None and sends_ahead(tier_config, embeddings)
         loader = TrainLoader(dataset, cfg.data.batch_size, assembly, tiers, device, ranks, ahead)
         evaluation = EvalLoader(dataset, cfg.data.batch_size, device, ranks)
-        make_optimizer = partial(dense_optimizer, knobs(cfg.optim.dense, "optim.dense"))
+        make_optimizer = partial(dense_optimizer, cfg.optim.dense)
         module = RankingModule(ranker, make_optimizer, assembly, loader, trainers)
 
         # 6. Lightning runs the loop.
         recorder = Recorder(loader, started)
         checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads)
         callbacks = [recorder, *(owned.part for owned in assembly.callbacks)]
+        if cfg.task.nudge:
+            callbacks.append(Nudge(embeddings, module.dense))
         profiler = StepProfiler(profile, recorder, device) if profile and leads else None
         if profiler is not None:
             callbacks.insert(1, profiler)
@@ -161,7 +166,9 @@ def run_on(
         stopped = fit(trainer, module, loader, evaluation, recorder, resume)
 
         # 7. What it did.
-        report = summarize(cfg, dataset, assembly, described, tables, embeddings, module, recorder, ranks)
+        report = summarize(
+            cfg, dataset, assembly, described, tables, embeddings, module, recorder, ranks, resume
+        )
         if profiler is not None:
             profiler.complete(report, model_config, len(dataset.schema.dense), tables, run_dir)
         if cfg.task.export_parameters:
@@ -169,6 +176,7 @@ def run_on(
             export_parameters(target, embeddings, tables, ranker, writes=leads)
     content = report.to_dict()
     if leads:
+        log.info("writing the report")
         # Here, not above: training does not wait for jinja2 and matplotlib.
         from recpipe.report import html, terminal
 
@@ -176,6 +184,6 @@ def run_on(
         html.write(content, run_dir)
         terminal.print_result(content, run_dir)
     if stopped is not None:
-        print(stopped)
+        log.info(stopped)
         raise KeyboardInterrupt
     return content

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
 
 from recpipe.checkpoint import holds_checkpoint, newest
-from recpipe.config import active_plugins
 from recpipe.data.cache import default_cache_dir
 from recpipe.data.dataset import Dataset
 from recpipe.embedding.build import TierConfig, cache_owner
@@ -25,6 +23,7 @@ from recpipe.plugin.api import Context, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble, gather
 from recpipe.plugin.load import activate
 from recpipe.ranks import Ranks
+from recpipe.recipe import Recipe
 
 
 def output_dir() -> Path:
@@ -58,8 +57,6 @@ def choose_device(name: str) -> torch.device:
         own = Process.current().local_rank % max(1, torch.cuda.device_count())
         return torch.device("cuda", own) if torch.cuda.is_available() else torch.device("cpu")
     kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise UserError(f"trainer.device={name} is unknown; choose auto, cpu, cuda or cuda:N")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise UserError(
             f"trainer.device={name}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
@@ -68,7 +65,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def assemble_plugins(
-    cfg: DictConfig,
+    cfg: Recipe,
     dataset: Dataset,
     tables: TableSet,
     tiers: TierConfig,
@@ -87,12 +84,12 @@ def assemble_plugins(
         data_fingerprint=dataset.fingerprint,
         steps=steps,
         trainers=len(ranks.trainers),
-        cache_dir=Path(cfg.data.get("cache_dir") or default_cache_dir()).expanduser(),
+        cache_dir=Path(getattr(cfg.data, "cache_dir", None) or default_cache_dir()).expanduser(),
         epoch_samples=dataset.size("train"),
         held_out=lambda first: dataset.batches("eval", cfg.data.batch_size, first),
         batches=lambda first: dataset.batches("train", cfg.data.batch_size, first),
     )
-    active = gather(activate(active_plugins(cfg)), context)
+    active = gather(activate(cfg.plugins), context)
     assembly = assemble(
         active,
         context.tables,

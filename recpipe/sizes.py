@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+_MOST = 2.0**62
+"""Bytes that no machine has; more overflows."""
 
 
 def parse_bytes(text: object, whole: int, key: str) -> int:
@@ -18,10 +21,10 @@ def parse_bytes(text: object, whole: int, key: str) -> int:
     unit = found.group(2).lower() if found else "?"
     if found is None or (unit != "%" and unit not in _UNITS):
         raise UserError(
-            f"{key}={text}: give bytes (1000000), a size (64MiB, 1.5GB) or a share of all tables (10%)"
+            f"{key}={shown(text)}: give bytes (1000000), a size (64MiB, 1.5GB) or a share of all tables (10%)"
         )
     number = float(found.group(1))
-    return int(number / 100 * whole) if unit == "%" else int(number * _UNITS[unit])
+    return int(min(number / 100 * whole if unit == "%" else number * _UNITS[unit], _MOST))
 
 
 def readable_bytes(count: float) -> str:

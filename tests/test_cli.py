@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
 
 from recpipe import cli as command_line
 from recpipe.errors import UserError
 from tests.conftest import Cli
+from tests.test_report import make_report
 
 
 @pytest.mark.parametrize(
@@ -120,6 +126,76 @@ def test_a_sweep_runs_each_job_in_its_folder(job, tmp_path: Path) -> None:
     assert [seed for seed, _ in seen] == [7, 8]
     assert len({folder for _, folder in seen}) == 2
     assert all((tmp_path / "multirun") in folder.parents for _, folder in seen)
+
+
+def reported(*failing: BaseException) -> Callable[[DictConfig], None]:
+    """A run that leaves a report; with seed=2, the first of ``failing``, and so on."""
+
+    def run(recipe: DictConfig) -> None:
+        if 2 <= recipe.seed < 2 + len(failing):
+            raise failing[recipe.seed - 2]
+        make_report().write(run_dir())
+
+    return run
+
+
+def test_a_sweep_goes_on_after_failed_jobs_and_ends_with_its_table(job, tmp_path: Path, capsys) -> None:
+    failing = UserError("row 3: bad label"), UserError("row 9: another")
+    assert job(reported(*failing), "-m", "seed=1,2,3,4", "hydra.sweep.dir=sweep") == 2
+    said = capsys.readouterr()
+    assert said.out.count("report: sweep/sweep.html") == 1
+    assert "job 1 failed: row 3: bad label" in said.out
+    jobs = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["jobs"]
+    assert [j["state"] for j in jobs] == ["done", "failed", "failed", "done"]
+    assert [j["exit_status"] for j in jobs] == [None, 2, 2, None]
+    errors = [line for line in said.err.splitlines() if line.startswith(("error:", "  "))]
+    assert errors == [
+        "error: row 3: bad label",
+        "error: row 9: another",
+        "error: 2 of the sweep's jobs failed:",
+        f"  {tmp_path}/sweep/1: seed=2 (row 3: bad label)",
+        f"  {tmp_path}/sweep/2: seed=3 (row 9: another)",
+    ]
+    assert "error: row 3: bad label" in (tmp_path / "sweep" / "1" / "recpipe.log").read_text()
+    assert job(reported(), "-m", "seed=1,2,3,4", "hydra.sweep.dir=sweep") == 0
+    jobs = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["jobs"]
+    assert {j["state"] for j in jobs} == {"done"}, "failures of the sweep before are forgotten"
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), ZeroDivisionError("bug")], ids=["Ctrl-C", "a bug"])
+def test_a_sweep_that_breaks_off_has_its_table(job, tmp_path: Path, capsys, fault) -> None:
+    stopped = isinstance(fault, KeyboardInterrupt)
+    with nullcontext() if stopped else pytest.raises(ZeroDivisionError):
+        assert job(reported(fault), "-m", "seed=1,2,3", "hydra.sweep.dir=sweep") == 130
+    assert capsys.readouterr().out.count("report: sweep/sweep.html") == 1
+    jobs = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["jobs"]
+    assert [j["state"] for j in jobs] == (["done", "stopped"] if stopped else ["done", "failed", "done"])
+
+
+def test_no_table_where_no_sweep_ran(job, tmp_path: Path, capsys) -> None:
+    assert job(reported()) == 0
+    assert job(reported(), "-m", "trainer.max_stepz=1,2", "hydra.sweep.dir=sweep") == 2
+    assert "sweep.html" not in capsys.readouterr().out
+    assert not list(tmp_path.glob("**/sweep.html"))
+
+
+def test_a_runs_log_has_what_was_shown(job, tmp_path: Path, capsys) -> None:
+    def run(recipe: DictConfig) -> None:
+        logging.getLogger("recpipe.anything").info("something")
+        logging.getLogger("library").warning("careful")
+        logging.getLogger("library").info("details")
+        raise UserError("row 3: bad label")
+
+    assert job(run, "hydra.run.dir=run") == 2
+    said, written = capsys.readouterr(), (tmp_path / "run" / "recpipe.log").read_text()
+    assert written == said.out + said.err
+    assert [line[10:] for line in said.out.splitlines()] == [
+        f"this run's directory: {tmp_path}/run",
+        "loading torch",
+        "something",
+        "warning: careful",
+    ]
+    assert said.err == "error: row 3: bad label\n"
 
 
 def test_a_run_has_a_folder_of_its_own_and_the_users_environment(job, tmp_path: Path) -> None:

@@ -22,7 +22,16 @@ from recpipe.data.config import CONFIGS
 from recpipe.embedding.policies import POLICIES
 from recpipe.plugin.api import Aspect, Contribution, Invariant
 from recpipe.plugin.load import installed
-from recpipe.report.record import DataFigures, Io, Memory, Point, RankFigures, RunReport, Throughput
+from recpipe.report.record import (
+    DataFigures,
+    Io,
+    Memory,
+    Point,
+    RankFigures,
+    Resumed,
+    RunReport,
+    Throughput,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS, GUIDE = ROOT / "docs" / "plugins.md", ROOT / "docs" / "guide.md"
@@ -129,7 +138,9 @@ def test_every_knob_is_in_the_plugins_readme_with_its_default(plugin: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "kind", [RunReport, DataFigures, Io, Memory, RankFigures, Throughput, Point], ids=lambda k: k.__name__
+    "kind",
+    [RunReport, DataFigures, Io, Memory, RankFigures, Resumed, Throughput, Point],
+    ids=lambda k: k.__name__,
 )
 def test_every_key_of_the_report_is_described(kind: type) -> None:
     for field in dataclasses.fields(kind):

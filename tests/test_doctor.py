@@ -23,8 +23,24 @@ def triple(versions: dict[str, str], cuda: bool = False) -> doctor.Finding:
     ("versions", "cuda"),
     [(CPU, False), (CUDA, True), ({"torch": "2.11.0", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0"}, True)],
 )
-def test_tested_sets_pass(versions: dict[str, str], cuda: bool) -> None:
-    assert triple(versions, cuda).ok
+def test_known_sets_pass_and_what_has_not_run_says_so(versions: dict[str, str], cuda: bool) -> None:
+    finding = triple(versions, cuda)
+    assert finding.ok
+    assert finding.text.endswith("a set that is resolved, not yet run on a GPU" if cuda else "a tested set")
+
+
+@pytest.mark.parametrize(
+    "file", sorted((doctor.CHECKOUT / "requirements").glob("cuda*.txt")), ids=lambda f: f.name
+)
+def test_no_page_calls_a_cuda_set_tested(file: Path) -> None:
+    """Until one has run: the set's own first line, and README's table, say that it has not."""
+    first = file.read_text(encoding="utf-8").splitlines()[0]
+    assert first.endswith(f"{doctor.NOT_RUN}.")
+    assert "tested" not in first.lower()
+    readme = (doctor.CHECKOUT / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in readme.splitlines() if line.startswith("| CUDA |")]
+    assert len(rows) == 2
+    assert all(row.endswith(f"| {doctor.NOT_RUN} |") for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from recpipe.report.record import (
     Memory,
     Point,
     RankFigures,
+    Resumed,
     RunReport,
     Throughput,
     plain,
@@ -185,6 +186,22 @@ def test_ranks_and_an_emulated_network_are_shown_where_there_are_any() -> None:
         assert part in page
     assert "ranks" not in printed(make_report(), width=200)
     assert "Ranks" not in html.render(make_report().to_dict())
+
+
+def test_a_resumed_run_is_shown_with_the_whole_and_its_part() -> None:
+    resumed = Resumed("outputs/a/checkpoints/step-00000500.ckpt", 500, None, 488, 988, 1_500_000)
+    text, page = (
+        printed(make_report(resumed=resumed), width=200),
+        html.render(make_report(resumed=resumed).to_dict()),
+    )
+    assert "from outputs/a/checkpoints/step-00000500.ckpt" in text
+    assert "before: 500 steps, samples unknown" in text
+    assert "this part: 488 steps, 1,000,000 samples" in text
+    assert "whole run: 988 steps, 1,500,000 samples" in text
+    assert max(map(len, printed(make_report(resumed=resumed)).splitlines())) <= 80
+    for part in ("step-00000500.ckpt", "500 / -", "488 / 1,000,000", "988 / 1,500,000"):
+        assert part in page
+    assert "resumed" not in printed(make_report()) + html.render(make_report().to_dict())
 
 
 def test_html_is_one_file_without_outside_resources(tmp_path: Path) -> None:

@@ -36,14 +36,19 @@ LATER = (
 
 TO_FIRST_STEP = f"""
 import sys
-from recpipe import cli
-from recpipe.training.recorder import Recorder
+from recpipe import cli, doctor
+
+def before_torch():
+    print("torch imported:", "torch" in sys.modules)
+    from recpipe.training.recorder import Recorder
+    Recorder.on_train_batch_end = stop
+
+doctor.check_versions = before_torch
 
 def stop(*_):
     print("loaded:", *(name for name in {LATER} if name in sys.modules))
     raise SystemExit
 
-Recorder.on_train_batch_end = stop
 cli.main()
 """
 
@@ -52,6 +57,9 @@ def test_first_step_waits_for_no_import_that_it_does_not_use(tmp_path: Path) -> 
     command = [sys.executable, "-c", TO_FIRST_STEP, *SMALL, f"hydra.run.dir={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["loaded:"], done.stderr
+    said = done.stdout.splitlines()
+    assert said[1].endswith("  loading torch")
+    assert said[2] == "torch imported: False", "there is something to read before that takes its seconds"
 
 
 def test_first_step_is_timed_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

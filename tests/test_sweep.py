@@ -201,7 +201,7 @@ def test_a_signal_to_the_sweep_leaves_a_checkpoint(tmp_path, number) -> None:
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith("step"):
+        if "train loss" in line:
             break
     process.send_signal(number)
     shown, _ = process.communicate(timeout=60)

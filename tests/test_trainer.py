@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,9 +18,11 @@ from recpipe import checkpoint
 from recpipe.checkpoint import newest
 from recpipe.config import compose
 from recpipe.errors import UserError
+from recpipe.model.module import RankingModule
 from recpipe.report import html
 from recpipe.run import run
 from recpipe.training.config import TrainerConfig
+from recpipe.validation import typed
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
@@ -94,12 +97,67 @@ def test_stopped_and_resumed_equals_never_stopped(trained, tmp_path, kind, store
     assert furthest(stopped, whole) > 1e-3, "the comparison must see 17 missing steps"
 
 
+def said(folder: Path) -> str:
+    return (folder / "recpipe.log").read_text(encoding="utf-8")
+
+
+def test_a_resumed_run_tells_where_it_stands_and_counts_the_whole_and_its_part(trained, tmp_path) -> None:
+    recipe = (*KINDS["lru"], "trainer.max_epochs=2", "trainer.checkpoint_every=15")
+    trained("part", *recipe, "trainer.max_steps=30")
+    assert "going on" not in said(tmp_path / "part")
+    assert "training: steps 1 to 30 (1.2 epochs of 25), 64 samples each\n" in said(tmp_path / "part")
+    assert json.loads((tmp_path / "part" / "report.json").read_text())["resumed"] is None
+    trained("rest", *recipe, f"resume={tmp_path}/part")
+    saved, log = tmp_path / "part" / "checkpoints" / "step-00000030.ckpt", said(tmp_path / "rest")
+    assert f"resuming from {saved}\n" in log
+    assert "going on after step 30 and 1,920 samples: epoch 2, batch 6 of 25\n" in log
+    assert "training: steps 31 to 50 (2 epochs of 25), 64 samples each\n" in log
+    report = json.loads((tmp_path / "rest" / "report.json").read_text())
+    sums = {"total_steps": 50, "total_samples": 3200}
+    assert report["resumed"] == {
+        "checkpoint": str(saved), "step": 30, "samples": 1920, "steps": 20, **sums
+    }  # fmt: skip
+    assert report["data"]["train_samples"] == 20 * 64
+    assert (report["history"][-1]["step"], report["history"][-1]["samples"]) == (50, 3200)
+    shown = " ".join(log.split())
+    assert "before: 30 steps, 1,920 samples this part: 20 steps, 1,280 samples" in shown
+    assert "whole run: 50 steps, 3,200 samples" in shown
+
+
+def test_a_checkpoint_that_does_not_tell_its_samples(trained, tmp_path, monkeypatch) -> None:
+    trained("part", "trainer.max_steps=9", "trainer.checkpoint_every=9")
+    load = RankingModule.on_load_checkpoint
+
+    def older(self, checkpoint) -> None:
+        del checkpoint["recpipe"]["samples"]
+        load(self, checkpoint)
+
+    monkeypatch.setattr(RankingModule, "on_load_checkpoint", older)
+    trained("rest", f"resume={tmp_path}/part")
+    report = json.loads((tmp_path / "rest" / "report.json").read_text())
+    assert (report["resumed"]["samples"], report["resumed"]["total_samples"]) == (None, None)
+    assert (report["resumed"]["step"], report["data"]["train_samples"]) == (9, 16 * 64)
+    assert "after step 9 and an unknown number of samples" in said(tmp_path / "rest")
+    assert "before: 9 steps, samples unknown" in said(tmp_path / "rest")
+
+
+@pytest.mark.parametrize("limit", ["trainer.max_steps=50", "trainer.max_epochs=1"])
+def test_a_resumed_run_with_nothing_left_says_so(trained, tmp_path, limit) -> None:
+    """Its limits count the whole run; asking for less than the checkpoint has is no error."""
+    trained("part", "trainer.max_epochs=3", "trainer.max_steps=55", "trainer.checkpoint_every=11")
+    trained("rest", "trainer.max_epochs=3", limit, f"resume={tmp_path}/part")
+    assert "no step is left to train after step 55" in said(tmp_path / "rest")
+    report = json.loads((tmp_path / "rest" / "report.json").read_text())
+    assert report["resumed"]["steps"] == report["data"]["train_samples"] == 0
+    assert report["resumed"]["total_samples"] == 2 * 1600 + 5 * 64
+    first = json.loads((tmp_path / "part" / "report.json").read_text())
+    assert report["quality"] == first["quality"], "the checkpoint's model is evaluated"
+
+
 def test_resuming_at_another_position_is_seen(trained, tmp_path, monkeypatch) -> None:
     recipe = KINDS["lru"]
     whole = trained("whole", *recipe)
     trained("part", *recipe, "trainer.max_steps=10", "trainer.checkpoint_every=10")
-    from recpipe.model.module import RankingModule
-
     load = RankingModule.on_load_checkpoint
 
     def one_batch_too_far(self, saved) -> None:
@@ -292,12 +350,13 @@ VALUES = {
         ({"eval_every": 0}, "eval_every=0"),
         ({"eval_every": 1.5}, "eval_every=1.5"),
         ({"checkpoint_every": -0.1}, "checkpoint_every=-0.1"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints=0: must be greater than or equal to 1"),
         ({"logger": "wandb"}, "logger=wandb is unknown"),
     ],
 )
 def test_bad_values_are_refused(change, words) -> None:
     with pytest.raises(UserError, match=words):
-        TrainerConfig(**{**VALUES, **change})
+        typed(TrainerConfig, {**VALUES, **change}, "trainer")
 
 
 def test_intervals_and_steps() -> None:

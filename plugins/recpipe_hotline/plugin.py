@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from recpipe.embedding.policies import CachePolicy, RowSpace
-from recpipe.plugin.api import Context, Contribution, Figure, Plugin, RunFigures, TableClaim, TablePolicy
+from recpipe.plugin.api import (
+    Context,
+    Contribution,
+    Figure,
+    Plugin,
+    RunFigures,
+    TableClaim,
+    TablePolicy,
+    micro_batch_step,
+)
 from recpipe.plugin.errors import PluginError
 from recpipe_hotline.policy import Learning, PopularRows
 from recpipe_hotline.splitter import PopularFirst
@@ -46,7 +55,7 @@ class Hotline(Plugin):
     def contribute(self, ctx: Context) -> Contribution:
         """The cache of all tables, the splitter, and the report."""
         popular = PopularTables(self.learning, ctx if self.profile else None)
-        splitter = PopularFirst(self.min_micro_batch)
+        splitter = PopularFirst(max(self.min_micro_batch, micro_batch_step(ctx.batch_size)))
         return Contribution(
             splitter=splitter,
             tables=[TableClaim("*", frozenset({"cache"}), popular)],

@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
+from recpipe.console import Meter
 from recpipe.data.columns import Columns
 from recpipe.data.dataset import Schema
 from recpipe.data.prepared import FORMAT_VERSION, PreparedWriter
 from recpipe.errors import DataError
+from recpipe.sizes import readable_bytes
 
 log = logging.getLogger(__name__)
 
@@ -90,12 +89,16 @@ def prepare(source: Source, cache_dir: Path | None = None) -> Path:
 def _write(source: Source, target: Path) -> None:
     temporary = target.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
+    size = readable_bytes(sum(path.stat().st_size for path in source.files))
+    others = f" and {len(source.files) - 1} more" if len(source.files) > 1 else ""
+    log.info("preparing %s%s, %s, for this and later runs", source.files[0], others, size)
     started = time.perf_counter()
     try:
-        with PreparedWriter(temporary, source.schema, source.multi_hot) as writer, _progress() as show:
+        with PreparedWriter(temporary, source.schema, source.multi_hot) as writer, Meter() as meter:
             for columns, share in source.blocks():
                 writer.append(columns)
-                show(share)
+                if meter.due:
+                    meter.show(share, f"preparing data  {writer.rows:,} rows  {share:.0%}")
             meta = writer.finish(source.rejected_rows)
         if meta.samples == 0:
             raise DataError(f"{source.files[0]}: no usable rows ({meta.rejected_rows} rejected)")
@@ -115,7 +118,13 @@ def _write(source: Source, target: Path) -> None:
 def _lock(target: Path, wait: bool = True) -> Iterator[None]:
     """Hold ``target``'s lock file; the system frees it when the holder ends, however it ends."""
     with target.with_suffix(".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not wait:
+                raise
+            log.info("waiting for another process, which is preparing the same data")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -127,18 +136,3 @@ def _remove_stale(root: Path) -> None:
                 shutil.rmtree(temporary, ignore_errors=True)
         except BlockingIOError:
             continue
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """A bar on a terminal, nothing elsewhere; yields ``show(share)``, share of the input in [0, 1]."""
-    console = Console(stderr=True)
-    parts = (
-        TextColumn("preparing data"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*parts, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("prepare", total=1.0)
-        yield lambda share: progress.update(task, completed=share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from recpipe.data.npy import NpySource, triples
 from recpipe.data.prepared import PreparedDataset
 from recpipe.data.synthetic import SyntheticDataset
 
+log = logging.getLogger(__name__)
+
 
 def open_dataset(cfg: DictConfig | Mapping[str, Any] | DataConfig, seed: int) -> Dataset:
     """The data set of a ``data`` node; files are prepared into the cache unless they are there already.
@@ -42,8 +45,10 @@ def open_dataset(cfg: DictConfig | Mapping[str, Any] | DataConfig, seed: int) ->
 
 def _open(config: DataConfig, seed: int) -> NumberedDataset:
     if isinstance(config, SyntheticConfig):
+        log.info("generating data: %s samples", f"{config.samples:,}")
         return SyntheticDataset(config, seed)
     assert isinstance(config, FileConfig)
+    log.info("reading data: %s", config.path)
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
     return PreparedDataset(prepare(_source(config), cache_dir), config.eval_fraction)
 

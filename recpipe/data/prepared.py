@@ -141,6 +141,11 @@ class PreparedWriter:
     def _streams(self) -> list[_NpyStream]:
         return [self._label, self._dense, self._ids, *self._values.values(), *self._offsets.values()]
 
+    @property
+    def rows(self) -> int:
+        """Samples written so far."""
+        return self._label.rows
+
     def append(self, columns: Columns) -> None:
         """Write the samples of ``columns`` behind those written before."""
         self._label.append(columns.labels)

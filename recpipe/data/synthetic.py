@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+import torch
 
+from recpipe import memory
 from recpipe.data.batch import Batch
 from recpipe.data.clicks import ClickModel, id_traits
 from recpipe.data.columns import Bags, BatchMaker, Columns, Float32, concatenate, offsets_of
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.dataset import NumberedDataset, Schema, SparseFeature
 from recpipe.data.popularity import TABLE_ROWS, Popularity
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 
 DENSE_FEATURES = 13
 BLOCK = 8192
+CALIBRATED = 32_768
+"""Samples that the click model is calibrated on."""
 _VERSION = 1
 # A block number that no sample has: the click model is calibrated on it.
 _CALIBRATION = 2**62
@@ -33,12 +35,18 @@ class SyntheticDataset(NumberedDataset):
     """
 
     def __init__(self, config: SyntheticConfig, seed: int) -> None:
-        if seed < 0:
-            raise UserError(f"seed={seed}: generated data needs a seed of at least 0")
         super().__init__(config.samples, config.eval_fraction)
         tables = config.tables or {f"C{index + 1}": rows for index, rows in enumerate(TABLE_ROWS)}
+        for name, rows in tables.items():
+            if rows * config.table_scale >= 2**31:
+                raise UserError(
+                    f"data.table_scale={config.table_scale} makes table {shown(name)} larger than 2147483647 "
+                    "rows; lower it"
+                )
         scaled = {name: max(2, round(rows * config.table_scale)) for name, rows in tables.items()}
         self.pooling = _pooling(config.pooling, len(scaled))
+        needed = {"generated ids": 4 * CALIBRATED * sum(p for p in self.pooling if p > 1)}
+        memory.require(needed, torch.device("cpu"), "lower data.pooling")
         dense = tuple(f"I{index + 1}" for index in range(DENSE_FEATURES))
         self.schema = Schema(dense, tuple(SparseFeature(name, rows) for name, rows in scaled.items()))
         self.rejected_rows = 0
@@ -57,7 +65,9 @@ class SyntheticDataset(NumberedDataset):
         self._make = BatchMaker(self.schema, [features[index].name for index in self._multi])
         self._cached: tuple[int, Columns] | None = None
         self._clicks = ClickModel(DENSE_FEATURES, len(features), self._seed)
-        _, raw = self._features(np.random.Generator(np.random.Philox(key=[self._seed, _CALIBRATION])), 32768)
+        _, raw = self._features(
+            np.random.Generator(np.random.Philox(key=[self._seed, _CALIBRATION])), CALIBRATED
+        )
         self._clicks.calibrate(raw)
 
     def samples_between(self, low: int, high: int) -> Batch:
@@ -120,16 +130,9 @@ class SyntheticDataset(NumberedDataset):
         return self._clicks.raw(columns.dense, effects, traits)
 
 
-def _pooling(value: Any, features: int) -> list[int]:
+def _pooling(value: int | list[int], features: int) -> list[int]:
     """Mean bag length of each feature, from one number for all or a list with one for each."""
-    pooling = (
-        list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * features
-    )
+    pooling = value if isinstance(value, list) else [value] * features
     if len(pooling) != features:
         raise UserError(f"data.pooling lists {len(pooling)} features, but there are {features}")
-    for item in pooling:
-        if not isinstance(item, int) or item < 1:
-            raise UserError(
-                f"data.pooling={item}: give whole numbers of at least 1 (ids per bag, on average)"
-            )
     return pooling

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator
 from torchrec.modules.embedding_configs import DataType
 
 from recpipe.embedding.collection import TableCollection
@@ -20,7 +20,7 @@ from recpipe.embedding.shard_claims import stored_types
 from recpipe.embedding.shard_plan import ShardPlan, load_plan
 from recpipe.embedding.sharding import KERNELS, Sharding
 from recpipe.embedding.shared_rows import ReplicatedCollection
-from recpipe.embedding.stores import KINDS, make_store, unknown_store
+from recpipe.embedding.stores import KINDS, make_store
 from recpipe.embedding.stores.base import ColdStore, Fill, StoreLayout
 from recpipe.embedding.stores.sharded import HeldRows, ShardedStore
 from recpipe.embedding.tables import TableSet
@@ -31,6 +31,7 @@ from recpipe.plugin.compose import Owned, overrides
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.ranks import Emulation, Ranks
 from recpipe.sizes import parse_bytes, readable_bytes
+from recpipe.validation import FilePath, one_of
 
 MANY_IDS = 8.0
 """Ids per bag from which several TBEs pay: on 2 cores 0.8 times as fast at 1, level at 4, 1.4 times at 20."""
@@ -38,49 +39,31 @@ SHARDED = "sharded"
 """``tiers.store`` of rows partitioned over ranks."""
 
 
+def _tbes(value: int | str) -> int | str:
+    if value != "auto" and (isinstance(value, str) or value < 1):
+        raise ValueError("must be auto or a whole number of at least 1")
+    return value
+
+
 @dataclass(frozen=True)
 class TierConfig:
     """``conf/tiers``: where rows live. ``resident_bytes`` counts weights and optimizer state."""
 
-    policy: str
-    store: str
-    resident_bytes: Any
-    dir: str | None
+    policy: Annotated[str, one_of("resident", *POLICIES)]
+    store: Annotated[str, one_of(*KINDS, SHARDED)]
+    resident_bytes: int | float | str
+    dir: FilePath | None
     prefetch: bool
     sharded: bool
-    holder_store: str = "host"
-    emulate: dict[str, Any] = field(default_factory=dict)
-    plan: str | None = None
-    kernel: str = "fused"
+    holder_store: Annotated[str, one_of(*KINDS)] = "host"
+    emulate: Emulation = field(default_factory=Emulation)
+    plan: FilePath | None = None
+    kernel: Annotated[str, one_of(*KERNELS)] = "fused"
     split_rows: bool = False
-    tbes: Any = "auto"
+    tbes: Annotated[int | str, AfterValidator(_tbes)] = "auto"
 
     def __post_init__(self) -> None:
-        names = ["resident", *POLICIES]
-        if self.policy not in names:
-            near = difflib.get_close_matches(self.policy, names, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
-            raise UserError(f"tiers.policy={self.policy} is unknown; {hint}")
-        for key, value, kinds in (
-            ("store", self.store, (*KINDS, SHARDED)),
-            ("holder_store", self.holder_store, KINDS),
-        ):
-            if value not in kinds:
-                raise unknown_store(f"tiers.{key}", value, kinds)
-        if self.kernel not in KERNELS:
-            raise UserError(f"tiers.kernel={self.kernel} is unknown; choose one of {', '.join(KERNELS)}")
-        if self.tbes != "auto" and (type(self.tbes) is not int or self.tbes < 1):
-            raise UserError(f"tiers.tbes={self.tbes} must be auto or a whole number of at least 1")
-        unknown = set(self.emulate) - {"latency_us", "gbit_per_s"}
-        if unknown:
-            raise UserError(
-                f"no 'tiers.emulate.{min(unknown)}' in the recipe; there are latency_us, gbit_per_s"
-            )
-
-    @property
-    def emulation(self) -> Emulation:
-        """``emulate`` as the channels take it."""
-        return Emulation(self.emulate.get("latency_us") or 0.0, self.emulate.get("gbit_per_s"))
+        parse_bytes(self.resident_bytes, 0, "tiers.resident_bytes")
 
     def described_store(self, ranks: Ranks) -> str:
         """The cold store in words: its kind and, over ranks, what each holder keeps its part in."""
@@ -147,7 +130,7 @@ def _check_sharding(config: TierConfig, assembly: Assembly, owner: str) -> None:
         raise PluginConflict(
             f"{who} keeps all rows resident, but {owner} decides which rows are. Drop one of the two"
         )
-    elif config.emulation.active:
+    elif config.emulate.active:
         raise UserError(
             "tiers.emulate delays recpipe's own messages and not TorchRec's collectives, by which sharded "
             "tables travel: leave it out"

@@ -135,7 +135,9 @@ class RowCollection(TableCollection):
 
 def make_tbe(tables: TableSet, rows: int, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:
     """One TBE of ``rows`` slots that all features share; a slot holds a row of any table."""
-    return fused_tbe(tables, [rows], [0] * len(tables.features), device)
+    tbe = fused_tbe(tables, [rows], [0] * len(tables.features), device)
+    seams.update_by_feature(tbe, rows)
+    return tbe
 
 
 def fused_tbe(

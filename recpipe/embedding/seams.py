@@ -38,6 +38,18 @@ def tbe_views(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Views]:
     return views
 
 
+def update_by_feature(tbe: SplitTableBatchedEmbeddingBagsCodegen, rows: int) -> None:
+    """Let a CPU TBE of one physical table with ``rows`` update it feature by feature.
+
+    For a table that several features share, FBGEMM has a loop that is slower and rounds otherwise than its
+    kernel for a table of one feature. No row here is looked up by two features, so the latter is as right,
+    and makes the bits that one table for each feature would. It takes features for tables of their own
+    where their first rows, in this sum, differ.
+    """
+    if tbe.hash_size_cumsum.device.type == "cpu":
+        tbe.hash_size_cumsum.copy_(rows * torch.arange(len(tbe.hash_size_cumsum)))
+
+
 @dataclass(frozen=True)
 class LocalShard:
     """A table's rows from ``row`` and columns from ``column`` on that lie on this process."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Gt
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from numpy.typing import NDArray
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 
 from recpipe.data.dataset import SparseFeature
 from recpipe.embedding.stores.base import Records, StoreLayout
-from recpipe.errors import UserError
+from recpipe.validation import one_of
 
 FILL_ROWS = 65_536
 """Rows per seed of the initial values: any chunking of a table yields the same rows."""
@@ -29,17 +31,9 @@ OPTIMIZERS = {
 class TableOptimizer:
     """The optimizer that FBGEMM fuses into the tables' backward pass."""
 
-    name: str
-    lr: float
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        if self.name not in OPTIMIZERS:
-            raise UserError(
-                f"optim.tables.name={self.name} is unknown; choose one of {', '.join(OPTIMIZERS)}"
-            )
-        if not self.lr > 0 or not self.eps > 0:
-            raise UserError(f"optim.tables.lr={self.lr} and eps={self.eps} must be above 0")
+    name: Annotated[str, one_of(*OPTIMIZERS)]
+    lr: Annotated[float, Gt(0)]
+    eps: Annotated[float, Gt(0)] = 1e-8
 
     @property
     def kind(self) -> EmbOptimType:

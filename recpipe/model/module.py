@@ -58,6 +58,8 @@ class RankingModule(L.LightningModule):
         self.loss_sum = torch.zeros((), dtype=torch.float64)
         """Sum of the steps' mean losses since ``take_mean_loss``."""
         self._losses = 0
+        self.samples: int | None = 0
+        """Samples trained so far in the whole run; None: the checkpoint it goes on from does not tell."""
         self._batches_done = 0
         self._random_state: dict[str, Any] | None = None
 
@@ -96,6 +98,8 @@ class RankingModule(L.LightningModule):
         self.loss_sum = self.loss_sum.to(loss.device) + loss
         self._losses += 1
         self._batches_done = batch_idx + 1
+        if self.samples is not None:
+            self.samples += batch.consumed
         if batch_idx % LOG_EVERY == 0:
             self.log("loss", loss, prog_bar=True, batch_size=batch.batch.size)
         return loss
@@ -178,6 +182,7 @@ class RankingModule(L.LightningModule):
             placement = embeddings.placement_state()
         checkpoint["recpipe"] = {
             "batches_done": done,
+            "samples": self.samples,
             "made_with": self._made_with(),
             "order": self._order(),
             "dense_defaults": self._fresh_optimizer().defaults,
@@ -223,6 +228,7 @@ class RankingModule(L.LightningModule):
         for group in checkpoint["optimizer_states"][0]["param_groups"]:
             group.update(changed)
         self.loader.first = int(saved["batches_done"])
+        self.samples = saved.get("samples")  # older checkpoints lack it
         self._random_state = saved["random"]
         embeddings = self.ranker.embeddings
         if isinstance(embeddings, TieredEmbeddingBagCollection):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import Annotated, cast
 
 import torch
+from annotated_types import Interval, MinLen, MultipleOf
 from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -15,40 +16,32 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from recpipe.data.batch import Batch
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.shard import Sent, ShardedCollection
-from recpipe.errors import UserError
 from recpipe.model.dense import interact, mlp
 from recpipe.model.matmul import has_onednn
 from recpipe.phases import phase, ranged
+from recpipe.validation import FilePath, Positive, one_of
+
+Sizes = Annotated[list[Annotated[int, Interval(ge=1, le=2**31 - 1)]], MinLen(1)]
+"""Widths of an MLP's layers."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """``conf/model``: sizes of hidden layers; the bottom MLP ends in ``embedding_dim``, the top one in 1."""
 
-    name: str
-    embedding_dim: int
-    bottom: list[int]
-    top: list[int]
-    cross_layers: int = 3
-    cross_rank: int = 64
-    pretrained: str | None = None
+    name: Annotated[str, one_of("dlrm", "dlrm_dcn")]
+    embedding_dim: Annotated[int, Interval(ge=4, le=2**20), MultipleOf(4)]
+    """A multiple of 4, for FBGEMM's kernels."""
+    bottom: Sizes
+    top: Sizes
+    cross_layers: Positive = 3
+    cross_rank: Positive = 64
+    pretrained: FilePath | None = None
     """A safetensors file to start from, as ``recpipe unshard`` writes it."""
-    precision: str = "float32"
+    precision: Annotated[str, one_of("float32", "bfloat16")] = "float32"
     """What the dense part multiplies matrices in while it trains; weights stay float32."""
-
-    def __post_init__(self) -> None:
-        if self.name not in ("dlrm", "dlrm_dcn"):
-            raise UserError(f"model.name={self.name} is unknown; choose dlrm or dlrm_dcn")
-        if self.precision not in ("float32", "bfloat16"):
-            raise UserError(f"model.precision={self.precision} is unknown; choose float32 or bfloat16")
-        if self.embedding_dim < 4 or self.embedding_dim % 4:
-            raise UserError(
-                f"model.embedding_dim={self.embedding_dim} must be a multiple of 4 (FBGEMM's kernels)"
-            )
-        if not self.bottom or not self.top or min(*self.bottom, *self.top, 1) < 1:
-            raise UserError(
-                f"model.bottom={self.bottom} and model.top={self.top} need at least one layer of size >= 1"
-            )
+    emulate_bfloat16: bool = False
+    """Whether bfloat16 is wanted on a CPU without units for it, too."""
 
 
 class Ranker(nn.Module):

@@ -22,8 +22,9 @@ from recpipe.embedding.shared_rows import share
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.errors import DataError
 from recpipe.phases import phase
-from recpipe.pipeline.share import cut, picked
+from recpipe.pipeline.share import cut, in_steps, picked
 from recpipe.pipeline.step import StagedBatch
+from recpipe.plugin.api import micro_batch_step
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks
 
@@ -148,7 +149,7 @@ class TrainLoader:
         bounds: tuple[int, ...] = (batch.size,)
         if splitter is not None:
             split = splitter.part(batch, needs_cold)
-            order, bounds = split.order, split.bounds
+            order, bounds = split.order, in_steps(split.bounds, micro_batch_step(self.batch_size))
         mine = cut(order, bounds, needs_cold, self.ranks)
         if plan is not None:
             (reorder if alone else share)(plan, mine.samples, mine.cold_first)

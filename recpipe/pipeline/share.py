@@ -45,6 +45,12 @@ def cut(
     )
 
 
+def in_steps(bounds: tuple[int, ...], step: int) -> tuple[int, ...]:
+    """``bounds`` of micro-batches, all but the last rounded down to multiples of ``step``; none is empty."""
+    inner = {bound // step * step for bound in bounds[:-1]} - {0, bounds[-1]}
+    return (*sorted(inner), bounds[-1])
+
+
 def picked(batch: Batch, samples: NDArray[np.int64]) -> Batch:
     """The ``samples`` (int64 [n]) of ``batch``, in that order."""
     index = torch.from_numpy(samples)

@@ -113,11 +113,21 @@ class Split:
     """A batch cut into micro-batches: samples in ``order``, ``bounds`` where each micro-batch ends.
 
     ``order`` is a permutation of 0 .. B - 1 (int64 [B]); ``bounds`` grows and its last entry is B:
-    ``(n_popular, B)`` makes two micro-batches, the first one of samples ``order[:n_popular]``.
+    ``(n_popular, B)`` makes two micro-batches, the first one of samples ``order[:n_popular]``. Core rounds
+    all bounds but the last down to multiples of ``micro_batch_step``: samples above train with the next one.
     """
 
     order: NDArray[np.int64]
     bounds: tuple[int, ...]
+
+
+def micro_batch_step(batch_size: int) -> int:
+    """Samples that micro-batches of a ``batch_size`` come in multiples of: a sixteenth of it, rounded up.
+
+    Matrix kernels are made, and kept, for each size of their inputs. With any size at all they grew to as
+    much memory as the rest of a small model's run.
+    """
+    return -(-batch_size // 16)
 
 
 BatchSplitter = Callable[["Batch", "NDArray[np.bool_]"], Split]

@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from recpipe.report import figures, html, plots
+from recpipe.report.exactness import FACTOR, Difference, limit, marked_name, notes
 from recpipe.report.record import plain, write_json
-
-_QUALITY = ("auc", "logloss", "ne")
 
 
 @dataclass
@@ -25,7 +24,12 @@ class RowResult:
     name: str
     report: Mapping[str, Any] = field(default_factory=dict)
     speeds: list[float] = field(default_factory=list)
-    max_parameter_difference: float | None = None
+    difference: Difference | None = None
+    """Of an exact row's parameters, to those of the first exact row."""
+    not_comparable: str | None = None
+    """Why an exact row has no ``difference``."""
+    failed: str | None = None
+    """The fault of the run after which it was left out."""
 
     @property
     def altered(self) -> list[str]:
@@ -33,26 +37,33 @@ class RowResult:
         return list(self.report.get("altered", ()))
 
 
-def summarise(results: Sequence[RowResult]) -> list[dict[str, Any]]:
+def summarise(results: Sequence[RowResult], rounding: RowResult | None = None) -> list[dict[str, Any]]:
     """The ``rows`` of compare.json, in the order asked for; figures of rounds not yet run are None.
 
     ``ratio`` is the median over rounds of this row's speed divided by the first row's of the same round:
-    what slows the machine for a while slows both. ``*_difference`` is to the first row.
+    what slows the machine for a while slows both. ``*_difference`` is to the first row, of parameters to
+    the first exact row. ``exact_as_declared`` is judged by ``rounding``; None of a row that declares nothing
+    of the kind or has not been judged.
     """
     rows = []
     for result in results:
         ratios = [speed / first for speed, first in zip(result.speeds, results[0].speeds, strict=False)]
         quality = result.report.get("quality", {})
         baseline = results[0].report.get("quality", {})
+        apart = result.difference
         rows.append(
             {
                 "name": result.name,
                 "samples_per_second": _spread(result.speeds),
                 "ratio": median(ratios) if ratios else None,
                 "ratio_spread": _spread(ratios),
-                **{key: quality.get(key) for key in _QUALITY},
-                **{f"{key}_difference": _minus(quality.get(key), baseline.get(key)) for key in _QUALITY},
-                "max_parameter_difference": result.max_parameter_difference,
+                **{key: quality.get(key) for key in figures.QUALITY},
+                **_quality_differences(quality, baseline),
+                "max_parameter_difference": apart.largest if apart else None,
+                "rms_parameter_difference": apart.rms if apart else None,
+                "exact_as_declared": _as_declared(result, rounding),
+                "not_comparable": result.not_comparable,
+                "failed": result.failed,
                 "io": dict(result.report.get("io", {})),
                 "memory": dict(result.report.get("memory", {})),
                 "altered": result.altered,
@@ -61,6 +72,37 @@ def summarise(results: Sequence[RowResult]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _as_declared(result: RowResult, rounding: RowResult | None) -> bool | None:
+    if result.not_comparable is not None:
+        return False
+    return result.difference.within(rounding.difference if rounding else None) if result.difference else None
+
+
+def rounding(
+    results: Sequence[RowResult], base: int | None, rounded: RowResult | None
+) -> dict[str, Any] | None:
+    """``rounding`` of compare.json: how far the ``base`` row's run is from that with its first weights
+    moved by one float32, and what exact rows may differ by; None where it was not run."""
+    if base is None or rounded is None:
+        return None
+    apart = rounded.difference
+    assert apart is not None, "the run has exported its parameters"
+    quality, baseline = (result.report.get("quality", {}) for result in (rounded, results[base]))
+    return {
+        "name": rounded.name,
+        **_quality_differences(quality, baseline),
+        "max_parameter_difference": apart.largest,
+        "rms_parameter_difference": apart.rms,
+        "factor": FACTOR,
+        "allowed_max_parameter_difference": limit(apart.largest),
+        "allowed_rms_parameter_difference": limit(apart.rms),
+    }
+
+
+def _quality_differences(quality: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, float | None]:
+    return {f"{key}_difference": _minus(quality.get(key), baseline.get(key)) for key in figures.QUALITY}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float | None]:
@@ -85,12 +127,8 @@ def print_result(content: Mapping[str, Any], directory: Path, console: Console) 
         console.print("stopped early: what is finished so far", markup=False)
     console.print(_speed_table(rows))
     console.print(_quality_table(rows))
-    if any(row["altered"] for row in rows):
-        for row in rows:
-            if row["altered"]:
-                console.print(
-                    f"* {row['name']} alters {', '.join(row['altered'])}", markup=False, highlight=False
-                )
+    for note in notes(content):
+        console.print(note, markup=False, highlight=False)
     console.print(f"report: {directory / 'compare.html'}", soft_wrap=True, markup=False, highlight=False)
 
 
@@ -102,16 +140,12 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _name(row: Mapping[str, Any]) -> str:
-    return str(row["name"]) + ("*" if row["altered"] else "")
-
-
 def _speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = _table("recipe", "samples/s", "min", "max", "ratio", "spread", "cold\nrows", "cold\nbytes")
     for row in rows:
         speed, ratio, io = row["samples_per_second"], row["ratio_spread"], row["io"]
         table.add_row(
-            _name(row),
+            marked_name(row),
             *(figures.count(speed[key]) for key in ("median", "min", "max")),
             figures.decimal(row["ratio"], 3),
             f"{figures.decimal(ratio['min'], 2)}-{figures.decimal(ratio['max'], 2)}",
@@ -125,15 +159,10 @@ def _quality_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = _table("recipe", "AUC", "diff", "logloss", "diff", "NE", "diff", "param\ndiff")
     for row in rows:
         cells = []
-        for key in _QUALITY:
+        for key in figures.QUALITY:
             cells += [figures.decimal(row[key]), figures.signed(row[f"{key}_difference"])]
-        table.add_row(_name(row), *cells, difference(row["max_parameter_difference"]))
+        table.add_row(marked_name(row), *cells, figures.scientific(row["max_parameter_difference"]))
     return table
-
-
-def difference(value: float | None) -> str:
-    """A parameter difference in scientific notation; ``-`` where none is due (an altering row)."""
-    return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
 def _moved(io: Mapping[str, Any], unit: str) -> float | None:
@@ -146,7 +175,12 @@ def write_html(content: Mapping[str, Any], directory: Path) -> Path:
     rows = content["rows"]
     template = html.page("compare.html.j2")
     text = template.render(
-        content=content, rows=rows, plots=_plots(rows), moved=_moved, difference=difference
+        content=content,
+        rows=rows,
+        notes=notes(content),
+        name=marked_name,
+        plots=_plots(rows),
+        moved=_moved,
     )
     return html.write_page(directory / "compare.html", text)
 
@@ -155,7 +189,7 @@ def _plots(rows: Sequence[Mapping[str, Any]]) -> list[plots.Plot]:
     done = [row for row in rows if row["rounds"]]
     if not done:
         return []
-    names = [_name(row) for row in done]
+    names = [marked_name(row) for row in done]
     speeds = [row["samples_per_second"] for row in done]
     spread = [(speed["min"], speed["max"]) for speed in speeds]
     rounds = list(range(1, max(len(row["rounds"]) for row in done) + 1))

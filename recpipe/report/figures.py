@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from matplotlib.ticker import EngFormatter
 
+QUALITY = ("auc", "logloss", "ne")
+"""Names of a report's figures of quality."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -35,6 +37,11 @@ def decimal(value: float | None, digits: int = 4) -> str:
 def signed(value: float | None, digits: int = 5) -> str:
     """Like ``decimal`` with its sign, for differences."""
     return "-" if value is None else f"{value:+.{digits}f}"
+
+
+def scientific(value: float | None) -> str:
+    """Two digits and an exponent, for parameters' differences; ``-`` for None."""
+    return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
 def figure(name: str, value: object) -> str:

@@ -35,7 +35,14 @@ def page(template: str) -> Template:
     jinja = Environment(
         loader=PackageLoader("recpipe.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    for formatter in (figures.count, figures.size, figures.decimal, figures.signed, figures.label):
+    for formatter in (
+        figures.count,
+        figures.size,
+        figures.decimal,
+        figures.signed,
+        figures.scientific,
+        figures.label,
+    ):
         jinja.filters[formatter.__name__] = formatter
     jinja.globals["figure"] = figures.figure
     return jinja.get_template(template)

@@ -97,7 +97,7 @@ class Io:
 
 @dataclass
 class Point:
-    """One point of the learning curve: an evaluation after ``step`` steps and ``samples`` samples.
+    """One point of the learning curve: an evaluation after so many steps and samples of the whole run.
 
     ``loss`` is the mean training loss and ``samples_per_second`` the speed since the point before.
     """
@@ -128,6 +128,24 @@ class RankFigures:
     """TorchRec's own, by name: calls, bytes and seconds waited; also in the sums above."""
 
 
+@dataclass
+class Resumed:
+    """What a resumed run went on from, and the whole run; the other figures are of this part of it.
+
+    ``samples`` and ``total_samples`` are None where the checkpoint does not tell how many it has seen.
+    """
+
+    checkpoint: str
+    step: int
+    """Steps and samples before this part ..."""
+    samples: int | None
+    steps: int
+    """... its own steps (its samples are ``data.train_samples``) ..."""
+    total_steps: int
+    """... and the sums: those of the whole run."""
+    total_samples: int | None
+
+
 PluginFigures = Mapping[str, object]
 """One plugin's figures by name: a number or string is a row of its table; a list of numbers, or of
 [x, y] pairs, is drawn as a curve in report.html."""
@@ -150,6 +168,8 @@ class RunReport:
     environment: Mapping[str, Any]
     history: Sequence[Point] = field(default_factory=list)
     ranks: RankFigures = field(default_factory=RankFigures)
+    resumed: Resumed | None = None
+    """None: the run began with its first step."""
     profile: Mapping[str, Any] | None = None
     """Where a step's time goes, and the least it could take; of task=profile alone."""
 

@@ -39,7 +39,7 @@ class Job:
     """done, failed, stopped (by a signal to the sweep), damaged (a report that cannot be read) or no report
     (not ended, or no training)."""
     exit_status: int | None = None
-    """torchrun's; None: not known, or not ended."""
+    """None: not known, or not ended."""
     fault: str | None = None
     samples_per_second: float | None = None
     step_ms_p50: float | None = None
@@ -123,7 +123,7 @@ def _job(directory: Path, folder: Path) -> Job:
         job.state = "stopped"
     elif job.exit_status:
         # A report that lies there all the same is of an earlier run.
-        job.state, job.fault = "failed", f"exit status {job.exit_status}"
+        job.state, job.fault = "failed", str(known.get("fault") or f"exit status {job.exit_status}")
     elif path.exists():
         try:
             _fill(job, json.loads(path.read_bytes()))

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from recpipe.console import show
 from recpipe.report import figures, profile
 
 _MAX_PLUGIN_ROWS = 12
@@ -23,15 +24,20 @@ def print_result(report: Mapping[str, Any], directory: Path, console: Console | 
     table.add_column(overflow="fold")
     for name, value in _rows(report):
         table.add_row(name, Text(value))
-    out = console or Console()
-    out.print(table)
-    if section := report.get("profile"):
-        profile.print_profile(section, directory, out)
-    out.print(f"report: {directory / 'report.html'}", soft_wrap=True, markup=False, highlight=False)
+
+    def draw(out: Console) -> None:
+        out.print(table)
+        if section := report.get("profile"):
+            profile.print_profile(section, directory, out)
+        out.print(f"report: {directory / 'report.html'}", soft_wrap=True, markup=False, highlight=False)
+
+    show(draw, console)
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "data", _data(report["data"])
+    if resumed := report.get("resumed"):
+        yield from _resumed(resumed, report["data"])
     if not report.get("profile"):
         yield "quality", _quality(report["quality"])
     yield "speed", _speed(report["throughput"])
@@ -51,6 +57,17 @@ def _data(data: Mapping[str, Any]) -> str:
     text += f", {figures.count(rejected)} bad rows left out" if rejected else ""
     dropped = data["dropped_samples"]
     return text + (f", {figures.count(dropped)} of a short last batch dropped" if dropped else "")
+
+
+def _resumed(resumed: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def extent(steps: str, samples: int | None) -> str:
+        known = "samples unknown" if samples is None else f"{figures.count(samples)} samples"
+        return f"{figures.count(resumed[steps])} steps, {known}"
+
+    yield "resumed", f"from {resumed['checkpoint']}"
+    yield "", f"before: {extent('step', resumed['samples'])}"
+    yield "", f"this part: {extent('steps', data['train_samples'])}"
+    yield "", f"whole run: {extent('total_steps', resumed['total_samples'])}"
 
 
 def _quality(quality: Mapping[str, Any]) -> str:

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -16,8 +15,10 @@ from recpipe.errors import UserError
 from recpipe.report import comparison, figures
 from recpipe.report.comparison import RowResult
 from recpipe.report.environment import environment
+from recpipe.report.exactness import faults
 from recpipe.tasks import compare_run
 from recpipe.tasks.compare_rows import Row, carried_overrides, command_line_overrides, parse_rows, quoted
+from recpipe.tasks.config import CompareConfig
 
 UNTIMED = ("trainer.checkpoint_every=null", "trainer.eval_every=1.0")
 """What costs time but is not compared; the user's own overrides come later and win."""
@@ -26,7 +27,7 @@ Launch = Callable[[list[str], Path], dict[str, Any]]
 
 
 def compare(
-    cfg: DictConfig,
+    config: CompareConfig,
     out_dir: Path,
     *,
     launch: Launch | None = None,
@@ -34,19 +35,19 @@ def compare(
     installed: Collection[str] | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Run the rows of ``cfg.compare`` and leave compare.json and compare.html in ``out_dir``.
+    """Run the rows of ``config`` and leave compare.json and compare.html in ``out_dir``.
 
     ``overrides`` are the user's own, carried over to every run (default: those of this command line);
     ``installed`` the plugins a row may name (default: all installed). Returns compare.json's content.
 
-    Raises UserError, before any training, for unknown names and for rows that cannot be assembled. What is
-    finished when a run fails or Ctrl-C comes is kept, with ``"partial": true`` in compare.json.
+    Raises UserError, before any training, for unknown names and for rows that cannot be assembled; and when
+    all is done and written, for rows that failed or declare themselves exact and are not. What is finished
+    when a run of the first row fails or Ctrl-C comes is kept, with ``"partial": true`` in compare.json.
     """
-    repetitions, warmup = _rounds(cfg)
-    launch = launch or partial(compare_run.launch, ranks=cfg.compare.ranks)
-    rows = parse_rows(list(cfg.compare.plugins), _installed() if installed is None else installed)
+    launch = launch or partial(compare_run.launch, ranks=config.ranks)
+    rows = parse_rows(config.plugins, _installed() if installed is None else installed)
     carried = carried_overrides(command_line_overrides() if overrides is None else overrides, rows)
-    plan = _Comparison(rows, carried, repetitions, warmup, out_dir.absolute(), launch, console or Console())
+    plan = _Comparison(rows, carried, config, out_dir.absolute(), launch, console or Console())
     with compare_run.interrupt_on_sigterm():
         try:
             plan.check_rows()
@@ -54,21 +55,16 @@ def compare(
         except (KeyboardInterrupt, UserError):
             plan.finish(partial=True)
             raise
-        return plan.finish(partial=False)
+        content = plan.finish(partial=False)
+    if wrong := faults(content):
+        raise UserError(f"{'; '.join(wrong)}. All else is in {plan.out_dir / 'compare.json'}")
+    return content
 
 
 def _installed() -> Collection[str]:
     from recpipe.plugin.load import installed
 
     return installed()
-
-
-def _rounds(cfg: DictConfig) -> tuple[int, int]:
-    for key, least in (("repetitions", 1), ("warmup", 0), ("ranks", 1)):
-        value = cfg.compare[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UserError(f"compare.{key} must be a whole number of at least {least}, not {value!r}")
-    return int(cfg.compare.repetitions), int(cfg.compare.warmup)
 
 
 class _Comparison:
@@ -78,15 +74,18 @@ class _Comparison:
         self,
         rows: list[Row],
         carried: dict[str, list[str]],
-        repetitions: int,
-        warmup: int,
+        config: CompareConfig,
         out_dir: Path,
         launch: Launch,
         console: Console,
     ) -> None:
         self.rows, self.carried, self.launch, self.console = rows, carried, launch, console
-        self.repetitions, self.warmup, self.out_dir = repetitions, warmup, out_dir
+        self.repetitions, self.warmup, self.out_dir = config.repetitions, config.warmup, out_dir
         self.results = [RowResult(row.name) for row in rows]
+        self.base: int | None = None
+        """The first row that is exact: what other exact rows' parameters are compared with."""
+        self.rounding: RowResult | None = None
+        """The base row's recipe from weights that are one rounding apart."""
         self.parameters = out_dir / "parameters"
         self.environment = environment()
 
@@ -97,7 +96,10 @@ class _Comparison:
                 self._launch(index, "plan", f"plan-{index}-{row.name}", [])
 
     def run(self) -> None:
-        """All rounds; the first one run, warm-up or not, yields quality, traffic and parameters."""
+        """All rounds; the first one run, warm-up or not, yields quality, traffic and parameters.
+
+        A row of which a run fails is left out from then on; but the first one, to which all is related.
+        """
         total = (self.warmup + self.repetitions) * len(self.rows)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console) as progress:
@@ -107,33 +109,56 @@ class _Comparison:
                 label = f"round {number - self.warmup + 1}/{self.repetitions}" if counted else "warm-up"
                 for index, row in enumerate(self.rows):
                     progress.update(bar, description=f"{label}: {row.name}")
-                    speed = self._run_row(index, number, counted)
-                    progress.console.print(
-                        f"{label:>10}  {row.name}: {figures.count(speed)} samples/s",
-                        markup=False,
-                        highlight=False,
-                    )
+                    if self.results[index].failed is None:
+                        told = self._run_row(index, number, counted)
+                        progress.console.print(f"{label:>10}  {told}", markup=False, highlight=False)
                     progress.advance(bar)
-                shutil.rmtree(self.parameters, ignore_errors=True)
+                if number == 0:
+                    progress.update(bar, description="one rounding")
+                    self._run_nudged()
+                    shutil.rmtree(self.parameters, ignore_errors=True)
 
-    def _run_row(self, index: int, number: int, counted: bool) -> float:
-        export = self.parameters / str(index)
+    def _run_row(self, index: int, number: int, counted: bool) -> str:
+        """One run of a row; what to tell of it."""
+        result, export = self.results[index], self.parameters / str(index)
         extra = [quoted("task.export_parameters", export)] if number == 0 else []
-        report = self._launch(index, "train", f"round-{number}-{index}-{self.rows[index].name}", extra)
-        result = self.results[index]
+        try:
+            report = self._launch(index, "train", f"round-{number}-{index}-{self.rows[index].name}", extra)
+        except UserError as error:
+            if index == 0:
+                raise
+            result.failed = str(error)
+            return f"{error}; left out from here on"
         if number == 0:
             result.report = report
-            if not report["altered"] and not self.results[0].altered:
-                result.max_parameter_difference = compare_run.parameter_difference(
-                    self.parameters / "0", export
-                )
-            if index > 0:
-                shutil.rmtree(export, ignore_errors=True)
+            self._compare_parameters(index, export)
         speed = float(report["throughput"]["samples_per_second"])
         if counted:
             result.speeds.append(speed)
         comparison.write_result(self.content(partial=True), self.out_dir)
-        return speed
+        return f"{result.name}: {figures.count(speed)} samples/s"
+
+    def _compare_parameters(self, index: int, export: Path) -> None:
+        """Of an exact row, with those of the base row, which stay until the round is over."""
+        result = self.results[index]
+        if not result.altered:
+            self.base = index if self.base is None else self.base
+            try:
+                result.difference = compare_run.differences(self.parameters / str(self.base), export)
+            except UserError as error:
+                result.not_comparable = str(error)
+        if index != self.base:
+            shutil.rmtree(export, ignore_errors=True)
+
+    def _run_nudged(self) -> None:
+        """The base row once more, its first weights moved by one float32; not where all rows are equal."""
+        if self.base is None or all(r.difference and not r.difference.largest for r in self.results):
+            return
+        export = self.parameters / "rounding"
+        extra = ["task.nudge=true", quoted("task.export_parameters", export)]
+        report = self._launch(self.base, "train", f"rounding-{self.rows[self.base].name}", extra)
+        difference = compare_run.differences(self.parameters / str(self.base), export)
+        self.rounding = RowResult(self.rows[self.base].name, report, difference=difference)
 
     def _launch(self, index: int, task: str, name: str, extra: list[str]) -> dict[str, Any]:
         row, directory = self.rows[index], self.out_dir / "runs" / name
@@ -157,7 +182,8 @@ class _Comparison:
         """compare.json's content from what is finished so far."""
         return {
             "schema": 1,
-            "rows": comparison.summarise(self.results),
+            "rows": comparison.summarise(self.results, self.rounding),
+            "rounding": comparison.rounding(self.results, self.base, self.rounding),
             "environment": self.environment,
             "repetitions": self.repetitions,
             "warmup": self.warmup,

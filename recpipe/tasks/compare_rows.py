@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 
 POLICIES = ("resident", "nocache", "lru", "lfu")
 """Built-in cache policies a row can name (``tiers.policy``)."""
@@ -38,11 +38,7 @@ def parse_rows(names: Sequence[str], installed: Collection[str]) -> list[Row]:
 
     Raises UserError for a name that is neither a policy nor in ``installed``, and for two policies in a row.
     """
-    if not names:
-        raise UserError(
-            "compare.plugins is empty: name the recipes to compare, compare.plugins=[resident,lru]"
-        )
-    return [_parse_row(str(name), installed) for name in names]
+    return [_parse_row(name, installed) for name in names]
 
 
 def _parse_row(name: str, installed: Collection[str]) -> Row:
@@ -52,8 +48,10 @@ def _parse_row(name: str, installed: Collection[str]) -> Row:
             known = [*POLICIES, *sorted(set(installed))]
             close = difflib.get_close_matches(part, known, n=1)
             hint = f" Did you mean '{close[0]}'?" if close else ""
-            where = "" if part == name else f" in row '{name}'"
-            raise UserError(f"compare.plugins: unknown '{part}'{where}.{hint} Known: {', '.join(known)}")
+            where = "" if part == name else f" in row '{shown(name)}'"
+            raise UserError(
+                f"compare.plugins: unknown '{shown(part)}'{where}.{hint} Known: {', '.join(known)}"
+            )
     policies = [part for part in parts if part in POLICIES]
     if len(policies) > 1:
         raise UserError(

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.errors import UserError
+from recpipe.report.exactness import Difference
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node={}"
 _GRACE_SECONDS = 40  # torchrun gives its ranks 30
@@ -107,39 +108,51 @@ def interrupt_on_sigterm() -> Iterator[None]:
 
 
 def parameter_difference(first: Path, other: Path) -> float:
-    """Largest absolute difference over tables, optimizer state and dense parameters of two exports.
+    """The largest of ``differences``."""
+    return differences(first, other).largest
+
+
+def differences(first: Path, other: Path) -> Difference:
+    """How far tables, optimizer state and dense parameters of two exports are apart.
 
     Reads ``*.npy`` as memory maps, some MiB at a time; ``dense.npz`` is small and read whole. Raises
     UserError where the two do not hold the same arrays.
     """
     names = _exported(first)
     if names != _exported(other) or not names:
-        raise UserError(
-            f"{first} and {other} hold different tables: {sorted(names ^ _exported(other)) or 'none at all'}"
-        )
-    differences: list[float] = []
+        odd = sorted(names ^ _exported(other)) or "none at all"
+        raise UserError(f"the two runs hold different tables: {odd}")
+    found = _Found()
     for name in sorted(names):
         a, b = (np.load(directory / name, mmap_mode="r", allow_pickle=False) for directory in (first, other))
         if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-            differences.append(_difference(name, a, b))
+            found.add(name, a, b)
             continue
         with a, b:
             if a.files != b.files:
-                raise UserError(f"{name} in {first} and {other} hold different parameters")
-            differences += [_difference(key, a[key], b[key]) for key in a.files]
-    return float(np.max(differences, initial=0.0))  # unlike max(), keeps a NaN
+                raise UserError(f"the two runs' {name} hold different parameters")
+            for key in a.files:
+                found.add(key, a[key], b[key])
+    return Difference(found.largest, (found.squares / max(1, found.numbers)) ** 0.5)
 
 
 def _exported(directory: Path) -> set[str]:
     return {path.name for path in directory.glob("*.np[yz]")}
 
 
-def _difference(name: str, a: NDArray[Any], b: NDArray[Any]) -> float:
-    if a.shape != b.shape:
-        raise UserError(f"parameter '{name}' has shape {a.shape} in one run and {b.shape} in the other")
-    left, right = a.reshape(-1), b.reshape(-1)
-    largest = 0.0
-    for start in range(0, left.size, _CHUNK_FLOATS):
-        part = np.abs(left[start : start + _CHUNK_FLOATS] - right[start : start + _CHUNK_FLOATS]).max()
-        largest = float(np.maximum(largest, part))
-    return largest
+class _Found:
+    """What has been added up of two exports' differences so far; NaN stays NaN."""
+
+    def __init__(self) -> None:
+        self.largest = self.squares = 0.0
+        self.numbers = 0
+
+    def add(self, name: str, a: NDArray[Any], b: NDArray[Any]) -> None:
+        if a.shape != b.shape:
+            raise UserError(f"parameter '{name}' has shape {a.shape} in one run and {b.shape} in the other")
+        left, right = a.reshape(-1), b.reshape(-1)
+        for start in range(0, left.size, _CHUNK_FLOATS):
+            part = left[start : start + _CHUNK_FLOATS] - right[start : start + _CHUNK_FLOATS]
+            self.largest = float(np.maximum(self.largest, np.abs(part).max()))
+            self.squares += float(np.square(part, dtype=np.float64).sum())
+        self.numbers += left.size

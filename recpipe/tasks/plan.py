@@ -10,15 +10,34 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from recpipe.console import show
 from recpipe.embedding.build import TierConfig, cache_owner
 from recpipe.embedding.shard_plan import ShardPlan
 from recpipe.embedding.sharding import Sharding
 from recpipe.embedding.tables import TableSet
+from recpipe.errors import UserError
 from recpipe.plugin.api import Invariant
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks
 from recpipe.sizes import readable_bytes
+from recpipe.tasks.config import PlanConfig, TaskConfig
 from recpipe.tasks.plan_shards import described, print_shards
+
+MOST_SHARDS = 25_000
+"""Tables times ranks that task=plan plans for: about two minutes of one core. TorchRec's planner estimates and
+copies every shard of every way to place a table: 4 ms for each rank and table, measured for 26 and 256."""
+
+
+def planned_ranks(task: TaskConfig, tables: int) -> int | None:
+    """The ranks that ``task.ranks`` asks to plan for; None: those that run. ``UserError`` for too many."""
+    ranks = task.ranks if isinstance(task, PlanConfig) else None
+    most = max(1, MOST_SHARDS // tables)
+    if ranks is not None and ranks > most:
+        raise UserError(
+            f"task.ranks={ranks}: planning takes time for each rank and table; {tables} tables are planned for "
+            f"at most {most} ranks"
+        )
+    return ranks
 
 
 def describe(
@@ -85,7 +104,13 @@ def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:
     table.add_row("resident tier", f"{readable_bytes(tiers['resident_bytes'])} on {trainers} ({rows})")
     cold = f"{readable_bytes(tiers['cold_bytes'])} ({tiers['store']})" if tiers["store"] else "-"
     table.add_row("cold tier", cold)
-    Console().print(table)
-    if plan["shards"] is not None:
-        print_shards(plan["shards"])
-        print(f"plan: {run_dir / 'plan.json'} (train by it: tiers.plan={run_dir / 'plan.json'})")
+
+    def draw(out: Console) -> None:
+        out.print(table)
+        if plan["shards"] is not None:
+            print_shards(plan["shards"], out)
+            file = run_dir / "plan.json"
+            line = f"plan: {file} (train by it: tiers.plan={file})"
+            out.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    show(draw)

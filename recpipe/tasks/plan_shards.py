@@ -43,7 +43,7 @@ def described(plan: ShardPlan, tables: TableSet) -> dict[str, Any]:
     }
 
 
-def print_shards(shards: Mapping[str, Any]) -> None:
+def print_shards(shards: Mapping[str, Any], console: Console) -> None:
     """``described``'s result as two tables."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("table", "sharding", "kernel", "ranks", "bytes", "predicted ms"):
@@ -63,7 +63,6 @@ def print_shards(shards: Mapping[str, Any]) -> None:
         sums.add_column(title, justify="right")
     for rank, row in enumerate(shards["ranks"]):
         sums.add_row(str(rank), readable_bytes(row["bytes"]), _ms(row["predicted_ms"]))
-    console = Console()
     console.print(table)
     console.print(sums)
 

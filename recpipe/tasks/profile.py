@@ -10,14 +10,11 @@ from typing import Any, TypeVar
 
 import lightning as L
 import torch
-from omegaconf import DictConfig
 from torch._C._profiler import _ExperimentalConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe import phases
-from recpipe.config import typed
 from recpipe.embedding.tables import TableSet
-from recpipe.errors import UserError
 from recpipe.floor import machine
 from recpipe.floor.roofline import floors_ms
 from recpipe.floor.trace import (
@@ -33,8 +30,10 @@ from recpipe.model.ranker import ModelConfig
 from recpipe.phases import PHASES
 from recpipe.pipeline.step import StagedBatch
 from recpipe.report.record import RunReport, Throughput
+from recpipe.tasks.config import TaskConfig
 from recpipe.training.config import TrainerConfig
 from recpipe.training.recorder import Recorder
+from recpipe.validation import Count, Positive
 
 T = TypeVar("T")
 TRACE = "trace.json.gz"
@@ -43,37 +42,18 @@ COUNTED_BATCHES = 8
 
 
 @dataclass(frozen=True)
-class ProfileConfig:
+class ProfileConfig(TaskConfig):
     """``conf/task/profile.yaml``."""
 
-    name: str
-    export_parameters: str | None
-    warmup: int
+    warmup: Count = 20
     """Steps before any is timed."""
-    steps: int
+    steps: Positive = 30
     """Steps that are timed without the profiler, and again so many with it."""
-
-    def __post_init__(self) -> None:
-        if self.warmup < 0 or self.steps < 1:
-            raise UserError(
-                f"task.warmup={self.warmup} must be at least 0 and task.steps={self.steps} at least 1"
-            )
 
     def shortened(self, trainer: TrainerConfig) -> TrainerConfig:
         """``trainer`` for the steps that are needed, in as many epochs as that takes, and nothing else."""
         steps = self.warmup + 2 * self.steps
         return replace(trainer, max_steps=steps, max_epochs=steps, checkpoint_every=None, logger=None)
-
-
-def profiling(cfg: DictConfig) -> ProfileConfig | None:
-    """The task's settings; None for another task. ``UserError`` where the recipe resumes a run."""
-    if cfg.task.name != "profile":
-        return None
-    if cfg.resume:
-        raise UserError(
-            f"task=profile starts anew and cannot go on from resume={cfg.resume}; leave resume out"
-        )
-    return typed(ProfileConfig, cfg.task, "task")
 
 
 class StepProfiler(L.Callback):

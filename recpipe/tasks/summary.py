@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
 
 from recpipe.data.dataset import Dataset
 from recpipe.embedding.collection import TableCollection, TierFigures
@@ -17,13 +16,14 @@ from recpipe.model.module import RankingModule
 from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks
+from recpipe.recipe import Recipe
 from recpipe.report.environment import environment
-from recpipe.report.record import DataFigures, Io, Memory, RankFigures, RunReport, Throughput
+from recpipe.report.record import DataFigures, Io, Memory, RankFigures, Resumed, RunReport, Throughput
 from recpipe.training.recorder import Recorder
 
 
 def summarize(
-    cfg: DictConfig,
+    cfg: Recipe,
     dataset: Dataset,
     assembly: Assembly,
     described: Mapping[str, Any],
@@ -32,10 +32,9 @@ def summarize(
     module: RankingModule,
     recorder: Recorder,
     ranks: Ranks,
+    resumed_from: Path | None,
 ) -> RunReport:
     """Everything that report.json holds."""
-    recipe = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(recipe, dict)
     last = recorder.history[-1] if recorder.history else None
     nan = float("nan")
     tiers = embeddings.tier_figures()
@@ -53,7 +52,7 @@ def summarize(
     )
     return RunReport(
         task=cfg.task.name,
-        recipe={str(k): v for k, v in recipe.items()},
+        recipe=cfg.values,
         assembly=described,
         altered=described["altered"],
         data=DataFigures(
@@ -71,6 +70,21 @@ def summarize(
         environment=environment(),
         history=recorder.history,
         ranks=_ranks(ranks, embeddings.collectives),
+        resumed=_resumed(resumed_from, module, recorder),
+    )
+
+
+def _resumed(checkpoint: Path | None, module: RankingModule, recorder: Recorder) -> Resumed | None:
+    if checkpoint is None:
+        return None
+    steps, total = len(recorder.step_seconds), module.samples
+    return Resumed(
+        checkpoint=str(checkpoint),
+        step=module.global_step - steps,
+        samples=None if total is None else total - recorder.samples,
+        steps=steps,
+        total_steps=module.global_step,
+        total_samples=total,
     )
 
 

@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator
 
 from recpipe.errors import UserError
+from recpipe.validation import FilePath, Positive
+
+
+def _device(value: Any) -> Any:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", str(value)):
+        raise ValueError("is unknown; choose auto, cpu, cuda or cuda:N")
+    return value
+
+
+def _every(value: int | float) -> int | float:
+    if not 0 < value < 2**63 or (isinstance(value, float) and value > 1):
+        raise ValueError("give a whole number of steps, or a share of an epoch (0.25)")
+    return value
+
+
+Every = Annotated[int | float, AfterValidator(_every)]
+"""Whole steps, or a share of an epoch."""
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
     """``conf/trainer``; ``eval_every`` and ``checkpoint_every`` are whole steps or a share of an epoch."""
 
-    max_epochs: int
-    max_steps: int | None
-    device: str
-    eval_every: int | float
-    checkpoint_every: int | float | None
-    keep_checkpoints: int
-    checkpoint_dir: str | None
-    logger: str | None
+    max_epochs: Positive
+    max_steps: Positive | None
+    device: Annotated[str, BeforeValidator(_device)]
+    eval_every: Every
+    checkpoint_every: Every | None
+    keep_checkpoints: Positive
+    checkpoint_dir: FilePath | None
+    logger: str | dict[str, Any] | None
     progress: bool
 
     def __post_init__(self) -> None:
-        if self.max_epochs < 1 or (self.max_steps is not None and self.max_steps < 1):
-            raise UserError(
-                f"trainer.max_epochs={self.max_epochs}, max_steps={self.max_steps}: train at least one"
-            )
-        for name in ("eval_every", "checkpoint_every"):
-            every = getattr(self, name)
-            if every is not None and (not every > 0 or (isinstance(every, float) and every > 1)):
-                raise UserError(
-                    f"trainer.{name}={every}: give a whole number of steps, or a share of an epoch (0.25)"
-                )
         if self.logger not in (None, "csv", "tensorboard"):
             raise UserError(f"trainer.logger={self.logger} is unknown; choose csv, tensorboard or null")
 

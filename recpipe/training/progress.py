@@ -1,52 +1,128 @@
-"""What a run shows while it trains: a bar on a terminal, lines elsewhere."""
+"""What a run says while it trains: where it begins and ends, and how far it is."""
 
 from __future__ import annotations
 
-import sys
 from time import perf_counter
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+import torch
 
+from recpipe.console import Meter, log
+from recpipe.model.module import RankingModule
+from recpipe.pipeline.loader import TrainLoader
+from recpipe.pipeline.step import StagedBatch
 from recpipe.training.config import TrainerConfig
 
 
-def progress_bar(config: TrainerConfig) -> list[L.Callback]:
-    """The bar that fits the output, if the recipe wants one."""
-    if not config.progress:
-        return []
-    return [TerminalProgressBar() if sys.stdout.isatty() else LogProgressBar()]
+class Extent(L.Callback):
+    """Says where training begins and where it will end, both of them steps of the whole run."""
+
+    def __init__(self, config: TrainerConfig, loader: TrainLoader) -> None:
+        self.config = config
+        self.loader = loader
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Let a checkpoint of more epochs than the recipe asks for load: no step is left, which is no error.
+
+        Lightning raises where ``max_epochs`` is less than the checkpoint's epoch.
+        """
+        trainer.fit_loop.max_epochs = max(self.config.max_epochs, int(checkpoint["epoch"]))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A line or two, once a checkpoint has been loaded."""
+        assert isinstance(pl_module, RankingModule)
+        done, epoch = trainer.global_step, len(self.loader)
+        if done:
+            before = "an unknown number of" if pl_module.samples is None else f"{pl_module.samples:,}"
+            log.info(
+                f"going on after step {done:,} and {before} samples: epoch {done // epoch + 1}, "
+                f"batch {done % epoch + 1:,} of {epoch:,}"
+            )
+        last = self.config.steps(epoch)
+        epochs = f" ({last / epoch:.3g} epochs of {epoch:,})" if last != epoch else ""
+        log.info(f"training: steps {done + 1:,} to {last:,}{epochs}, {self.loader.batch_size:,} samples each")
 
 
-class PacedProgressBar(ProgressBar):
-    """Redraws by the clock, whatever a step takes: a redraw costs as much as a small model's optimizer."""
+class Progress(L.Callback):
+    """Steps, samples/s and loss of training, and how far a long evaluation is.
 
-    seconds = 0.2
-    """Between redraws while training."""
-    _drawn = 0.0
+    Samples/s and the mean loss are those since they were shown before. The loss is fetched from a GPU
+    only then.
+    """
+
+    def __init__(self, last_step: int, loader: TrainLoader) -> None:
+        self.last_step, self.loader = last_step, loader
+        self._training: Meter | None = None
+        self._evaluating: Meter | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open the meter."""
+        self._training = Meter(trainer.global_step / self.last_step)
+        self._restart()
+
+    def _restart(self) -> None:
+        self._since = perf_counter()
+        self._steps = self._samples = 0
+        self._loss: float | torch.Tensor = 0.0
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: StagedBatch,
+        batch_idx: int,
     ) -> None:
-        """Draw if it is time, or if this was the last step."""
-        now = perf_counter()
-        last = batch_idx + 1 == trainer.num_training_batches or trainer.global_step == trainer.max_steps
-        if last or now - self._drawn >= self.seconds:
-            self._drawn = now
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        """Count, and show when it is time."""
+        self._steps += 1
+        self._samples += batch.consumed
+        self._loss = self._loss + outputs["loss"]
+        assert self._training is not None
+        if self._training.due:
+            step, epochs = trainer.global_step, -(-self.last_step // len(self.loader))
+            epoch = f"  epoch {trainer.current_epoch + 1}/{epochs}" if epochs > 1 else ""
+            speed = self._samples / (perf_counter() - self._since)
+            loss = float(self._loss) / self._steps
+            text = f"step {step:,}/{self.last_step:,}{epoch}  {speed:,.0f} samples/s  loss {loss:.4f}"
+            self._training.show(step / self.last_step, text)
+            self._restart()
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A meter of its own."""
+        self._evaluating = Meter()
 
-class TerminalProgressBar(PacedProgressBar, RichProgressBar):
-    """For a terminal."""
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Show when it is time."""
+        assert self._evaluating is not None
+        if self._evaluating.due:
+            done, of = batch_idx + 1, int(trainer.num_val_batches[0])
+            self._evaluating.show(done / of, f"evaluating  batch {done:,}/{of:,}")
 
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Close it; training's speed does not count this time."""
+        if self._evaluating is not None:
+            self._evaluating.close()
+        self._restart()
 
-class LogProgressBar(PacedProgressBar, TQDMProgressBar):
-    """For output that is no terminal: the training's bar alone, since every redraw stays in the log."""
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """As at the end."""
+        self.teardown(trainer, pl_module, "")
 
-    seconds = 2.0
-
-    def init_validation_tqdm(self) -> Tqdm:
-        """No bar for evaluations; their figures are printed."""
-        return Tqdm(disable=True)
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Take the bars away."""
+        for meter in (self._training, self._evaluating):
+            if meter is not None:
+                meter.close()

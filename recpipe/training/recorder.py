@@ -7,8 +7,8 @@ from time import perf_counter
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ProgressBar
 
+from recpipe.console import log
 from recpipe.metrics import Quality
 from recpipe.model.module import RankingModule
 from recpipe.pipeline.loader import TrainLoader
@@ -17,7 +17,7 @@ from recpipe.report.record import Point
 
 
 class Recorder(L.Callback):
-    """Times the steps and keeps the learning curve; prints a line for each evaluation as it is known."""
+    """Times the steps and keeps the learning curve; says a line for each evaluation as it is known."""
 
     def __init__(self, loader: TrainLoader, started: float) -> None:
         self.loader = loader
@@ -49,7 +49,7 @@ class Recorder(L.Callback):
 
     @property
     def samples(self) -> int:
-        """Samples trained so far."""
+        """Samples trained so far in this part of the run, which is the whole of it unless it was resumed."""
         return sum(self.step_samples)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -74,7 +74,7 @@ class Recorder(L.Callback):
             self.first_step_seconds = now - self.started
         self.step_seconds.append(now - self._last)
         self.step_samples.append(batch.consumed)
-        self._print_known(trainer)
+        self._tell_known()
         self._last = perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -85,24 +85,20 @@ class Recorder(L.Callback):
         self._reported = len(self.step_seconds)
         future = pl_module.quality.submit(trainer.global_step)
         self.evaluated_at = trainer.global_step
-        self._waiting.append((trainer.global_step, self.samples, pl_module.take_mean_loss(), speed, future))
+        samples = self.samples if pl_module.samples is None else pl_module.samples
+        self._waiting.append((trainer.global_step, samples, pl_module.take_mean_loss(), speed, future))
         self._last = perf_counter()
 
-    def finish(self, trainer: L.Trainer) -> None:
+    def finish(self) -> None:
         """Wait for the figures that are still being computed."""
-        self._print_known(trainer, wait=True)
+        self._tell_known(wait=True)
 
-    def _print_known(self, trainer: L.Trainer, wait: bool = False) -> None:
+    def _tell_known(self, wait: bool = False) -> None:
         while self._waiting and (wait or self._waiting[0][4].done()):
             step, samples, loss, speed, future = self._waiting.pop(0)
             quality: Quality = future.result()
             self.history.append(Point(step, samples, quality.auc, quality.logloss, quality.ne, loss, speed))
-            line = (
+            log.info(
                 f"step {step:>6,}  {samples:>11,} samples  train loss {loss:.4f}  AUC {quality.auc:.4f}  "
                 f"logloss {quality.logloss:.4f}  NE {quality.ne:.4f}  {speed:,.0f} samples/s"
             )
-            bar = trainer.progress_bar_callback
-            if isinstance(bar, ProgressBar) and not wait:  # after training its bar prints nothing any more
-                bar.print(line)
-            else:
-                print(line, flush=True)

@@ -11,11 +11,12 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 
+from recpipe.console import log
 from recpipe.model.module import LOG_EVERY, RankingModule
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.training.config import TrainerConfig
 from recpipe.training.loggers import make_logger
-from recpipe.training.progress import progress_bar
+from recpipe.training.progress import Extent, Progress
 from recpipe.training.recorder import Recorder
 from recpipe.training.signals import StopOnSignal
 
@@ -44,11 +45,12 @@ def make_trainer(
         logger=make_logger(config.logger, run_dir) if leads else False,
         callbacks=[
             *callbacks,
-            *(progress_bar(config) if leads else ()),
+            Extent(config, loader),
+            *([Progress(config.steps(len(loader)), loader)] if config.progress and leads else ()),
             *_checkpointing(config, len(loader), config.checkpoints(run_dir)),
         ],
         plugins=[checkpoint_io],
-        enable_progress_bar=config.progress and leads,
+        enable_progress_bar=False,  # Progress shows what Lightning's bars do not
         enable_model_summary=False,
         enable_checkpointing=config.checkpoint_every is not None,
         use_distributed_sampler=False,
@@ -93,18 +95,21 @@ def fit(
     No evaluation where ``make_trainer`` was told that there is none.
     """
     if resume is not None:
-        print(f"resuming from {resume}")
+        log.info("resuming from %s", resume)
     trainer.fit(module, loader, evaluation, ckpt_path=resume)
+    if not recorder.step_seconds:
+        log.info(
+            f"no step is left to train after step {trainer.global_step:,}; to go on, raise trainer.max_steps "
+            "or trainer.max_epochs"
+        )
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     stop = next(c for c in callbacks if isinstance(c, StopOnSignal))
     stop.agree(module.trainers)
     if stop.received is None and trainer.limit_val_batches and recorder.evaluated_at != trainer.global_step:
         trainer.validate(module, evaluation, verbose=False)
-    recorder.finish(trainer)
+    recorder.finish()
     module.quality.close()
     module.two_cores.close()
-    if not recorder.step_seconds:
-        print(f"no step was left to train after {trainer.global_step}; raise trainer.max_steps or max_epochs")
     if stop.received is None:
         return None
     where = (

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import logging
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from omegaconf import OmegaConf
 
+from recpipe import console
+from recpipe.data import cache
 from recpipe.data import criteo as module
 from recpipe.data.config import CriteoConfig
 from recpipe.data.make import open_dataset
@@ -38,6 +44,34 @@ def test_equals_the_reference(rows, criteo, tmp_path, monkeypatch, name, block):
     monkeypatch.setattr(module, "BLOCK_BYTES", max(block, 1000))
     file = pack(tmp_path / name, joined(rows))
     assert_matches(open_dataset(criteo(str(file)), 0), rows, TABLES)
+
+
+def test_a_long_preparation_is_followed(rows, criteo, tmp_path, monkeypatch, caplog):
+    """Also by a process that finds another one at it."""
+    monkeypatch.setattr(module, "BLOCK_BYTES", 30_000)
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    recipe = criteo(str(pack(tmp_path / "a.tsv", joined(rows))))
+    held = cache._lock(tmp_path / "held")
+    with caplog.at_level(logging.INFO, "recpipe"), ThreadPoolExecutor(1) as pool:
+        open_dataset(recipe, 0)
+        assert f"reading data: {tmp_path}/a.tsv" in caplog.messages
+        assert any(m.startswith(f"preparing {tmp_path}/a.tsv, ") for m in caplog.messages)
+        shares = [re.match(r"preparing data  [\d,]+ rows  (\d+)%", m) for m in caplog.messages]
+        assert len([share for share in shares if share]) > 1
+        caplog.clear()
+        open_dataset(recipe, 0)
+        assert not any(m.startswith("preparing") for m in caplog.messages), "found again"
+        with held:
+            second = pool.submit(_enter, tmp_path / "held")
+            while not caplog.messages[1:]:
+                time.sleep(0.01)
+            assert caplog.messages[1:] == ["waiting for another process, which is preparing the same data"]
+        second.result()
+
+
+def _enter(target: Path) -> None:
+    with cache._lock(target):
+        pass
 
 
 def test_line_ends(rows, criteo, tmp_path):

@@ -12,6 +12,7 @@ from recpipe.embedding.popularity import top_rows
 from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.tables import FILL_ROWS, TableOptimizer, TableSet, row_chunks
 from recpipe.errors import UserError
+from recpipe.validation import typed
 from tests.embedding.samples import CPU, table_set
 
 LARGE = TableSet(
@@ -70,7 +71,7 @@ def test_record_width(name: str, width: int) -> None:
 )
 def test_bad_optimizers_are_refused(name: str, lr: float, eps: float, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        TableOptimizer(name, lr, eps)
+        typed(TableOptimizer, {"name": name, "lr": lr, "eps": eps}, "optim.tables")
 
 
 def test_chunks_cover_every_row_once() -> None:

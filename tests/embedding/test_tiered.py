@@ -68,10 +68,7 @@ def test_equals_resident_tables(expected, tmp_path, policy, optimizer, multi, st
     for other, slots in outcomes[1:]:
         assert identical(other, first), "fetching ahead or evaluating changed the tables"
         np.testing.assert_array_equal(slots, residents)
-    if optimizer == "rowwise_adagrad":
-        assert difference(first, tables) < 1e-5
-    else:
-        assert identical(first, tables)
+    assert identical(first, tables)
 
 
 def test_moving_weights_without_their_state_is_wrong(expected, tmp_path, monkeypatch) -> None:

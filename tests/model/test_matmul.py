@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
+from recpipe.config import compose
+from recpipe.errors import UserError
 from recpipe.model import matmul
-from recpipe.model.matmul import float32_matmul, vector_units, warn_without_units
+from recpipe.model.matmul import float32_matmul, require_bfloat16_units, vector_units
+from recpipe.run import run
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not matmul.has_onednn(), reason="this torch has no oneDNN")
@@ -52,15 +53,13 @@ def test_the_users_choice_and_gpus_are_left_alone() -> None:
         assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_a_cpu_without_bfloat16_units_is_told(monkeypatch, caplog) -> None:
+def test_a_cpu_without_bfloat16_units_is_refused(monkeypatch, tmp_path) -> None:
+    """Before any data are read; a GPU and a CPU with units are not, and a user can insist."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": False})
-    with caplog.at_level(logging.WARNING, logger="recpipe"):
-        warn_without_units("float32", CPU)
-        assert not caplog.messages
-        warn_without_units("bfloat16", CPU)
-    assert "this CPU has no bfloat16 units" in caplog.text
-    assert "model.precision=float32" in caplog.text
-    caplog.clear()
+    recipe = ["model.precision=bfloat16", "data.samples=300", "data.batch_size=64", "data.table_scale=0.01"]
+    with pytest.raises(UserError, match=r"this CPU has no bfloat16 units .* model.emulate_bfloat16=true"):
+        run(compose(["model.precision=bfloat16", "data=criteo", "data.path=nowhere"], tmp_path))
+    assert run(compose([*recipe, "model.emulate_bfloat16=true"], tmp_path))["altered"] == ["EXACT_GRADIENT"]
+    require_bfloat16_units(torch.device("cuda"))
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    warn_without_units("bfloat16", CPU)
-    assert not caplog.messages
+    require_bfloat16_units(CPU)

@@ -7,6 +7,7 @@ import torch
 
 from recpipe.errors import UserError
 from recpipe.model.ranker import ModelConfig
+from recpipe.validation import typed
 from tests.pipeline.samples import Listed, collection_of, ranker_over
 
 
@@ -46,12 +47,12 @@ def test_first_weights_do_not_depend_on_where_tables_live(tmp_path) -> None:
     ("change", "words"),
     [
         ({"name": "wide"}, "model.name=wide is unknown"),
-        ({"embedding_dim": 6}, "embedding_dim=6 must be a multiple of 4"),
+        ({"embedding_dim": 6}, "embedding_dim=6: must be a multiple of 4"),
         ({"embedding_dim": 0}, "embedding_dim=0"),
-        ({"bottom": []}, "at least one layer"),
-        ({"top": [8, 0]}, "at least one layer"),
+        ({"bottom": []}, r"model.bottom=\[\]: must have at least 1 item"),
+        ({"top": [8, 0]}, r"model.top\[1\]=0: must be greater than or equal to 1"),
     ],
 )
 def test_bad_recipes_are_refused(change, words) -> None:
     with pytest.raises(UserError, match=words):
-        ModelConfig(**{"name": "dlrm", "embedding_dim": 8, "bottom": [8], "top": [8], **change})
+        typed(ModelConfig, {"name": "dlrm", "embedding_dim": 8, "bottom": [8], "top": [8], **change}, "model")

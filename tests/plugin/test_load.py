@@ -142,7 +142,7 @@ def test_facts_are_those_of_the_plugin_object(monkeypatch, facts, other, message
             {"alpa": 1},
             "plugins.acme.alpa: no such knob. Did you mean 'alpha'\\? acme has: alpha, rows, names",
         ),
-        ({"alpha": "high"}, "plugins.acme.alpha='high': must be float, not str"),
+        ({"alpha": "high"}, "plugins.acme.alpha=high: must be float, not str"),
         ({"alpha": True}, "must be float, not bool"),
         ({"rows": 1.5}, "plugins.acme.rows=1.5: must be int or null, not float"),
         ({"names": "abc"}, "must be tuple.*not str"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -176,27 +175,6 @@ def test_broken_yaml_names_the_file(framework: Path) -> None:
     write(framework / "data" / "bad.yaml", "name: [1,\n")
     with pytest.raises(UserError, match=r"broken yaml: .*bad.yaml"):
         config.compose(["data=bad"])
-
-
-def test_sections_become_typed_values(framework: Path) -> None:
-    @dataclass
-    class Data:
-        name: str
-        size: int = 3
-        share: float | None = None
-
-    write(framework / "data" / "core.yaml", "name: core\nsize: 4\n")
-    assert config.typed(Data, config.compose().data, "data") == Data("core", 4)
-    assert config.typed(Data, config.compose(["+data.share=1"]).data, "data") == Data("core", 4, 1)
-    for override, message in (
-        ("data.size=abc", "data.size=abc: must be int"),
-        ("+data.share=much", "data.share=much: must be float or null"),
-        ("+data.shar=1", "no 'data.shar' in the recipe. Did you mean 'data.share'?"),
-        ("~data.name", "data.name has no value in this recipe: set it, data.name=VALUE"),
-        ("data.name=???", "data.name has no value in this recipe: set it, data.name=VALUE"),
-    ):
-        with pytest.raises(UserError, match=re.escape(message)):
-            config.typed(Data, config.compose([override]).data, "data")
 
 
 def test_conf_is_found_in_this_checkout_or_wheel() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 
 from recpipe.embedding.stores.base import (
@@ -29,7 +28,6 @@ __all__ = [
     "SsdStore",
     "StoreLayout",
     "make_store",
-    "unknown_store",
 ]
 
 
@@ -55,11 +53,4 @@ def make_store(
         if directory is None:
             raise UserError("tiers.store=ssd needs a directory for its files: set tiers.dir=DIRECTORY")
         return SsdStore.create(layout, fill, directory, staging_bytes=staging_bytes)
-    raise unknown_store("tiers.store", kind, KINDS)
-
-
-def unknown_store(key: str, kind: str, kinds: tuple[str, ...]) -> UserError:
-    """What to say of the recipe's ``key=kind`` where there are only ``kinds``."""
-    near = difflib.get_close_matches(kind.lower(), kinds, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return UserError(f"{key}={kind}: no such store (there are: {', '.join(kinds)}){hint}")
+    raise UserError(f"tiers.store={kind}: no such store (there are: {', '.join(KINDS)})")

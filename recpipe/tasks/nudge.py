@@ -1,0 +1,31 @@
+"""What one rounding does: a run whose first weights each are a neighbouring float32 (``task.nudge``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import lightning as L
+import numpy as np
+import torch
+
+from recpipe.embedding.collection import TableCollection
+
+
+class Nudge(L.Callback):
+    """Flips the last bit of every weight of tables and dense part before the first step.
+
+    That moves each to a neighbouring float32, up or down as its bits happen to be. It comes after a
+    checkpoint or pretrained weights were loaded; optimizer state stays as it is.
+    """
+
+    def __init__(self, embeddings: TableCollection, dense: Iterable[torch.Tensor]) -> None:
+        self.embeddings, self.dense = embeddings, list(dense)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """All ranks call it, each for the regions that it owns."""
+        for parameter in self.dense:
+            parameter.detach().view(torch.int32).bitwise_xor_(1)
+        for region in self.embeddings.regions():
+            weights, state = self.embeddings.read(region)
+            moved = (np.ascontiguousarray(weights).view(np.int32) ^ 1).view(np.float32)
+            self.embeddings.write(region, (moved, state))

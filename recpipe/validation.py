@@ -1,0 +1,191 @@
+"""Values of a recipe against types: pydantic judges; one line says key, value and what it must be.
+
+Types are plain hints. Limits stand beside them: ``Annotated[int, Interval(ge=1)]``, from ``annotated_types``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
+
+from annotated_types import Interval
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from recpipe.errors import UserError, shown
+
+T = TypeVar("T")
+NAME_MAX, PATH_MAX = 255, 4096 - 256
+"""Bytes of a file's name and of a path, which leaves room for the names that a run adds to it."""
+_NAMES = {"string": "str", "int_from_float": "int", "dict": "mapping"}
+
+
+def _spelled(value: Any) -> Any:
+    return str(value) if type(value) is int else value
+
+
+def _usable(text: str) -> str:
+    try:
+        encoded = os.fsencode(os.path.abspath(os.path.expanduser(text)))  # noqa: PTH100, PTH111
+    except UnicodeEncodeError:
+        raise ValueError("is no path on this machine, whose file names have other characters") from None
+    if "\0" in text:
+        raise ValueError("is no path: it holds a zero byte")
+    if len(encoded) > PATH_MAX or any(len(name) > NAME_MAX for name in encoded.split(b"/")):
+        raise ValueError(
+            f"is too long for a path ({len(encoded)} bytes; a name in it has at most {NAME_MAX})"
+        )
+    return text
+
+
+@cache
+def one_of(*names: str) -> AfterValidator:
+    """For ``Annotated[str, one_of("a", "b")]``: one of ``names``; the message has the nearest."""
+
+    def check(value: str) -> str:
+        if value not in names:
+            near = difflib.get_close_matches(value[:40], names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
+            raise ValueError(f"is unknown; {hint}")
+        return value
+
+    return AfterValidator(check)
+
+
+Count = Annotated[int, Interval(ge=0, le=2**63 - 1)]
+"""How many of something: at least 0."""
+Positive = Annotated[int, Interval(ge=1, le=2**63 - 1)]
+"""How many of something: at least 1."""
+Text = Annotated[str, BeforeValidator(_spelled)]
+"""A name. The command line reads ``2024`` as a number: it is one too."""
+FilePath = Annotated[Text, AfterValidator(_usable)]
+"""A path that this machine's file names allow, whether it is there or not."""
+
+
+@cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    # Strict: "3" and true are no ints, but an int is a float.
+    return TypeAdapter(
+        hint, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+    )
+
+
+def fitted(hint: Any, value: object, key: str) -> Any:
+    """``value``, as yaml or the command line gave it, as type ``hint``; else ``UserError`` names ``key``.
+
+    A list is a tuple where the type asks for one; numbers are finite.
+    """
+    try:
+        # As JSON, which has yaml's types: strict pydantic then takes its lists for tuples.
+        return _adapter(hint).validate_json(json.dumps(value, default=str))
+    except ValidationError as fault:
+        raise UserError(_told(fault, hint, value, key)) from None
+
+
+def typed(cls: type[T], values: object, section: str) -> T:
+    """The dataclass ``cls`` filled from the mapping ``values``, the recipe's ``section``.
+
+    Raises ``UserError`` that names the key and the value for an unknown, missing or unfit one. A field whose
+    type is a dataclass is filled likewise.
+    """
+    values = mapping(values, section)
+    hints = get_type_hints(cls, include_extras=True)
+    made = {}
+    for key, value in values.items():
+        name = f"{section}.{key}"
+        if key not in hints:
+            raise UserError(
+                f"no '{shown(name)}' in the recipe.{nearest(name, [f'{section}.{h}' for h in hints])}"
+            )
+        nested = is_dataclass(hints[key])
+        made[key] = typed(hints[key], value, name) if nested else fitted(hints[key], value, name)
+    for f in fields(cast(Any, cls)):
+        if f.name not in made and f.default is f.default_factory is MISSING:
+            raise no_value(f"{section}.{f.name}")
+    return cls(**made)
+
+
+def chosen(kinds: Mapping[str, type[T]], values: object, section: str) -> T:
+    """The dataclass that ``values["name"]`` names among ``kinds``, filled from ``values``."""
+    values = mapping(values, section)
+    if "name" not in values:
+        raise no_value(f"{section}.name")
+    name = fitted(Annotated[Text, one_of(*kinds)], values["name"], f"{section}.name")
+    return typed(kinds[name], values, section)
+
+
+def mapping(values: object, section: str) -> Mapping[str, Any]:
+    """``values``, if they are keys and values; else ``UserError``."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"{section}={_value(values)}: must map keys to values, as conf/{section} does")
+    return values
+
+
+def no_value(key: str) -> UserError:
+    """For a key that must be set and is not."""
+    return UserError(f"{key} has no value in this recipe: set it, {key}=VALUE")
+
+
+def nearest(word: str, words: Sequence[str]) -> str:
+    """A hint: the nearest whole key, else a key whose last part is the last part of ``word``; or nothing."""
+    near = difflib.get_close_matches(word[:200], words, n=1)
+    if not near:
+        last = word.rpartition(".")[2]
+        near = [w for w in words if w.rpartition(".")[2] == last][:1]
+    return f" Did you mean '{near[0]}'?" if near else ""
+
+
+def _told(fault: ValidationError, hint: Any, value: object, key: str) -> str:
+    errors = fault.errors(include_url=False)
+    if errors[0]["type"] == "json_invalid":
+        return f"{key}={_value(value)}: holds bytes that are no UTF-8 text"
+    # A union's members each have an error: those count that got furthest into the value.
+    places = [_place(value, error["loc"]) for error in errors]
+    deepest = max(places, key=len)
+    there = [error for error, place in zip(errors, places, strict=True) if place == deepest]
+    for step in deepest:
+        value = value[step]  # type: ignore[index]
+        key += f"[{step}]" if isinstance(step, int) else f".{shown(step)}"
+    phrase = _phrase(there, not deepest and NoneType in get_args(hint), value)
+    return f"{key}={_value(value)}{'' if phrase.startswith('is ') else ':'} {phrase}"
+
+
+def _phrase(errors: Sequence[ErrorDetails], optional: bool, value: object) -> str:
+    """What is wrong, behind ``key=value``."""
+    unfit = [error for error in errors if not _wants_type(error)]
+    if unfit:
+        own = [str(error["ctx"]["error"]) for error in unfit if error["type"] == "value_error"]
+        said = [re.sub(r"^\w+ should", "must", error["msg"]) for error in unfit]
+        return (own or said)[0].removesuffix(" after validation, not 0")
+    kinds = [error["type"].removesuffix("_type") for error in errors] + ["null"] * optional
+    wanted = " or ".join(dict.fromkeys(_NAMES.get(kind, kind) for kind in kinds))
+    return f"must be {wanted}, not {'null' if value is None else type(value).__name__}"
+
+
+def _wants_type(error: ErrorDetails) -> bool:
+    return error["type"].endswith("_type") or error["type"] == "int_from_float"
+
+
+def _place(value: object, location: Sequence[int | str]) -> list[int | str]:
+    """The keys and indices among ``location``, which has a union's members in between."""
+    found: list[int | str] = []
+    at: Any = value
+    for step in location:
+        if (isinstance(at, Mapping) and step in at) or (isinstance(at, list) and step in range(len(at))):
+            at = at[step]
+            found.append(step)
+    return found
+
+
+def _value(value: object) -> str:
+    """As yaml writes it, in short."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return shown(value)
