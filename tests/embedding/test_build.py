@@ -15,7 +15,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.api import Aspect, Contribution, Origin, TableClaim, TableInfo, TablePolicy
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.errors import PluginConflict, PluginError
-from recpipe.ranks import Ranks
+from recpipe.ranks import Emulation, Ranks
 from tests.embedding.samples import CPU, DIM, FEATURES, table_set
 from tests.plugin.samples import Good
 
@@ -78,7 +78,7 @@ def test_settings_of_sharded_tables_need_sharded_tables(setting: dict[str, Any],
 
 
 def test_a_slower_network_is_not_played_to_sharded_tables() -> None:
-    emulated = replace(TIERS, emulate={"latency_us": 5})
+    emulated = replace(TIERS, emulate=Emulation(latency_us=5))
     cache_owner(emulated, NOTHING, table_set())
     with pytest.raises(UserError, match="tiers.emulate delays recpipe's own messages and not TorchRec's"):
         cache_owner(replace(emulated, sharded=True), NOTHING, table_set())
