@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_named(values: Any, message: str) -> None:
         (Annotated[str, one_of("lru", "lfu")], "lruu", "k=lruu is unknown; did you mean lru?"),
         (Annotated[str, one_of("lru", "lfu")], "x", "k=x is unknown; choose one of lru, lfu"),
         (Count, 10**30, f"k={10**30}: must be less than or equal to 9223372036854775807"),
-        (FilePath, "a" * 300, "k=aaaaa is too long for a path"),
+        (FilePath, "a" * 300, "... is too long for a path"),
         (FilePath, "a/" * 3000, "is too long for a path"),
         (FilePath, "a\0b", "k=a\\x00b is no path: it holds a zero byte"),
         (str, "\udcff", "k=\\udcff: holds bytes that are no UTF-8 text"),
