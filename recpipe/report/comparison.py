@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from recpipe.report import figures, html, plots
-from recpipe.report.exactness import FACTOR, Difference, limit, marked_name, notes
+from recpipe.report.exactness import FACTOR, Difference, limit
 from recpipe.report.record import plain, write_json
+from recpipe.report.remarks import marked_name, notes
 
 
 @dataclass

@@ -15,7 +15,7 @@ from recpipe.errors import UserError
 from recpipe.report import comparison, figures
 from recpipe.report.comparison import RowResult
 from recpipe.report.environment import environment
-from recpipe.report.exactness import faults
+from recpipe.report.remarks import faults
 from recpipe.tasks import compare_run
 from recpipe.tasks.compare_rows import Row, carried_overrides, command_line_overrides, parse_rows, quoted
 from recpipe.tasks.config import CompareConfig
