@@ -54,16 +54,23 @@ class _Stop(BaseException):
         self.error = error
 
 
+def program() -> None:
+    """``main`` in a process that has nothing else to do, and ends without delay when it is interrupted."""
+    try:
+        main()
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            # Taking torch's modules down lasts a second, and threads may be at work that nobody waits for.
+            atexit._run_exitfuncs()
+            _leave(INTERRUPTED)
+        raise
+
+
 def main() -> None:
-    """Entry point; exits 0, 2 for a user's error, 130 for Ctrl-C, 1 for a fault of the program."""
+    """The command line; exits 0, 2 for a user's error, 130 for Ctrl-C, 1 for a fault of the program."""
     if _several():
         _end_at_once(sys.argv[1:])
-    status = _guarded(sys.argv[1:])
-    if status == INTERRUPTED:
-        # Taking torch's modules down lasts a second, and threads may still be at work that nobody waits for.
-        atexit._run_exitfuncs()
-        _leave(status)
-    sys.exit(status)
+    sys.exit(_guarded(sys.argv[1:]))
 
 
 def _several() -> bool:
