@@ -27,7 +27,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.shard import ShardedCollection
-from recpipe.errors import UserError
+from recpipe.errors import CheckpointError, UserError
 from recpipe.table_files import (
     Shapes,
     TensorFiles,
@@ -68,7 +68,7 @@ class TableCheckpointIO(CheckpointIO):
             _seal(partial)
         except OSError as fault:
             shutil.rmtree(partial, ignore_errors=True)
-            raise UserError(
+            raise CheckpointError(
                 f"cannot write the checkpoint {final}: {fault.strerror}; "
                 "free space or set trainer.checkpoint_dir=DIRECTORY"
             ) from fault

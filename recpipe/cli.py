@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from recpipe.allocator import tune_allocator
-from recpipe.errors import UserError
+from recpipe.errors import ThroughHydra, UserError
 from recpipe.quiet import calm_threads, quiet_libraries
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -41,14 +41,6 @@ A run leaves report.json, report.html, assembly.json and checkpoints/ in outputs
 
 Choices:
 """
-
-
-class _Stop(BaseException):
-    """Carries a user's error through Hydra, which catches ``Exception`` and would print around it."""
-
-    def __init__(self, error: UserError) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 def main() -> None:
@@ -81,7 +73,7 @@ def _guarded(argv: Sequence[str]) -> int:
     full_error = os.environ.get(FULL_ERROR)
     try:
         return _dispatch(argv)
-    except _Stop as stop:
+    except ThroughHydra as stop:
         return _say(stop.error, full_error)
     except UserError as error:
         return _say(error, full_error)
@@ -160,6 +152,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
 
     from recpipe.config import CONFIG_NAME, check, conf_dir, readable_errors, register
     from recpipe.launcher import TorchrunLauncher, refuse_without_sweep
+    from recpipe.run_dir import FULL, letting_go, unwritable
 
     user_setting = os.environ.get(FULL_ERROR)
     calm_threads()
@@ -170,7 +163,11 @@ def _run_hydra(argv: Sequence[str]) -> None:
         argv = agreed_arguments(argv)
         sys.argv[1:] = argv
 
+    began = False
+
     def job(recipe: DictConfig) -> None:
+        nonlocal began
+        began = True
         with _environment(user_setting), _stopping(argv):
             check(recipe)
             refuse_without_sweep()
@@ -190,8 +187,14 @@ def _run_hydra(argv: Sequence[str]) -> None:
         sys.argv[1:] = argv
     decorate = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)
     # With HYDRA_FULL_ERROR Hydra hands us its exceptions instead of printing them and exiting with 1.
-    with _environment("1"), readable_errors(argv):
-        decorate(job)()
+    with _environment("1"), readable_errors(argv), letting_go():
+        try:
+            decorate(job)()
+        except OSError as fault:
+            # Before the job only Hydra's own files can fail; a full disk is nobody's fault at any time.
+            if began and fault.errno not in FULL:
+                raise
+            raise unwritable(fault.filename or "a file of the run", fault) from fault
 
 
 @contextmanager
@@ -220,4 +223,4 @@ def _stopping(argv: Sequence[str]) -> Iterator[None]:
         with readable_errors(argv):
             yield
     except UserError as error:
-        raise _Stop(error) from error
+        raise ThroughHydra(error) from error

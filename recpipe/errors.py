@@ -11,3 +11,15 @@ class DataError(UserError):
 
 class StoreError(UserError):
     """A cold store that cannot be used: read-only or full disk, torn rows, a crashed run's leftovers."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be written."""
+
+
+class ThroughHydra(BaseException):
+    """Carries a user's error through Hydra, which catches ``Exception`` and would print around it."""
+
+    def __init__(self, error: UserError) -> None:
+        super().__init__(str(error))
+        self.error = error

@@ -32,6 +32,8 @@ def quiet_libraries() -> None:
     # FBGEMM reports every library that it loads through the root logger.
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("recpipe").setLevel(logging.INFO)
+    # A log file on a full disk: the terminal has the line, and needs no traceback for each.
+    logging.raiseExceptions = False
     for name in ("lightning.pytorch", "lightning.fabric", "torchrec", "fbgemm_gpu"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # Its planner warns of every replicated table, and of a way to make topologies that is new in 1.8.

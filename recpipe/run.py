@@ -21,7 +21,7 @@ from recpipe.data.make import open_dataset
 from recpipe.embedding.build import TierConfig, build_embeddings, is_sharded, plan_shards, sends_ahead
 from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.errors import UserError
-from recpipe.launch import Topology, joined, require_same_data
+from recpipe.launch import Process, Topology, joined, require_same_data
 from recpipe.metrics import reset_peak_rss
 from recpipe.model.matmul import vector_units, warn_without_units
 from recpipe.model.module import RankingModule
@@ -30,15 +30,17 @@ from recpipe.optim import dense_optimizer
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.quiet import quiet_libraries
 from recpipe.ranks import Ranks
-from recpipe.report.record import write_json
+from recpipe.report import terminal
+from recpipe.report.files import ReportFiles
+from recpipe.run_dir import RunDir, hold
 from recpipe.setup import (
     assemble_plugins,
     choose_device,
     closing_tiers,
     output_dir,
     refuse_ranks,
+    remove_left_stores,
     resume_from,
-    scratch_dir,
 )
 from recpipe.tasks.export import export_parameters
 from recpipe.tasks.plan import describe, print_plan
@@ -53,30 +55,31 @@ from recpipe.training.trainer import fit, make_trainer
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Carry out the recipe's task; returns the content of report.json (or compare.json, assembly.json)."""
     quiet_libraries()
-    run_dir = output_dir()
     task = cfg.task.name
     if task not in ("train", "profile", "compare", "plan"):
         raise UserError(f"task.name={task} is unknown; choose train, profile, compare or plan")
     device = choose_device(cfg.trainer.device)
-    with vector_units(device):
+    with hold(output_dir()) as run_dir, vector_units(device):
         if task == "compare":
             from recpipe.tasks.compare import compare
 
             refuse_ranks("task=compare")
-            return compare(cfg, run_dir)
+            return compare(cfg, run_dir.path)
         return _run_by_ranks(cfg, run_dir, device)
 
 
-def _run_by_ranks(cfg: DictConfig, run_dir: Path, device: torch.device) -> dict[str, Any]:
+def _run_by_ranks(cfg: DictConfig, run_dir: RunDir, device: torch.device) -> dict[str, Any]:
     # 1. The recipe's values, typed and checked; the processes that share the work (mostly one).
     tier_config = typed(TierConfig, cfg.tiers, "tiers")
     topology = typed(Topology, cfg.topology, "topology")
+    if Process.current().rank == 0 and cfg.task.name != "plan":
+        remove_left_stores(tier_config, run_dir, cfg.resume)
     with joined(topology, tier_config.emulation, device) as ranks:
         return run_on(ranks, cfg, run_dir, device, tier_config)
 
 
 def run_on(
-    ranks: Ranks, cfg: DictConfig, run_dir: Path, device: torch.device, tier_config: TierConfig
+    ranks: Ranks, cfg: DictConfig, run_dir: RunDir, device: torch.device, tier_config: TierConfig
 ) -> dict[str, Any]:
     """This rank's part of a run; reports are rank 0's."""
     started = run_start()
@@ -107,12 +110,14 @@ def run_on(
         world = (cfg.task.name == "plan" and cfg.task.ranks) or ranks.world
         shards = plan_shards(tables, tier_config, assembly, device, cfg.data.batch_size, ranks, world)
     described = describe(assembly, tables, tier_config, ranks, shards, model_config.precision == "bfloat16")
+    files = ReportFiles(run_dir.path)
     if leads:
-        write_json(run_dir / "assembly.json", described)
+        files.write_json("assembly.json", described)
         if shards is not None:
-            write_json(run_dir / "plan.json", shards[1].to_dict())
+            files.write_json("plan.json", shards[1].to_dict())
+        files.check()
     if cfg.task.name == "plan":
-        print_plan(described, run_dir)
+        print_plan(described, run_dir.path)
         return described
 
     # 4. Tables in their tiers, and the model over them. A rank that only holds rows serves them here.
@@ -129,8 +134,7 @@ def run_on(
         partial(dataset.ids_per_bag, cfg.data.batch_size),
     )
     trainers = ranks.channel(ranks.trainers)
-    scratch = scratch_dir(tier_config, run_dir, ranks)
-    with closing_tiers(embeddings, scratch, ranks) as tiers:
+    with closing_tiers(embeddings, ranks) as tiers:
         if not ranks.trains:
             embeddings.serve()
             return {}
@@ -156,26 +160,33 @@ def run_on(
         if profiler is not None:
             callbacks.insert(1, profiler)
         evaluates = len(evaluation) > 0 and profile is None
-        trainer = make_trainer(trainer_config, loader, evaluates, checkpoint_io, callbacks, run_dir, leads)
-        resume = resume_from(cfg.resume, trainer_config.checkpoints(run_dir))
-        stopped = fit(trainer, module, loader, evaluation, recorder, resume)
+        trainer = make_trainer(
+            trainer_config, loader, evaluates, checkpoint_io, callbacks, run_dir.path, leads
+        )
+        resume = resume_from(cfg.resume, trainer_config.checkpoints(run_dir.path))
+        stopped = fit(trainer, module, loader, evaluation, recorder, resume, files.late)
 
-        # 7. What it did.
+        # 7. What it did: the figures first, since whatever comes after them can fail.
         report = summarize(cfg, dataset, assembly, described, tables, embeddings, module, recorder, ranks)
-        if profiler is not None:
-            profiler.complete(report, model_config, len(dataset.schema.dense), tables, run_dir)
+        if leads:
+            files.write_json("report.json", report.to_dict())
+            if profiler is not None:
+                profiler.complete(report, model_config, len(dataset.schema.dense), tables, files)
+                files.write_json("report.json", report.to_dict())
+            terminal.print_result(report.to_dict(), run_dir.path)
         if cfg.task.export_parameters:
             target = Path(cfg.task.export_parameters)
             export_parameters(target, embeddings, tables, ranker, writes=leads)
     content = report.to_dict()
     if leads:
         # Here, not above: training does not wait for jinja2 and matplotlib.
-        from recpipe.report import html, terminal
+        from recpipe.report import html
 
-        report.write(run_dir)
-        html.write(content, run_dir)
-        terminal.print_result(content, run_dir)
+        if files.write("report.html", lambda page: html.write(content, page.parent)):
+            terminal.print_place(run_dir.path / "report.html")
     if stopped is not None:
         print(stopped)
+    files.check()
+    if stopped is not None:
         raise KeyboardInterrupt
     return content

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from recpipe.errors import UserError
-from recpipe.report import comparison, figures
+from recpipe.made import scratch_directory
+from recpipe.report import comparison, figures, terminal
 from recpipe.report.comparison import RowResult
 from recpipe.report.environment import environment
+from recpipe.report.files import ReportFiles
 from recpipe.tasks import compare_run
 from recpipe.tasks.compare_rows import Row, carried_overrides, command_line_overrides, parse_rows, quoted
 
@@ -39,8 +41,9 @@ def compare(
     ``overrides`` are the user's own, carried over to every run (default: those of this command line);
     ``installed`` the plugins a row may name (default: all installed). Returns compare.json's content.
 
-    Raises UserError, before any training, for unknown names and for rows that cannot be assembled. What is
-    finished when a run fails or Ctrl-C comes is kept, with ``"partial": true`` in compare.json.
+    Raises UserError, before any training, for unknown names and for rows that cannot be assembled; and,
+    when all is printed, for files that could not be written. What is finished when a run fails or Ctrl-C
+    comes is kept, with ``"partial": true`` in compare.json.
     """
     repetitions, warmup = _rounds(cfg)
     launch = launch or partial(compare_run.launch, ranks=cfg.compare.ranks)
@@ -54,7 +57,9 @@ def compare(
         except (KeyboardInterrupt, UserError):
             plan.finish(partial=True)
             raise
-        return plan.finish(partial=False)
+        content = plan.finish(partial=False)
+    plan.files.check()
+    return content
 
 
 def _installed() -> Collection[str]:
@@ -87,7 +92,8 @@ class _Comparison:
         self.rows, self.carried, self.launch, self.console = rows, carried, launch, console
         self.repetitions, self.warmup, self.out_dir = repetitions, warmup, out_dir
         self.results = [RowResult(row.name) for row in rows]
-        self.parameters = out_dir / "parameters"
+        self.parameters = scratch_directory(out_dir, "parameters")
+        self.files = ReportFiles(out_dir)
         self.environment = environment()
 
     def check_rows(self) -> None:
@@ -132,7 +138,7 @@ class _Comparison:
         speed = float(report["throughput"]["samples_per_second"])
         if counted:
             result.speeds.append(speed)
-        comparison.write_result(self.content(partial=True), self.out_dir)
+        self._save(self.content(partial=True))
         return speed
 
     def _launch(self, index: int, task: str, name: str, extra: list[str]) -> dict[str, Any]:
@@ -170,7 +176,12 @@ class _Comparison:
         shutil.rmtree(self.parameters, ignore_errors=True)
         content = self.content(partial)
         if any(result.report for result in self.results):
-            comparison.write_result(content, self.out_dir)
-            comparison.write_html(content, self.out_dir)
-            comparison.print_result(content, self.out_dir, self.console)
+            self._save(content)
+            comparison.print_result(content, self.console)
+            page = self.out_dir / "compare.html"
+            if self.files.write(page.name, lambda path: comparison.write_html(content, path)):
+                terminal.print_place(page, self.console)
         return content
+
+    def _save(self, content: Mapping[str, Any]) -> None:
+        self.files.write("compare.json", lambda path: comparison.write_result(content, path))

@@ -11,10 +11,11 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 
+from recpipe.errors import CheckpointError, UserError
 from recpipe.model.module import LOG_EVERY, RankingModule
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.training.config import TrainerConfig
-from recpipe.training.loggers import make_logger
+from recpipe.training.loggers import CsvLogger, make_logger
 from recpipe.training.progress import progress_bar
 from recpipe.training.recorder import Recorder
 from recpipe.training.signals import StopOnSignal
@@ -87,16 +88,26 @@ def fit(
     evaluation: EvalLoader,
     recorder: Recorder,
     resume: Path | None,
+    late: list[UserError],
 ) -> str | None:
     """Train, evaluate at the end, and wait for the figures; what to say when a signal stopped it.
 
-    No evaluation where ``make_trainer`` was told that there is none.
+    No evaluation where ``make_trainer`` was told that there is none. What could not be written when all
+    was trained goes into ``late``: it must not cost the figures.
     """
     if resume is not None:
         print(f"resuming from {resume}")
-    trainer.fit(module, loader, evaluation, ckpt_path=resume)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     stop = next(c for c in callbacks if isinstance(c, StopOnSignal))
+    try:
+        trainer.fit(module, loader, evaluation, ckpt_path=resume)
+    except CheckpointError as fault:
+        # Of several ranks the others wait for this one in the middle of the checkpoint.
+        if module.trainers.size > 1 or trainer.global_step < stop.last_step or stop.received is not None:
+            raise
+        stop.teardown(trainer, module, "fit")
+        late.append(fault)
+    late += [logger.fault for logger in trainer.loggers if isinstance(logger, CsvLogger) and logger.fault]
     stop.agree(module.trainers)
     if stop.received is None and trainer.limit_val_batches and recorder.evaluated_at != trainer.global_step:
         trainer.validate(module, evaluation, verbose=False)
