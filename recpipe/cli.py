@@ -152,7 +152,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
 
     from recpipe.config import CONFIG_NAME, check, conf_dir, readable_errors, register
     from recpipe.launcher import TorchrunLauncher, refuse_without_sweep
-    from recpipe.run_dir import FULL, letting_go, unwritable
+    from recpipe.run_dir import letting_go
 
     user_setting = os.environ.get(FULL_ERROR)
     calm_threads()
@@ -163,11 +163,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
         argv = agreed_arguments(argv)
         sys.argv[1:] = argv
 
-    began = False
-
     def job(recipe: DictConfig) -> None:
-        nonlocal began
-        began = True
         with _environment(user_setting), _stopping(argv):
             check(recipe)
             refuse_without_sweep()
@@ -188,13 +184,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
     decorate = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)
     # With HYDRA_FULL_ERROR Hydra hands us its exceptions instead of printing them and exiting with 1.
     with _environment("1"), readable_errors(argv), letting_go():
-        try:
-            decorate(job)()
-        except OSError as fault:
-            # Before the job only Hydra's own files can fail; a full disk is nobody's fault at any time.
-            if began and fault.errno not in FULL:
-                raise
-            raise unwritable(fault.filename or "a file of the run", fault) from fault
+        decorate(job)()
 
 
 @contextmanager

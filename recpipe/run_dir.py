@@ -70,15 +70,16 @@ class RunDir:
         self._end.close()
 
 
-def unwritable(what: str | Path, fault: OSError) -> UserError:
+def unwritable(what: str | Path, fault: OSError, remedy: str = ELSEWHERE) -> UserError:
     """That ``what``, files of a run, cannot be written, and why, in one line with the remedy."""
     text = str(what)
     short = text if len(text) <= 300 else f"{text[:300]}..."
     free = "free space, or " if fault.errno in FULL else ""
-    return UserError(f"cannot write {short}: {fault.strerror}; {free}{ELSEWHERE}")
+    return UserError(f"cannot write {short}: {fault.strerror}; {free}{remedy}")
 
 
 _taken_early: dict[Path, RunDir] = {}
+"""Directories taken before Hydra wrote there, whose run has not begun."""
 
 
 @contextmanager
@@ -103,12 +104,28 @@ class TakeRunDir(Callback):
             # Hydra turns an Exception of a callback into a warning.
             raise ThroughHydra(error) from error
 
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Called by Hydra for a sweep, whose jobs each take their own."""
+        path = Path(str(OmegaConf.select(config, "hydra.sweep.dir")))
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as fault:
+            remedy = "choose another folder for the sweep, hydra.sweep.dir=DIRECTORY"
+            raise ThroughHydra(unwritable(path, fault, remedy)) from fault
+
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Ends with no directory held: not even that of a run that was refused before it began."""
+    """Around Hydra: its files that cannot be written are told in one line; in the end no directory is held.
+
+    The run has other errors of the system for itself, but for a full disk, which is nobody's fault.
+    """
     try:
         yield
+    except OSError as fault:
+        if not _taken_early and fault.errno not in FULL:
+            raise
+        raise unwritable(fault.filename or next(iter(_taken_early), "a file of the run"), fault) from fault
     finally:
         while _taken_early:
             _taken_early.popitem()[1].close()

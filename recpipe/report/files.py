@@ -8,14 +8,14 @@ from typing import Any
 
 from recpipe.errors import UserError
 from recpipe.report.record import write_json
-from recpipe.run_dir import unwritable
+from recpipe.run_dir import ELSEWHERE, unwritable
 
 
 class ReportFiles:
     """Writes files into ``directory`` and keeps what fails, for ``check`` to tell."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, remedy: str = ELSEWHERE) -> None:
+        self.directory, self.remedy = directory, remedy
         self.late: list[UserError] = []
         """What else went wrong when the work was done, and must not cost its report."""
         self._faults: dict[Path, OSError] = {}
@@ -40,6 +40,6 @@ class ReportFiles:
         lines = [str(error) for error in self.late]
         if self._faults:
             names = ", ".join(map(str, self._faults))
-            lines.append(str(unwritable(names, next(iter(self._faults.values())))))
+            lines.append(str(unwritable(names, next(iter(self._faults.values())), self.remedy)))
         if lines:
             raise UserError("; ".join(lines))

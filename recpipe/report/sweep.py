@@ -67,7 +67,7 @@ def report(directory: Path, console: Console | None = None) -> list[Job]:
     jobs = read(directory)
     every = _common(jobs)
     content = {"schema": SCHEMA, "every_job": every, "jobs": [asdict(job) for job in jobs]}
-    files = ReportFiles(directory)
+    files = ReportFiles(directory, f"mend that and say recpipe sweep-report {directory}")
     files.write_json("sweep.json", content)
     out = console or Console()
     _print(every, jobs, out)
