@@ -30,7 +30,6 @@ from recpipe.optim import dense_optimizer
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.quiet import quiet_libraries
 from recpipe.ranks import Ranks
-from recpipe.report import terminal
 from recpipe.report.files import ReportFiles
 from recpipe.run_dir import RunDir, hold
 from recpipe.setup import (
@@ -169,6 +168,9 @@ def run_on(
         # 7. What it did: the figures first, since whatever comes after them can fail.
         report = summarize(cfg, dataset, assembly, described, tables, embeddings, module, recorder, ranks)
         if leads:
+            # Here, not above: training does not wait for jinja2 and matplotlib.
+            from recpipe.report import html, terminal
+
             files.write_json("report.json", report.to_dict())
             if profiler is not None:
                 profiler.complete(report, model_config, len(dataset.schema.dense), tables, files)
@@ -178,12 +180,8 @@ def run_on(
             target = Path(cfg.task.export_parameters)
             export_parameters(target, embeddings, tables, ranker, writes=leads)
     content = report.to_dict()
-    if leads:
-        # Here, not above: training does not wait for jinja2 and matplotlib.
-        from recpipe.report import html
-
-        if files.write("report.html", lambda page: html.write(content, page.parent)):
-            terminal.print_place(run_dir.path / "report.html")
+    if leads and files.write("report.html", lambda page: html.write(content, page.parent)):
+        terminal.print_place(run_dir.path / "report.html")
     if stopped is not None:
         print(stopped)
     files.check()
