@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -157,13 +157,13 @@ def remove_crashed(top: Path) -> None:
     found = []
     for directory in (*sorted(top.glob("rank-*")), top):
         with suppress(StoreError):  # in use, or no store's
-            if _crashed(directory):
-                home = StoreHome(directory, make=False)
+            if not _crashed(directory):
+                continue
+            with closing(StoreHome(directory, make=False)) as home:
                 state = home.read_state()
                 if state is not None and state.state == "open":
                     home.remove(state)
                     found.append(state.user)
-                home.close()
     remove_made(top)
     if found:
         log.warning("%s: removed the ssd store that a killed run left (%s)", top, found[-1])
