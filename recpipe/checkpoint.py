@@ -23,7 +23,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.shard import ShardedCollection
-from recpipe.errors import UserError
+from recpipe.errors import CheckpointError, UserError
 from recpipe.manifest import MANIFEST, TABLES, TRAINER, read_manifest, seal, sync, verify
 from recpipe.saved import Damaged
 from recpipe.table_files import Shapes, check_tables, load_regions, load_tables, read_along, save_tables
@@ -66,7 +66,7 @@ class TableCheckpointIO(CheckpointIO):
             seal(partial, int(checkpoint["global_step"]))
         except OSError as fault:
             shutil.rmtree(partial, ignore_errors=True)
-            raise UserError(
+            raise CheckpointError(
                 f"cannot write the checkpoint {final}: {fault.strerror}; "
                 "free space or set trainer.checkpoint_dir=DIRECTORY"
             ) from fault

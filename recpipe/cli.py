@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from recpipe.allocator import bound_kernel_caches, tune_allocator
-from recpipe.errors import UserError
+from recpipe.errors import ThroughHydra, UserError
 from recpipe.quiet import calm_threads, quiet_libraries
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -44,14 +44,6 @@ A run leaves report.json, report.html, assembly.json, checkpoints/ and recpipe.l
 
 Choices:
 """
-
-
-class _Stop(BaseException):
-    """Carries a user's error through Hydra, which catches ``Exception`` and would print around it."""
-
-    def __init__(self, error: UserError) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 def program() -> None:
@@ -101,7 +93,7 @@ def _guarded(argv: Sequence[str]) -> int:
     full_error = os.environ.get(FULL_ERROR)
     try:
         return _dispatch(argv)
-    except _Stop as stop:
+    except ThroughHydra as stop:
         return _say(stop.error, full_error)
     except UserError as error:
         return _say(error, full_error)
@@ -189,6 +181,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
     from recpipe.config import CONFIG_NAME, check, check_overrides, conf_dir, readable_errors, register
     from recpipe.console import log
     from recpipe.launcher import TorchrunLauncher, refuse_without_sweep
+    from recpipe.run_dir import letting_go
     from recpipe.sweeps import noted, table_at_end
 
     user_setting = os.environ.get(FULL_ERROR)
@@ -224,7 +217,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
         sys.argv[1:] = argv
     decorate = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)
     # With HYDRA_FULL_ERROR Hydra hands us its exceptions instead of printing them and exiting with 1.
-    with _environment("1"), readable_errors(argv), table_at_end():
+    with _environment("1"), readable_errors(argv), letting_go(), table_at_end():
         decorate(job)()
 
 
@@ -255,4 +248,4 @@ def _stopping() -> Iterator[None]:
         yield
     except UserError as error:
         append_to_log(f"error: {error}")
-        raise _Stop(error) from error
+        raise ThroughHydra(error) from error

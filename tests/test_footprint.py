@@ -10,6 +10,8 @@ import torch
 from recpipe import memory
 from recpipe.config import compose
 from recpipe.errors import UserError
+from recpipe.footprint import dense_bytes
+from recpipe.model.ranker import ModelConfig
 from recpipe.run import run
 from tests.embedding.samples import CPU, DIM, FEATURES
 from tests.pipeline.samples import DENSE, collection_of, ranker_over

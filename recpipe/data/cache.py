@@ -142,7 +142,7 @@ def _lock(target: Path, wait: bool = True) -> Iterator[None]:
 
 def _remove_stale(root: Path) -> None:
     """Delete what killed runs left: a temporary directory whose lock nobody holds."""
-    for temporary in root.glob("data-*.tmp"):
+    for temporary in root.glob(f"data-{'[0-9a-f]' * 24}.tmp"):  # named by ``cache_key``: nobody else's
         try:
             with _lock(temporary, wait=False):
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -20,7 +20,7 @@ from recpipe.embedding.shard_claims import stored_types
 from recpipe.embedding.shard_plan import ShardPlan, load_plan
 from recpipe.embedding.sharding import KERNELS, Sharding
 from recpipe.embedding.shared_rows import ReplicatedCollection
-from recpipe.embedding.stores import KINDS, make_store
+from recpipe.embedding.stores import KINDS, SsdStore, make_store
 from recpipe.embedding.stores.base import ColdStore, Fill, StoreLayout
 from recpipe.embedding.stores.sharded import HeldRows, ShardedStore
 from recpipe.embedding.tables import TableSet
@@ -30,6 +30,7 @@ from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.compose import Owned, overrides
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.ranks import Emulation, Ranks
+from recpipe.run_dir import RunDir
 from recpipe.sizes import parse_bytes, readable_bytes
 from recpipe.validation import FilePath, one_of
 
@@ -37,6 +38,8 @@ MANY_IDS = 8.0
 """Ids per bag from which several TBEs pay: on 2 cores 0.8 times as fast at 1, level at 4, 1.4 times at 20."""
 SHARDED = "sharded"
 """``tiers.store`` of rows partitioned over ranks."""
+SCRATCH = "tiers"
+"""Where a run's ssd store lies in the run directory when nobody has named a place; it goes with the run."""
 
 
 def _tbes(value: int | str) -> int | str:
@@ -71,10 +74,9 @@ class TierConfig:
             return self.store
         return f"sharded ({self.holder_store if self.store == SHARDED else self.store})"
 
-    def directory(self, run_dir: Path, ranks: Ranks) -> Path:
-        """Where this rank's store puts its files."""
-        top = Path(self.dir).expanduser() if self.dir else run_dir / "tiers"
-        return top if ranks.world == 1 else top / f"rank-{ranks.rank}"
+    def directory(self, run_dir: Path) -> Path:
+        """Where ssd stores go: of several ranks each in a ``rank-N`` of its own there."""
+        return Path(self.dir).expanduser() if self.dir else run_dir / SCRATCH
 
     def budget(self, tables: TableSet) -> int:
         """Bytes of ``tiers.resident_bytes``, at most those of all tables."""
@@ -209,7 +211,7 @@ def build_embeddings(
     config: TierConfig,
     assembly: Assembly,
     device: torch.device,
-    run_dir: Path,
+    run_dir: RunDir,
     batch_size: int,
     ranks: Ranks,
     shards: tuple[Sharding, ShardPlan] | None = None,
@@ -279,7 +281,7 @@ def _tiered(
     config: TierConfig,
     assembly: Assembly,
     device: torch.device,
-    run_dir: Path,
+    run_dir: RunDir,
     owner: str,
     batch_size: int,
     ranks: Ranks,
@@ -312,20 +314,25 @@ def _tiered(
 
 
 def _store(
-    tables: TableSet, config: TierConfig, device: torch.device, run_dir: Path, batch_size: int, ranks: Ranks
+    tables: TableSet, config: TierConfig, device: torch.device, run_dir: RunDir, batch_size: int, ranks: Ranks
 ) -> ColdStore:
     """The cold store; over the ranks where there are several, whatever each keeps its part in."""
     kind = config.holder_store if config.store == SHARDED else config.store
+    top = config.directory(run_dir.path)
 
     def local(layout: StoreLayout, fill: Fill) -> ColdStore:
-        return make_store(
+        store = make_store(
             kind,
             layout,
             fill,
-            directory=config.directory(run_dir, ranks),
+            directory=top if ranks.world == 1 else top / f"rank-{ranks.rank}",
             pinned=device.type == "cuda",
             staging_bytes=staging_bytes(batch_size * len(tables.features)),
+            scratch=not config.dir,
         )
+        if isinstance(store, SsdStore) and not config.dir:
+            run_dir.at_end(store.remove)  # after an error nobody closes it
+        return store
 
     if config.store == SHARDED or ranks.world > 1:
         return ShardedStore(tables.layout, tables.fill, ranks, local)

@@ -10,7 +10,21 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from recpipe.errors import UserError
+from recpipe.run_dir import unwritable
 from recpipe.targets import make
+
+
+class CsvLogger(CSVLogger):
+    """Lightning's, for a disk that may be full: it keeps the ``fault``, and the training goes on."""
+
+    fault: UserError | None = None
+
+    def save(self) -> None:
+        """Write what is new."""
+        try:
+            super().save()
+        except OSError as fault:
+            self.fault = unwritable(self.log_dir, fault)
 
 
 def make_logger(chosen: str | Mapping[str, Any] | None, run_dir: Path) -> Logger | None:
@@ -36,5 +50,5 @@ def _named(name: str, run_dir: Path) -> Logger:
         return WandbLogger(project=os.environ.get("WANDB_PROJECT", "recpipe"), save_dir=run_dir)
     if name == "mlflow":
         return MLFlowLogger("recpipe", save_dir=str(run_dir / "mlruns"))
-    files = TensorBoardLogger if name == "tensorboard" else CSVLogger
+    files = TensorBoardLogger if name == "tensorboard" else CsvLogger
     return files(str(run_dir), name="", version="logs")

@@ -14,12 +14,14 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from recpipe.console import log
+from recpipe.errors import CheckpointError, UserError
 from recpipe.model.module import EvaluationStopped, RankingModule
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.ranks import Channel
 from recpipe.targets import make
 from recpipe.training.config import TrainerConfig
 from recpipe.training.figures import LOG_EVERY
+from recpipe.training.loggers import CsvLogger
 from recpipe.training.progress import Extent, Progress
 from recpipe.training.recorder import Recorder
 from recpipe.training.signals import StopOnSignal
@@ -106,17 +108,26 @@ def fit(
     evaluation: EvalLoader,
     recorder: Recorder,
     resume: Path | None,
+    late: list[UserError],
 ) -> str | None:
     """Train, and evaluate at the end; what to say when a signal stopped it.
 
-    No evaluation where ``make_trainer`` was told that there is none.
+    No evaluation where ``make_trainer`` was told that there is none. What could not be written when all
+    was trained goes into ``late``: it must not cost the figures.
     """
     if resume is not None:
         log.info("resuming from %s", resume)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     stop = next(c for c in callbacks if isinstance(c, StopOnSignal))
-    with suppress(EvaluationStopped):
-        trainer.fit(module, loader, evaluation, ckpt_path=resume)
+    try:
+        with suppress(EvaluationStopped):
+            trainer.fit(module, loader, evaluation, ckpt_path=resume)
+    except CheckpointError as fault:
+        # Of several ranks the others wait for this one in the middle of the checkpoint.
+        if module.trainers.size > 1 or trainer.global_step < stop.last_step or stop.received is not None:
+            raise
+        stop.teardown(trainer, module, "fit")
+        late.append(fault)
     if not recorder.step_seconds:
         log.info(
             f"no step is left to train after step {trainer.global_step:,}; to go on, raise trainer.max_steps "
@@ -127,6 +138,7 @@ def fit(
         with suppress(EvaluationStopped):
             trainer.validate(module, evaluation, verbose=False)
         stop.agree(module.trainers)
+    late += [logger.fault for logger in trainer.loggers if isinstance(logger, CsvLogger) and logger.fault]
     module.two_cores.close()
     if stop.received is None:
         if trainer.should_stop:

@@ -203,11 +203,13 @@ def test_kill_during_preparation_leaves_no_cache(rows, tmp_path):
     process.wait()
     assert list(directory.glob("data-*.tmp")), "the kill came too late to test anything"
     assert not [path for path in directory.glob("data-*") if path.is_dir() and path.suffix != ".tmp"]
+    (directory / "data-mine.tmp").mkdir()
     other = tmp_path / "b.tsv"
     other.write_text("".join(row + "\n" for row in rows))
     config = CriteoConfig(path=str(other), cache_dir=str(directory), tables=dict(TABLES))
     assert_matches(open_dataset(config, 0), rows, TABLES)
-    assert not list(directory.glob("data-*.tmp")), "another preparation clears what the killed one left"
+    left = [path.name for path in directory.glob("data-*.tmp")]
+    assert left == ["data-mine.tmp"], "another preparation clears what the killed one left, and no more"
 
 
 def test_two_processes_prepare_once(tmp_path):
