@@ -222,6 +222,7 @@ def rows(result: Result) -> list[list[str]]:
 def write_html(path: Path, results: Sequence[Result], environment: dict[str, Any]) -> None:
     """The tables and a plot of each, in one file."""
     from recpipe.report import html, plots
+    from recpipe.report.record import replace_file
 
     sections = []
     for result in results:
@@ -243,7 +244,7 @@ def write_html(path: Path, results: Sequence[Result], environment: dict[str, Any
         sections=sections,
         environment=environment,
     )
-    html.write_page(path, page)
+    replace_file(path, page)
 
 
 def main() -> None:

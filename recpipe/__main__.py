@@ -1,6 +1,6 @@
 """``python -m recpipe``."""
 
-from recpipe.cli import main
+from recpipe.cli import program
 
 if __name__ == "__main__":
-    main()
+    program()

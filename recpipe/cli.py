@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import traceback
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from recpipe.allocator import bound_kernel_caches, tune_allocator
-from recpipe.errors import UserError
+from recpipe.errors import ThroughHydra, UserError
 from recpipe.quiet import calm_threads, quiet_libraries
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+INTERRUPTED = 130
+"""Exit status after Ctrl-C or SIGTERM, as a shell gives for the first."""
 
 HELP = """\
 recpipe trains TorchRec models; published systems techniques are plugins, each one flag away.
@@ -43,16 +46,20 @@ Choices:
 """
 
 
-class _Stop(BaseException):
-    """Carries a user's error through Hydra, which catches ``Exception`` and would print around it."""
-
-    def __init__(self, error: UserError) -> None:
-        super().__init__(str(error))
-        self.error = error
+def program() -> None:
+    """``main`` in a process that has nothing else to do, and ends without delay when it is interrupted."""
+    try:
+        main()
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            # Taking torch's modules down lasts a second, and threads may be at work that nobody waits for.
+            atexit._run_exitfuncs()
+            _leave(INTERRUPTED)
+        raise
 
 
 def main() -> None:
-    """Entry point; exits 0, 2 for a user's error, 130 for Ctrl-C, 1 for a fault of the program."""
+    """The command line; exits 0, 2 for a user's error, 130 for Ctrl-C, 1 for a fault of the program."""
     if _several():
         _end_at_once(sys.argv[1:])
     sys.exit(_guarded(sys.argv[1:]))
@@ -72,6 +79,11 @@ def _end_at_once(argv: Sequence[str]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         status = 1
+    _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process here and now."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -81,13 +93,13 @@ def _guarded(argv: Sequence[str]) -> int:
     full_error = os.environ.get(FULL_ERROR)
     try:
         return _dispatch(argv)
-    except _Stop as stop:
+    except ThroughHydra as stop:
         return _say(stop.error, full_error)
     except UserError as error:
         return _say(error, full_error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _say(error: UserError, full_error: str | None) -> int:
@@ -131,7 +143,14 @@ def _dispatch(argv: Sequence[str]) -> int:
             f"no command '{command}'. Commands: plugins, doctor, unshard, sweep-report; a recipe is set by "
             "key=value (see --help)"
         )
-    _run_hydra(argv)
+    if _several():
+        # One that waits for another's message could not hear SIGTERM any more, by which torchrun ends it.
+        _run_hydra(argv)
+        return 0
+    from recpipe.tasks.compare_run import interrupt_on_sigterm
+
+    with interrupt_on_sigterm():
+        _run_hydra(argv)
     return 0
 
 
@@ -162,6 +181,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
     from recpipe.config import CONFIG_NAME, check, check_overrides, conf_dir, readable_errors, register
     from recpipe.console import log
     from recpipe.launcher import TorchrunLauncher, refuse_without_sweep
+    from recpipe.run_dir import letting_go
     from recpipe.sweeps import noted, table_at_end
 
     user_setting = os.environ.get(FULL_ERROR)
@@ -197,7 +217,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
         sys.argv[1:] = argv
     decorate = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)
     # With HYDRA_FULL_ERROR Hydra hands us its exceptions instead of printing them and exiting with 1.
-    with _environment("1"), readable_errors(argv), table_at_end():
+    with _environment("1"), readable_errors(argv), letting_go(), table_at_end():
         decorate(job)()
 
 
@@ -228,4 +248,4 @@ def _stopping() -> Iterator[None]:
         yield
     except UserError as error:
         append_to_log(f"error: {error}")
-        raise _Stop(error) from error
+        raise ThroughHydra(error) from error

@@ -5,25 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import EntryPoint
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from recpipe import launcher
 from recpipe.errors import UserError, shown
+from recpipe.plugin.conf import GROUP, PluginSearchPath, PluginSource, plugin_conf
 from recpipe.plugin.load import installed
 from recpipe.validation import nearest, no_value
 
@@ -43,30 +40,9 @@ def conf_dir() -> Path:
     )
 
 
-def plugin_conf(ep: EntryPoint) -> Path | None:
-    """``conf`` in a plugin's top-level package, found without importing it; None where there is none."""
-    try:
-        spec = find_spec(ep.module.partition(".")[0])
-    except (ImportError, ValueError):
-        return None
-    folders = [Path(place) / "conf" for place in (spec.submodule_search_locations or [])] if spec else []
-    return next((folder.resolve() for folder in folders if folder.is_dir()), None)
-
-
-class PluginSearchPath(SearchPathPlugin):
-    """Puts installed plugins' yaml on Hydra's search path, behind the framework's: it adds, never shadows."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        seen: set[Path] = set()
-        for name, ep in installed().items():
-            folder = plugin_conf(ep)
-            if folder is not None and folder not in seen:
-                seen.add(folder)
-                search_path.append(f"plugin {name}", f"file://{folder}")
-
-
 def register() -> None:
-    """Make Hydra use ``PluginSearchPath`` and the torchrun launcher; calling it again changes nothing."""
+    """Make Hydra find plugins' yaml and the torchrun launcher; calling it again changes nothing."""
+    Plugins.instance().register(PluginSource)
     Plugins.instance().register(PluginSearchPath)
     launcher.register()
 
@@ -208,6 +184,8 @@ def choices() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for file in (file for root in roots for file in root.glob("*/*.yaml")):
         found.setdefault(file.parent.name, set()).add(file.stem)
+    if GROUP in found:
+        found[GROUP] &= installed().keys()
     found["hydra/launcher"] = {
         name.removesuffix(".yaml") for name in ConfigStore.instance().list("hydra/launcher")
     }

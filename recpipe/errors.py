@@ -28,6 +28,18 @@ class StoreError(UserError):
     """A cold store that cannot be used: read-only or full disk, torn rows, a crashed run's leftovers."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint that cannot be written."""
+
+
+class ThroughHydra(BaseException):
+    """Carries a user's error through Hydra, which catches ``Exception`` and would print around it."""
+
+    def __init__(self, error: UserError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 def printable(text: str) -> str:
     """``text`` with what is no printable character escaped: line ends, terminal controls, lone surrogates."""
     if text.isprintable():

@@ -169,7 +169,7 @@ def _results(jobs: Sequence[_Job], asked: int) -> list[JobReturn]:
     failed = [job for job in jobs if job.status]
     left = f"; {asked - len(jobs)} not started (stop_on_failure)" if len(jobs) < asked else ""
     lines = [f"{len(failed)} of {asked} jobs failed{left}:", *(f"  {job.failure()}" for job in failed)]
-    error = UserError("\n".join(lines))
+    error = UserError(*lines)
     return [_result(job, error if job.status else None) for job in jobs]
 
 

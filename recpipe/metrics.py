@@ -1,11 +1,12 @@
-"""Quality (AUC, logloss, NE) of predicted clicks, computed off the critical path, and the memory probes."""
+"""Quality (AUC, logloss, NE) of predicted clicks, and the memory probes."""
 
 from __future__ import annotations
 
 import math
 import resource
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,40 +91,38 @@ def _vectors(labels: Values, scores: Values) -> tuple[torch.Tensor, torch.Tensor
 
 
 class BackgroundQuality:
-    """Collects an evaluation's predictions and computes their quality in a worker thread.
+    """Collects an evaluation's predictions and computes their quality in a thread.
 
-    ``add`` takes each batch's logits and labels; ``submit`` hands what was collected since the last
-    ``submit`` to the thread and returns at once. Sorting and summing release the interpreter lock, so
-    training goes on meanwhile. Results arrive in the order of submission.
+    In a thread, because sorting millions of them takes seconds, in which a signal must be heard. It ends
+    with the process, whether or not it is done.
     """
 
     def __init__(self) -> None:
         self._logits: list[torch.Tensor] = []
         self._labels: list[torch.Tensor] = []
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="recpipe-quality")
-        self.finished: list[tuple[int, Quality]] = []
-        """(step, quality) of the evaluations that are done, in order."""
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Keep float32 host copies of one batch's ``logits`` [B] and ``labels`` [B]."""
         self._logits.append(_host_copy(logits))
         self._labels.append(_host_copy(labels))
 
-    def submit(self, step: int) -> Future[Quality]:
-        """Start computing the quality at ``step`` of all that was added since the last call."""
+    def submit(self) -> Future[Quality]:
+        """Start computing the quality of all that was added since the last call."""
         logits, self._logits = self._logits, []
         labels, self._labels = self._labels, []
-        return self._worker.submit(self._compute, step, logits, labels)
+        promised: Future[Quality] = Future()
+        threading.Thread(
+            target=_keep, args=(promised, labels, logits), name="recpipe-quality", daemon=True
+        ).start()
+        return promised
 
-    def _compute(self, step: int, logits: list[torch.Tensor], labels: list[torch.Tensor]) -> Quality:
-        empty = torch.empty(0)
-        result = quality(torch.cat([empty, *labels]), torch.cat([empty, *logits]))
-        self.finished.append((step, result))
-        return result
 
-    def close(self) -> None:
-        """Wait for the evaluations in flight and end the thread."""
-        self._worker.shutdown(wait=True)
+def _keep(promised: Future[Quality], labels: list[torch.Tensor], logits: list[torch.Tensor]) -> None:
+    empty = torch.empty(0)
+    try:
+        promised.set_result(quality(torch.cat([empty, *labels]), torch.cat([empty, *logits])))
+    except BaseException as fault:
+        promised.set_exception(fault)
 
 
 def _host_copy(values: torch.Tensor) -> torch.Tensor:

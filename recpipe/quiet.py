@@ -12,6 +12,7 @@ NOISE = (
     r".*Using ModelCheckpoint with manual optimization.*",
     r".*Experiment logs directory .* exists and is not empty.*",
     r".*Checkpoint directory .* exists and is not empty.*",
+    r".*smaller than the logging interval.*",
     r".*`weights_only`.*",
     r".*resuming from a checkpoint that ended before the epoch ended.*",
     r".*HeuristicalStorageReservation is known to cause issues.*",

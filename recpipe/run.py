@@ -21,25 +21,28 @@ from recpipe.data.make import open_dataset
 from recpipe.embedding.build import build_embeddings, is_sharded, plan_shards, sends_ahead
 from recpipe.embedding.tables import TableSet
 from recpipe.footprint import require_memory
-from recpipe.launch import joined, require_same_data
+from recpipe.launch import Process, joined, require_same_data
 from recpipe.metrics import reset_peak_rss
 from recpipe.model.matmul import require_bfloat16_units, vector_units
 from recpipe.model.module import RankingModule
 from recpipe.model.ranker import Ranker
+from recpipe.model.resume import check_resumable
 from recpipe.optim import dense_optimizer, try_out
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.quiet import quiet_libraries
 from recpipe.ranks import Ranks
 from recpipe.recipe import Recipe
-from recpipe.report.record import write_json
+from recpipe.report import terminal
+from recpipe.report.files import ReportFiles
+from recpipe.run_dir import RunDir, hold
 from recpipe.setup import (
     assemble_plugins,
     choose_device,
     closing_tiers,
     output_dir,
     refuse_ranks,
+    remove_left_stores,
     resume_from,
-    scratch_dir,
 )
 from recpipe.sizes import readable_bytes
 from recpipe.tasks.config import PlanConfig
@@ -49,8 +52,11 @@ from recpipe.tasks.plan import describe, planned_ranks, print_plan
 from recpipe.tasks.profile import ProfileConfig, StepProfiler
 from recpipe.tasks.summary import summarize
 from recpipe.tasks.unshard import load_pretrained
+from recpipe.training.figures import FigureLogger
+from recpipe.training.loggers import make_logger
 from recpipe.training.recorder import Recorder
-from recpipe.training.trainer import fit, make_trainer
+from recpipe.training.signals import interruptible
+from recpipe.training.trainer import fit, make_callbacks, make_trainer
 
 
 def run(composed: DictConfig) -> dict[str, Any]:
@@ -58,12 +64,11 @@ def run(composed: DictConfig) -> dict[str, Any]:
     quiet_libraries()
     # 1. The recipe's values, typed and checked; the processes that share the work (mostly one).
     cfg = Recipe.of(composed)
-    run_dir = output_dir()
-    with heard(run_dir):
+    with hold(output_dir()) as run_dir, heard(run_dir.path):
         return _run_task(cfg, run_dir)
 
 
-def _run_task(cfg: Recipe, run_dir: Path) -> dict[str, Any]:
+def _run_task(cfg: Recipe, run_dir: RunDir) -> dict[str, Any]:
     device = choose_device(cfg.trainer.device)
     try_out(cfg.optim.dense, device)
     with vector_units(device):
@@ -71,12 +76,14 @@ def _run_task(cfg: Recipe, run_dir: Path) -> dict[str, Any]:
             from recpipe.tasks.compare import compare
 
             refuse_ranks("task=compare")
-            return compare(cfg.compare, run_dir)
-        with joined(cfg.topology, cfg.tiers.emulate, device) as ranks:
+            return compare(cfg.compare, run_dir.path)
+        if Process.current().rank == 0 and not isinstance(cfg.task, PlanConfig):
+            remove_left_stores(cfg.tiers, run_dir, cfg.resume)
+        with interruptible(), joined(cfg.topology, cfg.tiers.emulate, device) as ranks:
             return run_on(ranks, cfg, run_dir, device)
 
 
-def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> dict[str, Any]:
+def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> dict[str, Any]:
     """This rank's part of a run; reports are rank 0's."""
     started = run_start()
     trainer_config, model_config, tier_config = cfg.trainer, cfg.model, cfg.tiers
@@ -86,6 +93,9 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
     profile = cfg.task if isinstance(cfg.task, ProfileConfig) else None
     if profile is not None:
         trainer_config = profile.shortened(trainer_config)
+    checkpoints = trainer_config.checkpoints(run_dir.path)
+    logger = make_logger(trainer_config.logger, run_dir.path) if leads else None
+    own_callbacks = make_callbacks(trainer_config.callbacks, checkpoints)
 
     # 2. Data: a schema, two splits in time order, batches from any position.
     dataset = open_dataset(cfg.data, cfg.seed)
@@ -107,12 +117,14 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
         world = planned_ranks(cfg.task, len(tables.features)) or ranks.world
         shards = plan_shards(tables, tier_config, assembly, device, cfg.data.batch_size, ranks, world)
     described = describe(assembly, tables, tier_config, ranks, shards, model_config.precision == "bfloat16")
+    files = ReportFiles(run_dir.path)
     if leads:
-        write_json(run_dir / "assembly.json", described)
+        files.write_json("assembly.json", described)
         if shards is not None:
-            write_json(run_dir / "plan.json", shards[1].to_dict())
+            files.write_json("plan.json", shards[1].to_dict())
+        files.check()
     if isinstance(cfg.task, PlanConfig):
-        print_plan(described, run_dir)
+        print_plan(described, run_dir.path)
         return described
 
     require_memory(cfg, dataset, tables, described, ranks, device)
@@ -132,8 +144,7 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
         partial(dataset.ids_per_bag, cfg.data.batch_size),
     )
     trainers = ranks.channel(ranks.trainers)
-    scratch = scratch_dir(tier_config, run_dir, ranks)
-    with closing_tiers(embeddings, scratch, ranks) as tiers:
+    with closing_tiers(embeddings, ranks) as tiers:
         if not ranks.trains:
             embeddings.serve()
             return {}
@@ -153,37 +164,49 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: Path, device: torch.device) -> di
 
         # 6. Lightning runs the loop.
         recorder = Recorder(loader, started)
-        checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads)
-        callbacks = [recorder, *(owned.part for owned in assembly.callbacks)]
+        resumable = partial(check_resumable, module)
+        checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads, check=resumable)
+        figures = FigureLogger(recorder)
+        callbacks = [recorder, figures, *(owned.part for owned in assembly.callbacks), *own_callbacks]
         if cfg.task.nudge:
             callbacks.append(Nudge(embeddings, module.dense))
         profiler = StepProfiler(profile, recorder, device) if profile and leads else None
         if profiler is not None:
             callbacks.insert(1, profiler)
         evaluates = len(evaluation) > 0 and profile is None
-        trainer = make_trainer(trainer_config, loader, evaluates, checkpoint_io, callbacks, run_dir, leads)
-        resume = resume_from(cfg.resume, trainer_config.checkpoints(run_dir))
-        stopped = fit(trainer, module, loader, evaluation, recorder, resume)
+        trainer = make_trainer(
+            trainer_config, loader, evaluates, checkpoint_io, callbacks, logger, run_dir.path, trainers
+        )
+        if logger is not None:
+            logger.log_hyperparams(cfg.values)
+        resume = resume_from(cfg.resume, checkpoints)
+        stopped = fit(trainer, module, loader, evaluation, recorder, resume, files.late)
 
-        # 7. What it did.
+        # 7. What it did: the figures first, since whatever comes after them can fail.
         report = summarize(
             cfg, dataset, assembly, described, tables, embeddings, module, recorder, ranks, resume
         )
-        if profiler is not None:
-            profiler.complete(report, model_config, len(dataset.schema.dense), tables, run_dir)
+        if leads:
+            files.write_json("report.json", report.to_dict())
+            if profiler is not None:
+                profiler.complete(report, model_config, len(dataset.schema.dense), tables, files)
+                files.write_json("report.json", report.to_dict())
+        if leads and stopped is None:
+            terminal.print_result(report.to_dict(), run_dir.path)
         if cfg.task.export_parameters:
             target = Path(cfg.task.export_parameters)
             export_parameters(target, embeddings, tables, ranker, writes=leads)
     content = report.to_dict()
-    if leads:
+    if leads and stopped is None:  # whoever stops a run does not wait for plots
         log.info("writing the report")
         # Here, not above: training does not wait for jinja2 and matplotlib.
-        from recpipe.report import html, terminal
+        from recpipe.report import html
 
-        report.write(run_dir)
-        html.write(content, run_dir)
-        terminal.print_result(content, run_dir)
+        if files.write("report.html", lambda page: html.write(content, page.parent)):
+            terminal.print_place(run_dir.path / "report.html")
     if stopped is not None:
         log.info(stopped)
+    files.check()
+    if stopped is not None:
         raise KeyboardInterrupt
     return content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,9 @@ from hydra.core.hydra_config import HydraConfig
 from recpipe.checkpoint import holds_checkpoint, newest
 from recpipe.data.cache import default_cache_dir
 from recpipe.data.dataset import Dataset
-from recpipe.embedding.build import TierConfig, cache_owner
+from recpipe.embedding.build import SCRATCH, TierConfig, cache_owner
 from recpipe.embedding.collection import TableCollection
+from recpipe.embedding.stores.home import remove_crashed
 from recpipe.embedding.tables import TableSet
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.errors import UserError
@@ -24,6 +24,7 @@ from recpipe.plugin.assembly import Assembly, assemble, gather
 from recpipe.plugin.load import activate
 from recpipe.ranks import Ranks
 from recpipe.recipe import Recipe
+from recpipe.run_dir import RunDir
 
 
 def output_dir() -> Path:
@@ -46,9 +47,17 @@ def resume_from(resume: str | None, checkpoints: Path) -> Path | None:
     return agreed_path(chosen)
 
 
-def scratch_dir(tiers: TierConfig, run_dir: Path, ranks: Ranks) -> Path | None:
-    """Where the store's files lie when nobody has named a place: to be removed at the end."""
-    return None if tiers.dir else tiers.directory(run_dir, ranks)
+def remove_left_stores(tiers: TierConfig, run_dir: RunDir, resume: str | None) -> None:
+    """Remove killed runs' ssd stores from this run's directory, ``tiers.dir`` and the run that it resumes.
+
+    Rank 0 calls it, before any rank makes its store.
+    """
+    places = {run_dir.path / SCRATCH, tiers.directory(run_dir.path)}
+    if resume:
+        checkpoints = newest(Path(resume).expanduser()).parent
+        places.add(checkpoints.parent / SCRATCH)
+    for place in sorted(places):
+        remove_crashed(place)
 
 
 def choose_device(name: str) -> torch.device:
@@ -96,19 +105,13 @@ def assemble_plugins(
         prefer={slot: name for slot, name in cfg.compose.prefer.items() if name},
         resident_bytes=context.resident_bytes,
     )
-    cache_owner(tiers, assembly)
+    cache_owner(tiers, assembly, tables)
     return assembly
 
 
 @contextmanager
-def closing_tiers(
-    embeddings: TableCollection, scratch: Path | None, ranks: Ranks
-) -> Iterator[TieredEmbeddingBagCollection | None]:
-    """The embeddings as tiers that the pipeline plans for, or None; they are closed at the end.
-
-    ``scratch`` is a directory of the store's that nobody asked for by name: it is removed, since
-    checkpoints are the durable copy.
-    """
+def closing_tiers(embeddings: TableCollection, ranks: Ranks) -> Iterator[TieredEmbeddingBagCollection | None]:
+    """The embeddings as tiers that the pipeline plans for, or None; they are closed at the end."""
     try:
         yield embeddings if isinstance(embeddings, TieredEmbeddingBagCollection) else None
     except BaseException:
@@ -118,6 +121,3 @@ def closing_tiers(
         raise
     else:
         embeddings.close()
-    finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)

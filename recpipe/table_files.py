@@ -7,20 +7,20 @@ Safetensors files are one for each rank, as ``torch.distributed.checkpoint`` wri
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import quote, unquote
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.tables import FILL_ROWS, Region, Values
 from recpipe.errors import UserError
+from recpipe.saved import Damaged
+from recpipe.tensor_files import TensorFiles
 from recpipe.tensor_writer import Streamed
 
 Shapes = dict[str, tuple[int, int, int]]
@@ -50,7 +50,7 @@ def read_along(storage: TableCollection) -> None:
 
 
 def load_tables(directory: Path, storage: TableCollection, shapes: Shapes) -> None:
-    """Read back ``save_tables``' files into ``storage``; ``UserError`` where sizes differ."""
+    """Read back ``save_tables``' files into ``storage``; ``UserError`` where they are not of its tables."""
     opened: dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
     for region in storage.regions():
         if region.table not in opened:
@@ -103,6 +103,40 @@ def new_array(path: Path, shape: tuple[int, int]) -> NDArray[np.float32]:
     return array
 
 
+def open_array(file: Path) -> NDArray[np.float32]:
+    """A .npy file of float32 [rows, columns], mapped; ``UserError`` on any other kind of array.
+
+    Only what ``new_array`` writes is read: other types, orders of axes or of bytes would scramble a table.
+    """
+    try:
+        with file.open("rb") as stream:
+            shape, fortran, dtype = _header(stream)
+            start = stream.tell()
+        if fortran or dtype != np.dtype("<f4") or len(shape) != 2 or min(shape) < 0:
+            order = "Fortran" if fortran else "C"
+            raise Damaged(f"{dtype.str} {shape} in {order} order, not <f4 with 2 axes in C order")
+        size = file.stat().st_size
+        if size != start + 4 * shape[0] * shape[1]:
+            raise Damaged(f"{size} bytes do not hold {shape}")
+        if 0 in shape:
+            return np.zeros(shape, np.float32)
+        return np.memmap(file, np.float32, "r", start, (shape[0], shape[1]))
+    except (OSError, ValueError) as fault:
+        raise UserError(
+            f"{file} is no table file of a checkpoint ({fault}): resume from another checkpoint"
+        ) from fault
+
+
+def _header(stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether in Fortran order, type; ``ValueError`` where it is none."""
+    if np.lib.format.read_magic(stream) != (1, 0):
+        raise Damaged("not a .npy file of version 1.0")
+    try:
+        return np.lib.format.read_array_header_1_0(stream)
+    except Exception as fault:  # numpy parses it as Python source, with every fault that this can have
+        raise Damaged("its header makes no sense") from fault
+
+
 def _open(
     directory: Path, table: str, shape: tuple[int, int, int]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -114,7 +148,7 @@ def _open(
             raise UserError(
                 f"{file} is missing: the checkpoint is of a model without table '{table}'; use its recipe"
             )
-        array = np.load(file, mmap_mode=None if 0 in expected else "r", allow_pickle=False)
+        array = open_array(file)
         if array.shape != expected:
             raise UserError(
                 f"{file} holds {array.shape}, but the recipe's table has {expected}; use its recipe"
@@ -123,59 +157,26 @@ def _open(
     return arrays[0], arrays[1]
 
 
-class TensorFiles:
-    """Tensors in safetensors files, any of them in several pieces; read a block at a time."""
+def check_tables(directory: Path, shapes: Shapes) -> TensorFiles | None:
+    """``UserError`` unless ``directory`` holds all of the recipe's tables; its safetensors, if it has any."""
+    files = _sharded(directory)
+    if files is None:
+        for table, shape in shapes.items():
+            _open(directory, table, shape)
+    else:
+        check_shapes(files, shapes)
+    return files
 
-    def __init__(self, pieces: Mapping[str, list[tuple[Path, tuple[int, ...], tuple[int, ...]]]]) -> None:
-        self.pieces = pieces
-        """By name: each piece's file, place in the tensor and shape."""
 
-    @classmethod
-    def sharded(cls, directory: Path) -> TensorFiles:
-        """What the ranks of a run saved to ``directory``."""
-        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-        pieces: dict[str, list[Any]] = {}
-        for index, info in HuggingFaceStorageReader(str(directory)).read_metadata().storage_data.items():
-            place = tuple(index.offset or ())
-            pieces.setdefault(index.fqn, []).append((Path(info.relative_path), place, tuple(info.shape)))
-        return cls(pieces)
-
-    @classmethod
-    def single(cls, file: Path) -> TensorFiles:
-        """One file with whole tensors; ``UserError`` where it is none."""
-        try:
-            with safe_open(file, framework="pt") as opened:
-                shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as fault:
-            raise UserError(f"{file} is no safetensors file ({fault}); name one") from fault
-        return cls({name: [(file, (0,) * len(shape), shape)] for name, shape in shapes.items()})
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
-        ends = [
-            tuple(p + n for p, n in zip(place, shape, strict=True)) for _, place, shape in self.pieces[name]
-        ]
-        return tuple(max(axis) for axis in zip(*ends, strict=True))
-
-    def whole(self, name: str) -> torch.Tensor:
-        """A tensor that is in one piece."""
-        ((file, _, _),) = self.pieces[name]
-        with safe_open(file, framework="pt") as opened:
-            found: torch.Tensor = opened.get_tensor(name)
-        return found
-
-    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        """Rows [start, stop) of a matrix, float32."""
-        out = np.empty((stop - start, self.shape(name)[1]), np.float32)
-        for file, (row, column), (rows, columns) in self.pieces[name]:
-            low, high = max(start, row), min(stop, row + rows)
-            if low < high:
-                # Opened for these rows alone: what is read stays in memory until it is closed.
-                with safe_open(file, framework="pt") as opened:
-                    part = opened.get_slice(name)[low - row : high - row].to(torch.float32)
-                out[low - start : high - start, column : column + columns] = part.numpy()
-        return out
+def _sharded(directory: Path) -> TensorFiles | None:
+    """What the ranks of a sharded run saved; None where one process wrote .npy files."""
+    if not any(directory.glob("*.safetensors")):
+        return None
+    if any(directory.glob("*.npy")):
+        raise UserError(
+            f"{directory} holds .npy and .safetensors files, and a checkpoint has one kind: use another"
+        )
+    return TensorFiles.sharded(directory)
 
 
 def region_values(files: TensorFiles, region: Region, width: int) -> Values:
@@ -231,18 +232,26 @@ def state_name(table: str) -> str:
 
 def saved_weights(directory: Path) -> dict[str, Streamed]:
     """The weights of every table in ``directory``, float32 [rows, D], whatever wrote them."""
-    if any(directory.glob("*.safetensors")):
-        files, suffix = TensorFiles.sharded(directory), weight_name("")
+    files, suffix = _sharded(directory), weight_name("")
+    if files is not None:
         return {
             name.removesuffix(suffix): (shape, _blocks(partial(files.rows, name), shape[0]))
             for name, shape in ((name, files.shape(name)) for name in sorted(files.pieces))
             if name.endswith(suffix)
         }
     found: dict[str, Streamed] = {}
-    for file in sorted(directory.glob("*.weight.npy")):
-        array = np.load(file, mmap_mode="r")
-        table = unquote(file.name.removesuffix(".weight.npy"))
-        found[table] = (array.shape, _blocks(partial(_mapped, array), len(array)))
+    weights, states = (
+        {f.name.removesuffix(end): f for f in directory.glob(f"*{end}")}
+        for end in (".weight.npy", ".state.npy")
+    )
+    alone = min(weights.keys() ^ states.keys(), default=None)
+    if alone is not None:
+        raise UserError(
+            f"{directory}: table '{unquote(alone)}' lacks its weights or its state: use another checkpoint"
+        )
+    for name, file in sorted(weights.items()):
+        array = open_array(file)
+        found[unquote(name)] = (array.shape, _blocks(partial(_mapped, array), len(array)))
     return found
 
 

@@ -9,7 +9,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType
@@ -178,7 +178,10 @@ def _place(value: object, location: Sequence[int | str]) -> list[int | str]:
     found: list[int | str] = []
     at: Any = value
     for step in location:
-        if (isinstance(at, Mapping) and step in at) or (isinstance(at, list) and step in range(len(at))):
+        inside: Container[Any] = (
+            at if isinstance(at, Mapping) else range(len(at) if isinstance(at, list) else 0)
+        )
+        if step in inside:
             at = at[step]
             found.append(step)
     return found

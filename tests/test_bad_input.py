@@ -132,6 +132,14 @@ def test_bad_rows(
     assert list((tmp_path / "cache").rglob("meta.json")) == []
 
 
+def test_what_a_message_echoes_is_short_and_cannot_move_the_cursor(refused: Run, tmp_path: Path) -> None:
+    file = tmp_path / "\x1b[2Jrows.tsv"
+    file.write_bytes(criteo_text(with_field(0, "\x1b]0;title\x07" + "y" * 10_000)))
+    message = refused(*CRITEO, f"data.path='{tmp_path}'")
+    holds(message, r"\x1b[2Jrows.tsv", "row 7", "column label", r"\x1b]0;title\x07yyyy", "...")
+    assert len(message) < 400
+
+
 def test_a_bad_row_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The remedy that the messages name works."""
     monkeypatch.chdir(tmp_path)
@@ -277,7 +285,7 @@ def test_npy_labels_and_parts(refused: Run, tmp_path: Path) -> None:
         (["trainer.eval_every=often"], ("trainer.eval_every", "often")),
         (["trainer.device=tpu"], ("trainer.device=tpu", "cpu")),
         (["trainer.device=cuda:99"], ("trainer.device=cuda:99", "cpu")),
-        (["trainer.logger=wandb"], ("trainer.logger=wandb", "csv")),
+        (["trainer.logger=comet"], ("trainer.logger=comet", "csv")),
         (["optim.dense.name=Admm"], ("optim.dense.name=Admm", "Adam")),
         (["+optim.dense.momentun=0.9"], ("optim.dense", "momentun")),
         (["optim.tables.name=adagard"], ("optim.tables.name=adagard", "adagrad")),
@@ -470,7 +478,8 @@ def test_divergence_names_step_and_tensor_and_keeps_checkpoints(
     refused: Run, tmp_path: Path, plugin: list[str]
 ) -> None:
     """The loss becomes infinite; the checkpoint made before it stays whole and is named by nobody's loss."""
-    from recpipe.checkpoint import newest, verify
+    from recpipe.checkpoint import newest
+    from recpipe.manifest import verify
 
     wild = ["optim.dense.name=SGD", "optim.dense.lr=1e30", "trainer.checkpoint_every=1"]
     settings = [*SMALL, *plugin, "trainer.progress=false", "trainer.logger=null", *wild]

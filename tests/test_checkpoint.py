@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe import checkpoint
-from recpipe.checkpoint import MANIFEST, PARTIAL, TableCheckpointIO, newest
+from recpipe import checkpoint, manifest
+from recpipe.checkpoint import PARTIAL, TableCheckpointIO, newest
 from recpipe.embedding.resident import ResidentCollection
 from recpipe.errors import UserError
+from recpipe.manifest import MANIFEST
 from recpipe.table_files import new_array, table_file
 from tests.embedding.samples import CPU, dump, identical, stream, table_set, tiers, train
+from tests.mutations import reseal
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,7 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def synced(monkeypatch) -> list[str]:
     """Names of what is flushed to the disk, in order; without the wait for it."""
     names: list[str] = []
-    monkeypatch.setattr(checkpoint, "_sync", lambda path: names.append(path.name))
+    for module in (checkpoint, manifest):
+        monkeypatch.setattr(module, "sync", lambda path: names.append(path.name))
     return names
 
 
@@ -41,6 +44,10 @@ def collection(request, tmp_path):
     made = ResidentCollection(tables, CPU) if request.param == "resident" else tiers(tables, "lru", tmp_path)
     train(made, stream(4, True))
     return made
+
+
+ONE_KIND = pytest.mark.parametrize("collection", ["resident"], indirect=True)
+"""For what has been refused before any collection is asked."""
 
 
 def io_of(collection) -> TableCheckpointIO:
@@ -216,13 +223,122 @@ def test_pickles_are_not_executed(collection, saved, tmp_path) -> None:
             return (os.mkdir, (str(tmp_path / "owned"),))
 
     torch.save({"global_step": 4, "evil": Evil()}, saved / "trainer.pt")
-    manifest = json.loads((saved / MANIFEST).read_text())
-    file = saved / "trainer.pt"
-    manifest["files"]["trainer.pt"] = [file.stat().st_size, checkpoint._digest(file)]
-    (saved / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"trainer\.pt is not a checkpoint of recpipe"):
+    reseal(saved, 4)
+    with pytest.raises(UserError, match=r"trainer\.pt is damaged or of another program: it cannot be read"):
         io_of(collection).load_checkpoint(saved)
     assert not (tmp_path / "owned").exists()
+
+
+@ONE_KIND
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (np.asfortranarray, r"<f4 \(600, 8\) in Fortran order"),
+        (lambda a: a.astype(np.float64), r"<f8 \(600, 8\)"),
+        (lambda a: a.astype(np.int32), r"<i4 \(600, 8\)"),
+        (lambda a: a.astype(">f4"), r">f4 \(600, 8\)"),
+        (lambda a: a.astype(object), r"\|O \(600, 8\)"),
+        (lambda a: a.ravel(), r"<f4 \(4800,\)"),
+        (lambda a: np.float32(1), r"<f4 \(\)"),
+        (lambda a: a[:-1], r"holds \(599, 8\), but the recipe's table has \(600, 8\)"),
+    ],
+)
+def test_another_array_in_a_tables_place_is_refused(collection, saved, make, words) -> None:
+    """The manifest fits it, so that only what is in the file can tell."""
+    file = saved / "tables" / "b.weight.npy"
+    np.save(file, make(np.load(file)), allow_pickle=True)
+    reseal(saved, 4)
+    before = dump(collection)
+    with pytest.raises(UserError, match=rf"b\.weight\.npy .*{words}"):
+        io_of(collection).load_checkpoint(saved)
+    assert identical(dump(collection), before), "other tables were read before"
+
+
+@ONE_KIND
+def test_an_array_that_is_cut_off_or_has_no_header_is_refused(collection, saved) -> None:
+    file = saved / "tables" / "b.weight.npy"
+    data = file.read_bytes()
+    for bad in (
+        data[:-4],
+        data + b"1234",
+        b"",
+        data[:9],
+        data[:10] + b"(" * 118 + data[128:],
+        b"\x93NUMPY\x09\x00",
+    ):
+        file.write_bytes(bad)
+        reseal(saved, 4)
+        with pytest.raises(UserError, match=r"b\.weight\.npy is no table file of a checkpoint"):
+            io_of(collection).load_checkpoint(saved)
+
+
+def edited(directory: Path, change) -> None:
+    file = directory / MANIFEST
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+@ONE_KIND
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m.update(files={}), "it lists no trainer.pt"),
+        (lambda m: m["files"].pop("trainer.pt"), "it lists no trainer.pt"),
+        (lambda m: [m["files"].pop(n) for n in list(m["files"]) if n != "trainer.pt"], "it lists no tables/"),
+        (lambda m: m["files"].update({"/etc/passwd": [1, "x"]}), "has no file '/etc/passwd'"),
+        (lambda m: m["files"].update({"../x": [1, "x"]}), r"has no file '\.\./x'"),
+        (lambda m: m["files"].update({"tables/..": [1, "x"]}), r"has no file 'tables/\.\.'"),
+        (lambda m: m["files"].update({"tables/x": [1, "x"]}), "x is damaged or missing"),
+        (lambda m: m["files"].update({"trainer.pt": [1, 2]}), r"files\['trainer.pt'\]\[1\] is 2, not a text"),
+        (lambda m: m["files"].update({"trainer.pt": ["1", "x"]}), "is '1', not a whole number"),
+        (lambda m: m["files"].update({"trainer.pt": 1}), "is 1, not a list"),
+        (lambda m: m["files"].pop("tables/b.weight.npy"), r"b\.weight\.npy is not in MANIFEST"),
+        (lambda m: m.update(schema=99), "schema 99, and this recpipe knows 1"),
+        (lambda m: m.update(schema="1"), "schema is '1', not a whole number"),
+        (lambda m: m.pop("schema"), "lacks 'schema'"),
+        (lambda m: m.update(step=None), "step is None"),
+        (lambda m: m.update(step=5), "of step 4, and the manifest of 5"),
+        (lambda m: m.update(more=1), "'more', which is unknown"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused(collection, saved, change, words) -> None:
+    edited(saved, change)
+    before = dump(collection)
+    with pytest.raises(UserError, match=words):
+        io_of(collection).load_checkpoint(saved)
+    assert identical(dump(collection), before)
+
+
+@ONE_KIND
+def test_links_in_a_checkpoint_are_not_followed(collection, saved, tmp_path) -> None:
+    for name in ("trainer.pt", "tables/b.weight.npy", "tables"):
+        moved = (saved / name).rename(tmp_path / "elsewhere")
+        (saved / name).symlink_to(moved)
+        with pytest.raises(UserError, match=f"{name} is a link"):
+            io_of(collection).load_checkpoint(saved)
+        (saved / name).unlink()
+        moved.rename(saved / name)
+    io_of(collection).load_checkpoint(saved)
+
+
+@ONE_KIND
+def test_a_users_notes_beside_the_files_do_no_harm(collection, saved) -> None:
+    (saved / "notes.txt").write_text("mine")
+    io_of(collection).load_checkpoint(saved)
+
+
+@ONE_KIND
+@pytest.mark.parametrize(
+    "content", [[], {}, {"global_step": "4"}, {"global_step": 4, "a": {"numpy": 3}}, torch.zeros(3)]
+)
+def test_a_trainer_file_of_another_kind_is_refused(collection, saved, content) -> None:
+    torch.save(content, saved / "trainer.pt")
+    reseal(saved, 4)
+    with pytest.raises(
+        UserError, match=r"trainer\.pt is damaged or of another program: .*resume from another"
+    ):
+        io_of(collection).load_checkpoint(saved)
 
 
 def test_table_names_make_safe_files(tmp_path) -> None:

@@ -505,6 +505,28 @@ def test_task_group_has_a_default_and_compare_is_chosen_by_name(tmp_path: Path) 
     assert plain.task.export_parameters is None
 
 
+# -- files --------------------------------------------------------------------------------------
+
+
+def test_a_file_that_cannot_be_written_costs_no_row_and_no_table(tmp_path: Path) -> None:
+    (tmp_path / "compare.json.tmp").mkdir()
+    runs, console = three_rows(), Console(file=io.StringIO(), width=80)
+    with pytest.raises(UserError, match=f"^cannot write {tmp_path}/compare.json: Is a directory; choose"):
+        compare(config("resident", "lru"), tmp_path, launch=runs, overrides=[], installed=[], console=console)
+    assert isinstance(console.file, io.StringIO)
+    assert "param" in console.file.getvalue()
+    assert f"report: {tmp_path}/compare.html".replace("\n", "") in console.file.getvalue()
+    assert (tmp_path / "compare.html").is_file()
+
+
+def test_a_users_folder_of_parameters_stays(tmp_path: Path) -> None:
+    (tmp_path / "parameters").mkdir()
+    (tmp_path / "parameters" / "mine.npy").touch()
+    run(config("resident", "lru"), tmp_path, three_rows())
+    assert {f.name for f in tmp_path.iterdir()} == {"parameters", "compare.json", "compare.html"}
+    assert (tmp_path / "parameters" / "mine.npy").exists()
+
+
 # -- parameters ---------------------------------------------------------------------------------
 
 

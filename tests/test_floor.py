@@ -51,6 +51,16 @@ def test_bytes_of_a_tiny_dlrm_by_hand() -> None:
     assert halved["MLP forward"].streamed_bytes == 4 * weights + 2 * values
 
 
+def test_without_dense_features_the_bottom_mlp_runs_once_a_batch() -> None:
+    """Of 1-5-4, for a constant; (4 + 1 pair)-6-1 for 3 samples."""
+    work = dense_work(ModelConfig("dlrm", 4, [5], [6]), 0, 1, 3)
+    bottom, top = 1 * 5 + 5 * 4, 5 * 6 + 6
+    assert work["MLP forward"].flops == 2 * (bottom + 3 * top)
+    assert work["MLP backward"].flops == 2 * (2 * (bottom + 3 * top) - 5)
+    values = 1 + 5 + 4 + 3 * (5 + 6 + 1)
+    assert work["MLP forward"].streamed_bytes == 4 * (bottom + top + values)
+
+
 def test_cross_layers_are_counted() -> None:
     """2 vectors of 4 values, 3 layers of rank 5: each multiplies by [8, 5] and by [5, 8]."""
     work = dense_work(ModelConfig("dlrm_dcn", 4, [5], [6], cross_layers=3, cross_rank=5), 2, 1, 7)

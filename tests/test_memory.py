@@ -16,13 +16,13 @@ from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.metrics import peak_rss_bytes, reset_peak_rss
 from recpipe.table_files import (
-    TensorFiles,
     load_regions,
     load_tables,
     save_tables,
     saved_weights,
     weight_name,
 )
+from recpipe.tensor_files import TensorFiles
 from recpipe.tensor_writer import write_tensors
 from tests.embedding.samples import CPU
 

@@ -97,13 +97,11 @@ def test_background_quality_equals_foreground_and_copies_what_it_keeps() -> None
         background.add(kept.unsqueeze(1), labels[chunk : chunk + 400])
         with torch.no_grad():
             kept.zero_()  # the training's next step may reuse the memory
-    first = background.submit(10)
+    first = background.submit()
     background.add(logits[:100], labels[:100])
-    second = background.submit(20)
-    background.close()
+    second = background.submit()
     assert first.result() == quality(labels, logits)
     assert second.result() == quality(labels[:100], logits[:100])
-    assert background.finished == [(10, first.result()), (20, second.result())]
 
 
 def test_submit_does_not_wait_for_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,12 +115,18 @@ def test_submit_does_not_wait_for_the_computation(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(metrics, "quality", slow)
     background = BackgroundQuality()
     background.add(torch.zeros(2), torch.zeros(2))
-    future = background.submit(1)
+    future = background.submit()
     assert not future.done()
     gate.set()
     assert future.result(10).auc == 0.5
     assert workers != [threading.current_thread()]
-    background.close()
+    assert workers[0].daemon, "a run that was stopped must not wait for it"
+
+
+def test_a_fault_in_the_thread_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "quality", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        BackgroundQuality().submit().result(10)
 
 
 def test_peak_rss_sees_memory_that_was_freed_until_it_is_reset() -> None:

@@ -143,6 +143,7 @@ def test_environment_names_versions_and_machine() -> None:
 def printed(report: RunReport, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width)
     terminal.print_result(report.to_dict(), Path("outputs/x"), console)
+    terminal.print_place(Path("outputs/x/report.html"), console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 
+from recpipe import checkpoint
 from recpipe import run as run_module
 from recpipe.config import compose
 from recpipe.errors import UserError
+from recpipe.report import html, record
 from recpipe.run import run
 
 SMALL = (
@@ -195,3 +200,86 @@ def test_a_diverging_run_says_so(tmp_path, policy) -> None:
     step = int(str(caught.value).split("step ")[1].split(";")[0])
     saved = sorted((tmp_path / "checkpoints").iterdir())
     assert saved[-1].name == f"step-{step - 1:08d}.ckpt", "the step before is there to look at"
+
+
+# -- a disk that fails --------------------------------------------------------------------------
+
+
+def failing(monkeypatch, *names: str) -> None:
+    """No file of these names can be written any more."""
+    written = record.replace_file
+
+    def full(path: Path, text: str) -> Path:
+        if path.name in names:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written(path, text)
+
+    monkeypatch.setattr(record, "replace_file", full)
+    monkeypatch.setattr(html, "replace_file", full)
+
+
+@pytest.mark.parametrize("lost", [("report.json",), ("report.html",), ("report.json", "report.html")])
+def test_a_full_disk_at_the_end_costs_neither_table_nor_the_other_file(
+    tmp_path, monkeypatch, capsys, lost
+) -> None:
+    failing(monkeypatch, *lost)
+    with pytest.raises(UserError) as caught:
+        trained(tmp_path, "trainer.max_steps=3")
+    paths = ", ".join(str(tmp_path / name) for name in lost)
+    remedy = "No space left on device; free space, or choose another run directory, hydra.run.dir=DIRECTORY"
+    assert str(caught.value) == f"cannot write {paths}: {remedy}"
+    printed = capsys.readouterr().out
+    assert "samples/s" in printed
+    assert ("report: " in printed) == ("report.html" not in lost)
+    for name in {"report.json", "report.html"} - set(lost):
+        assert (tmp_path / name).stat().st_size > 0
+
+
+def test_no_training_starts_where_nothing_can_be_written(tmp_path, monkeypatch) -> None:
+    failing(monkeypatch, "assembly.json")
+    monkeypatch.setattr(run_module, "build_embeddings", None)
+    with pytest.raises(UserError, match=f"^cannot write {tmp_path}/assembly.json: No space left on device"):
+        trained(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["export", "page"])
+def test_the_figures_are_safe_before_anything_else_can_fail(tmp_path, monkeypatch, capsys, broken) -> None:
+    def fault(*_: object, **__: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(
+        *{"export": (run_module, "export_parameters"), "page": (html, "write")}[broken], fault
+    )
+    with pytest.raises(RuntimeError, match="broken"):
+        trained(tmp_path, "trainer.max_steps=3", f"task.export_parameters={tmp_path}/parameters")
+    assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["quality"]["auc"] > 0
+    assert "samples/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("policy", ["resident", "lru"])
+def test_the_last_checkpoint_on_a_full_disk_costs_no_report(tmp_path, monkeypatch, capsys, policy) -> None:
+    small = [*SMALL, f"tiers.policy={policy}", "data.tables={a: 12, b: 700}", "data.samples=500"]
+    whole = run(compose(small, run_dir=tmp_path / "whole"))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint, "_save", full)
+    with pytest.raises(
+        UserError, match=r"^cannot write the checkpoint .*step-0{7}7.ckpt: No space[^;]*; free"
+    ):
+        run(compose([*small, "trainer.checkpoint_every=1.0"], run_dir=tmp_path / "full"))
+    report = json.loads((tmp_path / "full" / "report.json").read_text(encoding="utf-8"))
+    assert report["quality"] == whole["quality"]
+    assert report["data"] == whole["data"]
+    assert "samples/s" in capsys.readouterr().out
+
+
+def test_metrics_on_a_full_disk_cost_no_report(tmp_path, monkeypatch) -> None:
+    def full(self: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(CSVLogger, "save", full)
+    with pytest.raises(UserError, match=f"cannot write {tmp_path}/logs: No space left on device; free space"):
+        trained(tmp_path, "trainer.logger=csv", "trainer.max_steps=3")
+    assert (tmp_path / "report.json").is_file()

@@ -384,8 +384,13 @@ def test_folders_that_are_no_sweep_are_refused(tmp_path, monkeypatch, capsys) ->
     assert "report: sweep.html" in capsys.readouterr().out
 
 
-def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch) -> None:
+def test_a_file_that_cannot_be_written_costs_neither_the_table_nor_the_other_file(tmp_path, capsys) -> None:
     put(tmp_path / "0", ["seed=1"])
     (tmp_path / "sweep.json.tmp").mkdir()
-    with pytest.raises(UserError, match=f"cannot write the sweep's report into {tmp_path}"):
+    line = f"cannot write {tmp_path}/sweep.json: Is a directory; mend that and say recpipe sweep-report"
+    with pytest.raises(UserError, match=line):
         sweep.report(tmp_path)
+    printed = capsys.readouterr().out
+    assert "no report" in printed
+    assert "sweep.html" in printed
+    assert (tmp_path / "sweep.html").is_file()

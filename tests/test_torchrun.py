@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,22 @@ def test_a_signal_stops_all_ranks_after_one_step_with_a_checkpoint_to_resume(tmp
     assert status == 0, err
     assert out.count(f"resuming from {saved[0]}") == 1, "rank 0 alone tells"
     assert out == next(tmp_path.glob("more/outputs/*/*/recpipe.log")).read_text()
+
+
+@pytest.mark.soak
+def test_a_signal_to_one_rank_ends_the_evaluation_of_all(tmp_path) -> None:
+    """It comes into the second evaluation, whose 59,400 samples would take as long as the first one's."""
+    recipe = ("data.samples=60000", "data.eval_fraction=0.99", "trainer.eval_every=5")
+    process = start(tmp_path / "run", 2, *recipe, "trainer.checkpoint_every=1000")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    time.sleep(1)
+    os.kill(int(re.findall(r"\d+", _children(process.pid))[-1]), signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert "stopped by SIGTERM after step 10; go on with resume=" in out, (out, err)
+    assert "step     10" not in out, "no figures of an evaluation that was cut short"
 
 
 def _children(parent: int) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recpipe import checkpoint
+from recpipe import checkpoint, manifest
 from recpipe.checkpoint import newest
 from recpipe.config import compose
 from recpipe.errors import UserError
@@ -52,7 +52,8 @@ Trained = Callable[..., Parameters]
 def trained(tmp_path, monkeypatch) -> Trained:
     """``trained(name, *overrides)``: run in this process, in a folder of that name; what it exports."""
     monkeypatch.setattr(html, "write", lambda content, folder: None)
-    monkeypatch.setattr(checkpoint, "_sync", lambda path: None)
+    for module in (checkpoint, manifest):
+        monkeypatch.setattr(module, "sync", lambda path: None)
 
     def train(name: str, *overrides: str) -> Parameters:
         folder = tmp_path / name
@@ -338,6 +339,7 @@ VALUES = {
     "keep_checkpoints": 2,
     "checkpoint_dir": None,
     "logger": None,
+    "callbacks": [],
     "progress": False,
 }
 
@@ -351,7 +353,7 @@ VALUES = {
         ({"eval_every": 1.5}, "eval_every=1.5"),
         ({"checkpoint_every": -0.1}, "checkpoint_every=-0.1"),
         ({"keep_checkpoints": 0}, "keep_checkpoints=0: must be greater than or equal to 1"),
-        ({"logger": "wandb"}, "logger=wandb is unknown"),
+        ({"logger": "comet"}, "logger=comet is unknown; choose csv, tensorboard, wandb, mlflow"),
     ],
 )
 def test_bad_values_are_refused(change, words) -> None:

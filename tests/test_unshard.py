@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from recpipe.config import compose
 from recpipe.errors import UserError
 from recpipe.run import run
 from recpipe.tasks.unshard import unshard
+from recpipe.tensor_files import TensorFiles
+from tests.mutations import reseal
 
 RECIPE = (
     "data.samples=3000",
     "data.batch_size=128",
-    "data.tables={a: 3000, b/c: 80}",
+    "data.tables={a: 3000, b/c: 80, d.e: 60}",
     "trainer.progress=false",
     "trainer.logger=null",
     "trainer.eval_every=1.0",
@@ -50,7 +55,7 @@ def test_the_file_has_all_tables_and_dense_parameters_by_name(trained: Path) -> 
     np.testing.assert_array_equal(tensors["a"], np.load(trained / "parameters" / "a.npy"))
     np.testing.assert_array_equal(tensors["b/c"], np.load(trained / "parameters" / "b%2Fc.npy"))
     dense = np.load(trained / "parameters" / "dense.npz")
-    assert tensors.keys() == {"a", "b/c", *dense}
+    assert tensors.keys() == {"a", "b/c", "d.e", *dense}
     for name in dense:
         np.testing.assert_array_equal(tensors[name], dense[name])
     assert not list(trained.glob(".unshard*")), "temporary files are gone"
@@ -62,6 +67,19 @@ def test_a_run_starts_from_it(trained: Path, tmp_path: Path, overrides: tuple[st
     for name, expected in load_file(trained / "all.safetensors").items():
         if name in found:
             np.testing.assert_array_equal(found[name], expected)
+
+
+def test_tables_keep_their_names_through_sharding(tmp_path: Path) -> None:
+    """A checkpoint of sharded tables, unsharded, and gone on from by whole tables."""
+    parts = [f"trainer.checkpoint_dir={tmp_path / 'saved'}", "trainer.checkpoint_every=10"]
+    export = [f"task.export_parameters={tmp_path / 'parameters'}"]
+    run(compose([*RECIPE, "tiers.sharded=true", "trainer.max_steps=10", *parts, *export], tmp_path))
+    unshard(tmp_path / "saved", tmp_path / "all.safetensors")
+    tensors = load_file(tmp_path / "all.safetensors")
+    for name, file in (("a", "a"), ("b/c", "b%2Fc"), ("d.e", "d.e")):
+        np.testing.assert_array_equal(tensors[name], np.load(tmp_path / "parameters" / f"{file}.npy"))
+    report = run(compose([*RECIPE, "trainer.max_steps=12", f"resume={tmp_path / 'saved'}"], tmp_path / "on"))
+    assert report["quality"]["auc"] is not None
 
 
 def test_what_the_file_lacks_keeps_its_first_values(trained: Path, tmp_path: Path) -> None:
@@ -93,6 +111,41 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
         start(tmp_path, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match=r"absent is no safetensors file"):
         start(tmp_path, tmp_path / "absent")
+
+
+def test_numbers_that_are_no_floats_are_refused(tmp_path: Path) -> None:
+    save_file({"a": np.zeros((3000, 16), np.int32)}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=r"x\.safetensors is no safetensors file \('a' is I32, not F32 or"):
+        TensorFiles.single(tmp_path / "x.safetensors")
+    save_file({"a": np.ones((30, 16), np.float16)}, tmp_path / "x.safetensors")
+    assert (TensorFiles.single(tmp_path / "x.safetensors").rows("a", 2, 5) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("state_dict"), "it lacks 'state_dict'"),
+        (lambda t: t.update(state_dict=[1]), r"state_dict is \[1\], not a mapping"),
+        (lambda t: t["state_dict"].update(x=torch.zeros(3, dtype=torch.int64)), "x is Tensor torch.int64"),
+        (lambda t: t["state_dict"].update(x="y"), "state_dict.x is 'y', not Tensor"),
+        (None, "table 'a' lacks its weights or its state"),
+    ],
+)
+def test_a_checkpoint_that_lacks_something_is_refused(
+    trained: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any] | None, words: str
+) -> None:
+    (checkpoint,) = (trained / "saved").glob("*.ckpt")
+    broken = Path(shutil.copytree(checkpoint, tmp_path / checkpoint.name))
+    content = torch.load(broken / "trainer.pt", weights_only=True)
+    if change is None:
+        (broken / "tables" / "a.weight.npy").unlink()
+    else:
+        change(content)
+        torch.save(content, broken / "trainer.pt")
+    reseal(broken, content["global_step"])
+    with pytest.raises(UserError, match=words):
+        unshard(broken, tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
 
 
 def test_damaged_or_absent_checkpoints_are_refused(trained: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from recpipe.embedding.planner import global_bags
 from recpipe.embedding.policies import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe.embedding.stores.bulk import BulkStore
 from recpipe.embedding.tables import TableSet
+from recpipe.saved import Damaged, within
 from recpipe_bagpipe.ahead import Ahead
 from recpipe_bagpipe.oracle import BatchPlan, Rows, plan
 
@@ -213,6 +214,15 @@ class Lookahead(CachePolicy):
         """Who is resident, and since when nobody needs it."""
         rows = self.row_of_slot[: self.used]
         return {"rows": rows.copy(), "due": self.due[rows] - self.step}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """As in ``CachePolicy``."""
+        super().check_state(state)
+        rows = state["rows"]
+        within(state, "rows", 0, self.space.rows)
+        within(state, "due", np.iinfo(np.int32).min, size=len(rows))
+        if len(np.unique(rows)) < len(rows) or len(rows) > self.space.slots:
+            raise Damaged(f"{len(rows)} rows are not distinct ones for {self.space.slots} slots")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with those residents; batch numbers start anew."""

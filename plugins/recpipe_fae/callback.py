@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from recpipe.pipeline.loader import on_device
 from recpipe.plugin.api import Context
 from recpipe.plugin.errors import PluginError
+from recpipe.saved import entries
 from recpipe_fae.prepare import Preparation
 from recpipe_fae.schedule import Scheduler, plan
 
@@ -97,10 +98,10 @@ class ShuffleScheduler(L.Callback):
             "classes": self.prepared.classes.digest,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there; ``PluginError`` where the recipe's order is another."""
-        state = dict(state_dict)
-        theirs, mine = state.pop("order"), self._order()
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """``Damaged`` on what ``state_dict`` cannot have given, ``PluginError`` on another recipe's order."""
+        mine = self._order()
+        theirs = entries(dict.fromkeys(mine, bool | float | str), state.get("order"), "order")
         for name in ("rate", "schedule"):
             if theirs[name] != mine[name]:
                 raise PluginError(
@@ -112,4 +113,8 @@ class ShuffleScheduler(L.Callback):
                 "the checkpoint was made with other hot rows, so with another order of samples: resume with "
                 "its values of tiers.resident_bytes, seed, plugins.fae.sample, hot and threshold"
             )
-        self.scheduler.load_state_dict(state)
+        self.scheduler.check_state(state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from there, once ``check_state`` has let it pass."""
+        self.scheduler.load_state_dict({k: v for k, v in state_dict.items() if k != "order"})

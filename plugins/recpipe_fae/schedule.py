@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from recpipe.plugin.errors import PluginError
+from recpipe.saved import Damaged, entries, within
 
 FALLS = 4
 """Falls of the held-out loss in a row after which the rate doubles."""
@@ -114,13 +115,33 @@ class Scheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later decisions depend on."""
-        names = ("rate", "rates", "history", "losses", "falls", "swaps", "trained")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _STATE}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """``Damaged`` on what cannot be ``state_dict()``'s result."""
+        found = entries(_STATE, state)
+        for name in ("falls", "swaps", "trained"):
+            within(found, name, 0)
+        for rate in (found["rate"], *found["rates"]):
+            if not 0 < rate <= 100:
+                raise Damaged(f"a rate is {rate}, not above 0 and at most 100")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there."""
         for name, value in state.items():
             setattr(self, name, list(value) if isinstance(value, list) else value)
+
+
+_STATE = {
+    "rate": float,
+    "rates": list[float],
+    "history": list[float],
+    "losses": list[float],
+    "falls": int,
+    "swaps": int,
+    "trained": int,
+}
+"""What a checkpoint has of a ``Scheduler``, and the types."""
 
 
 def _at(segments: list[Segment], number: int) -> Segment | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from recpipe.embedding.policies import CachePolicy, Placement, RowIds, RowSpace, Slots, distinct
+from recpipe.saved import within
 
 PERMANENT_USES = 10
 """Uses (batches that look a row up) after which it is never evicted, as in HET's code."""
@@ -60,6 +62,14 @@ class LfuOpt(CachePolicy):
     def state_dict(self) -> dict[str, Any]:
         """Uses and last uses of the slots."""
         return {"uses": self.uses, "stamp": self.stamp, "step": self.step}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """As in ``CachePolicy``."""
+        super().check_state(state)
+        slots = self.space.slots
+        within(state, "uses", 0, PERMANENT_USES + 1, size=slots)
+        within(state, "step", 0, np.iinfo(np.int32).max)
+        within(state, "stamp", 0, state["step"] + 1, size=slots)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from those."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from recpipe.embedding.policies import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe.embedding.popularity import top_rows
+from recpipe.saved import residents, within
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,20 @@ class PopularRows(CachePolicy):
     def state_dict(self) -> dict[str, Any]:
         """Counts, residents and the learning schedule."""
         return {name: getattr(self, name) for name in ("counts", "row_of_slot", *_UNDONE)}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """As in ``CachePolicy``."""
+        super().check_state(state)
+        slots, rows = self.space.slots, self.space.rows
+        within(state, "counts", 0, size=rows)
+        within(state, "popular", 0, size=rows)
+        residents(state, "row_of_slot", slots, rows)
+        within(state, "unpopular", 0, slots)
+        within(state, "slab", 0, rows)
+        within(state, "used", 0, slots + 1)
+        within(state, "replaced", 0, len(state["unpopular"]) + 1)
+        for name in ("batch", "next_learning", "learnings", "hits", "rows_kept", "lookups", "replaced_rows"):
+            within(state, name, 0)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there."""

@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import Perf, PerfModel, ShardingOption, 
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingPlanner
 
 from recpipe.embedding.sharding import Prediction
+from recpipe.embedding.tables import module_name
 from recpipe.errors import UserError
 from recpipe_neo.cost import CostModel
 from recpipe_neo.estimate import MeasuredEstimator, MeasuredStep, TableCosts
@@ -193,7 +194,7 @@ def fused_optimizer(sharders: Sharders) -> EmbOptimType:
 def saved_profile(folder: Path, world: int, optimizer: EmbOptimType) -> MachineProfile:
     """The newest profile of ``world`` ranks; ``UserError`` where nobody has measured any."""
     files = sorted(folder.glob("profile-*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    profiles = (MachineProfile.parse(file.read_text(encoding="utf-8"), str(file)) for file in files)
+    profiles = (MachineProfile.parse(_text(file), str(file)) for file in files)
     for profile in profiles:
         if (profile.machine.world, profile.machine.optimizer) == (world, optimizer.value):
             return profile
@@ -208,7 +209,7 @@ def load_or_measure(
 ) -> MachineProfile:
     """Rank 0's profile of this machine, on every rank; measured by all, and saved, when it has none."""
     file = Machine.current(group, device, optimizer).file(folder)
-    text = file.read_text(encoding="utf-8") if group.rank() == 0 and file.exists() else ""
+    text = _text(file) if group.rank() == 0 and file.exists() else ""
     text = _from_first(text, group, device)
     if text:
         return MachineProfile.parse(text, str(file))
@@ -218,6 +219,14 @@ def load_or_measure(
     if group.rank() == 0:
         logger.info("neo: measured; kept as %s", profile.save(folder))
     return profile
+
+
+def _text(file: Path) -> str:
+    """What is in it; bytes that are no text are for the parser to refuse."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError as fault:
+        raise UserError(f"cannot read the machine profile {file}: {fault.strerror}; delete it") from fault
 
 
 def _from_first(text: str, group: dist.ProcessGroup, device: torch.device) -> str:
@@ -234,7 +243,8 @@ def _from_first(text: str, group: dist.ProcessGroup, device: torch.device) -> st
 def _with_pooling(constraints: Constraints, stats: Mapping[str, FeatureStats]) -> Constraints:
     """Measured pooling factors for TorchRec's analytic costs, where the user gave none; by table name."""
     limits = dict(constraints)
-    for name, found in stats.items():
+    for feature, found in stats.items():
+        name = module_name(feature)
         limit = limits.get(name, ParameterConstraints())
         if limit.pooling_factors == ParameterConstraints().pooling_factors:
             limits[name] = dataclasses.replace(limit, pooling_factors=[found.lookups_per_sample])

@@ -59,7 +59,7 @@ class Neo(Plugin):
             altered.add(Invariant.EXACT_GRADIENT)
         if table_precision != "fp32":
             altered.add(Invariant.TABLE_LAYOUT)
-        self.alters = frozenset(altered)  # type: ignore[misc]
+        self.alters = frozenset(altered)
 
     def contribute(self, ctx: Context) -> Contribution:
         """Claims of all tables' places and precision, the planner and the codecs."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from recpipe.errors import UserError
+from recpipe.saved import Damaged, entries, parse_json, typed_as
 
 SCHEMA = 1
 
@@ -69,6 +70,13 @@ class ExchangeSample:
     backward: float
 
 
+COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
+SHARDINGS = ("table_wise", "column_wise", "row_wise", "table_row_wise", "data_parallel")
+"""What is measured, by TorchRec's names."""
+_ABOVE_ZERO = (
+    *("forward", "backward", "input", "elapsed", "tables", "rows", "dim", "columns", "bytes", "samples"),
+    *("world", "local_world", "cores", "threads"),
+)
 Sample = TypeVar("Sample", LookupSample, CollectiveSample, ExchangeSample)
 
 
@@ -148,19 +156,27 @@ class MachineProfile:
     def parse(cls, text: str, source: str) -> MachineProfile:
         """Out of JSON from ``source``; raises ``UserError`` when it is not one of ours."""
         try:
-            found = json.loads(text)
-            if found["schema"] != SCHEMA:
-                raise ValueError(f"schema {found['schema']}, not {SCHEMA}")
-            return cls(
-                Machine(**found["machine"]),
-                [LookupSample(**entry) for entry in found["lookups"]],
-                [CollectiveSample(**entry) for entry in found["collectives"]],
-                [ExchangeSample(**entry) for entry in found["exchanges"]],
-            )
-        except (ValueError, TypeError, KeyError) as fault:
+            found = parse_json(text)
+            schema = entries({"schema": int}, found)["schema"]
+            if schema != SCHEMA:
+                raise Damaged(f"schema {schema}, not {SCHEMA}")
+            profile = typed_as(cls, {k: v for k, v in found.items() if k != "schema"})
+            profile.check()
+        except ValueError as fault:
             raise UserError(
                 f"{source}: no machine profile ({fault}); delete it, and it is measured again"
             ) from fault
+        return profile
+
+    def check(self) -> None:
+        """``Damaged`` where a benchmark is missing, or a figure is one that nobody can have measured."""
+        measured = {s.collective for s in self.collectives}, {s.sharding_type for s in self.exchanges}
+        if not self.lookups or measured != (set(COLLECTIVES), set(SHARDINGS)):
+            raise Damaged("it lacks a benchmark, or has one that is unknown")
+        for sample in (self.machine, *self.lookups, *self.collectives, *self.exchanges):
+            for name, value in vars(sample).items():
+                if isinstance(value, int | float) and (value < 0 or (name in _ABOVE_ZERO and not value)):
+                    raise Damaged(f"a {type(sample).__name__} has {name}={value}")
 
     def save(self, folder: Path) -> Path:
         """Write it into ``folder``, whole or not at all; raises ``UserError`` where that fails."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 from time import perf_counter
@@ -17,6 +17,7 @@ from recpipe.embedding.planner import TierPlan
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.model.module import RankingModule
 from recpipe.plugin.errors import PluginError
+from recpipe.saved import Damaged, entries, within
 from recpipe_slipstream.classifier import InputClassifier, Marks
 from recpipe_slipstream.freeze import FrozenRows
 from recpipe_slipstream.snapshot import Changes, Snapshot, changes, count_touches
@@ -70,10 +71,14 @@ class StaleInputs(L.Callback):
     that several trainers, and a resumed run, decide alike.
     """
 
-    def __init__(self, method: Method, batches: Callable[[int], Iterator[Batch]], seed: int) -> None:
+    def __init__(
+        self, method: Method, batches: Callable[[int], Iterator[Batch]], seed: int, rows: int, dim: int
+    ) -> None:
         self.method = method
         self.batches = batches
         self.seed = seed
+        self.rows, self.dim = rows, dim
+        """Of all tables."""
         self.classifier = InputClassifier(method.stale_lookups)
         self.frozen = FrozenRows() if method.freeze else None
         self.totals = Totals()
@@ -232,6 +237,27 @@ class StaleInputs(L.Callback):
             "totals": vars(self.totals).copy(),
         }
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """``Damaged`` on what cannot be ``state_dict()``'s result."""
+        found = entries(_STATE, state)
+        within(found, "done", 0)
+        before = found["before"]
+        if before is not None:
+            self._check_rows(before.rows)
+            within(found, "touches", 0, size=len(before.rows))
+            if before.weights.shape != (len(before.rows), self.dim):
+                raise Damaged(f"before.weights is {before.weights.shape}")
+        for marks in found["marks"]:
+            told = entries(_MARKS, marks, "marks")
+            self._check_rows(told["rows"])
+            if told["total_rows"] != self.rows or told["stale"].shape != told["rows"].shape:
+                raise Damaged(f"marks are of {told['total_rows']} rows, not {self.rows}")
+
+    def _check_rows(self, rows: NDArray[np.int64]) -> None:
+        within({"rows": rows}, "rows", 0, self.rows)
+        if rows.ndim != 1 or (np.diff(rows) <= 0).any():
+            raise Damaged("rows are not in order")
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict()``'s result; knobs may differ, and count from here on."""
         self.done = state_dict["done"]
@@ -243,6 +269,19 @@ class StaleInputs(L.Callback):
         self.touches = state_dict["touches"]
         self.classifier.marks = tuple(Marks(**marks) for marks in state_dict["marks"])
         self.totals = Totals(**state_dict["totals"])
+
+
+_STATE = {
+    "done": int,
+    "next_window": int | None,
+    "window": tuple[int, int] | None,
+    "before": Snapshot | None,
+    "touches": NDArray[np.int64],
+    "marks": list[Any],
+    "totals": Totals,
+}
+_MARKS = {"first": int, "rows": NDArray[np.int64], "stale": NDArray[np.bool_], "total_rows": int}
+"""What a checkpoint has, and the types."""
 
 
 def batches_of(share: float, samples: int, batch_size: int) -> tuple[int, int]:

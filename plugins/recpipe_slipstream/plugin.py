@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from recpipe.plugin.api import Context, Contribution, Figure, Invariant, Link, Plugin, TableClaim
 from recpipe.plugin.errors import PluginError
@@ -19,7 +18,7 @@ class Slipstream(Plugin):
     """
 
     api = (1, 0)
-    conflicts: ClassVar[Mapping[str, str]] = {
+    conflicts: Mapping[str, str] = {
         "het": "het's tables are not tiers, so slipstream finds no resident rows to compare"
     }
     # Records must be weights first, and ids the data module's own: inputs are sampled from there.
@@ -59,7 +58,7 @@ class Slipstream(Plugin):
         self.snapshot_every, self.threshold = snapshot_every, threshold
         self.freeze_stale_rows = freeze_stale_rows
         if drop == 0:
-            self.alters = frozenset()  # type: ignore[misc]  # off: this one plugin object alters nothing
+            self.alters = frozenset()
 
     def contribute(self, ctx: Context) -> Contribution:
         """The filter with its callback, and a hot set for where no other plugin has one."""
@@ -86,7 +85,9 @@ class Slipstream(Plugin):
             search=self.threshold,
             freeze=self.freeze_stale_rows,
         )
-        callback = StaleInputs(method, ctx.batches, ctx.seed)
+        tables = ctx.tables.values()
+        rows, dim = sum(table.rows for table in tables), next(iter(tables)).dim
+        callback = StaleInputs(method, ctx.batches, ctx.seed, rows, dim)
         return Contribution(
             batch=[Link(callback.classifier)],
             tables=[hot_set],

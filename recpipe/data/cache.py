@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from recpipe.console import Meter
 from recpipe.data.columns import Columns
 from recpipe.data.dataset import Schema
-from recpipe.data.prepared import FORMAT_VERSION, PreparedWriter
+from recpipe.data.prepared import FORMAT_VERSION, PreparedWriter, check_prepared
 from recpipe.errors import DataError
 from recpipe.sizes import readable_bytes
 
@@ -63,19 +63,22 @@ def cache_key(source: Source) -> str:
 
 
 def prepare(source: Source, cache_dir: Path | None = None) -> Path:
-    """The directory with the prepared ``source``, written now or found from an earlier run.
+    """The directory with the prepared ``source``, written now or found whole from an earlier run.
 
     Written under a temporary name and renamed when whole: a killed run leaves nothing that looks valid.
     Processes that want the same data wait for the first one (a file lock) and use its result.
     """
     root = cache_dir or default_cache_dir()
     target = root / f"data-{cache_key(source)}"
-    if target.exists():
+    if target.exists() and _fault(source, target) is None:
         return target
     try:
         root.mkdir(parents=True, exist_ok=True)
         _remove_stale(root)
         with _lock(target):
+            if target.exists() and (fault := _fault(source, target)) is not None:
+                log.warning("preparing the data again, for the cache is damaged: %s", fault)
+                shutil.rmtree(target)
             if not target.exists():
                 _write(source, target)
     except OSError as error:
@@ -84,6 +87,15 @@ def prepare(source: Source, cache_dir: Path | None = None) -> Path:
             "free space there or pass data.cache_dir=DIR"
         ) from error
     return target
+
+
+def _fault(source: Source, target: Path) -> DataError | None:
+    """What is wrong with the prepared data in ``target``."""
+    try:
+        check_prepared(target, source.schema, source.multi_hot)
+    except DataError as fault:
+        return fault
+    return None
 
 
 def _write(source: Source, target: Path) -> None:
@@ -130,7 +142,7 @@ def _lock(target: Path, wait: bool = True) -> Iterator[None]:
 
 def _remove_stale(root: Path) -> None:
     """Delete what killed runs left: a temporary directory whose lock nobody holds."""
-    for temporary in root.glob("data-*.tmp"):
+    for temporary in root.glob(f"data-{'[0-9a-f]' * 24}.tmp"):  # named by ``cache_key``: nobody else's
         try:
             with _lock(temporary, wait=False):
                 shutil.rmtree(temporary, ignore_errors=True)

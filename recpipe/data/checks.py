@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.dataset import SparseFeature
-from recpipe.errors import DataError
+from recpipe.errors import DataError, shown
 
 REMEDY = "correct it, or leave bad rows out with data.on_bad_row=skip"
-
-
-class Values(Protocol):
-    """A column to show a value of: a numpy or an Arrow array."""
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class RowChecks:
@@ -30,15 +23,28 @@ class RowChecks:
         self.good: NDArray[np.bool_] = np.ones(size, bool)
         self._worst: tuple[int, str] | None = None
 
-    def require(self, valid: NDArray[np.bool_], column: str, values: Values, remedy: str) -> None:
-        """Mark the rows where ``valid`` (bool [n]) is false as bad, ``values[row]`` being what they hold."""
+    def require(
+        self, valid: NDArray[np.bool_], column: str, value_of: Callable[[int], object], remedy: str
+    ) -> None:
+        """Mark the rows where ``valid`` (bool [n]) is false as bad; ``value_of(row)`` is what a row holds."""
         self.good &= valid
         if valid.all():
             return
         index = int(np.argmin(valid))
         if self._worst is None or index < self._worst[0]:
-            value = values[index]
-            self._worst = (index, f"column {column}: {value} {remedy}")
+            self._worst = (index, f"column {shown(column)}: {shown(value_of(index))} {remedy}")
+
+    def require_finite(
+        self, values: NDArray[np.floating], column: str, value_of: Callable[[int], object]
+    ) -> NDArray[np.float32]:
+        """``values`` [n] as float32, in which dense values are kept; bad where that is no finite number."""
+        with np.errstate(over="ignore"):
+            stored = values.astype(np.float32)
+        finite = np.isfinite(values)
+        self.require(finite, column, value_of, "is not a finite number")
+        beyond = "is beyond float32, in which dense values are kept"
+        self.require(np.isfinite(stored) | ~finite, column, value_of, beyond)
+        return stored
 
     def finish(self, skip: bool) -> int:
         """How many rows are bad; ``DataError`` for the first of them unless ``skip``."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any
 
-from annotated_types import Gt, Interval
+from annotated_types import Gt, Interval, MinLen
 from omegaconf import DictConfig
 
 from recpipe.config import plain
@@ -16,6 +16,8 @@ from recpipe.validation import Count, FilePath, Positive, Text, chosen, one_of, 
 
 Rows = Annotated[int, Interval(ge=2, le=2**31 - 1)]
 """Rows of a table; row 0 is that of missing ids."""
+MOST_CHOICES = 30
+"""Names that a hint lists."""
 
 
 @dataclasses.dataclass
@@ -39,7 +41,7 @@ class SyntheticConfig(DataConfig):
 
     name: str = "synthetic"
     samples: Positive = 1_000_000
-    tables: dict[str, Rows] | None = None
+    tables: Annotated[dict[str, Rows], MinLen(1)] | None = None
     table_scale: Annotated[float, Gt(0)] = 1.0
     pooling: Positive | list[Positive] = 1
 
@@ -103,9 +105,8 @@ class ParquetConfig(FileConfig):
         named = [self.label, *self.dense, *self.sparse]
         for column in named:
             if named.count(column) > 1:
-                raise UserError(
-                    f"column '{shown(column)}' is named twice in data.label, data.dense and data.sparse"
-                )
+                where = "data.label, data.dense and data.sparse"
+                raise UserError(f"column '{shown(column)}' is named twice in {where}")
 
 
 CONFIGS: dict[str, type[DataConfig]] = {
@@ -126,4 +127,7 @@ def parse_config(node: DictConfig | Mapping[str, Any] | DataConfig) -> DataConfi
 def nearest(name: str, choices: list[str]) -> str:
     """A hint for messages: ``did you mean x?``, or the choices where none is near."""
     close = get_close_matches(name, choices, 1)
-    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(choices)}"
+    if close:
+        return f"did you mean {shown(close[0])}?"
+    more = f" and {len(choices) - MOST_CHOICES} more" if len(choices) > MOST_CHOICES else ""
+    return f"choose from {', '.join(map(shown, choices[:MOST_CHOICES]))}{more}"

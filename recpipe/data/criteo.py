@@ -1,7 +1,8 @@
 """Criteo click logs: text rows of a label, 13 integers and 26 hexadecimal ids, tab-separated.
 
-An empty field is a missing value. Dense values x become sign(x) * log1p(|x|), missing ones 0. Ids become
-1 + mix64(id) % (rows - 1), missing ones row 0. Rows keep their order, which is time.
+An empty field is a missing value; any other is nothing but its value, without spaces, plus sign or quotes.
+Lines end in LF or CR LF; the last one need not. Dense values x become sign(x) * log1p(|x|), missing ones 0.
+Ids become 1 + mix64(id) % (rows - 1), missing ones row 0. Rows keep their order, which is time.
 """
 
 from __future__ import annotations
@@ -50,26 +51,23 @@ class CriteoSource:
     def blocks(self) -> Iterator[tuple[Columns, float]]:
         """Samples of all files in order."""
         for index, file in enumerate(self.files):
-            line = 1
+            line, empty = 1, True
             for text, share in line_blocks(file, BLOCK_BYTES):
                 columns = self._parse(file, text, line)
                 yield columns, (index + share) / len(self.files)
-                line += text.count(b"\n")
-            if line == 1:
+                line, empty = line + text.count(b"\n"), False
+            if empty:
                 raise DataError(f"{file}: the file is empty")
 
     def _parse(self, file: Path, text: bytes, line: int) -> Columns:
         from recpipe.data import criteo_text  # with pyarrow, which prepared data does without
 
         try:
-            return criteo_text.parse_block(text, self.schema)
-        except criteo_text.Malformed as fault:
+            return criteo_text.parse_plain(text, self.schema)
+        except criteo_text.Malformed:
             bad, good = criteo_text.bad_lines(text)
-            if not bad:
-                raise DataError(f"{file}, rows from {line}: {fault}") from fault
-            if not self._skip:
-                raise DataError(
-                    f"{file}, row {line + bad[0][0]}: {criteo_text.fault(bad[0][1])}; {REMEDY}"
-                ) from None
-            self.rejected_rows += len(bad)
-            return criteo_text.parse_block(good, self.schema)
+        if bad and not self._skip:
+            index, row = bad[0]
+            raise DataError(f"{file}, row {line + index}: {criteo_text.fault(row)}; {REMEDY}")
+        self.rejected_rows += len(bad)
+        return criteo_text.parse_block(good, self.schema)

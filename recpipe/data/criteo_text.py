@@ -15,9 +15,11 @@ from recpipe.data.columns import Columns, Float32, Int32
 from recpipe.data.criteo import COLUMNS, DENSE, SPARSE
 from recpipe.data.dataset import Schema
 from recpipe.data.transforms import UInt64, hash_rows, signed_log
+from recpipe.errors import shown
 
 _NUMBER = rb"-?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"  # one way to match: no backtracking
 _HEX = rb"[0-9a-fA-F]{1,16}"
+_PLAIN = b"0123456789abcdefABCDEF.-\t\n"
 _ROW = re.compile(rb"[01](?:\t(?:%s)?){13}(?:\t(?:%s)?){26}\r?" % (_NUMBER, _HEX))
 _PARSE = pa.csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False)
 _CONVERT = pa.csv.ConvertOptions(
@@ -29,11 +31,25 @@ _CONVERT = pa.csv.ConvertOptions(
 
 
 class Malformed(Exception):
-    """The quick parser met a row that breaks the format; ``bad_lines`` says which."""
+    """The quick parser met a row that may break the format; ``bad_lines`` says which one does."""
+
+
+def parse_plain(text: bytes, schema: Schema) -> Columns:
+    """Columns of whole lines of Criteo text; ``Malformed`` if any of them may break the format.
+
+    pyarrow takes more for a number than the format has, depending on its release (spaces around it, a plus
+    sign, a byte order mark before it), and a lone CR for a line's end: rows with such bytes are left to
+    ``bad_lines``, so that a row is good or bad whatever stands beside it.
+    """
+    if b"\r" in text:
+        text = text.replace(b"\r\n", b"\n")
+    if text.translate(None, _PLAIN):
+        raise Malformed("a byte that few numbers and ids have")
+    return parse_block(text, schema)
 
 
 def parse_block(text: bytes, schema: Schema) -> Columns:
-    """Columns of whole lines of Criteo text; ``Malformed`` if any of them breaks the format."""
+    """Columns of whole lines of Criteo text, none of which ``bad_lines`` calls bad."""
     if not text:
         return Columns(np.empty(0, np.float32), np.empty((0, 13), np.float32), np.empty((0, 26), np.int32))
     whole = pa.csv.ReadOptions(column_names=COLUMNS, block_size=len(text))
@@ -114,35 +130,39 @@ def _hex_words(digits: NDArray[np.uint8]) -> UInt64:
 
 
 def bad_lines(text: bytes) -> tuple[list[tuple[int, bytes]], bytes]:
-    """Lines that break the format, with their indices from 0, and the text without them."""
+    """Lines that break the format, with their indices from 0, and the text without them, ended by LF."""
     lines = text.split(b"\n")
     if not lines[-1]:
         lines.pop()
-    bad = [(index, line) for index, line in enumerate(lines) if not _is_row(line)]
-    wrong = {index for index, _ in bad}
-    good = b"".join(line + b"\n" for index, line in enumerate(lines) if index not in wrong)
-    return bad, good
+    bad, good = [], []
+    for index, line in enumerate(lines):
+        if _is_row(line):
+            good.append(line.removesuffix(b"\r") + b"\n")
+        else:
+            bad.append((index, line))
+    return bad, b"".join(good)
 
 
 def _is_row(line: bytes) -> bool:
-    return bool(_ROW.fullmatch(line)) and all(_is_number(field.decode()) for field in line.split(b"\t")[1:14])
+    return bool(_ROW.fullmatch(line)) and all(isfinite(float(x)) for x in line.split(b"\t")[1:14] if x)
 
 
-def _is_number(value: str) -> bool:
-    return not value or (bool(re.fullmatch(_NUMBER, value.encode())) and isfinite(float(value)))
+def _is_number(value: bytes) -> bool:
+    return bool(re.fullmatch(_NUMBER, value)) and isfinite(float(value))
 
 
 def fault(line: bytes) -> str:
     """What is wrong with a bad line: its column, its value and what should stand there."""
-    fields = line.rstrip(b"\r").decode(errors="backslashreplace").split("\t")
+    fields = line.removesuffix(b"\r").split(b"\t")
     if len(fields) != len(COLUMNS):
         hint = " (a test file without labels?)" if len(fields) == len(COLUMNS) - 1 else ""
         return f"expected {len(COLUMNS)} tab-separated columns, found {len(fields)}{hint}"
-    if fields[0] not in ("0", "1"):
-        return f"column label: '{fields[0]}' is neither 0 nor 1"
-    for name, value in zip(COLUMNS[1:], fields[1:], strict=True):
-        if name in DENSE and not _is_number(value):
-            return f"column {name}: '{value[:40]}' is not a finite number"
-        if name in SPARSE and value and not re.fullmatch(_HEX, value.encode()):
-            return f"column {name}: '{value[:40]}' is not a hexadecimal id of up to 16 digits"
-    return "not a Criteo row"
+    if fields[0] not in (b"0", b"1"):
+        return f"column label: '{shown(fields[0])}' is neither 0 nor 1"
+    for name, value in zip(DENSE, fields[1:14], strict=True):
+        if value and not _is_number(value):
+            return f"column {name}: '{shown(value)}' is not a finite number"
+    for name, value in zip(SPARSE, fields[14:], strict=True):
+        if value and not re.fullmatch(_HEX, value):
+            return f"column {name}: '{shown(value)}' is not a hexadecimal id of up to 16 digits"
+    raise AssertionError("a bad line has a bad field")

@@ -7,12 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import quote
 
 from recpipe.data.batch import Batch, BatchShare
-from recpipe.errors import DataError
+from recpipe.errors import DataError, shown
 from recpipe.ranks import part_of
 
 Split = Literal["train", "eval"]
+LONGEST_NAME = 200
+"""Bytes, percent-encoded, of a sparse feature's name: a file system's 255 less what is put around it."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,25 @@ class SparseFeature:
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns of a data set, in the order in which batches hold them."""
+    """The columns of a data set, in the order in which batches hold them.
+
+    ``DataError`` for the name of a sparse feature that cannot name a file too: tables have some of their own.
+    """
 
     dense: tuple[str, ...]
     sparse: tuple[SparseFeature, ...]
+
+    def __post_init__(self) -> None:
+        for feature in self.sparse:
+            try:
+                fits = len(quote(feature.name, safe="")) <= LONGEST_NAME
+            except UnicodeEncodeError:
+                fits = False
+            if not fits:
+                raise DataError(
+                    f"the column name '{shown(feature.name)}' is not text of at most {LONGEST_NAME} bytes, "
+                    "percent-encoded; rename the column"
+                )
 
 
 class Dataset(ABC):

@@ -1,4 +1,4 @@
-"""Input files: which ones a ``data.path`` means, and their text in blocks of whole lines."""
+"""Input files: which ones a ``data.path`` means, their text in blocks of whole lines, .npy arrays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from recpipe.errors import DataError
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.errors import DataError, shown
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 
@@ -46,6 +49,14 @@ def check_readable(file: Path) -> None:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
 
 
+def map_npy(file: Path) -> NDArray[Any]:
+    """The array in a .npy file, mapped into memory; ``DataError`` for any other or a damaged file."""
+    try:
+        return np.lib.format.open_memmap(file, mode="r")
+    except Exception as error:  # a header is parsed as Python: damaged, it raises whatever that can
+        raise DataError(f"{file}: not a whole .npy file ({shown(error, 200)})") from error
+
+
 def _natural(file: Path) -> list[tuple[bool, int, str]]:
     parts = re.split(r"(\d+)", file.name)
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
@@ -66,16 +77,16 @@ def line_blocks(file: Path, block_bytes: int) -> Iterator[tuple[bytes, float]]:
             codec = CODECS.get(file.suffix)
             stream = pa.CompressedInputStream(raw, codec) if codec else raw
             while data := stream.read(block_bytes):
-                end = data.rfind(b"\n") + 1
+                first, end = data.find(b"\n"), data.rfind(b"\n") + 1
+                if len(rest) + (first if end else len(data)) > block_bytes:
+                    raise DataError(
+                        f"{file}: a line of more than {block_bytes:,} bytes; is this a text file?"
+                    )
                 if end:
                     yield rest + data[:end], raw.tell() / total
                     rest = data[end:]
                 else:
                     rest += data
-                if len(rest) > block_bytes:
-                    raise DataError(
-                        f"{file}: a line of more than {block_bytes:,} bytes; is this a text file?"
-                    )
     except OSError as error:
         raise DataError(f"{file}: {_archive_fault(str(error))}") from error
     if rest:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from recpipe.data.checks import RowChecks
 from recpipe.data.columns import Columns
-from recpipe.data.criteo import SPARSE, criteo_schema
-from recpipe.data.files import check_readable, input_files
+from recpipe.data.criteo import DENSE, SPARSE, criteo_schema
+from recpipe.data.files import check_readable, input_files, map_npy
 from recpipe.errors import DataError
 
 BLOCK_ROWS = 65536
@@ -101,35 +101,36 @@ class NpySource:
     def _columns(
         self, triple: Triple, low: int, dense: NDArray[Any], sparse: NDArray[Any], labels: NDArray[Any]
     ) -> Columns:
-        ids = sparse % self._rows if self._hash else sparse
+        # Of one signedness: numpy would make float64 of uint64 and int64 together.
+        ids = sparse.astype(np.int64 if sparse.dtype.kind == "i" else np.uint64)
+        if self._hash:
+            ids %= self._rows.astype(ids.dtype)
         labels = labels.reshape(-1)
         checks = {file: RowChecks(file, low + 1, len(dense)) for file in triple}
-        checks[triple.labels].require((labels == 0) | (labels == 1), "label", labels, "is neither 0 nor 1")
-        for column in range(dense.shape[1]):
+        valid = (labels == 0) | (labels == 1)
+        checks[triple.labels].require(valid, "label", labels.__getitem__, "is neither 0 nor 1")
+        stored = np.empty(dense.shape, np.float32)
+        for column, name in enumerate(DENSE):
             values = dense[:, column]
-            checks[triple.dense].require(
-                np.isfinite(values), f"I{column + 1}", values, "is not a finite number"
-            )
-        for column, rows in enumerate(self._rows):
-            values = ids[:, column]
-            remedy = f"is not in [0, {rows}): raise data.tables.{SPARSE[column]} or pass data.hash_ids=true"
-            checks[triple.sparse].require((values >= 0) & (values < rows), SPARSE[column], values, remedy)
+            stored[:, column] = checks[triple.dense].require_finite(values, name, values.__getitem__)
+        for column, rows in enumerate(self._rows.tolist()):
+            values, name = ids[:, column], SPARSE[column]
+            remedy = f"is not in [0, {rows}): raise data.tables.{name} or pass data.hash_ids=true"
+            valid = (values >= 0) & (values < rows)
+            checks[triple.sparse].require(valid, name, values.__getitem__, remedy)
         for check in checks.values():
             check.finish(self._skip)
         good = np.logical_and.reduce([check.good for check in checks.values()])
         self.rejected_rows += int(len(good) - good.sum())
-        return Columns(labels[good].astype(np.float32), dense[good], ids[good].astype(np.int32))
+        return Columns(labels[good].astype(np.float32), stored[good], ids[good].astype(np.int32))
 
 
 def _load(triple: Triple) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     arrays: list[NDArray[Any]] = []
     for file, width, kind in ((triple.dense, 13, "f"), (triple.sparse, 26, "iu"), (triple.labels, 1, "iu")):
-        try:
-            array = np.load(file, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"{file}: not a whole .npy file ({error})") from error
-        rows = len(arrays[0]) if arrays else array.shape[0]
-        if array.shape not in ((rows, width), (rows,) if width == 1 else ()):
+        array = map_npy(file)
+        rows: Any = len(arrays[0]) if arrays else array.shape[0] if array.ndim else "N"
+        if array.shape != (rows, width) and (width > 1 or array.shape != (rows,)):
             raise DataError(f"{file}: shape {array.shape}, expected ({rows}, {width})")
         if array.dtype.kind not in kind:
             raise DataError(f"{file}: holds {array.dtype}, expected {'float32' if kind == 'f' else 'int32'}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from recpipe.data.config import ParquetConfig, nearest
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.files import input_files
 from recpipe.data.transforms import hash_rows, signed_log, string_keys
-from recpipe.errors import DataError
+from recpipe.errors import DataError, shown
 
 SUFFIXES = (".parquet", ".pq")
 BLOCK_ROWS = 32768
+READ_FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
+"""What pyarrow raises over damaged files, names and sizes in them included."""
 
 
 class ParquetSource:
@@ -62,29 +65,19 @@ class ParquetSource:
         """Samples of all files in order."""
         columns = [self._label, *self._dense, *self._sparse]
         for index, file in enumerate(self.files):
-            parquet, row = _open(file), 0
-            total = parquet.metadata.num_rows
-            try:
-                for batch in parquet.iter_batches(BLOCK_ROWS, columns=columns, use_threads=False):
-                    yield (
-                        self._columns(file, row + 1, batch),
-                        (index + (row + len(batch)) / total) / len(self.files),
-                    )
-                    row += len(batch)
-            except (pa.ArrowException, OSError) as error:
-                raise DataError(f"{file}: damaged after row {row} ({error}); fetch the file again") from error
+            for first, batch, share in _batches(file, columns):
+                yield self._columns(file, first, batch), (index + share) / len(self.files)
 
     def _columns(self, file: Path, first_row: int, batch: pa.RecordBatch) -> Columns:
         checks = RowChecks(file, first_row, len(batch))
         labels = _labels(checks, self._label, batch.column(self._label))
         dense = np.empty((len(batch), len(self._dense)), np.float32)
         for index, name in enumerate(self._dense):
-            values = _dense(checks, name, batch.column(name))
-            dense[:, index] = signed_log(values) if self._log else values
+            dense[:, index] = _dense(checks, name, batch.column(name), self._log)
         scalars: list[Int32] = []
         bags: dict[str, Bags] = {}
         for feature in self.schema.sparse:
-            array = batch.column(feature.name)
+            array = _decoded(batch.column(feature.name))
             if feature.name in self.multi_hot:
                 bags[feature.name] = self._bags(checks, feature, array)
             else:
@@ -104,10 +97,13 @@ class ParquetSource:
             return np.where(valid, values, 0).astype(np.int32), valid
         missing = np.asarray(array.is_null())
         present = array.drop_null()
-        keys = string_keys(present) if _is_text(array.type) else _integers(present).view(np.uint64)
-        result = np.zeros(len(array), np.int32)
+        result, valid = np.zeros(len(array), np.int32), np.ones(len(array), bool)
+        if _is_text(array.type):
+            keys, valid[~missing] = string_keys(present)
+        else:
+            keys = _integers(present).view(np.uint64)
         result[~missing] = hash_rows(keys, rows)
-        return result, np.ones(len(array), bool)
+        return result, valid
 
     def _bags(self, checks: RowChecks, feature: SparseFeature, array: pa.Array) -> Bags:
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
@@ -120,15 +116,16 @@ class ParquetSource:
             self._require(checks, feature, wrong == 0, array)
         return Bags(values, offsets)
 
-    @staticmethod
     def _require(
-        checks: RowChecks, feature: SparseFeature, valid: NDArray[np.bool_], array: pa.Array
+        self, checks: RowChecks, feature: SparseFeature, valid: NDArray[np.bool_], array: pa.Array
     ) -> None:
         remedy = (
-            f"is not in [0, {feature.rows}): raise data.tables.{feature.name} or pass data.hash_ids=true, "
-            "which hashes ids into the table"
+            f"is not in [0, {feature.rows}): raise data.tables.{shown(feature.name)} or pass "
+            "data.hash_ids=true, which hashes ids into the table"
         )
-        checks.require(valid, feature.name, array, remedy)
+        if self._hash:
+            remedy = "is not UTF-8, which text must be: write it as text, or the column as binary"
+        checks.require(valid, feature.name, partial(_value, array), remedy)
 
 
 def _selected(columns: Columns, good: NDArray[np.bool_]) -> Columns:
@@ -141,41 +138,69 @@ def _selected(columns: Columns, good: NDArray[np.bool_]) -> Columns:
 
 def _open(file: Path) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(os.fspath(file), memory_map=True)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file}: not a whole Parquet file ({str(error).splitlines()[0]})") from error
+        return pq.ParquetFile(os.fspath(file), memory_map=True, page_checksum_verification=True)
+    except READ_FAULTS as error:
+        raise DataError(f"{file}: not a whole Parquet file ({shown(error, 200)})") from error
+
+
+def _batches(file: Path, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch, float]]:
+    """Record batches of ``columns``: the number of the first row (from 1), the rows, the share read then."""
+    parquet, row = _open(file), 0
+    total = parquet.metadata.num_rows
+    reader = parquet.iter_batches(BLOCK_ROWS, columns=columns, use_threads=False)
+    while True:
+        try:
+            batch = next(reader, None)
+        except READ_FAULTS as error:
+            why = shown(error, 200)
+            raise DataError(f"{file}: damaged after row {row} ({why}); fetch the file again") from error
+        if batch is None:
+            break
+        yield row + 1, batch, (row + len(batch)) / max(1, total)
+        row += len(batch)
+    if row != total:
+        raise DataError(f"{file}: damaged, {row} rows instead of {total}; fetch the file again")
 
 
 def _rows(config: ParquetConfig, name: str) -> int:
     rows = (config.tables or {}).get(name, config.table_rows)
     if rows is None:
         raise DataError(
-            f"data.tables lacks column '{name}': state its rows, as in +data.tables.{name}=100000, "
+            f"data.tables lacks column '{shown(name)}': state its rows, as in {_override(name)}, "
             "or one size for all with data.table_rows=N"
         )
     return rows
+
+
+def _override(name: str) -> str:
+    """How a recipe states the rows of a table; a dot in Hydra's key would be a level."""
+    return f"'data.tables={{{name}: 100000}}'" if "." in name else f"+data.tables.{shown(name)}=100000"
 
 
 def _check_columns(file: Path, schema: pa.Schema, config: ParquetConfig) -> None:
     """``DataError`` for a column that is not there or whose type cannot serve."""
     numeric = [str(config.label), *config.dense]
     for name in [*numeric, *config.sparse]:
-        if name not in schema.names:
-            raise DataError(f"{file}: no column '{name}'; {nearest(name, schema.names)}")
+        found = schema.names.count(name)
+        if not found:
+            raise DataError(f"{file}: no column '{shown(name)}'; {nearest(name, schema.names)}")
+        if found > 1:
+            raise DataError(f"{file}: {found} columns are called '{shown(name)}'; rename all but one")
     for name in numeric:
         if not _is_number(schema.field(name).type):
             kind = schema.field(name).type
             raise DataError(
-                f"{file}, column {name}: holds {kind}; a label or dense column must be numeric or bool"
+                f"{file}, column {shown(name)}: holds {kind}; a label or dense column must be numeric or bool"
             )
     for name in config.sparse:
         kind = schema.field(name).type
         element = kind.value_type if _is_list(kind) else kind
         if _is_text(element) and not config.hash_ids:
-            raise DataError(f"{file}, column {name}: holds {kind}, which needs data.hash_ids=true")
+            raise DataError(f"{file}, column {shown(name)}: holds {kind}, which needs data.hash_ids=true")
         if not (_is_text(element) or pa.types.is_integer(element) or pa.types.is_boolean(element)):
             raise DataError(
-                f"{file}, column {name}: holds {kind}; sparse ids are integers, strings or lists of them"
+                f"{file}, column {shown(name)}: holds {kind}; "
+                "sparse ids are integers, strings or lists of them"
             )
 
 
@@ -184,7 +209,7 @@ def _check_lists(file: Path, own: pa.Schema, first: Path, schema: pa.Schema, spa
     for name in sparse:
         here, there = own.field(name).type, schema.field(name).type
         if _is_list(here) != _is_list(there):
-            raise DataError(f"{file}, column {name}: holds {here} here and {there} in {first}")
+            raise DataError(f"{file}, column {shown(name)}: holds {here} here and {there} in {first}")
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -209,12 +234,27 @@ def _integers(array: pa.Array, missing: int = 0) -> NDArray[np.int64]:
 
 
 def _labels(checks: RowChecks, name: str, array: pa.Array) -> Float32:
-    values = pc.fill_null(array.cast(pa.float64()), np.nan).to_numpy(zero_copy_only=False)
-    checks.require((values == 0) | (values == 1), name, array, "is neither 0 nor 1")
-    return np.asarray(values, np.float32)
+    values = pc.fill_null(array.cast(pa.float64(), safe=False), np.nan).to_numpy(zero_copy_only=False)
+    valid = (values == 0) | (values == 1)
+    checks.require(valid, name, partial(_value, array), "is neither 0 nor 1")
+    return np.where(valid, values, 0).astype(np.float32)
 
 
-def _dense(checks: RowChecks, name: str, array: pa.Array) -> NDArray[np.float64]:
+def _dense(checks: RowChecks, name: str, array: pa.Array, log: bool) -> Float32:
+    """float32 values, through the logarithm if ``log``, which no float64 leads beyond float32."""
     values = pc.fill_null(array.cast(pa.float64(), safe=False), 0.0).to_numpy(zero_copy_only=False)
-    checks.require(np.isfinite(values), name, array, "is not a finite number")
-    return np.asarray(values)
+    return checks.require_finite(signed_log(values) if log else values, name, partial(_value, array))
+
+
+def _decoded(array: pa.Array) -> pa.Array:
+    """Without a dictionary, which could hold nulls and repeats."""
+    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def _value(array: pa.Array, row: int) -> object:
+    """What a row holds, for a message; text that is not UTF-8 as bytes."""
+    try:
+        return array[row].as_py()
+    except UnicodeDecodeError:
+        kind = pa.list_(pa.binary()) if _is_list(array.type) else pa.binary()
+        return array.slice(row, 1).cast(kind)[0].as_py()

@@ -23,6 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 from recpipe.data.batch import Batch
 from recpipe.data.columns import Bags, BatchMaker, Columns
 from recpipe.data.dataset import NumberedDataset, Schema, SparseFeature
+from recpipe.data.files import map_npy
 from recpipe.errors import DataError
 
 FORMAT_VERSION = 1
@@ -57,15 +58,15 @@ class Meta:
         """From ``directory/meta.json``; ``DataError`` where it is not this format."""
         try:
             values: dict[str, Any] = json.loads((directory / "meta.json").read_text())
-            sparse = tuple(SparseFeature(item["name"], item["rows"]) for item in values["sparse"])
+            sparse = tuple(SparseFeature(item["name"], int(item["rows"])) for item in values["sparse"])
             schema = Schema(tuple(values["dense"]), sparse)
             known = values["format"] == FORMAT_VERSION
             meta = cls(
                 schema,
                 tuple(values["multi_hot"]),
-                values["samples"],
-                values["rejected_rows"],
-                values["digest"],
+                int(values["samples"]),
+                int(values["rejected_rows"]),
+                str(values["digest"]),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
@@ -174,18 +175,35 @@ def bag_file(directory: Path, name: str, part: str) -> Path:
 
 
 def _load(path: Path, dtype: DTypeLike, shape: tuple[int, ...] | None) -> NDArray[Any]:
-    try:
-        empty = shape is not None and 0 in shape
-        array = np.load(path, mmap_mode=None if empty else "r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path}: cannot be read ({error}); delete {path.parent} to prepare it again"
-        ) from error
+    array = map_npy(path)
     if array.dtype != dtype or (shape is not None and array.shape != shape):
         raise DataError(
             f"{path}: {array.dtype} {array.shape} is not what meta.json says; delete {path.parent}"
         )
     return np.asarray(array)
+
+
+def check_prepared(directory: Path, schema: Schema, multi_hot: Sequence[str]) -> None:
+    """``DataError`` where ``directory`` does not hold whole prepared data of ``schema``."""
+    meta = Meta.read(directory)
+    if meta.schema != schema or meta.multi_hot != tuple(multi_hot):
+        raise DataError(f"{directory}: meta.json is of other features")
+    _map(directory, meta)
+
+
+def _map(directory: Path, meta: Meta) -> Columns:
+    n, one_hot = meta.samples, len(meta.schema.sparse) - len(meta.multi_hot)
+    bags = {}
+    for name in meta.multi_hot:
+        offsets = _load(bag_file(directory, name, "offsets"), np.int64, (n + 1,))
+        values = _load(bag_file(directory, name, "values"), np.int32, (int(offsets[-1]),))
+        bags[name] = Bags(values, offsets)
+    return Columns(
+        _load(directory / "label.npy", np.float32, (n,)),
+        _load(directory / "dense.npy", np.float32, (n, len(meta.schema.dense))),
+        _load(directory / "ids.npy", np.int32, (n, one_hot)),
+        bags,
+    )
 
 
 class PreparedDataset(NumberedDataset):
@@ -201,22 +219,7 @@ class PreparedDataset(NumberedDataset):
         identity = f"{meta.to_json()} {eval_fraction!r}"
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
         self._make = BatchMaker(meta.schema, meta.multi_hot)
-        self._columns = self._map(directory, meta)
-
-    @staticmethod
-    def _map(directory: Path, meta: Meta) -> Columns:
-        n, one_hot = meta.samples, len(meta.schema.sparse) - len(meta.multi_hot)
-        bags = {}
-        for name in meta.multi_hot:
-            offsets = _load(bag_file(directory, name, "offsets"), np.int64, (n + 1,))
-            values = _load(bag_file(directory, name, "values"), np.int32, (int(offsets[-1]),))
-            bags[name] = Bags(values, offsets)
-        return Columns(
-            _load(directory / "label.npy", np.float32, (n,)),
-            _load(directory / "dense.npy", np.float32, (n, len(meta.schema.dense))),
-            _load(directory / "ids.npy", np.int32, (n, one_hot)),
-            bags,
-        )
+        self._columns = _map(directory, meta)
 
     def samples_between(self, low: int, high: int) -> Batch:
         """Samples ``low`` to ``high`` (excluded), cut out of the mapped files."""

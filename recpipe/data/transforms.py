@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,15 +34,29 @@ def hash_rows(keys: UInt64, rows: int) -> Int32:
     return hashed.astype(np.int32)
 
 
-def string_keys(values: pa.Array) -> UInt64:
-    """64-bit keys of strings or bytes (no nulls): BLAKE2b of each distinct value."""
-    encoded = values.dictionary_encode()
-    words: list[Any] = encoded.dictionary.to_pylist()
-    keys = np.empty(len(words), np.uint64)
+def string_keys(values: pa.Array) -> tuple[UInt64, NDArray[np.bool_]]:
+    """64-bit keys of strings or bytes (no nulls), BLAKE2b of each distinct value, and which are valid:
+    a string must be UTF-8, whose bytes are hashed."""
+    import pyarrow as pa
+
+    wide = pa.types.is_large_string(values.type) or pa.types.is_large_binary(values.type)
+    is_text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
+    encoded = values.cast(pa.large_binary() if wide else pa.binary()).dictionary_encode()
+    words: list[bytes] = encoded.dictionary.to_pylist()
+    keys, valid = np.empty(len(words), np.uint64), np.ones(len(words), bool)
     for index, word in enumerate(words):
-        data = word if isinstance(word, bytes) else str(word).encode()
-        keys[index] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-    return np.asarray(keys[np.asarray(encoded.indices)], np.uint64)
+        keys[index] = int.from_bytes(hashlib.blake2b(word, digest_size=8).digest(), "little")
+        valid[index] = not is_text or _is_utf8(word)
+    where = np.asarray(encoded.indices)
+    return keys[where], valid[where]
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def signed_log(values: NDArray[np.float64]) -> Float32:

@@ -9,25 +9,28 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator
+from torchrec.modules.embedding_configs import DataType
 
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.parts import TierParts
 from recpipe.embedding.policies import POLICIES, RowSpace
 from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.shard import ShardedCollection, join_group
+from recpipe.embedding.shard_claims import stored_types
 from recpipe.embedding.shard_plan import ShardPlan, load_plan
 from recpipe.embedding.sharding import KERNELS, Sharding
 from recpipe.embedding.shared_rows import ReplicatedCollection
-from recpipe.embedding.stores import KINDS, make_store
+from recpipe.embedding.stores import KINDS, SsdStore, make_store
 from recpipe.embedding.stores.base import ColdStore, Fill, StoreLayout
 from recpipe.embedding.stores.sharded import HeldRows, ShardedStore
 from recpipe.embedding.tables import TableSet
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.errors import UserError
 from recpipe.plugin.assembly import Assembly
-from recpipe.plugin.compose import Owned
+from recpipe.plugin.compose import Owned, overrides
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.ranks import Emulation, Ranks
+from recpipe.run_dir import RunDir
 from recpipe.sizes import parse_bytes, readable_bytes
 from recpipe.validation import FilePath, one_of
 
@@ -35,6 +38,8 @@ MANY_IDS = 8.0
 """Ids per bag from which several TBEs pay: on 2 cores 0.8 times as fast at 1, level at 4, 1.4 times at 20."""
 SHARDED = "sharded"
 """``tiers.store`` of rows partitioned over ranks."""
+SCRATCH = "tiers"
+"""Where a run's ssd store lies in the run directory when nobody has named a place; it goes with the run."""
 
 
 def _tbes(value: int | str) -> int | str:
@@ -69,10 +74,9 @@ class TierConfig:
             return self.store
         return f"sharded ({self.holder_store if self.store == SHARDED else self.store})"
 
-    def directory(self, run_dir: Path, ranks: Ranks) -> Path:
-        """Where this rank's store puts its files."""
-        top = Path(self.dir).expanduser() if self.dir else run_dir / "tiers"
-        return top if ranks.world == 1 else top / f"rank-{ranks.rank}"
+    def directory(self, run_dir: Path) -> Path:
+        """Where ssd stores go: of several ranks each in a ``rank-N`` of its own there."""
+        return Path(self.dir).expanduser() if self.dir else run_dir / SCRATCH
 
     def budget(self, tables: TableSet) -> int:
         """Bytes of ``tiers.resident_bytes``, at most those of all tables."""
@@ -81,18 +85,26 @@ class TierConfig:
         )
 
 
-def cache_owner(config: TierConfig, assembly: Assembly) -> str:
-    """Who decides which rows are resident: ``resident`` (all are), a built-in policy or a plugin's name."""
+def cache_owner(config: TierConfig, assembly: Assembly, tables: TableSet) -> str:
+    """Who decides which rows are resident: ``resident`` (all are), a built-in policy or a plugin's name.
+
+    ``UserError`` where plugins and the recipe's ``tiers`` contradict each other.
+    """
     owners = assembly.policies("cache")
     if not owners:
         _check_sharding(config, assembly, config.policy)
         return config.policy
-    owner, tables = owners[0]
+    owner, claimed = owners[0]
     name = owner.origin.plugin
-    if len(owners) > 1 or len(tables) < sum(1 for _, aspect in assembly.claims if aspect == "cache"):
+    if len(owners) > 1:
         names = " and ".join(o.origin.plugin for o, _ in owners)
         raise PluginConflict(
             f"{names} each want some tables' cache, but one policy owns it for all tables; drop one"
+        )
+    if len(claimed) < len(tables.features):
+        raise PluginConflict(
+            f"plugin {owner.origin} claims the cache of {', '.join(claimed)} alone, but one policy owns it "
+            "for all tables; it must claim '*'"
         )
     if config.policy != "resident":
         raise PluginConflict(
@@ -104,19 +116,34 @@ def cache_owner(config: TierConfig, assembly: Assembly) -> str:
 
 
 def _check_sharding(config: TierConfig, assembly: Assembly, owner: str) -> None:
-    """Tiers and sharding exclude each other; planners and their like need sharding."""
-    if owner != "resident" and is_sharded(config, assembly):
+    """Tiers and sharding exclude each other; what is about sharded tables needs sharding."""
+    if not is_sharded(config, assembly):
+        for key, idle in (("kernel", "fused"), ("split_rows", False)):
+            value = getattr(config, key)
+            if value != idle:
+                raise UserError(
+                    f"tiers.{key}={str(value).lower()} is about sharded tables, and this run shards none: "
+                    "leave it out, or shard them with tiers.sharded=true"
+                )
+    elif owner != "resident":
         placing = _placing(assembly)
-        who = f"plugin {placing[0].origin} shards tables and" if placing else "tiers.sharded=true"
+        asked = "tiers.plan" if config.plan is not None else "tiers.sharded=true"
+        who = f"plugin {placing[0].origin} shards tables and" if placing else asked
         raise PluginConflict(
             f"{who} keeps all rows resident, but {owner} decides which rows are. Drop one of the two"
+        )
+    elif config.emulate.active:
+        raise UserError(
+            "tiers.emulate delays recpipe's own messages and not TorchRec's collectives, by which sharded "
+            "tables travel: leave it out"
         )
 
 
 def _placing(assembly: Assembly) -> list[Owned[Any]]:
-    """The plugins' parts that go through TorchRec's planner."""
+    """The plugins' parts that only TorchRec's sharded tables can carry out."""
     placed = [assembly.planner, *assembly.sharders.values(), *assembly.codecs.values()]
     placed += [policy for aspect in ("placement", "kernel") for policy, _ in assembly.policies(aspect)]
+    placed += [owner for owner, kind in stored_types(assembly).values() if kind is not DataType.FP32]
     return [owned for owned in placed if owned is not None]
 
 
@@ -157,6 +184,8 @@ def plan_shards(
         config.kernel,
         config.budget(tables) / tables.total_bytes,
     )
+    sharding.data_types()  # these two refuse what could not be carried out
+    sharding.sharders()
     if config.plan is not None:
         plan = load_plan(Path(config.plan).expanduser())
         sharding.check(plan)
@@ -182,7 +211,7 @@ def build_embeddings(
     config: TierConfig,
     assembly: Assembly,
     device: torch.device,
-    run_dir: Path,
+    run_dir: RunDir,
     batch_size: int,
     ranks: Ranks,
     shards: tuple[Sharding, ShardPlan] | None = None,
@@ -193,7 +222,7 @@ def build_embeddings(
     ``shards``: as ``plan_shards`` gave it, where tables are sharded. ``ids_per_bag``
     gives the data's mean pooling factor.
     """
-    owner = cache_owner(config, assembly)
+    owner = cache_owner(config, assembly, tables)
     several = len(ranks.trainers) > 1
     module: TableCollection
     if shards is not None:
@@ -210,15 +239,29 @@ def build_embeddings(
             module = ResidentCollection(tables, device, tbe_count(config, tables, ids_per_bag, device))
     else:
         module = _tiered(tables, config, assembly, device, run_dir, owner, batch_size, ranks)
-    for aspect in ("precision", "update"):
-        for policy, names in assembly.policies(aspect):
-            rewritten = policy.part.rewrite(module, names)
-            if not isinstance(rewritten, TableCollection):
-                raise PluginError(
-                    f"plugin {policy.origin}: rewrite() must return a TableCollection, not "
-                    f"{type(rewritten).__name__}; checkpoints could not be written"
-                )
-            module = rewritten
+    return _rewritten(module, assembly, ranks)
+
+
+def _rewritten(module: TableCollection, assembly: Assembly, ranks: Ranks) -> TableCollection:
+    """``module`` as the policies that claim precision or update want it, each asked once for its tables."""
+    claimed = [(a, o, names) for a in ("precision", "update") for o, names in assembly.policies(a)]
+    for owner in {id(owner.part): owner for _, owner, _ in claimed}.values():
+        mine = [(a, name) for a, o, names in claimed if o.part is owner.part for name in names]
+        rewritten = owner.part.rewrite(module, tuple(dict.fromkeys(name for _, name in mine)))
+        if not isinstance(rewritten, TableCollection):
+            raise PluginError(
+                f"plugin {owner.origin}: rewrite() must return a TableCollection, not "
+                f"{type(rewritten).__name__}; checkpoints could not be written"
+            )
+        typed = overrides(owner.part, "data_type")
+        undone = sorted({a for a, _ in mine if a == "update" or not typed})
+        if rewritten is module and undone and ranks.trains:
+            raise PluginError(
+                f"plugin {owner.origin} claims the {' and '.join(undone)} of tables, but its rewrite() "
+                "returned them as they were; return a collection of its own (around or instead of them), or "
+                "drop the claim"
+            )
+        module = rewritten
     return module
 
 
@@ -238,7 +281,7 @@ def _tiered(
     config: TierConfig,
     assembly: Assembly,
     device: torch.device,
-    run_dir: Path,
+    run_dir: RunDir,
     owner: str,
     batch_size: int,
     ranks: Ranks,
@@ -271,20 +314,25 @@ def _tiered(
 
 
 def _store(
-    tables: TableSet, config: TierConfig, device: torch.device, run_dir: Path, batch_size: int, ranks: Ranks
+    tables: TableSet, config: TierConfig, device: torch.device, run_dir: RunDir, batch_size: int, ranks: Ranks
 ) -> ColdStore:
     """The cold store; over the ranks where there are several, whatever each keeps its part in."""
     kind = config.holder_store if config.store == SHARDED else config.store
+    top = config.directory(run_dir.path)
 
     def local(layout: StoreLayout, fill: Fill) -> ColdStore:
-        return make_store(
+        store = make_store(
             kind,
             layout,
             fill,
-            directory=config.directory(run_dir, ranks),
+            directory=top if ranks.world == 1 else top / f"rank-{ranks.rank}",
             pinned=device.type == "cuda",
             staging_bytes=staging_bytes(batch_size * len(tables.features)),
+            scratch=not config.dir,
         )
+        if isinstance(store, SsdStore) and not config.dir:
+            run_dir.at_end(store.remove)  # after an error nobody closes it
+        return store
 
     if config.store == SHARDED or ranks.world > 1:
         return ShardedStore(tables.layout, tables.fill, ranks, local)

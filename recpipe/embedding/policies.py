@@ -7,11 +7,14 @@ It moves nothing itself: ``recpipe.embedding.planner`` and ``tiered`` carry plac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from recpipe.saved import Damaged, like, residents, within
 
 Slots = NDArray[np.int32]
 RowIds = NDArray[np.int64]
@@ -74,7 +77,15 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later decisions depend on: numpy arrays, numbers, strings."""
+        """Everything that later decisions depend on: numpy arrays, numbers, strings.
+
+        The same names and types in every state, so that a new policy's tells what a saved one may hold.
+        """
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """``recpipe.saved.Damaged`` on what cannot be ``state_dict()``'s result; asked before anything is
+        loaded. A policy whose state has numbers of rows or slots checks their range here as well."""
+        like(self.state_dict(), state, "state")
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -153,6 +164,14 @@ class HotSet(CachePolicy):
             "move_rows": self._moves.rows,
             "done": self._done,
         }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """As in ``CachePolicy``."""
+        super().check_state(state)
+        residents(state, "row_of_slot", self.space.slots, self.space.rows)
+        within(state, "move_slots", 0, self.space.slots)
+        within(state, "move_rows", 0, self.space.rows, size=len(state["move_slots"]))
+        within(state, "done", 0, len(state["move_slots"]) + 1)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with those rows and moves."""
@@ -244,6 +263,16 @@ class Lru(CachePolicy):
             "step": self.step,
         }
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """As in ``CachePolicy``."""
+        super().check_state(state)
+        slots, steps = self.space.slots, np.iinfo(np.int32).max
+        within(state, "stamp", -1, steps, size=slots)
+        within(state, "ring_slot", 0, slots)
+        within(state, "ring_stamp", -1, steps, size=len(state["ring_slot"]))
+        within(state, "used", 0, slots + 1)
+        within(state, "step", 0, steps)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from those stamps."""
         self.stamp = state["stamp"]
@@ -334,6 +363,18 @@ class Lfu(CachePolicy):
             "next": self.next,
             "used": self.used,
         }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """As in ``CachePolicy``."""
+        super().check_state(state)
+        within(state, "counts", 0, size=self.space.rows)
+        residents(state, "row_of_slot", self.space.slots, self.space.rows)
+        within(state, "used", 0, self.space.slots + 1)
+        if (state["row_of_slot"][: state["used"]] < 0).any():
+            raise Damaged("row_of_slot lacks rows of slots that are used")
+        within(state, "candidates", 0, self.space.slots)
+        within(state, "candidate_counts", 0, size=len(state["candidates"]))
+        within(state, "next", 0, len(state["candidates"]) + 1)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from those counts."""

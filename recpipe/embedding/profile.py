@@ -10,8 +10,6 @@ import hashlib
 import json
 import math
 import os
-import zipfile
-import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -144,7 +142,7 @@ def _read(path: Path, meta: dict[str, Any]) -> Profile | None:
         return None
     except OSError as error:
         raise _unusable("read", path, error) from error
-    except (ValueError, KeyError, EOFError, TypeError, zlib.error, zipfile.BadZipFile) as error:
+    except Exception as error:  # zip archives, zlib, array headers, JSON: their faults have no common base
         raise UserError(f"the popularity profile {path} is damaged; delete it, it is made anew") from error
     if found != meta:
         raise UserError(f"the popularity profile {path} is of other data or tables; delete it")

@@ -7,6 +7,7 @@ these, this file is the place to mend.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from inspect import Signature, signature
@@ -19,6 +20,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import comm_ops, dist_data
 from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from recpipe.embedding.tables import module_name
 
 Views = tuple[torch.Tensor, torch.Tensor]
 """A table's weights [rows, D] and optimizer state [rows, S] (S may be 0), sharing the TBE's memory."""
@@ -66,7 +69,7 @@ def local_shards(parallel: DistributedModelParallel, table: str) -> list[LocalSh
 
     A data-parallel table is one shard without state: its optimizer is not TorchRec's.
     """
-    key = f"embedding_bags.{table}.weight"
+    key = f"embedding_bags.{module_name(table)}.weight"
     weight = parallel.module.tables.state_dict()[key]
     if not hasattr(weight, "local_shards"):
         return [LocalShard(0, 0, weight.detach(), weight.new_empty(len(weight), 0))]
@@ -83,6 +86,14 @@ def local_shards(parallel: DistributedModelParallel, table: str) -> list[LocalSh
         row, column = shard.metadata.shard_offsets
         shards.append(LocalShard(row, column, tensor, state))
     return shards
+
+
+def equipped(sharder: Any, fused: Mapping[str, Any], codecs: Mapping[str, Any]) -> Any:
+    """A copy of an embedding ``sharder`` with what it leaves open of its fused parameters and codecs."""
+    made = copy(sharder)
+    made._fused_params = {**fused, **(sharder.fused_params or {})}
+    made._qcomm_codecs_registry = {**codecs, **(sharder.qcomm_codecs_registry or {})}
+    return made
 
 
 def replicated_lookups(parallel: DistributedModelParallel) -> list[DistributedDataParallel]:

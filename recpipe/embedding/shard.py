@@ -23,7 +23,7 @@ from recpipe.embedding import seams
 from recpipe.embedding.collection import TORCHREC_OPTIMIZERS, TableCollection
 from recpipe.embedding.shard_plan import Shard, ShardPlan
 from recpipe.embedding.sharding import Sharding
-from recpipe.embedding.tables import Region, Values, row_chunks, to_numpy
+from recpipe.embedding.tables import Region, Values, module_name, row_chunks, to_numpy
 from recpipe.errors import DataError
 from recpipe.ranks import Channel, Ranks
 
@@ -159,11 +159,8 @@ class ShardedCollection(TableCollection):
 
     def _dense_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of data-parallel tables, whose gradients are whole tables."""
-        weights = [
-            p
-            for name, p in self.parallel.named_parameters()
-            if self.shards.tables[name.split(".")[-2]].replicated
-        ]
+        copied = {module_name(name) for name, table in self.shards.tables.items() if table.replicated}
+        weights = [p for name, p in self.parallel.named_parameters() if name.split(".")[-2] in copied]
         if not weights:
             return None
         optimizer = self.tables.optimizer
@@ -174,7 +171,7 @@ class ShardedCollection(TableCollection):
         found = seams.local_shards(self.parallel, table)
         if self._replicated is None or not self.shards.tables[table].replicated:
             return found
-        weight = self.parallel.get_parameter(f"module.tables.embedding_bags.{table}.weight")
+        weight = self.parallel.get_parameter(f"module.tables.embedding_bags.{module_name(table)}.weight")
         state = self._replicated.state[weight].get("sum")
         return found if state is None else [replace(found[0], state=state.view(len(weight), -1))]
 

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.sharding_plan import placement
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets, placement
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+)
 
-from recpipe.embedding.tables import TableSet
+from recpipe.embedding.tables import TableSet, module_name
 from recpipe.errors import UserError
+from recpipe.saved import Damaged, entries, read_json, typed_as
+from recpipe.tiling import tiles
 
 SCHEMA = 1
+_SHARDINGS = {kind.value for kind in ShardingType}
+_DENSE = EmbeddingComputeKernel.DENSE.value
+_KERNELS = (
+    _DENSE,
+    EmbeddingComputeKernel.FUSED.value,
+    EmbeddingComputeKernel.FUSED_UVM.value,
+    EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
+)
+"""Those of TorchRec's whose tables recpipe can read and write."""
+_LARGEST = 2**60
+"""Values of a table: more than any machine has, less than TorchRec's arithmetic can count."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +91,7 @@ class ShardPlan:
             if not table.replicated:
                 spec = EnumerableShardingSpec([_metadata(s, device, local_world) for s in table.shards])
             limit = limits.get(name, ParameterConstraints())
-            made[name] = ParameterSharding(
+            made[module_name(name)] = ParameterSharding(
                 sharding_type=table.sharding,
                 compute_kernel=table.kernel,
                 ranks=list(table.ranks),
@@ -96,12 +115,12 @@ def _metadata(shard: Shard, device: str, local_world: int) -> ShardMetadata:
 def from_torchrec(
     plan: ShardingPlan, tables: TableSet, shard_ms: Mapping[str, Sequence[float]], world: int
 ) -> ShardPlan:
-    """``plan`` of the module whose child ``tables`` holds ``tables``; ``shard_ms``: predicted, by table."""
+    """``plan`` of the module whose child ``tables`` holds ``tables``; ``shard_ms``: predicted, by module."""
     (module,) = plan.plan.values()
     made = {}
     for feature in tables.features:
-        found = module[feature.name]
-        expected = shard_ms.get(feature.name, ())
+        found = module[module_name(feature.name)]
+        expected = shard_ms.get(module_name(feature.name), ())
         if found.sharding_spec is None:
             places = [(rank, 0, 0, feature.rows, tables.dim) for rank in range(world)]
         else:
@@ -117,57 +136,52 @@ def from_torchrec(
 
 
 def load_plan(path: Path) -> ShardPlan:
-    """A plan.json; ``UserError`` where it cannot be read or does not cover its tables."""
+    """A plan.json; ``UserError`` where it cannot be read or its shards are not what their sharding makes."""
     try:
-        content = json.loads(path.read_text())
-        if content["schema"] != SCHEMA:
-            raise UserError(f"{path}: a plan of schema {content['schema']}, not {SCHEMA}; plan anew")
-        tables = {
-            str(name): TablePlan(
-                **{
-                    **table,
-                    "ranks": tuple(table["ranks"]),
-                    "shards": tuple(Shard(**s) for s in table["shards"]),
-                }
-            )
-            for name, table in content["tables"].items()
-        }
-        plan = ShardPlan(int(content["world"]), tables)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as fault:
-        raise UserError(
-            f"{path} is no sharding plan ({type(fault).__name__}: {fault}); make one with task=plan"
-        ) from fault
-    for name, table in plan.tables.items():
-        _check_cover(path, name, table, plan.world)
+        content = read_json(path)
+        schema = entries({"schema": int}, content)["schema"]
+        if schema != SCHEMA:
+            raise UserError(f"{path}: a plan of schema {schema}, not {SCHEMA}; plan anew")
+        plan = typed_as(ShardPlan, {k: v for k, v in content.items() if k != "schema"})
+        for name, table in plan.tables.items():
+            _check(name, table, plan.world)
+    except (OSError, ValueError) as fault:
+        raise UserError(f"{path} is no sharding plan ({fault}); make one with task=plan") from fault
     return plan
 
 
-def _check_cover(path: Path, name: str, table: TablePlan, world: int) -> None:
-    """Every value of the table lies in exactly one shard, on a rank that there is."""
-    bad = next((s for s in table.shards if not 0 <= s.rank < world), None)
-    if bad is not None:
-        raise UserError(f"{path}: table '{name}' has a shard on rank {bad.rank} of {world}; plan anew")
+def _check(name: str, table: TablePlan, world: int) -> None:
+    """``Damaged`` unless the shards are what TorchRec makes of the sharding, on ranks that there are."""
+    known = (_DENSE,) if table.replicated else _KERNELS
+    if table.sharding not in _SHARDINGS or table.kernel not in known:
+        raise Damaged(
+            f"table '{name}' is {table.sharding!r} with kernel {table.kernel!r}: there is no such table"
+        )
+    ranks = [s.rank for s in table.shards]
+    strange = next((r for r in (*ranks, *table.ranks) if not 0 <= r < world), None)
+    if strange is not None:
+        raise Damaged(f"table '{name}' has a shard on rank {strange} of {world}")
     if table.replicated:
         return
-    area = sum(s.rows * s.columns for s in table.shards)
-    inside = all(
-        s.row >= 0 and s.row + s.rows <= table.rows and s.column >= 0 and s.column + s.columns <= table.dim
-        for s in table.shards
-    )
-    if area != table.rows * table.dim or not inside or _overlap(table.shards):
-        raise UserError(
-            f"{path}: the shards of table '{name}' do not tile its {table.rows} x {table.dim} values; "
-            "plan anew"
-        )
+    parts = [(s.row, s.column, s.rows, s.columns) for s in table.shards]
+    counted = parts and min(p[3] for p in parts) > 0 and table.rows * table.dim < _LARGEST
+    if not counted or not tiles(parts, table.rows, table.dim):
+        raise Damaged(f"the shards of table '{name}' do not tile its {table.rows} x {table.dim} values")
+    if not _torchrecs(table, world):
+        raise Damaged(f"table '{name}' is not cut, or its ranks not listed, as {table.sharding} needs it")
 
 
-def _overlap(shards: Sequence[Shard]) -> bool:
-    return any(
-        a.row < b.row + b.rows
-        and b.row < a.row + a.rows
-        and a.column < b.column + b.columns
-        and b.column < a.column + a.columns
-        for i, a in enumerate(shards)
-        for b in shards[i + 1 :]
-        if a.rows and b.rows
+def _torchrecs(table: TablePlan, world: int) -> bool:
+    """Whether the cuts and ranks are TorchRec's own: at run time it computes a row's rank from them."""
+    shards = table.shards
+    columns = shards[0].columns
+    hosts = [s.rank for s in shards if s.column == 0]  # the ranks that share its rows
+    sizes, offsets = calculate_shard_sizes_and_offsets(
+        torch.empty(table.rows, table.dim, device="meta"), len(hosts), len(hosts), table.sharding, columns
     )
+    if [[s.rows, s.columns] for s in shards] != sizes or [[s.row, s.column] for s in shards] != offsets:
+        return False
+    ranks = tuple(s.rank for s in shards)
+    if table.sharding == ShardingType.ROW_WISE.value and ranks != tuple(range(world)):
+        return False
+    return ranks == table.ranks

@@ -8,7 +8,7 @@ TorchRec leaves row-wise sharding out on CPUs and offers column-wise sharding wi
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,20 +19,25 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Stats
-from torchrec.distributed.types import QuantizedCommCodecs, ShardingPlanner, ShardingType
+from torchrec.distributed.types import ShardingPlanner, ShardingType
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from recpipe.embedding.shard_claims import codecs, plugin_sharder, refuse_limit, refuse_type, stored_types
 from recpipe.embedding.shard_plan import ShardPlan, TablePlan, from_torchrec
-from recpipe.embedding.tables import TableSet
+from recpipe.embedding.tables import TableSet, module_name
 from recpipe.errors import UserError
 from recpipe.plugin.api import TableInfo
 from recpipe.plugin.assembly import Assembly
 
 COLUMN_SPLITTING = frozenset({"column_wise", "table_column_wise", "grid_shard"})
 """Sharding types that cut rows of a table apart."""
+PLANNED = tuple(t.value for t in ShardingType if t is not ShardingType.GRID_SHARD)
+"""What TorchRec's planner considers for a table of which nothing is said."""
 MIN_COLUMNS = 128
 """TorchRec's own limit of a column-wise part's width; a grid with fewer parts than hosts makes it fail."""
+NO_OPTION = "No available sharding type and compute kernel"
+"""How TorchRec's RuntimeError begins where a table's limits leave its planner nothing to choose."""
 KERNELS = {
     "fused": EmbeddingComputeKernel.FUSED.value,
     "uvm": EmbeddingComputeKernel.FUSED_UVM.value,
@@ -70,7 +75,7 @@ class Prediction(Stats):  # type: ignore[misc]
     """What a planner expects of its plan; empty until it has planned."""
 
     shard_ms: dict[str, list[float]]
-    """Milliseconds of each shard, by table."""
+    """Milliseconds of each shard, by the table's ``module_name``."""
 
     def log(self, *, best_plan: list[ShardingOption], **_: Any) -> None:
         """Called by TorchRec's planner with the plan that it chose."""
@@ -94,24 +99,21 @@ class Sharding:
     """Share of a table's rows that ``kernel=uvm_caching`` keeps in device memory."""
 
     def data_types(self) -> dict[str, DataType]:
-        """The tables that a plugin stores in another type than float32."""
+        """The tables that a plugin stores in a type of its choice."""
         found = {}
-        for policy, names in self.assembly.policies("precision"):
-            for name in names:
-                chosen = policy.part.data_type(name)
-                if chosen is not None:
-                    found[name] = DataType[chosen.upper()]
+        for table, (owner, kind) in stored_types(self.assembly).items():
+            refuse_type(table, owner, kind, self.device)
+            found[table] = kind
         return found
 
     def module(self) -> nn.Module:
-        """The tables without memory, as a child named ``tables``."""
-        configs = self.tables.configs(self.data_types())
+        """The tables without memory under their ``module_name``, as a child named ``tables``."""
+        made = self.tables.configs(self.data_types())
+        configs = [replace(config, name=module_name(config.name)) for config in made]
         return _Holder(EmbeddingBagCollection(tables=configs, device=torch.device("meta")))
 
     def sharders(self) -> list[Any]:
-        """A sharder with the fused optimizer and the plugins' codecs, or the plugins' own."""
-        if self.assembly.sharders:
-            return [owned.part for owned in self.assembly.sharders.values()]
+        """A sharder with the fused optimizer and the plugins' codecs: a plugin's, or else recpipe's."""
         optimizer = self.tables.optimizer
         fused: dict[str, Any] = {
             "optimizer": optimizer.kind,
@@ -120,10 +122,10 @@ class Sharding:
         }
         if self.kernel == "uvm_caching":
             fused |= {"cache_load_factor": self.cached_share, "prefetch_pipeline": True}
-        return [
-            TableSharder(
-                self._may_split, self._grid, fused_params=fused, qcomm_codecs_registry=_codecs(self.assembly)
-            )
+        registry = codecs(self.assembly)
+        brought = self.assembly.sharders.items()
+        return [plugin_sharder(kind, owned, fused, registry) for kind, owned in brought] or [
+            TableSharder(self._may_split, self._grid, fused_params=fused, qcomm_codecs_registry=registry)
         ]
 
     def topology(self) -> Topology:
@@ -153,7 +155,15 @@ class Sharding:
                 for name in names:
                     limit = policy.part.constrain(name, TableInfo(name, rows[name], self.tables.dim))
                     if limit is not None:
+                        refuse_limit(name, policy, limit, self.device)
                         limits[name] = _merged(limits[name], limit)
+        for limit in limits.values():
+            if limit.sharding_types is None and self.assembly.sharders and not self._may_split:
+                # A plugin's sharder offers what TableSharder does not.
+                limit.sharding_types = [t for t in PLANNED if t not in COLUMN_SPLITTING]
+        for name, kind in self.data_types().items():
+            if kind is not DataType.FP32:
+                limits[name].sharding_types = _fused_types(name, limits[name].sharding_types)
         return limits
 
     def plan(self, group: dist.ProcessGroup | None) -> ShardPlan:
@@ -169,15 +179,16 @@ class Sharding:
                     f"host, and tables have {self.tables.dim}: use table_row_wise, or raise "
                     "model.embedding_dim"
                 )
+        by_module = {module_name(name): limit for name, limit in limits.items()}
         seen = Prediction({})
         planner: ShardingPlanner
         if self.assembly.planner is not None:
-            planner = self.assembly.planner.part(topology, limits)
+            planner = self.assembly.planner.part(topology, by_module)
             told = getattr(planner, "prediction", None)
             seen = told if isinstance(told, Prediction) else seen
         else:
             planner = EmbeddingShardingPlanner(
-                topology=topology, constraints=limits, batch_size=self.rank_batch, stats=[seen]
+                topology=topology, constraints=by_module, batch_size=self.rank_batch, stats=[seen]
             )
         module, sharders = self.module(), self.sharders()
         try:
@@ -185,7 +196,9 @@ class Sharding:
                 made = planner.plan(module, sharders)
             else:
                 made = planner.collective_plan(module, sharders, group)
-        except PlannerError as fault:
+        except (PlannerError, RuntimeError) as fault:
+            if not isinstance(fault, PlannerError) and NO_OPTION not in str(fault):
+                raise
             raise UserError(f"the planner found no way to place the tables: {_reason(fault)}") from fault
         plan = from_torchrec(made, self.tables, seen.shard_ms, self.world)
         self.check(plan, limits)
@@ -232,6 +245,12 @@ class Sharding:
             types = limits[name].sharding_types if name in limits else None
             if types and table.sharding not in types:
                 raise UserError(f"table '{name}' is {table.sharding}, but only {', '.join(types)} is allowed")
+            kernels = limits[name].compute_kernels if name in limits else None
+            if kernels and table.kernel not in kernels:
+                raise UserError(
+                    f"table '{name}' is planned for the kernel {table.kernel}, but tiers.kernel and the "
+                    f"plugins allow {' or '.join(kernels)} alone; plan anew, or set tiers.kernel as it was"
+                )
 
 
 def _splits_rows(table: str, sharding: str) -> UserError:
@@ -242,20 +261,23 @@ def _splits_rows(table: str, sharding: str) -> UserError:
     )
 
 
+def _fused_types(table: str, wanted: Sequence[str] | None) -> list[str]:
+    """The types of a table in lower precision: those with FBGEMM's optimizer, whose state stays float32."""
+    types = [t for t in wanted or PLANNED if t != ShardingType.DATA_PARALLEL.value]
+    if not types:
+        raise UserError(
+            f"table '{table}': a data_parallel table of lower precision would keep its optimizer's state in "
+            "that precision too; store it in fp32, or shard it table_wise or row_wise"
+        )
+    return types
+
+
 def _merged(base: ParameterConstraints, limit: ParameterConstraints) -> ParameterConstraints:
     default = ParameterConstraints()
     said = {f.name: getattr(limit, f.name) for f in fields(limit)}
     return replace(base, **{k: v for k, v in said.items() if v != getattr(default, k)})
 
 
-def _reason(fault: PlannerError) -> str:
+def _reason(fault: Exception) -> str:
     lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
     return " ".join(lines)[:400] + "; raise the number of ranks, or loosen the limits of the tables"
-
-
-def _codecs(assembly: Assembly) -> dict[str, QuantizedCommCodecs]:
-    """TorchRec's registry: by the collective's name, one codec for each direction."""
-    registry: dict[str, QuantizedCommCodecs] = {}
-    for (collective, direction), owned in assembly.codecs.items():
-        setattr(registry.setdefault(collective.name, QuantizedCommCodecs()), direction, owned.part)
-    return registry

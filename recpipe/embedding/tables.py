@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
+from urllib.parse import quote
 
 import numpy as np
 import torch
 from annotated_types import Gt
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from numpy.typing import NDArray
+from torch import nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 
 from recpipe.data.dataset import SparseFeature
@@ -19,6 +21,7 @@ from recpipe.validation import one_of
 
 FILL_ROWS = 65_536
 """Rows per seed of the initial values: any chunking of a table yields the same rows."""
+_TAKEN = frozenset(dir(nn.ModuleDict()))
 
 OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
@@ -110,6 +113,18 @@ class TableSet:
             lo, hi = max(start, first), min(stop, first + rows)
             out[lo - start : hi - start, : self.dim] = values[lo - first : hi - first]
         return out
+
+
+def module_name(table: str) -> str:
+    """``table`` as the name of a module, by which TorchRec's planner and sharded collection know a table.
+
+    The name itself, but for what no module may be called: a dot, nothing, an attribute of ``ModuleDict``.
+    Percent-encoded, so that different tables have different names.
+    """
+    safe = quote(table, safe="").replace(".", "%2E")
+    if safe in _TAKEN:
+        return f"%{ord(safe[0]):02X}{safe[1:]}"
+    return safe or "%"
 
 
 @dataclass(frozen=True)

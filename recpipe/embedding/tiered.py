@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -38,6 +38,7 @@ from recpipe.embedding.store_thread import StoreThread, TierTimes
 from recpipe.embedding.stores.base import ColdStore, IoCounters, Records
 from recpipe.embedding.tables import Region, TableSet, Values
 from recpipe.ranks import Channel, Ranks
+from recpipe.saved import entries, residents
 
 
 class TieredEmbeddingBagCollection(RowCollection):
@@ -283,6 +284,22 @@ class TieredEmbeddingBagCollection(RowCollection):
                 "state": copy.deepcopy(planner.policy.state_dict()),
             }
 
+    def _same_place(self, state: Mapping[str, Any]) -> bool:
+        """Whether ``state`` is of this policy and budget."""
+        planner = self.planner
+        mine = {"policy": type(planner.policy).__name__, "slots": planner.space.slots}
+        return all(state[key] == value for key, value in mine.items())
+
+    def check_placement_state(self, state: Mapping[str, Any]) -> None:
+        """``Damaged`` on what ``placement_state`` cannot have given."""
+        entries(
+            {"policy": str, "slots": int, "row_of_slot": NDArray[np.int64], "state": dict[str, Any]}, state
+        )
+        if self._same_place(state):
+            planner = self.planner
+            residents(state, "row_of_slot", planner.space.slots, planner.space.rows)
+            planner.policy.check_state(state["state"])
+
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
         """Bring the saved residents into their slots; tables must have been loaded before.
 
@@ -290,8 +307,7 @@ class TieredEmbeddingBagCollection(RowCollection):
         exactly, but starts with no row resident.
         """
         planner = self.planner
-        mine = {"policy": type(planner.policy).__name__, "slots": planner.space.slots}
-        if state is None or any(state[key] != value for key, value in mine.items()):
+        if state is None or not self._same_place(state):
             return False
         with self.quiesced():
             assert not (planner.row_of_slot >= 0).any(), "placement is restored before training starts"

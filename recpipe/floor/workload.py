@@ -83,15 +83,16 @@ def dense_work(
     """The MLPs' and the interaction's work, forward and backward, for ``samples`` samples.
 
     A layer's backward pass has two products of its forward's size, one for the weights' gradient and one
-    for the input's; the bottom MLP's first layer needs none of the latter. Activations have two bytes under
-    ``model.precision=bfloat16``.
+    for the input's; the bottom MLP's first layer needs none of the latter. Without dense features the bottom
+    MLP runs for a constant, once a batch. Activations have two bytes under ``model.precision=bfloat16``.
     """
     width, dim, vectors = (
         (2 if model.precision == "bfloat16" else 4),
         model.embedding_dim,
         sparse_features + 1,
     )
-    bottom = _layers([dense_features, *model.bottom, dim])
+    inputs, runs = (dense_features, samples) if dense_features else (1, 1.0)
+    bottom = _layers([inputs, *model.bottom, dim])
     if model.name == "dlrm":
         pairs = vectors * (vectors - 1) // 2
         products, saved = pairs * dim, vectors * dim
@@ -102,17 +103,16 @@ def dense_work(
         saved = vectors * dim * model.cross_layers
         interaction_parameters, top_input = products, vectors * dim
     top = _layers([top_input, *model.top, 1])
-    layers = [*bottom, *top]
-    mlp = sum(i * o for i, o in layers)
-    weights = FLOAT_BYTES * mlp
-    values = samples * (dense_features + sum(o for _, o in layers) + top_input)
-    unneeded = dense_features * bottom[0][1]
+    weights = FLOAT_BYTES * sum(i * o for i, o in [*bottom, *top])
+    flops = 2 * sum(n * i * o for n, layers in ((runs, bottom), (samples, top)) for i, o in layers)
+    values = runs * (inputs + sum(o for _, o in bottom)) + samples * (sum(o for _, o in top) + top_input)
+    unneeded = 2 * runs * inputs * bottom[0][1]
     cross_weights = FLOAT_BYTES * interaction_parameters
     moved = width * samples * (saved + top_input)
     return {
         "interaction forward": Work(2 * samples * products, moved + cross_weights),
-        "MLP forward": Work(2 * samples * mlp, weights + width * values),
-        "MLP backward": Work(2 * samples * (2 * mlp - unneeded), 2 * weights + width * values),
+        "MLP forward": Work(flops, weights + width * values),
+        "MLP backward": Work(2 * flops - unneeded, 2 * weights + width * values),
         "interaction backward": Work(
             4 * samples * products, moved + width * samples * vectors * dim + 2 * cross_weights
         ),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import astuple
+from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -15,7 +17,7 @@ from torch import nn
 from recpipe.data.batch import Batch
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.errors import UserError
-from recpipe.metrics import BackgroundQuality
+from recpipe.metrics import BackgroundQuality, Quality
 from recpipe.model.ranker import Ranker
 from recpipe.phases import phase
 from recpipe.pipeline.loader import TrainLoader
@@ -24,9 +26,26 @@ from recpipe.pipeline.sync import add_up
 from recpipe.pipeline.two_cores import TwoCores, own_share
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Channel, Ranks
+from recpipe.saved import tensor
 
-LOG_EVERY = 50
-"""Steps between log lines: Lightning's logging costs more than a small model's step would allow."""
+LOOK_EVERY = 50
+"""Steps between looks at the loss on a GPU, each of which waits for it."""
+
+
+class LossTotal(NamedTuple):
+    """The ``sum`` of so many ``steps``' mean losses."""
+
+    sum: float = 0.0
+    steps: int = 0
+
+    def mean_since(self, earlier: LossTotal) -> float:
+        """Mean loss of the steps after ``earlier``; NaN without any."""
+        steps = self.steps - earlier.steps
+        return (self.sum - earlier.sum) / steps if steps else math.nan
+
+
+class EvaluationStopped(BaseException):
+    """A signal came during an evaluation: it ends here. Raised on all trainers."""
 
 
 class RankingModule(L.LightningModule):
@@ -50,13 +69,14 @@ class RankingModule(L.LightningModule):
         self.stop_asked = False
         """Whether this rank was asked to stop ..."""
         self.stop_agreed = False
-        """... and whether any rank was, as all of them know after the same step."""
+        """... and whether any rank was, as all of them know after the same batch."""
         self.dense = list(ranker.dense_parameters().values())
         self.quality = BackgroundQuality()
+        self.figures: Quality | None = None
+        """Of the latest evaluation that came to its end; the same on all trainers."""
         self.step_times = StepTimes()
         self.two_cores = TwoCores()
-        self.loss_sum = torch.zeros((), dtype=torch.float64)
-        """Sum of the steps' mean losses since ``take_mean_loss``."""
+        self._loss_sum = torch.zeros((), dtype=torch.float64)
         self._losses = 0
         self.samples: int | None = 0
         """Samples trained so far in the whole run; None: the checkpoint it goes on from does not tell."""
@@ -88,20 +108,18 @@ class RankingModule(L.LightningModule):
         with self.assembly.around_step(batch.batch):
             loss, _ = self._accumulate(batch)
             loss, self.stop_agreed = add_up(self.trainers, self.dense, loss, self.stop_asked)
-            looked_at = loss.device.type == "cpu" or batch_idx % LOG_EVERY == 0
+            looked_at = loss.device.type == "cpu" or batch_idx % LOOK_EVERY == 0
             if looked_at and not math.isfinite(loss.item()):
                 raise UserError(self._diverged(batch.batch))
             with phase("dense optimizer"):
                 optimizer.step()
             with phase("embedding backward and update"):
                 self.ranker.embeddings.update()
-        self.loss_sum = self.loss_sum.to(loss.device) + loss
+        self._loss_sum = self._loss_sum.to(loss.device) + loss
         self._losses += 1
         self._batches_done = batch_idx + 1
         if self.samples is not None:
             self.samples += batch.consumed
-        if batch_idx % LOG_EVERY == 0:
-            self.log("loss", loss, prog_bar=True, batch_size=batch.batch.size)
         return loss
 
     def _accumulate(self, batch: StagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,11 +128,9 @@ class RankingModule(L.LightningModule):
             return self.two_cores.accumulate(self.ranker, self.dense, batch, share)
         return accumulate(self.ranker, batch, self.step_times)
 
-    def take_mean_loss(self) -> float:
-        """Mean training loss since the last call; NaN without steps."""
-        mean = float(self.loss_sum) / self._losses if self._losses else float("nan")
-        self.loss_sum, self._losses = torch.zeros((), dtype=torch.float64), 0
-        return mean
+    def loss_total(self) -> LossTotal:
+        """Of the steps that this process has trained; waits for a GPU."""
+        return LossTotal(float(self._loss_sum), self._losses)
 
     def _diverged(self, batch: Batch) -> str:
         """Which tensor was the first to hold a value that is not finite."""
@@ -136,19 +152,48 @@ class RankingModule(L.LightningModule):
     # -- evaluation --------------------------------------------------------------------------
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Keep the batch's predictions; the figures are computed in a thread of their own."""
+        """Keep the batch's predictions; after the last one, ``figures`` are those of all.
+
+        Raises ``EvaluationStopped`` when any trainer was asked to stop.
+        """
         logits, labels = self.ranker(batch) if batch.size else self._no_logits(batch), batch.labels
-        if self.trainers.size > 1:
-            logits, labels = self._gathered(logits), self._gathered(labels)
+        logits, labels = self._gathered(logits, labels)
+        self._stop_if_agreed()
         self.quality.add(logits, labels)
+        # Here and not when the epoch ends: Lightning repeats an evaluation that stopped in a step.
+        if batch_idx + 1 == self.trainer.num_val_batches[0]:
+            self.figures = self._awaited(self.quality.submit())
+
+    def _awaited(self, promised: Future[Quality]) -> Quality:
+        """The first trainer's figures, on all: whoever monitors them must decide alike."""
+        while not (promised.done() or self.stop_asked):
+            wait([promised], timeout=0.1)
+        figures = astuple(promised.result()) if promised.done() else (math.nan,) * 3
+        told = self.trainers.gather(np.array([[*figures, self.stop_asked]], np.float64))
+        self.stop_agreed = any(bool(part[0, -1]) for part in told)
+        self._stop_if_agreed()
+        return Quality(*told[0][0, :-1].tolist())
+
+    def _stop_if_agreed(self) -> None:
+        if self.stop_agreed:
+            raise EvaluationStopped
 
     def _no_logits(self, batch: Batch) -> torch.Tensor:
         """Of a share without samples; its lookups are made, since other ranks take part in them."""
         self.ranker.pooled(batch.sparse)
         return batch.labels.new_zeros(0)
 
-    def _gathered(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(self.trainers.gather(values.cpu().numpy())))
+    def _gathered(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All trainers' ``logits`` [B] and ``labels`` [B], and in the same message who was asked to stop."""
+        if self.trainers.size == 1:
+            self.stop_agreed = self.stop_asked
+            return logits, labels
+        stop = logits.new_tensor([[self.stop_asked] * 2])
+        own = torch.cat([stop, torch.stack([logits.reshape(-1), labels], dim=1)])
+        parts = self.trainers.gather(own.cpu().numpy())
+        self.stop_agreed = any(bool(part[0, 0]) for part in parts)
+        all_of_them = torch.from_numpy(np.concatenate([part[1:] for part in parts]))
+        return all_of_them[:, 0], all_of_them[:, 1]
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -157,21 +202,27 @@ class RankingModule(L.LightningModule):
         return {name: p.detach() for name, p in self.ranker.dense_parameters().items()}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """The dense part alone."""
+        """The dense part alone; ``UserError`` where the parameters are another model's."""
+        self.check_parameters(state_dict)
+        with torch.no_grad():
+            for name, parameter in self.ranker.dense_parameters().items():
+                parameter.copy_(state_dict[name])
+        return nn.modules.module._IncompatibleKeys([], [])
+
+    def check_parameters(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """``UserError`` unless ``saved`` has the dense parameters, ``Damaged`` on values of another kind."""
         own = self.ranker.dense_parameters()
-        if own.keys() != state_dict.keys():
+        if own.keys() != saved.keys():
             raise UserError(
                 "the checkpoint is of another model: its dense parameters have other names; use its recipe"
             )
-        with torch.no_grad():
-            for name, parameter in own.items():
-                if parameter.shape != state_dict[name].shape:
-                    raise UserError(
-                        f"the checkpoint is of another model: {name} is {tuple(state_dict[name].shape)} "
-                        f"there and {tuple(parameter.shape)} here; use its recipe"
-                    )
-                parameter.copy_(state_dict[name])
-        return nn.modules.module._IncompatibleKeys([], [])
+        for name, parameter in own.items():
+            if parameter.shape != saved[name].shape:
+                raise UserError(
+                    f"the checkpoint is of another model: {name} is {tuple(saved[name].shape)} "
+                    f"there and {tuple(parameter.shape)} here; use its recipe"
+                )
+            tensor(saved[name], parameter.dtype, tuple(parameter.shape), name)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what Lightning does not know: data position, random state, which rows are resident."""
@@ -183,8 +234,8 @@ class RankingModule(L.LightningModule):
         checkpoint["recpipe"] = {
             "batches_done": done,
             "samples": self.samples,
-            "made_with": self._made_with(),
-            "order": self._order(),
+            "made_with": self.made_with(),
+            "order": self.order(),
             "dense_defaults": self._fresh_optimizer().defaults,
             "random": random_state(),
             "fingerprint": self.loader.dataset.fingerprint,
@@ -194,37 +245,25 @@ class RankingModule(L.LightningModule):
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.dense)
 
-    def _order(self) -> str | None:
+    def order(self) -> str | None:
         """The plugin that orders the samples: data positions of one order mean nothing in another."""
         return None if self.assembly.order is None else f"plugin {self.assembly.order.origin.plugin}"
 
-    def _made_with(self) -> dict[str, Any]:
+    def made_with(self) -> dict[str, Any]:
         """Values without which neither the data position nor the dense optimizer's state mean anything."""
         name = type(self._fresh_optimizer()).__name__
         return {"data.batch_size": self.loader.batch_size, "optim.dense.name": name}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue at the saved data position, with the same rows resident when the tiers are the same."""
+        """Continue at the saved data position, with the same rows resident when the tiers are the same.
+
+        ``recpipe.model.resume`` has checked it all before.
+        """
         saved = checkpoint["recpipe"]
-        if saved["fingerprint"] != self.loader.dataset.fingerprint:
-            raise UserError(
-                "the checkpoint was made on other data (or another recipe for it); resume with the same data"
-            )
-        for key, value in self._made_with().items():
-            theirs = saved["made_with"][key]
-            if theirs != value:
-                raise UserError(
-                    f"the checkpoint was made with {key}={theirs}, not {value}: resume with {key}={theirs}"
-                )
-        mine, theirs = self._order(), saved["order"]
-        if mine != theirs:
-            raise UserError(
-                f"the checkpoint counts batches in the order of {theirs or 'the data'}, this run in that of "
-                f"{mine or 'the data'}: resume with the same plugin, or start anew"
-            )
         # torch would take the learning rate from the checkpoint even where the recipe has a new one.
         defaults = self._fresh_optimizer().defaults
-        changed = {k: value for k, value in defaults.items() if saved["dense_defaults"][k] != value}
+        theirs = saved["dense_defaults"]
+        changed = {k: value for k, value in defaults.items() if k not in theirs or theirs[k] != value}
         for group in checkpoint["optimizer_states"][0]["param_groups"]:
             group.update(changed)
         self.loader.first = int(saved["batches_done"])
@@ -254,7 +293,7 @@ def set_random_state(state: dict[str, Any]) -> None:
     """Restore ``random_state()``'s result."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
     version, values, gauss = state["python"]
     random.setstate((version, tuple(values), gauss))
     key = state["numpy"]["key"].numpy().astype(np.uint32)

@@ -47,7 +47,9 @@ class ModelConfig:
 class Ranker(nn.Module):
     """A DLRM whose tables and dense part can be run apart.
 
-    ``embeddings`` is any module with the interface of TorchRec's ``EmbeddingBagCollection``.
+    ``embeddings`` is any module with the interface of TorchRec's ``EmbeddingBagCollection``. Without dense
+    features the bottom MLP's input is one constant 1, and its output one learned vector for all samples: its
+    products with the pooled rows weigh each feature for itself.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class Ranker(nn.Module):
         self.fused = device.type == "cpu" and has_onednn()
         """Whether the dense part runs by ``recpipe.model.dense`` instead of TorchRec's modules."""
         collection = cast(EmbeddingBagCollection, embeddings)
+        self._has_dense = dense_features > 0
+        dense_features = max(1, dense_features)
         bottom = [*config.bottom, config.embedding_dim]
         top = [*config.top, 1]
         if config.name == "dlrm":
@@ -127,6 +131,11 @@ class Ranker(nn.Module):
 
     def bottom(self, dense: torch.Tensor) -> torch.Tensor:
         """The bottom MLP's output [n, dim], which needs no table."""
+        if not self._has_dense:
+            return self._bottom_mlp(dense.new_ones((1, 1))).expand(len(dense), -1)
+        return self._bottom_mlp(dense)
+
+    def _bottom_mlp(self, dense: torch.Tensor) -> torch.Tensor:
         if self.fused:
             return mlp(dense, self._bottom, True, self.dtype)
         with self._autocast(dense):
@@ -162,7 +171,9 @@ class Ranker(nn.Module):
     @cached_property
     def dense_flops(self) -> int:
         """Of a sample's matrix products, forward and backward; the interaction of a DLRM left out."""
-        return 6 * sum(p.numel() for p in self.dense_parameters().values() if p.ndim == 2)
+        once = () if self._has_dense else ("dense_arch.",)
+        named = self.dense_parameters().items()
+        return 6 * sum(p.numel() for name, p in named if p.ndim == 2 and not name.startswith(once))
 
     def dense_parameters(self) -> dict[str, nn.Parameter]:
         """Everything that the dense optimizer trains; the tables train themselves in their backward pass."""

@@ -145,12 +145,13 @@ class TablePolicy:
         return None
 
     def rewrite(self, module: nn.Module, tables: Sequence[str]) -> nn.Module:
-        """The embedding module with ``tables`` changed (aspects ``precision`` and ``update``)."""
+        """The embedding module with ``tables`` changed (aspects ``precision`` and ``update``): another
+        ``TableCollection``, around or instead of ``module``. Called once for all tables of the policy."""
         return module
 
     def data_type(self, name: str) -> str | None:
-        """TorchRec's name of the type that stores a sharded table (``fp32``, ``fp16``, ``bf16``; aspect
-        ``precision``); None: float32."""
+        """The type that stores a table (``fp32``, ``fp16``, ``bf16``; aspect ``precision``); other than
+        ``fp32`` shards the tables. None: float32."""
         return None
 
     def cache(self, space: RowSpace) -> CachePolicy:
@@ -239,7 +240,8 @@ class Contribution:
     planner: PlannerFactory | None = None
     """Slot: the TorchRec planner."""
     sharders: Mapping[type[nn.Module], ModuleSharder[Any]] = field(default_factory=dict)
-    """Keyed: one sharder for each module type."""
+    """Keyed: TorchRec's sharder of ``EmbeddingBagCollection``; it is given the run's fused optimizer,
+    kernel and codecs."""
     codecs: Mapping[tuple[CommOp, Direction], QuantizedCommCodec[Any]] = field(default_factory=dict)
     """Keyed: one codec for each collective and direction."""
     device_bytes: int = 0
@@ -261,11 +263,13 @@ class Plugin(ABC):
     """The ``API`` that the plugin was written for; write the numbers, do not copy the name."""
     torchrec: ClassVar[str] = ""
     """Versions it works with, such as ``>=1.6,<1.9``; empty: all that recpipe supports."""
-    requires: ClassVar[tuple[str, ...]] = ()
-    conflicts: ClassVar[tuple[str, ...] | Mapping[str, str]] = ()
+    requires: tuple[str, ...] = ()
+    """Plugins that must run beside this one. Where knobs decide it, ``__init__`` sets this and the three
+    below on the object: conflicts are judged by what each plugin object says."""
+    conflicts: tuple[str, ...] | Mapping[str, str] = ()
     """Plugins that this one cannot run with; as a mapping, each with the reason."""
-    relies_on: ClassVar[frozenset[Invariant]] = frozenset()
-    alters: ClassVar[frozenset[Invariant]] = frozenset()
+    relies_on: frozenset[Invariant] = frozenset()
+    alters: frozenset[Invariant] = frozenset()
     """What a run with this plugin does not keep; one that alters nothing reproduces the run without it."""
 
     @abstractmethod

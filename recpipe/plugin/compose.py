@@ -9,8 +9,9 @@ from fnmatch import fnmatchcase
 from graphlib import CycleError, TopologicalSorter
 from typing import Generic, TypeVar
 
-from recpipe.plugin.api import Aspect, Contribution, Link, Origin, TablePolicy
-from recpipe.plugin.errors import PluginConflict, PluginOrderError
+from recpipe.plugin.api import Aspect, Contribution, Link, Origin, TableClaim, TablePolicy
+from recpipe.plugin.blame import BlamedPolicy
+from recpipe.plugin.errors import PluginConflict, PluginError, PluginOrderError
 
 P = TypeVar("P")
 K = TypeVar("K")
@@ -19,6 +20,16 @@ Claims = dict[tuple[str, Aspect], "Owned[TablePolicy]"]
 
 SLOTS = ("order", "splitter", "planner")
 """Fields of ``Contribution`` that only one plugin can fill; ``compose.prefer.<slot>=<plugin>`` chooses."""
+
+
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "placement": ("constrain",),
+    "kernel": ("constrain",),
+    "cache": ("cache", "collection"),
+    "precision": ("data_type", "rewrite"),
+    "update": ("rewrite",),
+}
+"""The methods of ``TablePolicy`` that carry out each aspect; a claim needs one of them."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +80,36 @@ def claims(tables: Iterable[str], plugins: Plugins) -> Claims:
     """
     tables = list(tables)
     merged: Claims = {}
+    for origin, contribution in plugins:
+        for claim in contribution.tables:
+            _check_methods(origin, claim)
     _merge(merged, tables, plugins, fallback=False)
     _merge(merged, tables, plugins, fallback=True)
     return merged
+
+
+def _check_methods(origin: Origin, claim: TableClaim) -> None:
+    """Refuse a claim whose policy has nothing to carry it out with."""
+    policy = type(claim.policy).__name__
+    for aspect in sorted(claim.aspects):
+        if aspect not in METHODS:
+            near = difflib.get_close_matches(aspect, METHODS, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise PluginError(
+                f"{origin} claims '{aspect}' of tables '{claim.glob}', which is no aspect.{hint} "
+                f"Aspects: {', '.join(METHODS)}"
+            )
+        if not any(overrides(claim.policy, method) for method in METHODS[aspect]):
+            raise PluginError(
+                f"{origin} claims the {aspect} of tables '{claim.glob}', but its {policy} overrides no "
+                f"{' or '.join(f'{method}()' for method in METHODS[aspect])}; bring one or drop the aspect"
+            )
+
+
+def overrides(policy: TablePolicy, method: str) -> bool:
+    """Whether a plugin's policy (blamed or not) brings ``method`` of its own."""
+    policy = policy.policy if isinstance(policy, BlamedPolicy) else policy
+    return getattr(getattr(policy, method), "__func__", None) is not getattr(TablePolicy, method)
 
 
 def _merge(merged: Claims, tables: Sequence[str], plugins: Plugins, *, fallback: bool) -> None:

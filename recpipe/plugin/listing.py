@@ -7,13 +7,12 @@ import inspect
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from recpipe.config import plugin_conf
 from recpipe.plugin.api import Context, Contribution, Origin, Plugin, TableInfo
+from recpipe.plugin.conf import knobs_in, plugin_conf
 from recpipe.plugin.load import installed, instantiate, origin_of
 
 SAMPLE = Context(
@@ -50,13 +49,14 @@ def _used(part: object) -> bool:
 
 
 def default_knobs(ep: EntryPoint) -> dict[str, object]:
-    """The values of the plugin's own yaml; none where it has no yaml."""
+    """The values of the plugin's own yaml; none where it has no yaml.
+
+    Raises ``PluginError`` where that sets more than the plugin's knobs.
+    """
     folder = plugin_conf(ep)
-    file = folder / "plugin" / f"{ep.name}.yaml" if folder else None
-    if file is None or not file.is_file():
+    if folder is None or not (folder / "plugin" / f"{ep.name}.yaml").is_file():
         return {}
-    values = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    return {str(k): v for k, v in values.items() if k != "defaults"} if isinstance(values, dict) else {}
+    return knobs_in(folder, ep.name)
 
 
 def describe(ep: EntryPoint) -> Listed:
@@ -91,5 +91,8 @@ def print_plugins() -> int:
     console.print(table)
     for row in filter(lambda row: row.fault, rows):
         print(f"broken: {row.origin.plugin}: {row.fault}")
+    print(
+        "Shown for the values of each plugin's yaml; what other knobs make of it: task=plan +plugin=NAME ..."
+    )
     console.print("Switch one on: python -m recpipe +plugin=NAME. Two: '+plugin=[a,b]'.", markup=False)
     return 0

@@ -93,20 +93,24 @@ def _check_versions(cls: type[Plugin], origin: Origin) -> None:
         )
 
 
-def check_together(active: Mapping[str, type[Plugin]]) -> None:
-    """Whole-plugin facts: requires, conflicts, and invariants relied on but altered."""
-    for name, cls in active.items():
-        for other in cls.requires:
+def check_together(active: Mapping[str, Plugin]) -> None:
+    """Whole-plugin facts: requires, conflicts, and invariants relied on but altered.
+
+    Asked of the plugin objects: knobs decide what some of them alter.
+    """
+    for name, plugin in active.items():
+        for other in plugin.requires:
             if other not in active:
                 raise PluginConflict(f"plugin '{name}' needs '{other}': add it, +plugin=[{other},{name}]")
-        for other in cls.conflicts:
+        reasons = plugin.conflicts
+        for other in reasons:
             if other in active:
-                reason = cls.conflicts[other] if isinstance(cls.conflicts, Mapping) else f"'{name}' says so"
+                reason = reasons[other] if isinstance(reasons, Mapping) else f"'{name}' says so"
                 raise PluginConflict(
                     f"plugins '{name}' and '{other}' cannot run together ({reason}). Drop one of the two"
                 )
         for other, theirs in active.items():
-            broken: frozenset[Invariant] = cls.relies_on & theirs.alters
+            broken: frozenset[Invariant] = plugin.relies_on & theirs.alters
             if other != name and broken:
                 what = "; ".join(i.value for i in sorted(broken, key=lambda i: i.name))
                 raise PluginConflict(
@@ -132,5 +136,6 @@ def activate(plugins: Mapping[str, Mapping[str, Any]]) -> list[tuple[Origin, Plu
     """The plugins of a recipe (``plugins:`` as plain dicts), in its order, checked alone and together."""
     available = installed()
     loaded = [(*load(name, available), knobs or {}) for name, knobs in plugins.items()]
-    check_together({origin.plugin: cls for cls, origin, _ in loaded})
-    return [(origin, _construct(cls, origin, knobs)) for cls, origin, knobs in loaded]
+    made = [(origin, _construct(cls, origin, knobs)) for cls, origin, knobs in loaded]
+    check_together({origin.plugin: plugin for origin, plugin in made})
+    return made

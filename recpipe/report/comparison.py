@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from recpipe.report import figures, html, plots
-from recpipe.report.exactness import FACTOR, Difference, limit, marked_name, notes
-from recpipe.report.record import plain, write_json
+from recpipe.report.exactness import FACTOR, Difference, limit
+from recpipe.report.record import plain, replace_file, write_json
+from recpipe.report.remarks import marked_name, notes
 
 
 @dataclass
@@ -115,12 +116,12 @@ def _minus(value: float | None, baseline: float | None) -> float | None:
     return None if value is None or baseline is None else value - baseline
 
 
-def write_result(content: Mapping[str, Any], directory: Path) -> Path:
-    """Write ``directory/compare.json`` atomically."""
-    return write_json(directory / "compare.json", plain(content))
+def write_result(content: Mapping[str, Any], path: Path) -> Path:
+    """Write ``path``, compare.json, atomically."""
+    return write_json(path, plain(content))
 
 
-def print_result(content: Mapping[str, Any], directory: Path, console: Console) -> None:
+def print_result(content: Mapping[str, Any], console: Console) -> None:
     """The comparison as two tables of 80 columns: speed and traffic, then quality and parameters."""
     rows = content["rows"]
     if content["partial"]:
@@ -129,7 +130,6 @@ def print_result(content: Mapping[str, Any], directory: Path, console: Console) 
     console.print(_quality_table(rows))
     for note in notes(content):
         console.print(note, markup=False, highlight=False)
-    console.print(f"report: {directory / 'compare.html'}", soft_wrap=True, markup=False, highlight=False)
 
 
 def _table(*columns: str) -> Table:
@@ -170,8 +170,8 @@ def _moved(io: Mapping[str, Any], unit: str) -> float | None:
     return io[f"{unit}_read"] + io[f"{unit}_written"] if io else None
 
 
-def write_html(content: Mapping[str, Any], directory: Path) -> Path:
-    """Write ``directory/compare.html``, which needs no other file."""
+def write_html(content: Mapping[str, Any], path: Path) -> Path:
+    """Write ``path``, compare.html, which needs no other file."""
     rows = content["rows"]
     template = html.page("compare.html.j2")
     text = template.render(
@@ -182,7 +182,7 @@ def write_html(content: Mapping[str, Any], directory: Path) -> Path:
         plots=_plots(rows),
         moved=_moved,
     )
-    return html.write_page(directory / "compare.html", text)
+    return replace_file(path, text)
 
 
 def _plots(rows: Sequence[Mapping[str, Any]]) -> list[plots.Plot]:

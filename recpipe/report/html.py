@@ -10,11 +10,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from omegaconf import OmegaConf
 
 from recpipe.report import figures, plots, profile
+from recpipe.report.record import replace_file
 
 
 def write(report: Mapping[str, Any], directory: Path) -> Path:
     """Write ``directory/report.html`` for ``report`` (report.json's content) and return its path."""
-    return write_page(directory / "report.html", render(report))
+    return replace_file(directory / "report.html", render(report))
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -46,13 +47,6 @@ def page(template: str) -> Template:
         jinja.filters[formatter.__name__] = formatter
     jinja.globals["figure"] = figures.figure
     return jinja.get_template(template)
-
-
-def write_page(path: Path, text: str) -> Path:
-    """Write ``text`` to ``path`` so that a reader sees the old page or the whole new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    return temporary.replace(path)
 
 
 def _learning(history: list[dict[str, Any]]) -> list[plots.Plot]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,7 +223,18 @@ def plain(value: Any) -> Any:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> Path:
     """Write strict JSON to ``path`` so that a reader sees the old file or the whole new one."""
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
+    return replace_file(path, text)
+
+
+def replace_file(path: Path, text: str) -> Path:
+    """Write ``text`` to ``path`` so that a reader sees the old file or the whole new one."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    return temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        return temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()  # on a full disk it takes what the other files could have
+        raise

@@ -20,8 +20,9 @@ from rich.text import Text
 
 from recpipe.errors import UserError
 from recpipe.launcher import JOB_FILE
-from recpipe.report import figures, html, plots
-from recpipe.report.record import SCHEMA, write_json
+from recpipe.report import figures, html, plots, terminal
+from recpipe.report.files import ReportFiles
+from recpipe.report.record import SCHEMA, replace_file
 
 REPORT, OVERRIDES = "report.json", Path(".hydra") / "overrides.yaml"
 
@@ -60,18 +61,20 @@ class Job:
 def report(directory: Path, console: Console | None = None) -> list[Job]:
     """Print the table of the sweep in ``directory`` and write sweep.json and sweep.html there.
 
-    Raises UserError where ``directory`` holds no jobs or cannot be written; a job without a whole report
-    is a line of the table.
+    Raises UserError where ``directory`` holds no jobs or, when all is printed, cannot be written; a job
+    without a whole report is a line of the table.
     """
     jobs = read(directory)
     every = _common(jobs)
     content = {"schema": SCHEMA, "every_job": every, "jobs": [asdict(job) for job in jobs]}
-    try:
-        write_json(directory / "sweep.json", content)
-        page = html.write_page(directory / "sweep.html", _html(every, jobs))
-    except OSError as fault:
-        raise UserError(f"cannot write the sweep's report into {directory}: {fault.strerror}") from fault
-    _print(every, jobs, page, console or Console())
+    files = ReportFiles(directory, f"mend that and say recpipe sweep-report {directory}")
+    files.write_json("sweep.json", content)
+    out = console or Console()
+    _print(every, jobs, out)
+    page = directory / "sweep.html"
+    if files.write(page.name, lambda path: replace_file(path, _html(every, jobs))):
+        terminal.print_place(page, out)
+    files.check()
     return jobs
 
 
@@ -197,7 +200,7 @@ def _cells(job: Job) -> list[str]:
     ]
 
 
-def _print(every: Sequence[str], jobs: Sequence[Job], page: Path, console: Console) -> None:
+def _print(every: Sequence[str], jobs: Sequence[Job], console: Console) -> None:
     # Eighty columns hold it only without padding; the box leaves one space between columns.
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("job", overflow="fold")
@@ -213,7 +216,7 @@ def _print(every: Sequence[str], jobs: Sequence[Job], page: Path, console: Conso
     lines = [f"every job: {' '.join(every)}"] if every else []
     lines += [f"* job {job.job} alters {', '.join(job.altered)}" for job in jobs if job.altered]
     lines += [f"job {job.job} {job.state}: {job.fault}" for job in jobs if job.fault]
-    for line in (*lines, f"report: {page}"):
+    for line in lines:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 

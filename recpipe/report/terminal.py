@@ -29,9 +29,13 @@ def print_result(report: Mapping[str, Any], directory: Path, console: Console | 
         out.print(table)
         if section := report.get("profile"):
             profile.print_profile(section, directory, out)
-        out.print(f"report: {directory / 'report.html'}", soft_wrap=True, markup=False, highlight=False)
 
     show(draw, console)
+
+
+def print_place(page: Path, console: Console | None = None) -> None:
+    """Say where the report is to be read."""
+    show(lambda out: out.print(f"report: {page}", soft_wrap=True, markup=False, highlight=False), console)
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

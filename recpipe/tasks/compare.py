@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from recpipe.errors import UserError
-from recpipe.report import comparison, figures
+from recpipe.made import scratch_directory
+from recpipe.report import comparison, figures, terminal
 from recpipe.report.comparison import RowResult
 from recpipe.report.environment import environment
-from recpipe.report.exactness import faults
+from recpipe.report.files import ReportFiles
+from recpipe.report.remarks import faults
 from recpipe.tasks import compare_run
 from recpipe.tasks.compare_rows import Row, carried_overrides, command_line_overrides, parse_rows, quoted
 from recpipe.tasks.config import CompareConfig
@@ -41,8 +43,9 @@ def compare(
     ``installed`` the plugins a row may name (default: all installed). Returns compare.json's content.
 
     Raises UserError, before any training, for unknown names and for rows that cannot be assembled; and when
-    all is done and written, for rows that failed or declare themselves exact and are not. What is finished
-    when a run of the first row fails or Ctrl-C comes is kept, with ``"partial": true`` in compare.json.
+    all is done and printed, for rows that failed or declare themselves exact and are not, and for files that
+    could not be written. What is finished when a run of the first row fails or Ctrl-C comes is kept, with
+    ``"partial": true`` in compare.json.
     """
     launch = launch or partial(compare_run.launch, ranks=config.ranks)
     rows = parse_rows(config.plugins, _installed() if installed is None else installed)
@@ -56,8 +59,8 @@ def compare(
             plan.finish(partial=True)
             raise
         content = plan.finish(partial=False)
-    if wrong := faults(content):
-        raise UserError(f"{'; '.join(wrong)}. All else is in {plan.out_dir / 'compare.json'}")
+    plan.files.late += [UserError(wrong) for wrong in faults(content)]
+    plan.files.check()
     return content
 
 
@@ -86,7 +89,8 @@ class _Comparison:
         """The first row that is exact: what other exact rows' parameters are compared with."""
         self.rounding: RowResult | None = None
         """The base row's recipe from weights that are one rounding apart."""
-        self.parameters = out_dir / "parameters"
+        self.parameters = scratch_directory(out_dir, "parameters")
+        self.files = ReportFiles(out_dir)
         self.environment = environment()
 
     def check_rows(self) -> None:
@@ -135,7 +139,7 @@ class _Comparison:
         speed = float(report["throughput"]["samples_per_second"])
         if counted:
             result.speeds.append(speed)
-        comparison.write_result(self.content(partial=True), self.out_dir)
+        self._save(self.content(partial=True))
         return f"{result.name}: {figures.count(speed)} samples/s"
 
     def _compare_parameters(self, index: int, export: Path) -> None:
@@ -196,7 +200,12 @@ class _Comparison:
         shutil.rmtree(self.parameters, ignore_errors=True)
         content = self.content(partial)
         if any(result.report for result in self.results):
-            comparison.write_result(content, self.out_dir)
-            comparison.write_html(content, self.out_dir)
-            comparison.print_result(content, self.out_dir, self.console)
+            self._save(content)
+            comparison.print_result(content, self.console)
+            page = self.out_dir / "compare.html"
+            if self.files.write(page.name, lambda path: comparison.write_html(content, path)):
+                terminal.print_place(page, self.console)
         return content
+
+    def _save(self, content: Mapping[str, Any]) -> None:
+        self.files.write("compare.json", lambda path: comparison.write_result(content, path))

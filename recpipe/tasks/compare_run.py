@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.errors import UserError
 from recpipe.report.exactness import Difference
+from recpipe.run_dir import unwritable
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node={}"
 _GRACE_SECONDS = 40  # torchrun gives its ranks 30
@@ -32,10 +33,11 @@ def launch(arguments: list[str], directory: Path, ranks: int = 1) -> dict[str, A
     next. Several ``ranks`` are started by torchrun. Its output goes to ``directory/run.log``. Raises
     UserError with the run's own message where it has one, and one that names the log for any other failure.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     log = directory / "run.log"
+    checkpoints = directory / "checkpoints"
+    earlier = checkpoints.exists()
     starter = TORCHRUN.format(ranks).split() if ranks > 1 else []
-    with log.open("wb") as output:
+    with _opened(log) as output:
         # Its own session: Ctrl-C reaches this process alone, which then ends the run in order.
         run = subprocess.Popen(
             [sys.executable, *starter, "-m", "recpipe", *arguments],
@@ -50,12 +52,21 @@ def launch(arguments: list[str], directory: Path, ranks: int = 1) -> dict[str, A
             end(run)
             raise
     # A comparison needs no checkpoints, and those of all its runs would fill the disk.
-    shutil.rmtree(directory / "checkpoints", ignore_errors=True)
+    if not earlier:
+        shutil.rmtree(checkpoints, ignore_errors=True)
     if status != 0:
         raise UserError(_failure(status, log))
     report = directory / "report.json"
     content: dict[str, Any] = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     return content
+
+
+def _opened(log: Path) -> BinaryIO:
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return log.open("wb")
+    except OSError as fault:
+        raise unwritable(log, fault) from fault
 
 
 def end(run: subprocess.Popen[bytes]) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from recpipe.embedding.shard_plan import Shard, ShardPlan
 from recpipe.embedding.tables import TableSet
+from recpipe.errors import printable
 from recpipe.sizes import readable_bytes
 
 
@@ -51,7 +53,7 @@ def print_shards(shards: Mapping[str, Any], console: Console) -> None:
     for name, row in shards["tables"].items():
         where = ", ".join(map(str, row["ranks"]))
         table.add_row(
-            name,
+            escape(printable(name)),
             row["sharding"],
             row["kernel"],
             where,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -29,6 +28,7 @@ from recpipe.floor.workload import Lookups, Work, count_lookups, optimizer_work,
 from recpipe.model.ranker import ModelConfig
 from recpipe.phases import PHASES
 from recpipe.pipeline.step import StagedBatch
+from recpipe.report.files import ReportFiles
 from recpipe.report.record import RunReport, Throughput
 from recpipe.tasks.config import TaskConfig
 from recpipe.training.config import TrainerConfig
@@ -53,7 +53,8 @@ class ProfileConfig(TaskConfig):
     def shortened(self, trainer: TrainerConfig) -> TrainerConfig:
         """``trainer`` for the steps that are needed, in as many epochs as that takes, and nothing else."""
         steps = self.warmup + 2 * self.steps
-        return replace(trainer, max_steps=steps, max_epochs=steps, checkpoint_every=None, logger=None)
+        only = replace(trainer, checkpoint_every=None, logger=None, callbacks=[])
+        return replace(only, max_steps=steps, max_epochs=steps)
 
 
 class StepProfiler(L.Callback):
@@ -125,7 +126,7 @@ class StepProfiler(L.Callback):
             self._watching = False
 
     def complete(
-        self, report: RunReport, model: ModelConfig, dense_features: int, tables: TableSet, run_dir: Path
+        self, report: RunReport, model: ModelConfig, dense_features: int, tables: TableSet, files: ReportFiles
     ) -> None:
         """Put the ``profile`` into the report, with the trace beside it; not where a signal came first.
 
@@ -136,7 +137,7 @@ class StepProfiler(L.Callback):
         timed = slice(self.config.warmup, self.config.warmup + self.config.steps)
         seconds, samples = self.recorder.step_seconds[timed], self.recorder.step_samples[timed]
         report.throughput = Throughput.of_steps(sum(samples), sum(seconds), seconds)
-        self.profiler.export_chrome_trace(str(run_dir / TRACE))
+        files.write(TRACE, lambda path: self.profiler.export_chrome_trace(str(path)))
         lookups = count_lookups(self.sparse)
         work = workload(model, dense_features, tables, lookups, self.optimizer)
         limits = machine.measure(4 * tables.dim, self.device)

@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from recpipe.checkpoint import newest, verify
+from recpipe.checkpoint import naming, newest, open_checkpoint
 from recpipe.embedding.collection import TableCollection
-from recpipe.embedding.tables import TableSet
+from recpipe.embedding.tables import TableSet, to_numpy
 from recpipe.errors import UserError
+from recpipe.manifest import TABLES
 from recpipe.model.ranker import Ranker
-from recpipe.table_files import TensorFiles, saved_weights, weight_name
+from recpipe.saved import entries, tensor
+from recpipe.table_files import saved_weights, weight_name
+from recpipe.tensor_files import TensorFiles
 from recpipe.tensor_writer import Streamed, write_tensors
 
 
@@ -25,10 +28,13 @@ def unshard(checkpoint: Path, target: Path) -> int:
     memory.
     """
     directory = newest(checkpoint.expanduser())
-    verify(directory)
-    dense = torch.load(directory / "trainer.pt", map_location="cpu", weights_only=True)["state_dict"]
-    tensors: dict[str, Streamed] = {name: (value.shape, [value.numpy()]) for name, value in dense.items()}
-    for name, weights in saved_weights(directory / "tables").items():
+    trainer = open_checkpoint(directory)
+    with naming(directory):
+        dense = entries({"state_dict": dict[str, torch.Tensor]}, trainer)["state_dict"]
+        for name, value in dense.items():
+            tensor(value, torch.float32, tuple(value.shape), name)
+    tensors: dict[str, Streamed] = {name: (value.shape, [to_numpy(value)]) for name, value in dense.items()}
+    for name, weights in saved_weights(directory / TABLES).items():
         if name in tensors:
             raise UserError(f"table '{name}' has the name of a dense parameter; rename the table")
         tensors[name] = weights

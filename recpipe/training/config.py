@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator
 
-from recpipe.errors import UserError
 from recpipe.validation import FilePath, Positive
 
 
@@ -30,6 +29,17 @@ def _every(value: int | float) -> int | float:
 Every = Annotated[int | float, AfterValidator(_every)]
 """Whole steps, or a share of an epoch."""
 
+LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
+
+
+def _logger(value: str) -> str:
+    if value not in LOGGERS:
+        raise ValueError(
+            f"is unknown; choose {', '.join(LOGGERS)}, null, or any Lightning logger: "
+            "{_target_: package.Class, ...}"
+        )
+    return value
+
 
 @dataclass(frozen=True)
 class TrainerConfig:
@@ -42,12 +52,11 @@ class TrainerConfig:
     checkpoint_every: Every | None
     keep_checkpoints: Positive
     checkpoint_dir: FilePath | None
-    logger: str | dict[str, Any] | None
+    logger: Annotated[str, AfterValidator(_logger)] | dict[str, Any] | None
+    """A name, or what ``recpipe.targets`` makes a Lightning logger of."""
+    callbacks: list[dict[str, Any]]
+    """Of which it makes Lightning callbacks."""
     progress: bool
-
-    def __post_init__(self) -> None:
-        if self.logger not in (None, "csv", "tensorboard"):
-            raise UserError(f"trainer.logger={self.logger} is unknown; choose csv, tensorboard or null")
 
     def interval(self, every: int | float, steps_per_epoch: int) -> int:
         """``every`` as a number of steps, at most an epoch's; shares are of the run when that is shorter."""

@@ -1,14 +1,54 @@
-"""Where a run's metrics go: Lightning's loggers."""
+"""Where a run's figures go: Lightning's loggers."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+
+from recpipe.errors import UserError
+from recpipe.run_dir import unwritable
+from recpipe.targets import make
 
 
-def make_logger(name: str | None, run_dir: Path) -> Logger | bool:
-    """The logger of that name, or False for none."""
-    if name == "csv":
-        return CSVLogger(str(run_dir), name="", version="logs")
-    return TensorBoardLogger(str(run_dir), name="", version="logs") if name == "tensorboard" else False
+class CsvLogger(CSVLogger):
+    """Lightning's, for a disk that may be full: it keeps the ``fault``, and the training goes on."""
+
+    fault: UserError | None = None
+
+    def save(self) -> None:
+        """Write what is new."""
+        try:
+            super().save()
+        except OSError as fault:
+            self.fault = unwritable(self.log_dir, fault)
+
+
+def make_logger(chosen: str | Mapping[str, Any] | None, run_dir: Path) -> Logger | None:
+    """The logger of that name, or the one that ``_target_`` names; None for none.
+
+    Raises ``UserError`` where its package is not installed.
+    """
+    if chosen is None:
+        return None
+    if isinstance(chosen, Mapping):
+        return make(Logger, chosen, "trainer.logger")  # type: ignore[type-abstract]
+    try:
+        return _named(chosen, run_dir)
+    except ModuleNotFoundError as fault:
+        raise UserError(
+            f"trainer.logger={chosen} needs the package {chosen}: pip install {chosen}, "
+            "or pass trainer.logger=csv"
+        ) from fault
+
+
+def _named(name: str, run_dir: Path) -> Logger:
+    if name == "wandb":
+        return WandbLogger(project=os.environ.get("WANDB_PROJECT", "recpipe"), save_dir=run_dir)
+    if name == "mlflow":
+        return MLFlowLogger("recpipe", save_dir=str(run_dir / "mlruns"))
+    files = TensorBoardLogger if name == "tensorboard" else CsvLogger
+    return files(str(run_dir), name="", version="logs")

@@ -9,15 +9,14 @@ from typing import Any
 import lightning as L
 
 from recpipe.console import log
-from recpipe.metrics import Quality
-from recpipe.model.module import RankingModule
+from recpipe.model.module import LossTotal, RankingModule
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch
 from recpipe.report.record import Point
 
 
 class Recorder(L.Callback):
-    """Times the steps and keeps the learning curve; says a line for each evaluation as it is known."""
+    """Times the steps and keeps the learning curve; says a line for each evaluation."""
 
     def __init__(self, loader: TrainLoader, started: float) -> None:
         self.loader = loader
@@ -28,9 +27,9 @@ class Recorder(L.Callback):
         self.step_samples: list[int] = []
         self.history: list[Point] = []
         self.evaluated_at = -1
-        self._waiting: list[tuple[int, int, float, float, Any]] = []
         self._last = 0.0
         self._reported = 0
+        self._loss = LossTotal()
 
     @property
     def _skipped(self) -> int:
@@ -74,31 +73,26 @@ class Recorder(L.Callback):
             self.first_step_seconds = now - self.started
         self.step_seconds.append(now - self._last)
         self.step_samples.append(batch.consumed)
-        self._tell_known()
         self._last = perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hand the predictions to the thread that computes the figures; training goes on."""
+        """One more point of the learning curve, and its line."""
         assert isinstance(pl_module, RankingModule)
-        seconds = sum(self.step_seconds[self._reported :])
-        speed = sum(self.step_samples[self._reported :]) / seconds if seconds > 0 else float("nan")
+        quality, total = pl_module.figures, pl_module.loss_total()
+        assert quality is not None
+        loss, self._loss = total.mean_since(self._loss), total
+        speed = self.speed_since(self._reported)
         self._reported = len(self.step_seconds)
-        future = pl_module.quality.submit(trainer.global_step)
-        self.evaluated_at = trainer.global_step
+        step, self.evaluated_at = trainer.global_step, trainer.global_step
         samples = self.samples if pl_module.samples is None else pl_module.samples
-        self._waiting.append((trainer.global_step, samples, pl_module.take_mean_loss(), speed, future))
+        self.history.append(Point(step, samples, quality.auc, quality.logloss, quality.ne, loss, speed))
+        log.info(
+            f"step {step:>6,}  {samples:>11,} samples  train loss {loss:.4f}  AUC {quality.auc:.4f}  "
+            f"logloss {quality.logloss:.4f}  NE {quality.ne:.4f}  {speed:,.0f} samples/s"
+        )
         self._last = perf_counter()
 
-    def finish(self) -> None:
-        """Wait for the figures that are still being computed."""
-        self._tell_known(wait=True)
-
-    def _tell_known(self, wait: bool = False) -> None:
-        while self._waiting and (wait or self._waiting[0][4].done()):
-            step, samples, loss, speed, future = self._waiting.pop(0)
-            quality: Quality = future.result()
-            self.history.append(Point(step, samples, quality.auc, quality.logloss, quality.ne, loss, speed))
-            log.info(
-                f"step {step:>6,}  {samples:>11,} samples  train loss {loss:.4f}  AUC {quality.auc:.4f}  "
-                f"logloss {quality.logloss:.4f}  NE {quality.ne:.4f}  {speed:,.0f} samples/s"
-            )
+    def speed_since(self, step: int) -> float:
+        """Samples per second of this run's steps from number ``step`` on; NaN without any."""
+        seconds = sum(self.step_seconds[step:])
+        return sum(self.step_samples[step:]) / seconds if seconds > 0 else math.nan

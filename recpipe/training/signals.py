@@ -1,8 +1,10 @@
-"""Ctrl-C and SIGTERM: the step ends, a checkpoint is left, the run stops."""
+"""Ctrl-C and SIGTERM: the step or the evaluation ends, a checkpoint is left, the run stops."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,14 +13,46 @@ import lightning as L
 import numpy as np
 
 from recpipe.checkpoint import SUFFIX
-from recpipe.model.module import RankingModule
+from recpipe.launch import Process
+from recpipe.model.module import EvaluationStopped, RankingModule
 from recpipe.ranks import Channel
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
+
+class _Interrupted(BaseException):
+    """Not KeyboardInterrupt, which Lightning turns into an exit with status 1."""
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C and SIGTERM leave it with KeyboardInterrupt, where ``StopOnSignal`` has not taken them over.
+
+    Nothing of the sort where there are several processes: one that waits for a message of another could not
+    hear SIGTERM any more, by which torchrun ends it.
+    """
+    if Process.current().world > 1:
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _Interrupted
+
+    before = {number: signal.signal(number, interrupt) for number in NUMBERS}
+    try:
+        yield
+    except _Interrupted:
+        raise KeyboardInterrupt from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopOnSignal(L.Callback):
-    """SIGTERM, Ctrl-C: finish the step, leave a checkpoint to resume from, end. The second ends at once.
+    """SIGTERM, Ctrl-C: finish the step or the evaluation's batch, leave a checkpoint to resume from, end.
 
-    Also saves after the last step, which the regular interval may not meet. ``directory`` None: saves none.
+    The second signal ends at once. Also saves where training ends, which the regular interval may not
+    meet. ``directory`` None: saves none. ``every``: steps between the regular checkpoints.
     """
 
     def __init__(self, directory: Path | None, every: int, last_step: int) -> None:
@@ -42,12 +76,11 @@ class StopOnSignal(L.Callback):
         assert isinstance(module, RankingModule)
         self._module = module
         if not self._before:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in NUMBERS:
                 self._before[number] = signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
-            # Not KeyboardInterrupt, which Lightning turns into an exit with status 1.
             raise SystemExit(128 + number)
         self.received = number
         if self._module is not None:
@@ -57,28 +90,68 @@ class StopOnSignal(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save and stop after this step when a signal has come; save after the last step."""
-        step = trainer.global_step
         assert isinstance(pl_module, RankingModule)
-        stop = pl_module.stop_agreed
-        if stop and self.received is None:
-            self.received = signal.SIGTERM  # another rank got it
-        if not stop and step < self.last_step:
-            return
-        if stop:
+        if pl_module.stop_agreed:
+            self._hear_of_it()
             trainer.should_stop = True
             trainer.limit_val_batches = 0
-        if self.directory is not None and self.saved is None:
-            self.saved = self.directory / f"step-{step:08d}{SUFFIX}"
-            if step % self.every:
-                trainer.save_checkpoint(self.saved)
+        if trainer.should_stop or trainer.global_step >= self.last_step:
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save where a callback has found, by the figures, that training is to end here."""
+        if trainer.should_stop:
+            self._save(trainer)
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Save where an evaluation was stopped; whoever resumes makes it anew."""
+        if isinstance(exception, EvaluationStopped):
+            self._hear_of_it()
+            self._save(trainer)
+        self._give_back()
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Between a step and its evaluation, or within it: an evaluation in its first batch.
+
+        That Lightning makes on resuming, and whole. It would leave the first one out and cut the second one
+        short, and what monitors their figures would go another way.
+        """
+        loops = checkpoint["loops"]["fit_loop"]
+        trained, evaluated = loops["epoch_loop.batch_progress"], loops["epoch_loop.val_loop.batch_progress"]
+        now, done = trained["current"], evaluated["current"]
+        before = now["completed"] < now["processed"] and sum(trainer.num_val_batches)
+        before = before and now["processed"] % trainer.val_check_batch == 0
+        if before or done["processed"] < done["started"]:
+            for count in ("total", "current"):
+                trained[count]["completed"] = trained[count]["processed"]
+                evaluated[count] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Give the signals back."""
+        self._give_back()
 
     def agree(self, trainers: Channel) -> None:
         """After training: a signal that came to any trainer has come to all."""
         told = np.concatenate(trainers.gather(np.array([self.received or 0])))
         self.received = int(told.max()) or None
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give the signals back."""
+    def _hear_of_it(self) -> None:
+        if self.received is None:
+            self.received = signal.SIGTERM  # another rank got it
+
+    def _save(self, trainer: L.Trainer) -> None:
+        if self.directory is None or self.saved is not None:
+            return
+        step = trainer.global_step
+        self.saved = self.directory / f"step-{step:08d}{SUFFIX}"
+        if step % self.every:  # else the regular one is
+            trainer.save_checkpoint(self.saved)
+
+    def _give_back(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()

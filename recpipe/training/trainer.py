@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from recpipe.console import log
-from recpipe.model.module import LOG_EVERY, RankingModule
+from recpipe.errors import CheckpointError, UserError
+from recpipe.model.module import EvaluationStopped, RankingModule
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
+from recpipe.ranks import Channel
+from recpipe.targets import make
 from recpipe.training.config import TrainerConfig
-from recpipe.training.loggers import make_logger
+from recpipe.training.figures import LOG_EVERY
+from recpipe.training.loggers import CsvLogger
 from recpipe.training.progress import Extent, Progress
 from recpipe.training.recorder import Recorder
 from recpipe.training.signals import StopOnSignal
+from recpipe.training.strategy import AgreeingStrategy
+
+
+def make_callbacks(chosen: Sequence[Mapping[str, Any]], checkpoints: Path) -> list[L.Callback]:
+    """The user's own, of ``trainer.callbacks``; checkpoints go where the others do, unless they say where."""
+    made = [make(L.Callback, wanted, f"trainer.callbacks[{index}]") for index, wanted in enumerate(chosen)]
+    for callback in made:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+            callback.dirpath = str(checkpoints.absolute())
+    return made
 
 
 def make_trainer(
@@ -27,40 +43,43 @@ def make_trainer(
     evaluates: bool,
     checkpoint_io: CheckpointIO,
     callbacks: Sequence[L.Callback],
+    logger: Logger | None,
     run_dir: Path,
-    leads: bool,
+    trainers: Channel,
 ) -> L.Trainer:
-    """A Trainer for one device; the other ranks' gradients come in through the module."""
-    accelerator, devices = _accelerator(config.device)
+    """A Trainer for one device; the other ranks' gradients come in through the module.
+
+    ``callbacks``: the run's own and the user's, in their order. The first of the ``trainers`` shows progress
+    and logs.
+    """
+    device, on_gpu = loader.device, loader.device.type == "cuda"
+    leads = trainers.index == 0
+    everything = [
+        *callbacks,
+        Extent(config, loader),
+        *([Progress(config.steps(len(loader)), loader)] if config.progress and leads else ()),
+        *_checkpointing(config, len(loader), config.checkpoints(run_dir)),
+    ]
     return L.Trainer(
-        accelerator=accelerator,
-        devices=devices,
+        accelerator="gpu" if on_gpu else "cpu",
+        devices=[device.index or 0] if on_gpu else 1,
+        strategy=AgreeingStrategy(device, trainers),
         max_epochs=config.max_epochs,
         max_steps=config.max_steps or -1,
         val_check_interval=config.interval(config.eval_every, len(loader)) if evaluates else None,
         limit_val_batches=None if evaluates else 0,
         num_sanity_val_steps=0,
         inference_mode=False,  # FBGEMM's CPU lookup has no kernel for inference tensors
-        log_every_n_steps=LOG_EVERY,
-        logger=make_logger(config.logger, run_dir) if leads else False,
-        callbacks=[
-            *callbacks,
-            Extent(config, loader),
-            *([Progress(config.steps(len(loader)), loader)] if config.progress and leads else ()),
-            *_checkpointing(config, len(loader), config.checkpoints(run_dir)),
-        ],
+        log_every_n_steps=LOG_EVERY,  # what users' callbacks log by themselves
+        logger=logger if logger is not None and leads else False,
+        callbacks=everything,
         plugins=[checkpoint_io],
         enable_progress_bar=False,  # Progress shows what Lightning's bars do not
         enable_model_summary=False,
-        enable_checkpointing=config.checkpoint_every is not None,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in everything),
         use_distributed_sampler=False,
         default_root_dir=str(run_dir),
     )
-
-
-def _accelerator(device: str) -> tuple[str, Any]:
-    kind, _, index = device.partition(":")
-    return ("gpu", [int(index or 0)]) if kind == "cuda" else ("cpu", 1)
 
 
 def _checkpointing(config: TrainerConfig, steps: int, directory: Path) -> list[L.Callback]:
@@ -89,28 +108,41 @@ def fit(
     evaluation: EvalLoader,
     recorder: Recorder,
     resume: Path | None,
+    late: list[UserError],
 ) -> str | None:
-    """Train, evaluate at the end, and wait for the figures; what to say when a signal stopped it.
+    """Train, and evaluate at the end; what to say when a signal stopped it.
 
-    No evaluation where ``make_trainer`` was told that there is none.
+    No evaluation where ``make_trainer`` was told that there is none. What could not be written when all
+    was trained goes into ``late``: it must not cost the figures.
     """
     if resume is not None:
         log.info("resuming from %s", resume)
-    trainer.fit(module, loader, evaluation, ckpt_path=resume)
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    stop = next(c for c in callbacks if isinstance(c, StopOnSignal))
+    try:
+        with suppress(EvaluationStopped):
+            trainer.fit(module, loader, evaluation, ckpt_path=resume)
+    except CheckpointError as fault:
+        # Of several ranks the others wait for this one in the middle of the checkpoint.
+        if module.trainers.size > 1 or trainer.global_step < stop.last_step or stop.received is not None:
+            raise
+        stop.teardown(trainer, module, "fit")
+        late.append(fault)
     if not recorder.step_seconds:
         log.info(
             f"no step is left to train after step {trainer.global_step:,}; to go on, raise trainer.max_steps "
             "or trainer.max_epochs"
         )
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    stop = next(c for c in callbacks if isinstance(c, StopOnSignal))
     stop.agree(module.trainers)
     if stop.received is None and trainer.limit_val_batches and recorder.evaluated_at != trainer.global_step:
-        trainer.validate(module, evaluation, verbose=False)
-    recorder.finish()
-    module.quality.close()
+        with suppress(EvaluationStopped):
+            trainer.validate(module, evaluation, verbose=False)
+        stop.agree(module.trainers)
+    late += [logger.fault for logger in trainer.loggers if isinstance(logger, CsvLogger) and logger.fault]
     module.two_cores.close()
     if stop.received is None:
+        if trainer.should_stop:
+            _say_why_early(callbacks, trainer.global_step)
         return None
     where = (
         f"; go on with resume={stop.saved}"
@@ -118,3 +150,9 @@ def fit(
         else " (no checkpoint: trainer.checkpoint_every=null)"
     )
     return f"stopped by {signal.Signals(stop.received).name} after step {trainer.global_step}{where}"
+
+
+def _say_why_early(callbacks: Sequence[L.Callback], step: int) -> None:
+    for callback in callbacks:
+        if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
+            log.info(f"stopped early after step {step}: {callback.stopping_reason_message}")

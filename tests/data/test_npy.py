@@ -134,3 +134,55 @@ def test_bad_files(tmp_path):
         open_dataset(recipe(str(folder), tmp_path), 0)
     with pytest.raises(DataError, match="no such file"):
         open_dataset(recipe(str(tmp_path / "nowhere"), tmp_path), 0)
+
+
+DAMAGE = [
+    (lambda file: np.save(file, np.float32(1)), r"shape \(\), expected \(N, 13\)"),
+    (lambda file: np.save(file, np.zeros(13, np.float32)), r"shape \(13,\), expected"),
+    (lambda file: np.save(file, np.full((20, 13), None), allow_pickle=True), r"not a whole \.npy file"),
+    (lambda file: np.save(file, np.zeros((20, 13), "f4,i4")), r"holds \[\("),
+    (lambda file: np.savez(file.open("wb"), a=np.zeros(3)), r"not a whole \.npy file"),
+    (lambda file: file.write_bytes(file.read_bytes()[:40]), r"not a whole \.npy file"),
+    (
+        lambda file: file.write_bytes(file.read_bytes().replace(b"shape", b"sha}(", 1)),
+        r"not a whole \.npy file",
+    ),
+    (
+        lambda file: file.write_bytes(file.read_bytes().replace(b"(20,", b"(2-,", 1)),
+        r"not a whole \.npy file",
+    ),
+    (lambda file: file.write_bytes(file.read_bytes().replace(b"'<f4'", b"'<\xff4'", 1)), r"not a whole"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_damaged_headers_and_other_arrays(tmp_path, damage, message):
+    dense, _, _ = write(tmp_path / "data", "a", 20, 0)
+    before = dense.read_bytes()
+    damage(dense)
+    assert dense.read_bytes() != before
+    with pytest.raises(DataError, match=rf"a_dense\.npy: {message}"):
+        open_dataset(recipe(str(dense), tmp_path), 0)
+
+
+def test_an_archive_of_arrays_is_no_triple(tmp_path):
+    np.savez(tmp_path / "all.npz", a=np.zeros(3))
+    with pytest.raises(DataError, match=r"all\.npz: no \*_dense\.npy"):
+        open_dataset(recipe(str(tmp_path / "all.npz"), tmp_path), 0)
+
+
+def test_other_number_types(tmp_path):
+    """float64 beyond float32 is a bad row; unsigned ids keep all their bits."""
+    dense, sparse, _ = write(tmp_path / "data", "a", 3, 0)
+    values = np.ones((3, 13))
+    values[1, 2] = 1e39
+    np.save(dense, values)
+    np.save(sparse, np.full((3, 26), 2**64 - 1, np.uint64))
+    with pytest.raises(DataError, match=r"a_dense\.npy, row 2, column I3: 1e\+39 is beyond float32"):
+        open_dataset(recipe(str(dense), tmp_path, hash_ids=True), 0)
+    found = open_dataset(recipe(str(dense), tmp_path, hash_ids=True, on_bad_row="skip"), 0)
+    ids = next(found.batches("train", 9)).sparse.values().view(26, -1)[:, 0].tolist()
+    assert ids == [(2**64 - 1) % rows for rows in TABLES.values()]
+    edit(dense, (1, 2), 1)
+    with pytest.raises(DataError, match=r"row 1, column C1: 18446744073709551615 is not in \[0, 52\)"):
+        open_dataset(recipe(str(dense), tmp_path), 0)

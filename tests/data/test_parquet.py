@@ -225,3 +225,88 @@ def test_bad_files(tmp_path):
     pq.write_table(changed, other)
     with pytest.raises(DataError, match=r"c\.parquet, column user: holds list.* here and int64 in"):
         open_dataset(recipe([str(file), str(other)], tmp_path, **settings), 0)
+
+
+def read_one(tmp_path: Path, table: pa.Table, **settings: object):
+    """The data set of a file with ``table``, whose first columns are y and x."""
+    pq.write_table(table, tmp_path / "a.parquet", compression="none", store_schema=False)
+    values = {"label": "y", "sparse": ["x"], "eval_fraction": 0.0, **settings}
+    return open_dataset(recipe(str(tmp_path / "a.parquet"), tmp_path, **values), 0)
+
+
+BROKEN = pa.array([b"caf\xc3\xa9", b"ca\xff\x1b", b"x"])
+BAD_ROWS = [
+    ({"x": BROKEN.view(pa.string())}, {}, r"row 2, column x: ca\\xff\\x1b is not UTF-8"),
+    (
+        {"x": pa.ListArray.from_arrays([0, 1, 2, 3], BROKEN.view(pa.string()))},
+        {},
+        r"row 2, column x: \[b'ca\\xff\\x1b'\] is not UTF-8",
+    ),
+    (
+        {"x": [1, 2, 3], "d": [1.0, -1e39, 2.0]},
+        {"dense": ["d"], "dense_transform": "none"},
+        r"row 2, column d: -1e\+39 is beyond float32",
+    ),
+    ({"x": [1, 2, 3], "y": [1, 2**60 + 1, 0]}, {}, r"row 2, column y: 1152921504606846977 is neither"),
+    (
+        {"x": [[0], [7] * 999, [1]]},
+        {"hash_ids": False, "table_rows": 5},
+        r"row 2, column x: \[7, [7, ]{33}\.\.\.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("columns", "settings", "message"), BAD_ROWS)
+def test_a_bad_row_is_named_and_its_value_shown_short(tmp_path, columns, settings, message):
+    table = pa.table({"y": [0, 1, 0], **columns})
+    with pytest.raises(DataError, match=rf"a\.parquet, {message}") as error:
+        read_one(tmp_path, table, **settings)
+    assert str(error.value).isprintable()
+    assert read_one(tmp_path, table, **settings, on_bad_row="skip").rejected_rows == 1
+
+
+def test_bytes_that_are_no_text_are_ids_of_a_binary_column(tmp_path):
+    assert read_one(tmp_path, pa.table({"y": [0, 1, 0], "x": BROKEN})).samples == 3
+    large = read_one(tmp_path, pa.table({"y": [0, 1, 0], "x": BROKEN.cast(pa.large_binary())}))
+    ids = next(large.batches("train", 3)).sparse.values()
+    assert ids.tolist()[0] == row_of("café", 50), "the key of text is that of its bytes"
+
+
+def test_large_values_are_taken_through_the_logarithm(tmp_path):
+    found = read_one(tmp_path, pa.table({"y": [1], "x": [1], "d": [-1e300]}), dense=["d"])
+    assert next(found.batches("train", 1)).dense.item() == pytest.approx(-math.log(1e300))
+
+
+def test_columns_of_one_name_are_refused_where_they_are_used(tmp_path):
+    two = pa.Table.from_arrays([pa.array([0, 1]), pa.array([1, 2]), pa.array([3, 4])], names=["y", "x", "x"])
+    with pytest.raises(DataError, match=r"a\.parquet: 2 columns are called 'x'; rename all but one"):
+        read_one(tmp_path, two)
+    unused = pa.Table.from_arrays([*two.columns, pa.array([5, 6])], names=["y", "z", "z", "x"])
+    assert read_one(tmp_path, unused).samples == 2
+
+
+ODD = ["a.b", "a", "a b", "a/b", "keys", "..", "", "é", "'\"", "[red]", "a,b", "\t"]
+
+
+def test_columns_of_any_name(tmp_path):
+    table = pa.table({"y": [0, 1], **{name: [[i, i], [i]] for i, name in enumerate(ODD)}})
+    batch = next(read_one(tmp_path, table, sparse=ODD).batches("train", 2))
+    for index, name in enumerate(ODD):
+        assert batch.sparse[name].values().tolist() == [row_of(index, 50)] * 3
+    long = "ü" * 60
+    with pytest.raises(DataError, match=r"column name 'ü{37}\.\.\.' is not text of at most 200 bytes"):
+        read_one(tmp_path, pa.table({"y": [0], long: [1]}), sparse=[long])
+    with pytest.raises(DataError, match=r"'data\.tables=\{a\.b: 100000\}'"):
+        read_one(tmp_path, table, sparse=["a.b"], table_rows=None)
+
+
+def test_files_without_rows(tmp_path):
+    empty = pa.table({"y": pa.array([], pa.int64()), "x": pa.array([], pa.int64())})
+    with pq.ParquetWriter(tmp_path / "none.parquet", empty.schema):
+        pass
+    pq.write_table(pa.table({"y": [1], "x": [2]}), tmp_path / "some.parquet")
+    assert pq.ParquetFile(tmp_path / "none.parquet").num_row_groups == 0
+    settings = {"label": "y", "sparse": ["x"], "eval_fraction": 0.0}
+    with pytest.raises(DataError, match=r"none\.parquet: no usable rows"):
+        open_dataset(recipe(str(tmp_path / "none.parquet"), tmp_path, **settings), 0)
+    assert open_dataset(recipe(str(tmp_path), tmp_path, **settings), 0).samples == 1

@@ -123,15 +123,30 @@ def test_second_run_prepares_nothing(rows, criteo, tmp_path, monkeypatch):
     assert open_dataset(criteo(str(file), tables=fewer), 0).schema.sparse[0].rows == 5
 
 
-def test_damaged_cache_is_refused(dataset, rows, criteo, tmp_path):
-    directory = next((tmp_path / "cache").glob("data-*/"))
-    ids = directory / "ids.npy"
-    ids.write_bytes(ids.read_bytes()[:-4])
-    with pytest.raises(DataError, match=r"ids\.npy: cannot be read .* delete"):
-        open_dataset(criteo(str(tmp_path / "a.tsv")), 0)
-    (directory / "meta.json").write_text("{}")
-    with pytest.raises(DataError, match="not a prepared data set"):
-        open_dataset(criteo(str(tmp_path / "a.tsv")), 0)
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [
+        ("ids.npy", lambda whole: whole[:-4]),
+        ("ids.npy", lambda whole: whole.replace(b"shape", b"sha}(", 1)),
+        ("label.npy", lambda whole: whole.replace(b"'<f4'", b"'<q4'", 1)),
+        ("dense.npy", lambda whole: whole.replace(b"13)", b"14)", 1)),
+        ("dense.npy", lambda whole: b""),
+        ("meta.json", lambda whole: b"{}"),
+        ("meta.json", lambda whole: b"\xff" + whole),
+        ("meta.json", lambda whole: whole.replace(b"C7", b"C8", 1)),
+        ("meta.json", lambda whole: whole.replace(b'"format": 1', b'"format": 0')),
+    ],
+)
+def test_a_damaged_cache_is_prepared_again(dataset, criteo, tmp_path, caplog, name, damaged):
+    (directory,) = (tmp_path / "cache").glob("data-*/")
+    file = directory / name
+    whole = file.read_bytes()
+    file.write_bytes(damaged(whole))
+    assert file.read_bytes() != whole
+    again = open_dataset(criteo(str(tmp_path / "a.tsv")), 0)
+    assert again.fingerprint == dataset.fingerprint
+    assert file.read_bytes() == whole
+    assert "preparing the data again, for the cache is damaged" in caplog.text
 
 
 def test_split_that_leaves_nothing(rows, criteo, tmp_path):
@@ -188,11 +203,13 @@ def test_kill_during_preparation_leaves_no_cache(rows, tmp_path):
     process.wait()
     assert list(directory.glob("data-*.tmp")), "the kill came too late to test anything"
     assert not [path for path in directory.glob("data-*") if path.is_dir() and path.suffix != ".tmp"]
+    (directory / "data-mine.tmp").mkdir()
     other = tmp_path / "b.tsv"
     other.write_text("".join(row + "\n" for row in rows))
     config = CriteoConfig(path=str(other), cache_dir=str(directory), tables=dict(TABLES))
     assert_matches(open_dataset(config, 0), rows, TABLES)
-    assert not list(directory.glob("data-*.tmp")), "another preparation clears what the killed one left"
+    left = [path.name for path in directory.glob("data-*.tmp")]
+    assert left == ["data-mine.tmp"], "another preparation clears what the killed one left, and no more"
 
 
 def test_two_processes_prepare_once(tmp_path):

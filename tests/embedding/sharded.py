@@ -26,7 +26,9 @@ from recpipe.ranks import Ranks
 from tests.embedding.samples import CPU
 from tests.ranks import end_process, joined
 
-FEATURES = (SparseFeature("a", 40), SparseFeature("b", 601), SparseFeature("c", 3), SparseFeature("d", 90))
+ROWS = {"a": 40, "b": 601, "keys": 3, "d.x": 90}
+"""No module may be called ``keys`` or ``d.x``."""
+FEATURES = tuple(SparseFeature(name, rows) for name, rows in ROWS.items())
 DIM = 256
 """Wide enough for column-wise sharding over two hosts, at 128 columns a part."""
 SIZE = 31

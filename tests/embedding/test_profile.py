@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +69,19 @@ def test_a_small_sample_reads_few_batches(ctx: Context) -> None:
     assert len(read) == -(-ctx.epoch_samples // 640)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a zip", None])
+def archive(header: bytes) -> bytes:
+    """An archive whose arrays have ``header``."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as file:
+        for name in ("meta", "rows", "counts"):
+            file.writestr(f"{name}.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    return out.getvalue()
+
+
+HUGE = b"{'descr': '<i8', 'fortran_order': False, 'shape': (99999999999999,), }"
+
+
+@pytest.mark.parametrize("content", [b"", b"not a zip", None, archive(HUGE), archive(b"(" * 5000)])
 def test_a_damaged_file_is_named_with_the_remedy(ctx: Context, tmp_path: Path, content: bytes | None) -> None:
     load_profile(ctx, 0.2)
     (file,) = (tmp_path / "profiles").iterdir()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch.multiprocessing as mp
+from safetensors.numpy import save_file
 from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.types import ShardingPlan, ShardingPlanner
 
@@ -17,18 +19,21 @@ from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.shard_files import load_shards, save_shards
 from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan, load_plan
 from recpipe.embedding.sharding import Prediction, Sharding
+from recpipe.embedding.tables import module_name
 from recpipe.errors import UserError
 from recpipe.plugin.api import Contribution, Origin, TableInfo
 from recpipe.plugin.assembly import assemble
 from recpipe.ranks import Ranks
 from recpipe.report.record import write_json
-from recpipe.table_files import TensorFiles, weight_name
+from recpipe.table_files import weight_name
+from recpipe.tensor_files import TensorFiles
 from tests.embedding.samples import CPU
 from tests.embedding.sharded import DIM, FEATURES, Case, Places, assembly, batches, build, process, table_set
+from tests.mutations import in_bytes, mutated
 
 BITWISE = ("table_wise", "column_wise", "table_column_wise")
 """Types that look every row up on one rank, so that no sum changes its order."""
-MIXED = {"a": "table_wise", "b": "row_wise", "c": "data_parallel", "*": "table_row_wise"}
+MIXED = {"a": "table_wise", "b": "row_wise", "keys": "data_parallel", "*": "table_row_wise"}
 CASES = (
     *(Case("adagrad", {"*": kind}) for kind in (*BITWISE, "row_wise", "data_parallel", "table_row_wise")),
     Case("sgd", {"*": "row_wise"}),
@@ -114,9 +119,16 @@ def test_a_plan_that_splits_rows_is_refused_or_declared() -> None:
     ("wrong", "words"),
     [
         (replace(plan(), world=4), "for 4 ranks and this run has 2"),
-        (ShardPlan(2, {n: t for n, t in plan().tables.items() if n != "c"}), "the table 'c'"),
-        (plan(c=replace(plan().tables["c"], rows=4)), "'c' with 4 x 256 values, the recipe with 3 x 256"),
+        (ShardPlan(2, {n: t for n, t in plan().tables.items() if n != "keys"}), "the table 'keys'"),
+        (
+            plan(keys=replace(plan().tables["keys"], rows=4)),
+            "'keys' with 4 x 256 values, the recipe with 3 x 256",
+        ),
         (plan(b=columns()), "'b' is column_wise, but only table_wise is allowed"),
+        (
+            plan(b=replace(plan().tables["b"], kernel="fused_uvm")),
+            "'b' is planned for the kernel fused_uvm, but tiers.kernel and the plugins allow fused or dense",
+        ),
     ],
 )
 def test_plans_for_something_else_are_refused(wrong, words) -> None:
@@ -145,6 +157,95 @@ def test_shards_that_do_not_tile_their_table_are_refused(tmp_path, change, words
     write_json(tmp_path / "plan.json", plan(b=bad).to_dict())
     with pytest.raises(UserError, match=words):
         load_plan(tmp_path / "plan.json")
+
+
+def rows() -> TablePlan:
+    return TablePlan(
+        "row_wise", "fused", 601, DIM, (0, 1), (Shard(0, 0, 0, 301, DIM), Shard(1, 301, 0, 300, DIM))
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda p: p.update(schema="1"), "schema is '1', not a whole number"),
+        (lambda p: p.update(world="2"), "world is '2', not a whole number"),
+        (lambda p: p.update(world=None), "world is None"),
+        (lambda p: p.update(more=1), "'more', which is unknown"),
+        (lambda p: p["tables"].update(b=3), "tables.b is 3, not a mapping"),
+        (lambda p: p["tables"]["b"].pop("kernel"), "tables.b lacks 'kernel'"),
+        (lambda p: p["tables"]["b"].update(kernel="warp"), "kernel 'warp': there is no such table"),
+        (lambda p: p["tables"]["b"].update(sharding="x"), "'x' with kernel 'fused': there is no such table"),
+        (lambda p: p["tables"]["b"].update(kernel="quant"), "kernel 'quant': there is no such table"),
+        (lambda p: p["tables"]["b"].update(sharding="data_parallel"), "'data_parallel' with kernel 'fused'"),
+        (lambda p: p["tables"]["b"].update(rows=0, shards=[]), "do not tile its 0 x 256"),
+        (lambda p: p["tables"]["b"].update(ranks=["0"]), r"tables.b.ranks\[0\] is '0'"),
+        (lambda p: p["tables"]["b"].update(ranks=[]), "ranks not listed, as row_wise needs"),
+        (lambda p: p["tables"]["b"].update(rows=601.0), "tables.b.rows is 601.0, not a whole number"),
+        (lambda p: p["tables"]["b"]["shards"][0].update(row="x"), r"shards\[0\].row is 'x'"),
+        (lambda p: p["tables"]["b"]["shards"][0].update(predicted_ms=float("inf")), "Infinity is no number"),
+        (lambda p: p["tables"]["b"]["shards"].reverse(), "table 'b' is not cut"),
+        (lambda p: _move(p["tables"]["b"]["shards"]), "table 'b' is not cut"),
+        (lambda p: p["tables"]["b"].update(sharding="table_wise"), "table 'b' is not cut"),
+    ],
+)
+def test_a_plans_values_are_checked(tmp_path, change, words) -> None:
+    content = plan(b=rows()).to_dict()
+    content = json.loads(json.dumps(content))
+    change(content)
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"plan\.json is no sharding plan \(.*{words}"):
+        load_plan(tmp_path / "plan.json")
+
+
+def _move(shards) -> None:
+    """Cut one row earlier: it tiles the table, and TorchRec would look for that row on the other rank."""
+    shards[0]["rows"], shards[1]["row"], shards[1]["rows"] = 300, 300, 301
+
+
+def test_plans_with_random_damage_are_read_or_refused(tmp_path) -> None:
+    made = {**plan(b=rows()).to_dict()}
+    file = tmp_path / "plan.json"
+    refused = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        text = json.dumps(mutated(rng, json.loads(json.dumps(made)))).encode()
+        file.write_bytes(in_bytes(rng, text) if rng.random() < 0.2 else text)
+        try:
+            sharding().check(load_plan(file), {})
+        except UserError:
+            refused += 1
+    assert 200 < refused < 400
+
+
+def test_pieces_that_do_not_cover_a_tensor_once_are_refused(tmp_path) -> None:
+    def write(name: str, place: object, rows: int = 4, dtype: type = np.float32) -> None:
+        told = json.dumps({"a.weight": {"saved_offsets": place}})
+        tensors = {"a.weight": np.zeros((rows, 2), dtype)}
+        save_file(tensors, tmp_path / f"{name}.safetensors", {"DCP_SHARDING_INFO": told})
+
+    write("1", [0, 0])
+    write("2", [4, 0])
+    assert TensorFiles.sharded(tmp_path).shape("a.weight") == (8, 2)
+    for place, words in (
+        ([5, 0], "do not cover its 9 x 2 values once"),
+        ([3, 0], "do not cover its 7 x 2"),
+        ([0, 0], "do not cover its 4 x 2"),
+        ([4, 1], "do not cover its 8 x 3"),
+        ([4], r"is \(4, 2\) at \(4,\)"),
+        (["4", 0], r"saved_offsets\[0\] is '4'"),
+        ([-4, 0], "do not cover"),
+        (3, "saved_offsets is 3, not a list"),
+    ):
+        write("2", place)
+        with pytest.raises(UserError, match=words):
+            TensorFiles.sharded(tmp_path)
+    write("2", [4, 0], dtype=np.float16)
+    with pytest.raises(UserError, match=r"2\.safetensors .*'a.weight' is F16, not F32"):
+        TensorFiles.sharded(tmp_path)
+    (tmp_path / "2.safetensors").write_bytes(b"short")
+    with pytest.raises(UserError, match=r"2\.safetensors is no table file of a checkpoint"):
+        TensorFiles.sharded(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +304,7 @@ class Lone(ShardingPlanner):  # type: ignore[misc]
     """Every table on rank 1, and a prediction."""
 
     def __init__(self, topology: Topology, limits: object) -> None:
-        self.prediction = Prediction({f.name: [7.5] for f in FEATURES})
+        self.prediction = Prediction({module_name(f.name): [7.5] for f in FEATURES})
 
     def plan(self, module, sharders) -> ShardingPlan:
         return plan_on(1).torchrec("cpu", 2, {})

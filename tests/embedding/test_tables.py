@@ -6,11 +6,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from torch import nn
 
 from recpipe.data.dataset import SparseFeature
 from recpipe.embedding.popularity import top_rows
 from recpipe.embedding.resident import ResidentCollection
-from recpipe.embedding.tables import FILL_ROWS, TableOptimizer, TableSet, row_chunks
+from recpipe.embedding.tables import FILL_ROWS, TableOptimizer, TableSet, module_name, row_chunks
 from recpipe.errors import UserError
 from recpipe.validation import typed
 from tests.embedding.samples import CPU, table_set
@@ -72,6 +73,30 @@ def test_record_width(name: str, width: int) -> None:
 def test_bad_optimizers_are_refused(name: str, lr: float, eps: float, words: str) -> None:
     with pytest.raises(UserError, match=words):
         typed(TableOptimizer, {"name": name, "lr": lr, "eps": eps}, "optim.tables")
+
+
+NAMES = [
+    "user_1",
+    "a.b",
+    "a%2Eb",
+    "a%252Eb",
+    "a b",
+    "a/b",
+    "..",
+    "",
+    "%",
+    "keys",
+    "%6Beys",
+    "type",
+    "é中",
+    "'\"",
+]
+
+
+def test_any_table_name_has_a_module_name_of_its_own() -> None:
+    modules = nn.ModuleDict({module_name(name): nn.Identity() for name in NAMES})
+    assert len(modules) == len(NAMES)
+    assert module_name("user_1") == "user_1", "TorchRec's messages name the table as the user does"
 
 
 def test_chunks_cover_every_row_once() -> None:

@@ -16,19 +16,22 @@ DIM, BATCH = 8, 37
 CONFIG = ModelConfig("dlrm", DIM, [16, 12], [24, 16])
 
 
-def ranker(name: str = "dlrm", precision: str = "float32") -> Ranker:
+def ranker(name: str = "dlrm", precision: str = "float32", dense_features: int = 4) -> Ranker:
     torch.manual_seed(1)
     config = replace(CONFIG, name=name, precision=precision)
-    made = Ranker(config, ResidentCollection(table_set(), CPU), 4, CPU)
+    made = Ranker(config, ResidentCollection(table_set(), CPU), dense_features, CPU)
     assert made.fused
     return made
 
 
-def step(made: Ranker, fused: bool, room: bool = False) -> dict[str, torch.Tensor]:
+def step(
+    made: Ranker, fused: bool, room: bool = False, features: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
     """Logits and all gradients of one batch; those of pooled rows without the room in front."""
     made.fused = fused
     torch.manual_seed(2)
-    features, pooled = torch.randn(BATCH, 4), torch.randn(BATCH, len(FEATURES) * DIM)
+    drawn, pooled = torch.randn(BATCH, 4), torch.randn(BATCH, len(FEATURES) * DIM)
+    features = drawn if features is None else features
     if room:
         pooled = torch.cat((torch.zeros(BATCH, DIM), pooled), dim=1)
     pooled.requires_grad_()
@@ -47,6 +50,20 @@ def test_logits_and_gradients_are_those_of_the_modules(name, room) -> None:
     assert expected.keys() == found.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=2e-6, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["dlrm", "dlrm_dcn"])
+def test_without_dense_features_the_bottom_mlp_has_a_constant(name, fused) -> None:
+    """Logits and gradients are those of TorchRec's modules over a dense column of ones."""
+    expected = step(ranker(name, dense_features=1), fused=False, features=torch.ones(BATCH, 1))
+    made = ranker(name, dense_features=0)
+    found = step(made, fused=fused, features=torch.empty(BATCH, 0))
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=4e-6, msg=lambda m, k=key: f"{k}: {m}")
+    with_dense = ranker(name, dense_features=1)
+    assert made.dense_flops < with_dense.dense_flops, "the bottom MLP runs once for a batch"
 
 
 def test_a_wrong_mirror_image_is_noticed(monkeypatch) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from recpipe.errors import UserError
-from recpipe.model.module import RankingModule, random_state, set_random_state
+from recpipe.metrics import quality
+from recpipe.model.module import LossTotal, RankingModule, random_state, set_random_state
 from recpipe.pipeline.loader import EvalLoader
 from tests.embedding.samples import CPU, dump, identical
 from tests.pipeline.samples import SIZE, Listed, assembly_of, collection_of, loader_of, ranker_over
@@ -111,13 +112,25 @@ def test_a_diverging_run_stops(tmp_path) -> None:
         fit(module_of(Listed(), collection_of("resident", "sgd", tmp_path), lr=1e30))
 
 
-def test_mean_loss_is_taken_once(tmp_path) -> None:
+def test_mean_losses_are_differences_of_totals(tmp_path) -> None:
+    module = module_of(Listed(), collection_of("resident", "sgd", tmp_path), lr=1e-9)
+    assert np.isnan(module.loss_total().mean_since(LossTotal()))
+    fit(module)
+    total = module.loss_total()
+    assert total.steps == len(module.loader)
+    assert 0.3 < total.mean_since(LossTotal()) < 1.5
+    assert np.isnan(module.loss_total().mean_since(total))
+
+
+def test_an_evaluation_ends_with_the_figures_of_all_its_samples(tmp_path) -> None:
     dataset = Listed()
     module = module_of(dataset, collection_of("resident", "sgd", tmp_path), lr=1e-9)
     fit(module, dataset)
-    assert 0.3 < module.take_mean_loss() < 1.5
-    assert np.isnan(module.take_mean_loss())
-    assert sum(t.numel() for t in module.quality._labels) == SIZE + 5
+    batches = list(EvalLoader(dataset, SIZE, CPU))
+    with torch.no_grad():
+        logits = torch.cat([module.ranker(batch) for batch in batches])
+    assert len(logits) == SIZE + 5
+    assert module.figures == quality(torch.cat([batch.labels for batch in batches]), logits)
 
 
 def test_random_state_restores_every_generator() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +58,26 @@ class FakeEntryPoint:
         if self.fault:
             raise self.fault
         return self.cls
+
+
+def write_package(site: Path, name: str, yaml: str | None = None, code: str | None = None) -> Path:
+    """A distribution in ``site`` with a plugin; without ``code``, one whose module fails when imported."""
+    package = site / f"{name}_pkg"
+    write(package / "__init__.py", "" if code else "raise RuntimeError('imported')\n")
+    if code:
+        write(package / "plugin.py", code)
+    knobs = f"# @package plugins.{name}\n{name}_knob: 1\n" if yaml is None else yaml
+    write(package / "conf" / "plugin" / f"{name}.yaml", knobs)
+    info = site / f"{name}_pkg-1.0.dist-info"
+    write(info / "METADATA", f"Metadata-Version: 2.1\nName: {name}_pkg\nVersion: 1.0\n")
+    write(info / "entry_points.txt", f"[recpipe.plugins]\n{name} = {name}_pkg.plugin:P\n")
+    importlib.invalidate_caches()
+    return package
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
 
 
 def entry_points(**classes: object) -> dict[str, EntryPoint]:

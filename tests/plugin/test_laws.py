@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from recpipe.plugin.api import Contribution, Link, TableClaim, TablePolicy
@@ -17,8 +19,21 @@ def same(x):
     return x
 
 
-def claim(glob: str, *aspects: str) -> Contribution:
-    return Contribution(tables=[TableClaim(glob, frozenset(aspects), TablePolicy())])
+class Able(TablePolicy):
+    """Carries out every aspect, in a way."""
+
+    def constrain(self, name, table):
+        return None
+
+    def rewrite(self, module, tables):
+        return module
+
+    def collection(self, parts):
+        return None
+
+
+def claim(glob: str, *aspects: str, policy: TablePolicy | None = None) -> Contribution:
+    return Contribution(tables=[TableClaim(glob, frozenset(aspects), policy or Able())])
 
 
 def labels(chain) -> list[str]:
@@ -87,7 +102,28 @@ def test_policies_group_tables_by_owner() -> None:
     ]
 
 
-def test_claim_without_the_method_says_so() -> None:
+@pytest.mark.parametrize(
+    ("aspect", "methods"),
+    [
+        ("cache", "cache() or collection()"),
+        ("placement", "constrain()"),
+        ("kernel", "constrain()"),
+        ("precision", "data_type() or rewrite()"),
+        ("update", "rewrite()"),
+    ],
+)
+def test_a_claim_without_the_method_is_refused(aspect: str, methods: str) -> None:
+    said = f"acme (recpipe-acme 2.3.0) claims the {aspect} of tables 't_*', but its TablePolicy overrides no "
+    with pytest.raises(PluginError, match=re.escape(f"{said}{methods}; bring one or drop the aspect")):
+        merged((ACME, claim("t_*", aspect, policy=TablePolicy())))
+
+
+def test_an_aspect_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(PluginError, match="claims 'precison' .*no aspect. Did you mean 'precision'"):
+        merged((ACME, claim("*", "precison")))
+
+
+def test_a_cache_claim_that_brings_no_cache_says_so() -> None:
     [(owner, _)] = merged((ACME, claim("*", "cache"))).policies("cache")
     with pytest.raises(PluginError, match="claims 'cache' but brings no cache") as caught:
         owner.part.cache(None)  # type: ignore[arg-type]

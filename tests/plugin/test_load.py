@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from recpipe.plugin import load
-from recpipe.plugin.api import Origin
+from recpipe.plugin.api import Invariant, Origin
 from recpipe.plugin.errors import (
     PluginConflict,
     PluginError,
@@ -90,15 +90,49 @@ def test_whole_plugin_facts() -> None:
     class Rejects(Good):
         conflicts = ("b",)
 
-    load.check_together({"a": Good, "b": Shuffles})
+    load.check_together({"a": Good(), "b": Shuffles()})
     with pytest.raises(
         PluginConflict, match=r"'a' relies on this: samples reach the model in the order.*'b' alters"
     ):
-        load.check_together({"a": Relies, "b": Shuffles})
+        load.check_together({"a": Relies(), "b": Shuffles()})
     with pytest.raises(PluginConflict, match=r"'a' needs 'hotline': add it, \+plugin=\[hotline,a\]"):
-        load.check_together({"a": Needs})
+        load.check_together({"a": Needs()})
     with pytest.raises(PluginConflict, match="'a' and 'b' cannot run together"):
-        load.check_together({"a": Rejects, "b": Good})
+        load.check_together({"a": Rejects(), "b": Good()})
+
+
+class ByKnob(Good):
+    """Its class says one thing of each fact, its knob another."""
+
+    alters = frozenset({Invariant.SAMPLE_ORDER})
+    relies_on = frozenset({Invariant.ID_SPACE})
+    requires = ("absent",)
+    conflicts = ("other",)
+
+    def __init__(self, **facts: object) -> None:
+        for fact in ("alters", "relies_on", "requires", "conflicts"):
+            setattr(self, fact, facts.get(fact, frozenset()))
+
+
+@pytest.mark.parametrize(
+    ("facts", "other", "message"),
+    [
+        ({}, Relies, None),
+        ({"alters": {Invariant.SAMPLE_ORDER}}, Relies, "'other' relies on this: samples.*'acme' alters"),
+        ({"relies_on": {Invariant.SAMPLE_ORDER}}, Shuffles, "'acme' relies on this: samples"),
+        ({"requires": ["absent"]}, Good, "'acme' needs 'absent'"),
+        ({"conflicts": {"other": "no room"}}, Good, r"cannot run together \(no room\)"),
+    ],
+)
+def test_facts_are_those_of_the_plugin_object(monkeypatch, facts, other, message) -> None:
+    monkeypatch.setattr(load, "installed", lambda: entry_points(acme=ByKnob, other=other))
+    monkeypatch.setattr(load, "check_knobs", lambda *_: None)
+    recipe = {"acme": facts, "other": {}}
+    if message is None:
+        assert [origin.plugin for origin, _ in load.activate(recipe)] == ["acme", "other"]
+        return
+    with pytest.raises(PluginConflict, match=message):
+        load.activate(recipe)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +10,11 @@ import pytest
 
 from recpipe import config
 from recpipe.errors import UserError
+from recpipe.plugin import conf
+from recpipe.plugin.listing import describe
+from recpipe.plugin.load import installed
+from recpipe.tasks.compare_rows import parse_rows
+from tests.plugin.samples import write, write_package
 
 
 @pytest.fixture
@@ -24,28 +29,15 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """``install(name, header)``: a distribution with a plugin whose module fails when imported."""
+    """``install(name, yaml)``: a distribution with a plugin whose module fails when imported."""
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(str(site))
 
-    def make(name: str, header: str | None = None) -> Path:
-        package = site / f"{name}_pkg"
-        write(package / "__init__.py", "raise RuntimeError('imported')\n")
-        header = f"# @package plugins.{name}\n" if header is None else header
-        write(package / "conf" / "plugin" / f"{name}.yaml", f"{header}{name}_knob: 1\n")
-        info = site / f"{name}_pkg-1.0.dist-info"
-        write(info / "METADATA", f"Metadata-Version: 2.1\nName: {name}_pkg\nVersion: 1.0\n")
-        write(info / "entry_points.txt", f"[recpipe.plugins]\n{name} = {name}_pkg.plugin:P\n")
-        importlib.invalidate_caches()
-        return package
+    def make(name: str, yaml: str | None = None) -> Path:
+        return write_package(site, name, yaml)
 
     return make
-
-
-def write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
 
 
 def test_yaml_of_several_plugins_in_command_line_order(framework: Path, install) -> None:
@@ -79,10 +71,88 @@ def test_bare_plugin_key_is_refused(framework: Path) -> None:
         config.compose()
 
 
-def test_yaml_without_its_header_is_refused(framework: Path, install) -> None:
-    install("one", header="")
-    with pytest.raises(UserError, match="the yaml that sets one_knob under 'plugin' lacks its first line"):
+GREEDY = "# @package _global_\nseed: 2\ndata: {name: mine}\nplugins: {bad: {knob: 1}}\n"
+
+
+@pytest.mark.parametrize(
+    ("yaml", "keys"),
+    [
+        (GREEDY, "seed, data.name"),
+        ("bad_knob: 1\n", "plugin.bad_knob"),
+        ("# @package plugins\nbad: {knob: 1}\nother: {knob: 2}\n", "plugins.other.knob"),
+        ("# @package plugins.other\nknob: 2\n", "plugins.other.knob"),
+        ("# @package plugins.bad\ndefaults: [override /data: logs, _self_]\n", "defaults: {'override /data"),
+        ("# @package plugins.bad\ndefaults: 3\nknob: 1\n", "defaults: 3"),
+        ("# @package _global_\nhydra: {job: {chdir: true}}\n", "hydra.job.chdir"),
+        ("# @package _global_\nplugins: 3\n", "plugins"),
+        ("# @package _global_\n" + "".join(f"k{i}: 0\n" for i in range(7)), "k0, k1, k2, k3, k4 and 2 more"),
+    ],
+)
+def test_yaml_that_sets_more_than_its_knobs_is_refused(framework, install, yaml, keys) -> None:
+    package = install("bad", yaml)
+    said = rf"plugin 'bad': {package}/conf/plugin/bad.yaml sets {re.escape(keys)}.*# @package plugins.bad'"
+    with pytest.raises(UserError, match=said) as refused:
+        config.compose(["+plugin=bad"])
+    assert "\n" not in str(refused.value)
+
+
+def test_such_yaml_is_refused_wherever_it_is_used_and_disturbs_nobody_else(framework, install) -> None:
+    install("bad", GREEDY)
+    install("good")
+    write(framework / "experiment" / "both.yaml", "# @package _global_\ndefaults: [/plugin: [good, bad]]\n")
+    good, bad, both = parse_rows(["good", "bad", "good+bad"], installed())
+    for overrides in (["+plugin=[good,bad]"], ["+experiment=both"], bad.overrides(), both.overrides()):
+        with pytest.raises(UserError, match="bad.yaml sets seed, data.name"):
+            config.compose(overrides)
+    recipe = config.compose(good.overrides())
+    assert (recipe.seed, recipe.data.name, list(recipe.plugins)) == (1, "core", ["good"])
+    assert {"good", "bad"} <= config.choices()["plugin"]
+    assert "bad.yaml sets seed, data.name" in describe(installed()["bad"]).fault
+
+
+@pytest.mark.parametrize(
+    "yaml",
+    [
+        "# @package plugins.one\nknob: 1\n",
+        "# @package plugins.one\ndefaults: [_self_]\nknob: 1\n",
+        "# @package plugins\none: {knob: 1}\n",
+        "# @package _global_\nplugins: {one: {knob: 1}}\n",
+        "# @package _global_.plugins.one\nknob: 1\n",
+    ],
+)
+def test_a_plugins_own_knobs_are_taken_however_they_are_addressed(framework, install, yaml) -> None:
+    package = install("one", yaml)
+    assert config.active_plugins(config.compose(["+plugin=one"])) == {"one": {"knob": 1}}
+    assert conf.knobs_in(package / "conf", "one") == {"knob": 1}
+
+
+@pytest.mark.parametrize(
+    ("yaml", "message"),
+    [
+        ("# @package _global_\n{}\n", "sets nothing under plugins.one, so no plugin would be active"),
+        ("# @package plugins.one\n[1, 2]\n", "must map knobs to values"),
+        ("# @package _global_\nplugins: {one: 3}\n", "must map knobs to values"),
+        ("# @package plugins.one and more\nknob: 1\n", "cannot be read: Too many components"),
+        ("# @package plugins.one\nknob: [1,\n", "broken yaml: "),
+    ],
+)
+def test_yaml_that_holds_no_knobs_is_refused(framework, install, yaml, message) -> None:
+    package = install("one", yaml)
+    with pytest.raises(UserError, match=re.escape(message)) as refused:
         config.compose(["+plugin=one"])
+    assert f"{package}/conf/plugin/one.yaml" in str(refused.value)
+
+
+def test_a_package_speaks_for_its_own_plugins_alone(framework, install) -> None:
+    """``a`` comes first on the search path; its yaml for ``b`` is none of its business."""
+    package = install("a")
+    install("b")
+    for name in ("b", "c"):
+        write(package / "conf" / "plugin" / f"{name}.yaml", f"# @package plugins.{name}\nstolen: 1\n")
+    assert config.active_plugins(config.compose(["+plugin=b"])) == {"b": {"b_knob": 1}}
+    with pytest.raises(UserError, match="no plugin 'c'"):
+        config.compose(["+plugin=c"])
+    assert "c" not in config.choices()["plugin"]
 
 
 def test_installed_plugin_without_yaml(framework: Path, install) -> None:

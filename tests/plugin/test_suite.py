@@ -11,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recpipe.plugin import testing
 from recpipe.plugin.api import Context, Contribution, Invariant
+from recpipe.plugin.listing import describe
+from recpipe.plugin.load import installed
 from recpipe.plugin.testing import PluginSuite, Trained
-from tests.plugin.samples import Good
+from tests.plugin.samples import Good, write_package
 
 
 class Suite(PluginSuite):
@@ -115,7 +118,7 @@ def poison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An installed plugin that flips labels without saying so."""
     code = """
 from recpipe import Contribution, Link, Plugin
-class Poison(Plugin):
+class P(Plugin):
     api = (1, 0)
     def contribute(self, ctx):
         return Contribution(batch=[Link(self.flip)])
@@ -123,19 +126,37 @@ class Poison(Plugin):
         batch.labels = 1 - batch.labels
         return batch
 """
-    package = tmp_path / "poison_pkg"
-    (package / "conf" / "plugin").mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "plugin.py").write_text(code)
-    (package / "conf" / "plugin" / "poison.yaml").write_text("# @package plugins.poison\n{}\n")
-    info = tmp_path / "poison_pkg-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: poison_pkg\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[recpipe.plugins]\npoison = poison_pkg.plugin:Poison\n")
+    write_package(tmp_path, "poison", "# @package plugins.poison\n{}\n", code)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
-    for name in [name for name in sys.modules if name.startswith("poison_pkg")]:
+    for name in [name for name in sys.modules if name.startswith(("poison_pkg", "broken_pkg"))]:
         del sys.modules[name]
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(
+    ("yaml", "code"),
+    [
+        ("# @package _global_\ntiers: {resident_bytes: 100%}\nplugins: {broken: {}}\n", "Contribution()"),
+        ("# @package plugins.broken\n{}\n", None),
+        ("# @package plugins.broken\nknob: [\n", None),
+        ("# @package plugins.broken\n{}\n", "1 / 0"),
+    ],
+)
+def test_a_broken_package_of_others_fails_nobodys_suite(tmp_path, monkeypatch, yaml, code) -> None:
+    imports = "from recpipe import Contribution, Plugin\n"
+    plugin = f"{imports}class P(Plugin):\n    def contribute(self, ctx): return {code}\n"
+    write_package(tmp_path, "broken", yaml, code and plugin)
+    found = {name: ep for name, ep in installed().items() if name in ("broken", "poison")}
+    monkeypatch.setattr(testing, "installed", lambda: found)
+
+    class Poisoned(PluginSuite):
+        plugin = "poison"
+
+    for first in (True, False):
+        Poisoned().test_composes_or_conflicts_with_every_other(first)
+    assert describe(found["broken"]).fault
+    assert not describe(found["poison"]).fault
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,7 +103,17 @@ def test_a_profile_is_kept_as_json_for_its_machine_alone(tmp_path: Path) -> None
     assert MachineProfile.parse(file.read_text(), str(file)) == profile
     assert [p.name for p in file.parent.iterdir()] == [file.name], "no draft is left"
     assert replace(machine(2), optimizer="exact_adagrad").file(tmp_path) != machine(2).file(tmp_path)
-    for broken in ("", "{}", '{"schema": 0}', file.read_text().replace('"busy"', '"bossy"')):
+    text = file.read_text()
+    lacking = json.dumps(json.loads(text) | {"collectives": []})
+    swaps = (
+        ("busy", "bossy"),
+        ('"rows": 100,', '"rows": "100",'),
+        ('"rows": 100,', '"rows": 0,'),
+        ("row_wise", "x"),
+    )
+    changed = [text.replace(a, b) for a, b in swaps]
+    for broken in ("", "{}", "[]", '{"schema": 0}', '{"schema": "1"}', "[" * 100_000, lacking, *changed):
+        assert broken != text
         with pytest.raises(UserError, match=r"x\.json: no machine profile .* delete it"):
             MachineProfile.parse(broken, "x.json")
     (tmp_path / "file").touch()

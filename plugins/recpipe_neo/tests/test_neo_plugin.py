@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from recpipe_neo.plugin import Neo
 
+from recpipe.config import compose
 from recpipe.plugin.api import Invariant, TableInfo
-from recpipe.plugin.errors import PluginError
-from recpipe.plugin.listing import SAMPLE
-from recpipe.plugin.testing import Trained
+from recpipe.plugin.errors import PluginConflict, PluginError
+from recpipe.plugin.listing import SAMPLE, default_knobs
+from recpipe.plugin.load import activate, installed
+from recpipe.plugin.testing import SMALL, Trained
+from recpipe.run import run
 from recpipe.testing import PluginSuite
 
 KNOBS: dict[str, Any] = {
@@ -123,3 +127,23 @@ def test_int8_keeps_rows_whole_and_refuses_what_splits_them() -> None:
 def test_lower_precision_is_declared(knobs: dict[str, Any], altered: set[Invariant]) -> None:
     assert neo(**knobs).alters == altered
     assert bool(neo(**knobs).contribute(SAMPLE).codecs) == ("forward_precision" in knobs)
+
+
+@pytest.mark.parametrize("other", ["bagpipe", "slipstream"])
+def test_tables_in_lower_precision_conflict_with_who_relies_on_their_layout(other: str) -> None:
+    """Only what these knobs make of Neo counts: with float32 tables nothing of that is altered."""
+    theirs = default_knobs(installed()[other])
+    assert activate({"neo": KNOBS | {"forward_precision": "fp16"}, other: theirs})
+    for order in (("neo", other), (other, "neo")):
+        knobs = {"neo": KNOBS | {"table_precision": "fp16"}, other: theirs}
+        with pytest.raises(
+            PluginConflict, match=f"'{other}' relies on this: tables keep the rows.*'neo' alters"
+        ):
+            activate({name: knobs[name] for name in order})
+
+
+def test_a_plan_from_a_file_names_no_planner(tmp_path: Path) -> None:
+    recipe = [*SMALL, "task=plan", "+plugin=neo", "plugins.neo.planner=torchrec"]
+    assert run(compose(recipe, tmp_path))["planner"] == "neo"
+    by_file = [*recipe, f"tiers.plan={tmp_path / 'plan.json'}"]
+    assert run(compose(by_file, tmp_path / "again"))["planner"] is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,9 +15,10 @@ from recpipe_slipstream.plugin import Slipstream
 from recpipe_slipstream.tests.rig import defaults
 
 from recpipe.config import compose
+from recpipe.plugin import load
+from recpipe.plugin.api import Context, Contribution, Invariant, Plugin
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.plugin.listing import SAMPLE
-from recpipe.plugin.load import check_together, load
 from recpipe.plugin.testing import SMALL, Trained
 from recpipe.plugin.testing import train as run
 from recpipe.testing import PluginSuite
@@ -109,9 +111,31 @@ def test_shares_of_an_epoch_are_whole_batches(share: float, samples: int, expect
 
 
 def test_tables_of_het_are_refused_before_training() -> None:
-    """It has no resident rows; what the other class is does not matter here."""
+    """It has no resident rows; what the other plugin is does not matter here."""
     with pytest.raises(PluginConflict, match="'slipstream' and 'het' cannot run together"):
-        check_together({"slipstream": Slipstream, "het": load("hotline")[0]})
+        load.check_together({"slipstream": Slipstream(**defaults("slipstream")), "het": Steady()})
+
+
+class Steady(Plugin):
+    relies_on = frozenset({Invariant.EXACT_GRADIENT, Invariant.BATCH_SIZE})
+
+    def contribute(self, ctx: Context) -> Contribution:
+        return Contribution()
+
+
+def test_who_relies_on_exact_updates_may_have_it_beside_them_switched_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steady = EntryPoint("steady", f"{__name__}:Steady", load.GROUP)
+    monkeypatch.setattr(EntryPoint, "load", lambda ep: {"steady": Steady, "slipstream": Slipstream}[ep.name])
+    found = load.installed() | {"steady": steady}
+    monkeypatch.setattr(load, "installed", lambda: found)
+    knobs = defaults("slipstream")
+    assert load.activate({"slipstream": knobs | {"drop": 0.0}, "steady": {}})
+    with pytest.raises(
+        PluginConflict, match="'steady' relies on this: every optimizer step.*'slipstream' alt"
+    ):
+        load.activate({"slipstream": knobs, "steady": {}})
 
 
 def test_tables_without_tiers_are_refused_when_training_starts(

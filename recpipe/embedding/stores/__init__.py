@@ -39,18 +39,20 @@ def make_store(
     directory: str | os.PathLike[str] | None = None,
     pinned: bool = False,
     staging_bytes: int = STAGING_BYTES,
+    scratch: bool = False,
 ) -> ColdStore:
     """The cold store ``tiers.store=kind``, holding what ``fill`` gives.
 
-    ``directory`` (``tiers.dir``) is where an ``ssd`` store puts its files; ``pinned`` page-locks a
-    ``host`` store for a GPU; ``staging_bytes`` bounds the blocks that an ``ssd`` store keeps between
-    a fetch and the write-back of its rows. Raises UserError for an unknown kind or a missing
-    directory, StoreError where the memory or the disk cannot hold the rows.
+    ``directory`` (``tiers.dir``) is where an ``ssd`` store puts its files, which ``close`` removes if
+    they are ``scratch``; ``pinned`` page-locks a ``host`` store for a GPU; ``staging_bytes`` bounds the
+    blocks that an ``ssd`` store keeps between a fetch and the write-back of its rows. Raises UserError
+    for an unknown kind or a missing directory, StoreError where the memory or the disk cannot hold the
+    rows.
     """
     if kind == "host":
         return HostStore(layout, fill, pinned)
     if kind == "ssd":
         if directory is None:
             raise UserError("tiers.store=ssd needs a directory for its files: set tiers.dir=DIRECTORY")
-        return SsdStore.create(layout, fill, directory, staging_bytes=staging_bytes)
+        return SsdStore.create(layout, fill, directory, staging_bytes=staging_bytes, scratch=scratch)
     raise UserError(f"tiers.store={kind}: no such store (there are: {', '.join(KINDS)})")

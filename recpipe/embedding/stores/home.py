@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
 import re
-import socket
-import time
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from recpipe.embedding.stores.base import StoreLayout
 from recpipe.embedding.stores.faults import store_error
 from recpipe.errors import StoreError
+from recpipe.lock import LockFile, Taken, this_process
+from recpipe.made import make_directory, remove_made
+from recpipe.saved import parse_json, typed_as
 
 log = logging.getLogger(__name__)
 STATE, LOCK = "store.json", "store.lock"
@@ -33,13 +33,8 @@ class StoreState:
     salt: int
     generation: int = 1
     state: Literal["open", "closed"] = "open"
-    user: dict[str, str | int] = field(default_factory=dict)
-
-    @property
-    def user_name(self) -> str:
-        """The process that opened the store last, for messages."""
-        who = self.user
-        return f"process {who.get('pid')} on {who.get('host')}, started {who.get('started')}"
+    user: str = ""
+    """The process that opened the store last, for messages."""
 
 
 def file_names(layout: StoreLayout) -> list[str]:
@@ -58,34 +53,25 @@ class StoreHome:
 
     def __init__(self, directory: str | os.PathLike[str], *, make: bool) -> None:
         self.path = Path(directory)
+        self._removed = False
         try:
             if make:
-                self.path.mkdir(parents=True, exist_ok=True)
+                make_directory(self.path)
             self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             code = errno.ENOTDIR if error.errno == errno.EEXIST else error.errno
             raise store_error("use the directory", self.path, code or errno.EIO) from error
         try:
-            self._lock = self._take_lock()
-        except BaseException:
+            self._lock = LockFile(LOCK, self.fd)
+        except Taken as taken:
             os.close(self.fd)
-            raise
-
-    def _take_lock(self) -> int:
-        lock = self.open_file(LOCK, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(lock)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise store_error("lock", self.path / LOCK, error.errno or errno.EIO) from error
-            state = self.read_state()
-            holder = f" ({state.user_name})" if state else ""
             raise StoreError(
-                f"ssd store: {self.path} is in use by another run{holder}: "
+                f"ssd store: {self.path} is in use by another run ({taken}): "
                 "wait for it, or set tiers.dir= to another directory"
-            ) from error
-        return lock
+            ) from taken
+        except OSError as error:
+            os.close(self.fd)
+            raise store_error("lock", self.path / LOCK, error.errno or errno.EIO) from error
 
     def open_file(self, name: str, flags: int) -> int:
         """Descriptor of a file of this directory; StoreError with the remedy where it cannot be had."""
@@ -96,32 +82,12 @@ class StoreHome:
 
     def read_state(self) -> StoreState | None:
         """What ``store.json`` says; None where there is none; StoreError where it makes no sense."""
-        try:
-            fd = os.open(STATE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise store_error("open", self.path / STATE, error.errno or errno.EIO) from error
-        with os.fdopen(fd, encoding="utf-8") as file:
-            text = file.read()
-        try:
-            read = json.loads(text)
-            shape = read.pop("layout")
-            layout = StoreLayout(tuple(shape["tables"]), tuple(shape["rows"]), shape["width"])
-            state = StoreState(layout=layout, **read)
-            if not all(ROW_FILE.fullmatch(name) for name in state.files):
-                raise ValueError("a name in files is not a row file's")
-            return state
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise StoreError(
-                f"ssd store: {self.path / STATE} is not a store's state ({error}): "
-                "remove it or set tiers.dir= to another directory"
-            ) from error
+        return _read_state(self.path, self.fd)
 
     def write_state(self, state: StoreState) -> None:
         """Replace ``store.json`` in one step; an open state names this process."""
         if state.state == "open":
-            state.user = _this_process()
+            state.user = this_process()
         text = json.dumps(
             {"layout": asdict(state.layout)} | {k: v for k, v in vars(state).items() if k != "layout"}
         )
@@ -148,31 +114,91 @@ class StoreHome:
                 raise store_error("make", self.path / name, errno.EEXIST)
 
     def discard(self, state: StoreState) -> None:
-        """Remove what an earlier run left; say so where it crashed."""
+        """Remove the files of an earlier run's store; say so where it crashed."""
         if state.state == "open":
             log.warning(
                 "%s holds the leftovers of a run that crashed (%s): discarded, and filled anew",
                 self.path,
-                state.user_name,
+                state.user,
             )
-        self.remove(state)
+        self._unlink(state)
 
-    def remove(self, state: StoreState) -> None:
-        """Remove the row files that ``state`` lists, and ``store.json``."""
+    def remove(self, state: StoreState | None) -> None:
+        """Remove the store of ``state`` and, where a store made it and it is empty now, the directory.
+
+        Whatever else is in there stays. Twice is once; the lock is held until ``close``.
+        """
+        if self._removed:
+            return
+        self._removed = True
+        try:
+            if state is not None:
+                self._unlink(state)
+            self._lock.remove()
+        except OSError as error:
+            log.warning("cannot remove the ssd store in %s: %s", self.path, error.strerror)
+        remove_made(self.path)
+
+    def _unlink(self, state: StoreState) -> None:
         for name in [*state.files, STATE]:
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self.fd)
 
     def close(self) -> None:
         """Let others use the directory."""
-        os.close(self._lock)
+        self._lock.release()
         os.close(self.fd)
 
 
-def _this_process() -> dict[str, str | int]:
+def remove_crashed(top: Path) -> None:
+    """Remove the stores that killed runs left in ``top`` and its ``rank-N``, and say so in the log.
+
+    Those that a live run uses or that were closed in good order stay, and all that no store made.
+    """
+    found = []
+    for directory in (*sorted(top.glob("rank-*")), top):
+        with suppress(StoreError):  # in use, or no store's
+            if not _crashed(directory):
+                continue
+            with closing(StoreHome(directory, make=False)) as home:
+                state = home.read_state()
+                if state is not None and state.state == "open":
+                    home.remove(state)
+                    found.append(state.user)
+    remove_made(top)
+    if found:
+        log.warning("%s: removed the ssd store that a killed run left (%s)", top, found[-1])
+
+
+def _crashed(directory: Path) -> bool:
+    """Whether a store lies in ``directory`` that was not closed: a live run's, or a killed one's."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
-        boot = ""
-    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot, "started": started}
+        return False
+    try:
+        state = _read_state(directory, fd)
+    finally:
+        os.close(fd)
+    return state is not None and state.state == "open"
+
+
+def _read_state(path: Path, fd: int) -> StoreState | None:
+    try:
+        state = os.open(STATE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise store_error("open", path / STATE, error.errno or errno.EIO) from error
+    with os.fdopen(state, "rb") as file:
+        content = file.read()
+    try:
+        found = typed_as(StoreState, parse_json(content))
+        if not all(ROW_FILE.fullmatch(name) for name in found.files):
+            raise ValueError("a name in files is not a row file's")
+        return found
+    except ValueError as error:
+        raise StoreError(
+            f"ssd store: {path / STATE} is not a store's state ({error}): "
+            "remove it or set tiers.dir= to another directory"
+        ) from error

@@ -38,12 +38,14 @@ class SsdStore(ColdStore):
 
     direct: bool
 
-    def __init__(self, home: StoreHome, state: StoreState, staging_bytes: int, depth: int) -> None:
+    def __init__(
+        self, home: StoreHome, state: StoreState, staging_bytes: int, depth: int, scratch: bool = False
+    ) -> None:
         """Open the row files of ``home``; use ``create`` or ``open`` instead."""
         self.layout = state.layout
         self.io = IoCounters()
         self.directory = home.path
-        self._home, self._state = home, state
+        self._home, self._state, self._scratch = home, state, scratch
         self._map = BlockMap(self.layout)
         self._checksum = RowChecksum(self.layout.width, state.salt)
         fds, self.direct = open_files(home, state.files, self._map.file_bytes)
@@ -69,29 +71,28 @@ class SsdStore(ColdStore):
         *,
         staging_bytes: int = STAGING_BYTES,
         depth: int = QUEUE_DEPTH,
+        scratch: bool = False,
     ) -> SsdStore:
         """Make a store in ``directory`` (made too, if need be) that holds what ``fill`` gives.
 
         A store that an earlier run left there is replaced (it is scratch: the durable copy is the
-        checkpoint); one of a crashed run is named in the log. StoreError where a live run uses the
-        directory, or where the files cannot be made or do not fit on the disk.
+        checkpoint); one of a crashed run is named in the log. A ``scratch`` store is removed by
+        ``close``, with the directory if a store made it and nothing else is in it. StoreError where a
+        live run uses the directory, or where the files cannot be made or do not fit on the disk.
         """
         home = StoreHome(directory, make=True)
+        state = store = None
         try:
             old = home.read_state()
             if old:
                 home.discard(old)
             salt = int.from_bytes(os.urandom(8), "little")
-            state = StoreState(layout, file_names(layout), salt, generation=old.generation + 1 if old else 1)
-            home.refuse_foreign(state.files)
+            new = StoreState(layout, file_names(layout), salt, generation=old.generation + 1 if old else 1)
+            home.refuse_foreign(new.files)
+            state = new
             home.write_state(state)  # first: what a crash leaves from here on is known as the store's
-        except BaseException:
-            home.close()
-            raise
-        store = None
-        try:
             make_files(home, state.files, BlockMap(layout).file_bytes)
-            store = cls(home, state, staging_bytes, depth)
+            store = cls(home, state, staging_bytes, depth, scratch)
             store._fill(fill)
         except BaseException:
             home.remove(state)
@@ -124,7 +125,7 @@ class SsdStore(ColdStore):
             crashed = state.state == "open"
             if crashed and not recover:
                 raise StoreError(
-                    f"ssd store: {home.path} was left by a run that crashed ({state.user_name}): start "
+                    f"ssd store: {home.path} was left by a run that crashed ({state.user}): start "
                     "again from a checkpoint (resume=), which fills it anew, or open it with "
                     "recover=True to verify every row"
                 )
@@ -174,15 +175,25 @@ class SsdStore(ColdStore):
                 raise store_error("flush", self.directory / name, error.errno or 0) from error
 
     def close(self) -> None:
-        """Flush, mark the store as closed in good order, release files and memory. Twice is once."""
+        """Flush, mark the store as closed in good order, release files and memory. Twice is once.
+
+        A scratch store is removed instead.
+        """
         if not len(self._fds):
             return
         try:
-            self.flush()
-            self._state.state = "closed"
-            self._home.write_state(self._state)
+            if self._scratch:
+                self.remove()
+            else:
+                self.flush()
+                self._state.state = "closed"
+                self._home.write_state(self._state)
         finally:
             self._release()
+
+    def remove(self) -> None:
+        """Delete the store's files; they go on serving this process until ``close``. Twice is once."""
+        self._home.remove(self._state)
 
     def verify(self) -> Rows:
         """Read every record of the store; global numbers of those whose checksum is wrong."""

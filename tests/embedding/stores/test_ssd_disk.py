@@ -116,8 +116,16 @@ def test_symbolic_links_are_not_followed(tmp_path, create):
     assert not rows.is_symlink()
 
 
+MISTYPED = '{"layout": {"tables": ["a"], "rows": ["9"], "width": 1}, "files": ["0-a.rows"], "salt": 1}'
+
+
 @pytest.mark.parametrize(
-    "text", ["", "{}", '{"state": 1', '{"layout": {"tables": [], "rows": [], "width": 1}}']
+    "text",
+    [
+        *("", "{}", "[]", '{"state": 1', '{"layout": {"tables": [], "rows": [], "width": 1}}'),
+        *(MISTYPED, MISTYPED.replace('["0-a.rows"]', "[3]"), "[" * 100_000),
+    ],
+    ids=range(8),
 )
 def test_foreign_state_is_refused(tmp_path, create, text):
     (tmp_path / "store.json").write_text(text)

@@ -1,0 +1,73 @@
+"""Lock files: the system frees one when its owner ends, however it ends; meanwhile the file names it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+"""What ``flock`` fails with on a file system that has no locks."""
+
+
+class Taken(Exception):
+    """Another process holds the lock; the message says which, as far as the file tells."""
+
+
+class LockFile:
+    """An exclusive lock on the file ``name`` (in the directory ``dir_fd``, if given), until ``release``.
+
+    The file is made where there is none; a symbolic link is not followed. Raises ``Taken``, and OSError
+    where the file cannot be made or locked.
+    """
+
+    def __init__(self, name: str | Path, dir_fd: int | None = None) -> None:
+        self._name, self._dir_fd = name, dir_fd
+        while True:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._fd = os.open(name, flags, 0o644, dir_fd=dir_fd)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_current():
+                    self._name_owner()
+                    return
+            except OSError as fault:
+                taken = fault.errno in (errno.EWOULDBLOCK, errno.EACCES)
+                owner = os.pread(self._fd, 500, 0).decode(errors="replace").strip()
+                if not taken:
+                    self.remove()  # nobody can hold it
+                self.release()
+                if taken:
+                    raise Taken(owner or "a process that has not said which") from fault
+                raise
+            self.release()  # a file that its owner has just removed
+
+    def _name_owner(self) -> None:
+        text = f"{this_process()}\n".encode()
+        with suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(self._fd, os.pwrite(self._fd, text, 0))
+
+    def _is_current(self) -> bool:
+        try:
+            there = os.stat(self._name, dir_fd=self._dir_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(self._fd))
+
+    def remove(self) -> None:
+        """Delete the file; this process goes on holding its lock."""
+        if self._is_current():
+            os.unlink(self._name, dir_fd=self._dir_fd)
+
+    def release(self) -> None:
+        """Let others have it; the file stays unless ``remove`` came first."""
+        os.close(self._fd)
+
+
+def this_process() -> str:
+    """This process in words: its id, its machine, the time."""
+    return f"process {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%dT%H:%M:%S%z')}"

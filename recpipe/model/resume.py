@@ -1,0 +1,217 @@
+"""Whether a run can go on from a checkpoint's trainer.pt: asked before any table or parameter is changed.
+
+What the run would save itself is the measure: its parameters, its optimizer's state after a step,
+Lightning's counters. Each check raises ``Damaged`` for what no run has saved, and ``UserError`` for what a
+run of another model, recipe or data set has.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from packaging.version import InvalidVersion, Version
+from torch import nn
+
+from recpipe.checkpoint import SUFFIX
+from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.errors import UserError
+from recpipe.model.module import RankingModule
+from recpipe.saved import Damaged, entries, like, tensor
+
+Plain = bool | int | float | str | tuple[float | None, ...] | None
+"""What an optimizer's hyperparameter may be."""
+OLDEST_LIGHTNING = "2.0"
+
+
+def check_resumable(module: RankingModule, checkpoint: dict[str, Any]) -> None:
+    """Raise unless ``module``, attached to its trainer, can go on from ``checkpoint``."""
+    saved = entries(
+        {
+            "epoch": int,
+            "pytorch-lightning_version": str,
+            "state_dict": dict[str, torch.Tensor],
+            "loops": dict[str, Any],
+            "callbacks": dict[str, dict[str, Any]],
+            "optimizer_states": tuple[dict[str, Any]],
+            "lr_schedulers": list[Any],
+            "recpipe": dict[str, Any],
+        },
+        checkpoint,
+    )
+    _check_own(module, saved["recpipe"])
+    module.check_parameters(saved["state_dict"])
+    _check_loops(module, saved["pytorch-lightning_version"], saved["loops"])
+    defaults = saved["recpipe"]["dense_defaults"]
+    _check_optimizer(module, defaults, saved["optimizer_states"][0])
+    _check_callbacks(module.trainer.callbacks, saved["callbacks"])  # type: ignore[attr-defined]
+    done = saved["recpipe"]["batches_done"]
+    if not 0 <= done < len(module.loader):
+        raise Damaged(f"recpipe.batches_done is {done} of {len(module.loader)}")
+
+
+def _check_own(module: RankingModule, recpipe: Mapping[str, Any]) -> None:
+    saved = entries(
+        {
+            "batches_done": int,
+            "made_with": dict[str, Plain],
+            "order": str | None,
+            "dense_defaults": dict[str, Plain],
+            "random": dict[str, Any],
+            "fingerprint": str,
+            "placement": dict[str, Any] | None,
+        },
+        recpipe,
+        "recpipe",
+    )
+    if "samples" in recpipe:  # checkpoints of earlier versions lack it
+        samples = entries({"samples": int | None}, recpipe, "recpipe")["samples"]
+        if samples is not None and samples < 0:
+            raise Damaged(f"recpipe.samples is {samples}")
+    if saved["fingerprint"] != module.loader.dataset.fingerprint:
+        raise UserError(
+            "the checkpoint was made on other data (or another recipe for it); resume with the same data"
+        )
+    made_with = module.made_with()
+    for key, theirs in entries(
+        dict.fromkeys(made_with, Plain), saved["made_with"], "recpipe.made_with"
+    ).items():
+        if theirs != made_with[key]:
+            raise UserError(
+                f"the checkpoint was made with {key}={theirs}, not {made_with[key]}: "
+                f"resume with {key}={theirs}"
+            )
+    mine, theirs = module.order(), saved["order"]
+    if mine != theirs:
+        raise UserError(
+            f"the checkpoint counts batches in the order of {theirs or 'the data'}, this run in that of "
+            f"{mine or 'the data'}: resume with the same plugin, or start anew"
+        )
+    _check_random(saved["random"])
+    embeddings = module.ranker.embeddings
+    if isinstance(embeddings, TieredEmbeddingBagCollection) and saved["placement"] is not None:
+        embeddings.check_placement_state(saved["placement"])
+
+
+def _check_random(state: Mapping[str, Any]) -> None:
+    """Each generator's state, tried on a generator that nobody uses."""
+    where = "recpipe.random"
+    entries({"torch": torch.Tensor, "cuda": list[torch.Tensor]}, state, where)
+    version, values, gauss = entries({"python": tuple[int, tuple[int, ...], float | None]}, state, where)[
+        "python"
+    ]
+    numbers = entries(
+        {"key": torch.Tensor, "pos": int}, entries({"numpy": Any}, state, where)["numpy"], "numpy"
+    )
+    tensor(numbers["key"], torch.int64, (624,), f"{where}.numpy.key")
+    key = numbers["key"].numpy()
+    if not (0 <= numbers["pos"] <= 624 and key.min() >= 0 and key.max() < 2**32):
+        raise Damaged(f"{where}.numpy is no state of a Mersenne Twister")
+    try:
+        torch.Generator().set_state(state["torch"])
+        random.Random().setstate((version, values, gauss))
+    except (RuntimeError, TypeError, ValueError, OverflowError) as fault:
+        raise Damaged(f"{where} is no state of a random number generator ({fault})") from fault
+
+
+def _check_loops(module: RankingModule, version: str, loops: Mapping[str, Any]) -> None:
+    """Lightning's counters, as its own loops would save them now."""
+    try:
+        known = Version(version) >= Version(OLDEST_LIGHTNING)
+    except InvalidVersion:
+        known = False
+    if not known:
+        raise Damaged(f"pytorch-lightning_version is {version[:40]!r}, not {OLDEST_LIGHTNING} or newer")
+    fit = entries({"fit_loop": dict[str, Any]}, loops, "loops")["fit_loop"]
+    like(module.trainer.fit_loop.state_dict(), fit, "loops.fit_loop")
+
+
+def _check_optimizer(
+    module: RankingModule, their_defaults: Mapping[str, Plain], saved: Mapping[str, Any]
+) -> None:
+    """The dense optimizer's state, as one of the recipe's has it after a step."""
+    where = "optimizer_states[0]"
+    found = entries({"state": dict[int, dict[str, Any]], "param_groups": tuple[dict[str, Any]]}, saved, where)
+    optimizer = _scratch_optimizer(module)
+    group = found["param_groups"][0]
+    defaults = optimizer.defaults
+    entries({"params": list[int], **dict.fromkeys(defaults, Plain)}, group, f"{where}.param_groups[0]")
+    for key, mine in defaults.items():
+        if key in their_defaults and their_defaults[key] == mine:  # others are the recipe's from now on
+            _check_kind(mine, group[key], f"{where}.param_groups[0].{key}")
+    if group["params"] != list(range(len(module.dense))):
+        raise Damaged(f"{where}.param_groups[0].params are not the model's {len(module.dense)} parameters")
+    first, later = (o.state_dict()["state"] for o in (optimizer, _stepped(optimizer)))
+    for index in (*first, *found["state"]):
+        place = f"{where}.state[{index}]"
+        if index not in later or index not in found["state"]:
+            raise Damaged(f"{place} is of no parameter" if index not in later else f"{place} is missing")
+        theirs = entries(dict.fromkeys(later[index], Any), found["state"][index], place)
+        like(later[index], theirs, place)
+
+
+def _check_kind(mine: Plain, theirs: Plain, where: str) -> None:
+    """A hyperparameter is what it is in the recipe: a number, a switch, a pair, nothing."""
+    number = (int, float)
+    if type(mine) is not type(theirs) and not (type(mine) in number and type(theirs) in number):
+        raise Damaged(f"{where} is {theirs!r}, not like {mine!r}")
+    if isinstance(mine, tuple | list) and isinstance(theirs, tuple | list) and len(mine) != len(theirs):
+        raise Damaged(f"{where} has {len(theirs)} values, not {len(mine)}")
+
+
+def _scratch_optimizer(module: RankingModule) -> torch.optim.Optimizer:
+    """The recipe's optimizer over parameters of its own."""
+    return module.make_optimizer([nn.Parameter(torch.zeros_like(p)) for p in module.dense])
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same after a step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def _check_callbacks(callbacks: Iterable[Any], states: Mapping[str, dict[str, Any]]) -> None:
+    """Lightning's own, and those that have a ``check_state``."""
+    for callback in callbacks:
+        state = states.get(callback.state_key)
+        if not state:
+            continue
+        try:
+            if isinstance(callback, ModelCheckpoint):
+                _check_kept(state)
+            elif hasattr(callback, "check_state"):
+                callback.check_state(state)
+        except Damaged as fault:
+            raise Damaged(f"callbacks.{type(callback).__name__}: {fault}") from fault
+
+
+def _check_kept(state: Mapping[str, Any]) -> None:
+    """Which checkpoints the run has kept: since it will delete them, none may lie outside of its folder."""
+    saved = entries(
+        {
+            "dirpath": str,
+            "best_model_score": torch.Tensor | None,
+            "best_k_models": dict[str, torch.Tensor],
+            "best_model_path": str,
+            "kth_best_model_path": str,
+            "kth_value": torch.Tensor,
+            "last_model_path": str,
+        },
+        state,
+    )
+    kept = saved["best_k_models"]
+    for path in (*kept, saved["kth_best_model_path"]):
+        if path and not (Path(path).parent == Path(saved["dirpath"]) and path.endswith(SUFFIX)):
+            raise Damaged(f"{path[:200]!r} is no checkpoint in {saved['dirpath'][:200]!r}")
+    if saved["kth_best_model_path"] and saved["kth_best_model_path"] not in kept:
+        raise Damaged("kth_best_model_path is not among best_k_models")
+    for path, score in kept.items():
+        if score.numel() != 1 or score.dtype not in (torch.int64, torch.int32, torch.float32, torch.float64):
+            raise Damaged(f"the score of {path[:200]!r} is no number")

@@ -1,0 +1,43 @@
+"""Objects of a user's choice: ``_target_: package.Class`` in a recipe, with its arguments beside it.
+
+The only place that makes them. A recipe can name any importable class, so what is made here comes from the
+user's own yaml and command line; plugins contribute objects, not names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+
+from recpipe.errors import UserError
+
+T = TypeVar("T")
+
+
+def make(kind: type[T], chosen: Mapping[str, Any], key: str) -> T:
+    """The object that ``chosen`` asks for, of class ``kind``.
+
+    Raises ``UserError`` that names ``key``, where in the recipe it stands, for anything else.
+    """
+    if "_target_" not in chosen:
+        raise UserError(f"{key}={dict(chosen)}: say which class, {key}={{_target_: package.Class, ...}}")
+    target = chosen["_target_"]
+    try:
+        made = instantiate(dict(chosen), _convert_="all")
+    except InstantiationException as fault:
+        raise UserError(f"{key}: cannot make {target}: {_reason(fault)}") from fault
+    if not isinstance(made, kind):
+        raise UserError(
+            f"{key}: {target} makes a {type(made).__name__}, not a {kind.__module__}.{kind.__qualname__}"
+        )
+    return made
+
+
+def _reason(fault: BaseException) -> str:
+    """What went wrong at the root, in one line."""
+    while fault.__cause__ is not None:
+        fault = fault.__cause__
+    return " ".join(str(fault).split()) or type(fault).__name__

@@ -1,0 +1,80 @@
+"""The figures that loggers and monitoring callbacks see, under the step that they belong to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+
+from recpipe.errors import UserError
+from recpipe.model.module import LossTotal, RankingModule
+from recpipe.training.recorder import Recorder
+
+LOG_EVERY = 50
+"""Steps between a run's training figures: loggers cost more than a small model's step would allow."""
+
+
+class FigureLogger(L.Callback):
+    """Hands figures to the trainer's loggers and, as ``trainer.callback_metrics``, to other callbacks.
+
+    ``train/loss`` (mean since the last time) and ``train/samples_per_second`` every ``LOG_EVERY`` steps, with
+    each evaluation and after the last step; ``val/auc``, ``val/logloss`` and ``val/ne`` with each evaluation.
+    Their step is ``trainer.global_step``, the optimizer steps done. Not by ``self.log``, whose steps are one
+    less and which makes every step dearer. Place this behind ``recorder``, whose clock it uses.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._loss = LossTotal()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
+        """Counted from the run's beginning, wherever it was resumed."""
+        if trainer.global_step % LOG_EVERY == 0:
+            _hand_on(trainer, self._training(pl_module))
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The evaluation's figures; also of the one after training."""
+        assert isinstance(pl_module, RankingModule)
+        assert pl_module.figures is not None
+        quality = {f"val/{name}": value for name, value in asdict(pl_module.figures).items()}
+        _hand_on(trainer, self._training(pl_module) | quality)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say so where a callback monitors what nobody has logged; its own words would be a traceback."""
+        there = {*trainer.callback_metrics, "step", "epoch"}
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks if trainer.state.fn == TrainerFn.FITTING else ():
+            monitor = getattr(callback, "monitor", None)
+            if monitor is not None and monitor not in there and getattr(callback, "strict", True):
+                raise UserError(
+                    f"trainer.callbacks: {type(callback).__name__} monitors '{monitor}', which nothing logs; "
+                    f"there are {', '.join(sorted(there))}"
+                )
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The steps since the last time."""
+        _hand_on(trainer, self._training(pl_module))
+
+    def _training(self, module: L.LightningModule) -> dict[str, float]:
+        """Of the steps since the last call; empty without any."""
+        assert isinstance(module, RankingModule)
+        before, self._loss = self._loss, module.loss_total()
+        loss = self._loss.mean_since(before)
+        if math.isnan(loss):
+            return {}
+        return {"train/loss": loss, "train/samples_per_second": self.recorder.speed_since(before.steps)}
+
+
+def _hand_on(trainer: L.Trainer, figures: Mapping[str, float]) -> None:
+    if not figures:
+        return
+    trainer.callback_metrics.update(
+        {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
+    )
+    for logger in trainer.loggers:
+        logger.log_metrics({**figures, "epoch": trainer.current_epoch}, step=trainer.global_step)
+        logger.save()

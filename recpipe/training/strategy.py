@@ -1,0 +1,35 @@
+"""Lightning's view of a rank: one device, whose callbacks decide as those of all trainers do."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from recpipe.ranks import Channel
+
+
+class AgreeingStrategy(SingleDeviceStrategy):
+    """Trains on one device; gradients come from the other ranks through the module, decisions through this.
+
+    EarlyStopping, ModelCheckpoint and Timer ask their trainer's strategy before they act.
+    """
+
+    def __init__(self, device: torch.device, trainers: Channel) -> None:
+        super().__init__(device)
+        self.trainers = trainers
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all trainers, or any, decided so; all of them call it."""
+        told = np.concatenate(self.trainers.gather(np.array([decision])))
+        return bool(told.all() if all else told.any())
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Trainer ``src``'s ``obj``, of what JSON can say; all of them call it."""
+        if self.trainers.size == 1:
+            return obj
+        own = np.frombuffer(json.dumps(obj).encode(), np.uint8)
+        return json.loads(self.trainers.gather(own)[src].tobytes())
