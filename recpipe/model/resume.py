@@ -145,7 +145,9 @@ def _check_optimizer(
             _check_kind(mine, group[key], f"{where}.param_groups[0].{key}")
     if group["params"] != list(range(len(module.dense))):
         raise Damaged(f"{where}.param_groups[0].params are not the model's {len(module.dense)} parameters")
-    first, later = (o.state_dict()["state"] for o in (optimizer, _stepped(optimizer)))
+    first = optimizer.state_dict()["state"]
+    _step(optimizer)
+    later = optimizer.state_dict()["state"]
     for index in (*first, *found["state"]):
         place = f"{where}.state[{index}]"
         if index not in later or index not in found["state"]:
@@ -168,13 +170,12 @@ def _scratch_optimizer(module: RankingModule) -> torch.optim.Optimizer:
     return module.make_optimizer([nn.Parameter(torch.zeros_like(p)) for p in module.dense])
 
 
-def _stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same after a step."""
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """One with gradients of zeros: what an optimizer keeps of a parameter, it may make only then."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    return optimizer
 
 
 def _check_callbacks(callbacks: Iterable[Any], states: Mapping[str, dict[str, Any]]) -> None:

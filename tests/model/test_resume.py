@@ -139,6 +139,11 @@ def test_kept_checkpoints_lie_in_their_folder(refusal: Refusal) -> None:
     assert "is no checkpoint in" in refusal(climb)
 
 
+def test_a_parameter_that_has_not_been_stepped_may_lack_a_state(refusal: Refusal) -> None:
+    """Adam makes it with the first gradient; so does momentum that is new in the recipe."""
+    assert refusal(lambda content: content["optimizer_states"][0].update(state={})) == ""
+
+
 def test_a_new_knob_of_the_optimizer_is_the_recipes(refusal: Refusal) -> None:
     """One that torch did not have when the checkpoint was made."""
 
