@@ -179,7 +179,8 @@ def test_a_table_missing_from_the_recipe(refused: Run, tmp_path: Path) -> None:
 def test_a_failed_preparation_keeps_what_was_prepared(refused: Run, tmp_path: Path) -> None:
     """A good data set in the cache outlives the failure of another one."""
     (tmp_path / "good.tsv").write_bytes(criteo_text())
-    assert "no whole checkpoint" in refused(*CRITEO, "data.path=good.tsv", *QUIET, "resume=nowhere")
+    message = refused(*CRITEO, "data.path=good.tsv", *QUIET, "model.pretrained=nowhere.safetensors")
+    assert "nowhere.safetensors" in message
     before = {file: file.read_bytes() for file in (tmp_path / "cache").rglob("*") if file.is_file()}
     assert any(file.name == "meta.json" for file in before)
     (tmp_path / "bad.tsv").write_bytes(criteo_text(with_field(0, "7")))
@@ -342,6 +343,8 @@ def test_npy_labels_and_parts(refused: Run, tmp_path: Path) -> None:
         (["data.samples=???"], ("data.samples has no value", "data.samples=VALUE")),
         (["~data.batch_size", "~seed"], ("seed has no value",)),
         (["seed=${nope}"], ("nope",)),
+        (["hydra.verbose=99"], ("hydra.* values", "--hydra-help")),
+        (["hydra.job_logging.root.level=loud"], ("hydra.* values", "--hydra-help")),
         ([f"tiers.dir={'x' * 5000}"], ("tiers.dir=xxx", "too long for a path")),
         ([f"data.samples={'9' * 5000}"], ("cannot read the override", "digits")),
         ([f"data.tables={'{a:' * 30}1{'}' * 30}"], ("nests more than 20 levels",)),
