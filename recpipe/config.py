@@ -76,7 +76,7 @@ def check_overrides(words: Sequence[str]) -> None:
             continue
         with readable_errors(words):
             try:
-                override = OverridesParser.create().parse_override(word)
+                (override,) = OverridesParser.create().parse_overrides([word])
             except (RecursionError, ValueError) as fault:
                 raise UserError(f"cannot read the override '{shown(word)}': {shown(fault, 100)}") from fault
         if _depth(override.value()) > DEEPEST:
