@@ -153,7 +153,7 @@ def test_whatever_a_splitter_says_there_are_few_sizes() -> None:
         return Split(np.arange(batch.size), (next(wished), batch.size))
 
     sizes: set[int] = set()
-    for staged in loader_of(Listed(count=60), splitter=ever_new):
+    for staged in loader_of(Listed(count=60, last=SIZE), splitter=ever_new):
         sizes.update(np.diff([0, *staged.bounds]).tolist())
     assert len(sizes) <= 16 < SIZE
 
