@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from recpipe.allocator import bound_kernel_caches, tune_allocator
-from recpipe.errors import ThroughHydra, UserError
+from recpipe.errors import ThroughHydra, UserError, shown
 from recpipe.quiet import calm_threads, quiet_libraries
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -194,7 +194,11 @@ def _run_hydra(argv: Sequence[str]) -> None:
         argv = agreed_arguments(argv)
         sys.argv[1:] = argv
 
+    begun = False
+
     def job(recipe: DictConfig) -> None:
+        nonlocal begun
+        begun = True
         with _environment(user_setting), _stopping(), noted(), readable_errors(argv):
             check(recipe)
             refuse_without_sweep()
@@ -218,7 +222,16 @@ def _run_hydra(argv: Sequence[str]) -> None:
     decorate = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)
     # With HYDRA_FULL_ERROR Hydra hands us its exceptions instead of printing them and exiting with 1.
     with _environment("1"), readable_errors(argv), letting_go(), table_at_end():
-        decorate(job)()
+        try:
+            decorate(job)()
+        except (AssertionError, AttributeError, TypeError, ValueError) as fault:
+            if begun:
+                raise
+            # Hydra does not check the values of its own keys.
+            said = shown(fault, 200) or type(fault).__name__
+            raise UserError(
+                f"Hydra cannot start with these hydra.* values ({said}); see --hydra-help"
+            ) from fault
 
 
 @contextmanager

@@ -179,7 +179,8 @@ def test_a_table_missing_from_the_recipe(refused: Run, tmp_path: Path) -> None:
 def test_a_failed_preparation_keeps_what_was_prepared(refused: Run, tmp_path: Path) -> None:
     """A good data set in the cache outlives the failure of another one."""
     (tmp_path / "good.tsv").write_bytes(criteo_text())
-    assert "no such optimizer" in refused(*CRITEO, "data.path=good.tsv", *QUIET, "optim.dense.name=Nope")
+    message = refused(*CRITEO, "data.path=good.tsv", *QUIET, "model.pretrained=nowhere.safetensors")
+    assert "nowhere.safetensors" in message
     before = {file: file.read_bytes() for file in (tmp_path / "cache").rglob("*") if file.is_file()}
     assert any(file.name == "meta.json" for file in before)
     (tmp_path / "bad.tsv").write_bytes(criteo_text(with_field(0, "7")))
@@ -303,8 +304,52 @@ def test_npy_labels_and_parts(refused: Run, tmp_path: Path) -> None:
         (["compose.prefer.splitter=hotline"], ("compose.prefer.splitter=hotline",)),
         (["task=compare", "compare.plugins=[nocache,hotlin]"], ("hotlin", "hotline")),
         (["plugins.hotline.sample=0.1"], ("plugins.hotline",)),
+        (["optim.dense=sgd"], ("optim.dense=sgd", "mapping")),
+        (["optim.tables=x"], ("optim.tables=x", "must map keys to values")),
+        (["optim.dense.lr=inf"], ("optim.dense.lr=inf", "finite")),
+        (["optim.dense.name=LBFGS"], ("torch.optim.LBFGS", "choose another optimizer")),
+        (["optim.dense.name=SparseAdam"], ("torch.optim.SparseAdam", "choose another optimizer")),
+        (["optim=0"], ("optim=0", "adagrad, rowwise_adagrad, sgd")),
+        (["trainer=[1]"], ("trainer=[1]", "default")),
+        (["task=[1.5]"], ("task=[1.5]", "compare, plan, profile, train")),
+        (["+plugin=2"], ("plugin=2", "hotline")),
+        (["topology=x"], ("topology=x", "must map keys to values")),
+        (["topology.trainers=[-1]"], ("topology.trainers[0]=-1",)),
+        (["tiers.emulate.latency_us=host"], ("tiers.emulate.latency_us=host", "float")),
+        (["tiers.emulate.gbit_per_s=-5%"], ("tiers.emulate.gbit_per_s=-5%", "float or null")),
+        (["tiers.tbes=0"], ("tiers.tbes=0", "at least 1")),
+        (["trainer.device=0"], ("trainer.device=0", "cpu, cuda")),
+        (["trainer.keep_checkpoints=-5"], ("trainer.keep_checkpoints=-5", "greater than or equal to 1")),
+        (["trainer.keep_checkpoints=0"], ("trainer.keep_checkpoints=0", "greater than or equal to 1")),
+        (["seed=abc"], ("seed=abc", "int")),
+        (["seed=1.5"], ("seed=1.5", "int")),
+        (["seed=null"], ("seed=null", "int")),
+        (["seed=4294967296"], ("seed=4294967296", "4294967295")),
+        (["resume=100000"], ("resume=", "100000", "no whole checkpoint")),
+        (["compose=x"], ("compose=x", "must map keys to values")),
+        (["compose.prefer=x"], ("compose.prefer=x", "mapping")),
+        (["task=compare", "compare=x"], ("compare=x", "must map keys to values")),
+        (["task=compare", "compare.repetitions=0"], ("compare.repetitions=0", "equal to 1")),
+        (["task=plan", "task.ranks=-1"], ("task.ranks=-1", "greater than or equal to 1")),
+        (["task=plan", "task.ranks=100000", "tiers.sharded=true"], ("task.ranks=100000", "26", "961 ranks")),
+        (["model=dlrm_dcn", "model.cross_rank=-1"], ("model.cross_rank=-1", "equal to 1")),
+        (["model=dlrm_dcn", "model.cross_layers=-1"], ("model.cross_layers=-1", "equal to 1")),
+        (["model.embedding_dim=4000000000"], ("model.embedding_dim=4000000000", "1048576")),
+        (["model.bottom=[99999999999]"], ("model.bottom[0]=99999999999", "2147483647")),
+        (["model.bottom=[2147483647]"], ("dense part", "lower model.bottom")),
+        (["data.table_scale=inf"], ("data.table_scale=inf", "finite")),
+        (["data.table_scale=1e9"], ("data.table_scale=1000000000.0", "2147483647", "lower it")),
+        (["data.pooling=100000000"], ("generated ids", "lower data.pooling")),
+        (["data.samples=???"], ("data.samples has no value", "data.samples=VALUE")),
+        (["~data.batch_size", "~seed"], ("seed has no value",)),
+        (["seed=${nope}"], ("nope",)),
+        (["hydra.verbose=99"], ("hydra.* values", "--hydra-help")),
+        (["hydra.job_logging.root.level=loud"], ("hydra.* values", "--hydra-help")),
+        ([f"tiers.dir={'x' * 5000}"], ("tiers.dir=xxx", "too long for a path")),
+        ([f"data.samples={'9' * 5000}"], ("cannot read the override", "digits")),
+        ([f"data.tables={'{a:' * 30}1{'}' * 30}"], ("nests more than 20 levels",)),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
 def test_recipe(refused: Run, arguments: list[str], parts: tuple[str, ...]) -> None:
     holds(refused(*SMALL, *QUIET, *arguments), *parts)

@@ -171,7 +171,7 @@ def test_plan_builds_nothing(tmp_path, monkeypatch, capsys) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["task.name=sing"], "task.name=sing is unknown; choose train, profile, compare or plan"),
+        (["task.name=sing"], "task.name=sing is unknown; choose one of train, profile, compare, plan"),
         (["trainer.device=tpu"], "trainer.device=tpu is unknown"),
         (["trainer.device=cuda:99"], "cuda:99: torch sees"),
         (["tiers.policy=lur"], "tiers.policy=lur is unknown; did you mean lru"),
