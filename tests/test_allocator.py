@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from recpipe.allocator import bound_kernel_caches
 from tests.conftest import ROOT
 
 CODE = """
@@ -34,6 +35,15 @@ def measured(**environment: str) -> list[int]:
         command, cwd=ROOT, env={**kept, **environment}, capture_output=True, text=True, check=True
     )
     return [int(word) for word in done.stdout.split()]
+
+
+def test_fewer_kernels_are_kept_unless_the_user_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")  # so that what is set below ends with the test
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    bound_kernel_caches()
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"
+    assert int(os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) < 1024
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")

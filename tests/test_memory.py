@@ -67,6 +67,19 @@ def test_a_table_passes_through_its_files_in_parts(collection: ResidentCollectio
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("plugins", ["hotline", "slipstream", "[hotline,slipstream]"])
+def test_batches_of_ever_new_sizes_take_at_most_1_3_of_a_plain_run(plugins: str, tmp_path: Path) -> None:
+    """Of the whole process, with the default recipe: kernels are kept for every size of their inputs."""
+
+    def peak(folder: Path, *overrides: str) -> int:
+        command = [sys.executable, "-m", "recpipe", f"hydra.run.dir={folder}", *overrides]
+        subprocess.run(command, check=True, capture_output=True)
+        return int(json.loads((folder / "report.json").read_text())["memory"]["peak_rss_bytes"])
+
+    assert peak(tmp_path / "with", f"+plugin={plugins}") <= 1.3 * peak(tmp_path / "plain")
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("overrides", [(), ("tiers.sharded=true",)], ids=["whole", "sharded"])
 def test_a_gigabyte_of_tables_takes_less_than_1_3_of_it(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """Over what the process takes without tables: made, trained and saved; resumed; read from one file."""

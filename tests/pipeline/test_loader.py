@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import cycle
 
 import lightning as L
 import numpy as np
@@ -11,8 +12,8 @@ import torch
 
 from recpipe.errors import DataError
 from recpipe.pipeline.loader import EvalLoader
-from recpipe.pipeline.share import picked
-from recpipe.plugin.api import Link, Split
+from recpipe.pipeline.share import in_steps, picked
+from recpipe.plugin.api import Link, Split, micro_batch_step
 from tests.embedding.samples import CPU, FEATURES
 from tests.pipeline.samples import SIZE, Listed, collection_of, loader_of, parameters_after
 
@@ -127,6 +128,34 @@ def test_chains_and_splitter_are_applied_in_order() -> None:
     assert threads == {"recpipe-loader_0"}
     assert torch.allclose(dataset.lists["train"][0].dense[:, 0], (original[0] + 1) * 2)
     assert torch.allclose(seen[0].batch.dense[:, 0].flip(0), -(original[0] + 1) * 2)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "kept"),
+    [
+        ((100, 128), (96, 128)),
+        ((7, 128), (128,)),
+        ((8, 128), (8, 128)),
+        ((17, 23, 128), (16, 128)),
+        ((17, 24, 127), (16, 24, 127)),
+        ((5,), (5,)),
+    ],
+)
+def test_micro_batches_end_at_steps(bounds: tuple[int, ...], kept: tuple[int, ...]) -> None:
+    assert in_steps(bounds, micro_batch_step(128)) == kept
+
+
+def test_whatever_a_splitter_says_there_are_few_sizes() -> None:
+    """Kernels are made and kept for every size."""
+    wished = cycle(range(1, SIZE))
+
+    def ever_new(batch, needs_cold) -> Split:
+        return Split(np.arange(batch.size), (next(wished), batch.size))
+
+    sizes: set[int] = set()
+    for staged in loader_of(Listed(count=60, last=SIZE), splitter=ever_new):
+        sizes.update(np.diff([0, *staged.bounds]).tolist())
+    assert len(sizes) <= 16 < SIZE
 
 
 def test_permuted_moves_whole_samples() -> None:
