@@ -50,7 +50,7 @@ def table_at_end() -> Iterator[None]:
         with suppress(UserError):  # the error that came first is the one to tell
             _print_table()
         if isinstance(error, JobFailed):
-            raise UserError("\n".join([f"{len(_failed)} of the sweep's jobs failed:", *_failed])) from error
+            raise UserError(f"{len(_failed)} of the sweep's jobs failed:", *_failed) from error
         raise
     _print_table()
 

@@ -264,7 +264,7 @@ def test_the_last_checkpoint_on_a_full_disk_costs_no_report(tmp_path, monkeypatc
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint, "_save", full)
+    monkeypatch.setattr(checkpoint, "save_trainer", full)
     with pytest.raises(
         UserError, match=r"^cannot write the checkpoint .*step-0{7}7.ckpt: No space[^;]*; free"
     ):
