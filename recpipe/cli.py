@@ -213,7 +213,8 @@ def _run_hydra(argv: Sequence[str]) -> None:
             run(recipe)
 
     register()
-    check_overrides(argv)
+    with readable_errors(argv):
+        check_overrides(argv)
     TorchrunLauncher.environment = dict(os.environ)
     if "task=compare" in argv:
         # The comparison itself runs no plugin: knobs are handed on to the rows that have theirs.

@@ -108,6 +108,10 @@ def heard(directory: Path) -> Iterator[None]:
     if HydraConfig.initialized() and HydraConfig.get().mode is not None:
         yield  # hydra.job_logging has made the handlers
         return
+    root = logging.getLogger()
+    for left in [h for h in root.handlers if isinstance(h, Screen | LogFile)]:
+        root.removeHandler(left)  # of a run in this process that Hydra did start, and that has ended
+        left.close()
     handlers = [Screen(), LogFile(str(directory / LOG_FILE))]
     for handler in handlers:
         log.addHandler(handler)

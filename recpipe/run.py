@@ -32,7 +32,6 @@ from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.quiet import quiet_libraries
 from recpipe.ranks import Ranks
 from recpipe.recipe import Recipe
-from recpipe.report import terminal
 from recpipe.report.files import ReportFiles
 from recpipe.run_dir import RunDir, hold
 from recpipe.setup import (
@@ -192,6 +191,9 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
                 profiler.complete(report, model_config, len(dataset.schema.dense), tables, files)
                 files.write_json("report.json", report.to_dict())
         if leads and stopped is None:
+            # Here, not above: training does not wait for what only reports need.
+            from recpipe.report import terminal
+
             terminal.print_result(report.to_dict(), run_dir.path)
         if cfg.task.export_parameters:
             target = Path(cfg.task.export_parameters)
@@ -199,7 +201,6 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
     content = report.to_dict()
     if leads and stopped is None:  # whoever stops a run does not wait for plots
         log.info("writing the report")
-        # Here, not above: training does not wait for jinja2 and matplotlib.
         from recpipe.report import html
 
         if files.write("report.html", lambda page: html.write(content, page.parent)):

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from lightning.pytorch.loggers import CSVLogger
 
-from recpipe import checkpoint
+from recpipe import checkpoint, manifest
 from recpipe.config import compose
 from recpipe.errors import UserError
 from recpipe.ranks import Channel, Ranks
@@ -36,7 +36,8 @@ Reported = Callable[..., dict[str, Any]]
 def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reported:
     """``reported(*overrides)``: the report of a run in this process, in ``tmp_path``."""
     monkeypatch.setattr(html, "write", lambda content, folder: None)
-    monkeypatch.setattr(checkpoint, "_sync", lambda path: None)
+    for module in (checkpoint, manifest):
+        monkeypatch.setattr(module, "sync", lambda path: None)
 
     def train(*overrides: str) -> dict[str, Any]:
         return run(compose([*SMALL, "trainer.checkpoint_every=null", *overrides], run_dir=tmp_path))

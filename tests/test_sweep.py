@@ -84,7 +84,7 @@ def test_a_sweep_of_two_ranks_each_goes_on_after_a_failed_job(cli: Cli, tmp_path
     assert done.returncode == 2, done.stderr
     for number, size in enumerate(sizes, 1):
         assert f"job {number}/{count}: data.batch_size={size} data.samples=1300" in done.stdout
-    assert "data.batch_size=0: at least 1 sample" in done.stderr, "the job's own output"
+    assert "data.batch_size=0: must be greater than or equal to 1" in done.stderr, "the job's own output"
     assert f"error: 1 of {count} jobs failed:\n  sweep/{bad}: data.batch_size=0 " in done.stderr
     assert "(exit status 1)" in done.stderr.splitlines()[-1]
     assert done.stdout.count("report: sweep/sweep.html") == 1

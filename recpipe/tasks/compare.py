@@ -59,7 +59,10 @@ def compare(
             plan.finish(partial=True)
             raise
         content = plan.finish(partial=False)
-    plan.files.late += [UserError(wrong) for wrong in faults(content)]
+    if wrong := faults(content):
+        plan.files.late.append(
+            UserError(f"{'; '.join(wrong)}. All else is in {plan.out_dir / 'compare.json'}")
+        )
     plan.files.check()
     return content
 

@@ -183,11 +183,11 @@ BAD_RECIPES = [
     ({"sparse": ["price"]}, "column price: holds double; sparse ids are"),
     ({"sparse": ["word"], "hash_ids": False}, "column word: holds string, which needs data.hash_ids=true"),
     ({"table_rows": None}, r"data.tables lacks column 'user': .* \+data.tables.user="),
-    ({"table_rows": 1}, "a table has from 2 to"),
+    ({"table_rows": 1}, "data.table_rows=1: must be greater than or equal to 2"),
     ({"label": None}, "data.label is not set"),
     ({"sparse": []}, "data.sparse is empty"),
     ({"dense": ["click"]}, "column 'click' is named twice"),
-    ({"dense_transform": "sqrt"}, "data.dense_transform=sqrt: choose log or none"),
+    ({"dense_transform": "sqrt"}, "data.dense_transform=sqrt is unknown; choose one of log, none"),
     ({"tables": {"usr": 5}}, "data.tables.usr: no such column in data.sparse; did you mean user"),
 ]
 

@@ -12,6 +12,7 @@ from recpipe.config import compose
 from recpipe.embedding.resident import ResidentCollection
 from recpipe.errors import UserError
 from recpipe.model.ranker import ModelConfig, Ranker
+from recpipe.recipe import Recipe
 from recpipe.run import run
 from tests.embedding.samples import CPU, FEATURES, table_set
 
@@ -47,5 +48,5 @@ def test_a_run_declares_it(tmp_path: Path) -> None:
 
 
 def test_other_precisions_are_refused() -> None:
-    with pytest.raises(UserError, match="model.precision=fp8 is unknown; choose float32 or bfloat16"):
-        replace(CONFIG, precision="fp8")
+    with pytest.raises(UserError, match="model.precision=fp8 is unknown; choose one of float32, bfloat16"):
+        Recipe.of(compose(["model.precision=fp8"]))

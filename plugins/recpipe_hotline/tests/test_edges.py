@@ -107,8 +107,9 @@ def test_equals_the_run_without_it(name: str, optimizer: str, random: Random, tm
     case = CASES[name]
     batches = case.batches(random)
     data, steps = Fixed(batches), len(batches)
-    setting = Setting(optimizer=optimizer, resident=case.resident, knobs=EARLY | case.knobs)
-    without = Setting(optimizer=optimizer, knobs=None)
+    size = max(batch.size for batch in batches)
+    setting = Setting(optimizer=optimizer, resident=case.resident, knobs=EARLY | case.knobs, batch_size=size)
+    without = Setting(optimizer=optimizer, knobs=None, batch_size=size)
     rig, parameters = train(data, setting, tmp_path / "with", steps)
     assert len(rig.micro) == steps
     assert case.holds(rig), rig.micro

@@ -123,7 +123,7 @@ def test_make_store(tmp_path, fill_for):
     store = make_store("ssd", layout, fill_for(layout), directory=tmp_path)
     assert isinstance(store, SsdStore)
     store.close()
-    with pytest.raises(UserError, match=r"tiers\.store=hots: no such store .*did you mean host"):
+    with pytest.raises(UserError, match=r"tiers\.store=hots: no such store \(there are: host, ssd\)"):
         make_store("hots", layout, fill_for(layout))
     with pytest.raises(UserError, match=r"tiers\.dir="):
         make_store("ssd", layout, fill_for(layout))
