@@ -179,7 +179,9 @@ def failing_stream(batches):
 
 
 @pytest.mark.parametrize(
-    "parts", [{"stream": [Link(failing_stream)]}, {"batch": [Link(fail)]}, {"splitter": fail}], ids=str
+    "parts",
+    [{"stream": [Link(failing_stream)]}, {"batch": [Link(fail)]}, {"splitter": fail}],
+    ids=["stream", "batch", "splitter"],
 )
 @pytest.mark.parametrize("policy", ["resident", "lru"])
 def test_faults_in_the_worker_come_out(tmp_path, policy, parts) -> None:
