@@ -213,8 +213,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
             run(recipe)
 
     register()
-    with readable_errors(argv):
-        check_overrides(argv)
+    check_overrides(argv)
     TorchrunLauncher.environment = dict(os.environ)
     if "task=compare" in argv:
         # The comparison itself runs no plugin: knobs are handed on to the rows that have theirs.
