@@ -85,6 +85,8 @@ def check_overrides(words: Sequence[str]) -> None:
         options = value if isinstance(value, list) else [value]
         if override.is_sweep_override() or all(o is None or isinstance(o, str) for o in options):
             continue
+        if "." in override.key_or_group:  # a key in the recipe, and no group
+            continue
         known = choices().get(override.key_or_group)
         if known is not None:
             raise UserError(

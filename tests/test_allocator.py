@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from recpipe.allocator import bound_kernel_caches
-from tests.conftest import ROOT
+from tests.processes import ROOT
 
 CODE = """
 import ctypes, resource

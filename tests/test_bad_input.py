@@ -19,7 +19,7 @@ import pytest
 from recpipe import Context, Contribution, Plugin, Split
 from recpipe import cli as command_line
 from recpipe.plugin import load
-from tests.conftest import Cli
+from tests.processes import Cli
 
 Run = Callable[..., str]
 COLUMNS = [f"C{index}" for index in range(1, 27)]

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from recpipe.manifest import MANIFEST
 from recpipe.table_files import new_array, table_file
 from tests.embedding.samples import CPU, dump, identical, stream, table_set, tiers, train
 from tests.mutations import reseal
+from tests.processes import Child
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -423,29 +423,19 @@ for step in range(1, 100_000):
 def test_kill_9_while_checkpoints_are_written(tmp_path) -> None:
     """Names are reused, so that old checkpoints are replaced all the time; killed at random moments."""
     rng = random.Random(0)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     collection = ResidentCollection(table_set("adagrad"), CPU)
     for number in range(2):
         folder, last = tmp_path / str(number), 2
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(folder)],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-        )
-        assert child.stdout is not None
-        while child.stdout.readline().strip() != "2":
-            pass
+        child = Child(tmp_path / "child", str(folder), script=CHILD, environment={"OMP_NUM_THREADS": "1"})
+        child.until("\n2\n")
         for _ in range(25):
             time.sleep(rng.uniform(0, 0.02))
-            child.send_signal(signal.SIGSTOP)
+            child.send(signal.SIGSTOP)
             found = _whole_step(folder, collection)
             assert found >= last, "an older checkpoint is the newest whole one"
             last = found
-            child.send_signal(signal.SIGCONT)
+            child.send(signal.SIGCONT)
         child.kill()
-        child.wait()
         assert _whole_step(folder, collection) >= last > 2
 
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from recpipe import cli as command_line
 from recpipe.errors import UserError
-from tests.conftest import Cli
+from tests.processes import Cli
 from tests.test_report import make_report
 
 
@@ -216,7 +216,7 @@ def test_missing_value_names_the_key(job, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_comparison_takes_knobs_of_its_plugins_as_a_run_does(cli: Cli) -> None:
     done = cli(
-        "task=compare", "compare.plugins=[resident,hotline]", "compare.repetitions=1", "compare.warmup=0",
+        "task=compare", "compare.plugins=[hotline]", "compare.repetitions=1", "compare.warmup=0",
         "plugins.hotline.sample=2", "data.samples=1000", "data.table_scale=0.01",
     )  # fmt: skip
     assert done.returncode == 2

@@ -651,9 +651,12 @@ def test_an_interrupt_ends_the_run_in_flight(
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("recpipe.run") is None, reason="recpipe.run is not there")
-def test_real_comparison_end_to_end(tmp_path: Path) -> None:
-    rounds = ["compare.plugins=[resident,lru]", "compare.repetitions=1", "compare.warmup=0"]
-    few = ["data.samples=20000", "trainer.max_steps=5"]
+@pytest.mark.parametrize(
+    "rows", [("lru",), pytest.param(("resident", "lru"), marks=pytest.mark.soak)], ids="+".join
+)
+def test_real_comparison_end_to_end(tmp_path: Path, rows: tuple[str, ...]) -> None:
+    rounds = [f"compare.plugins=[{','.join(rows)}]", "compare.repetitions=1", "compare.warmup=0"]
+    few = ["data.samples=3000", "data.batch_size=64", "data.table_scale=0.01", "trainer.max_steps=5"]
     overrides = ["task=compare", *rounds, *few, quoted("hydra.run.dir", tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "recpipe", *overrides],
@@ -664,9 +667,9 @@ def test_real_comparison_end_to_end(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "compare.json").read_text())
-    resident, lru = content["rows"]
-    assert resident["samples_per_second"]["median"] > 0
-    assert resident["io"]["rows_read"] == 0
+    assert [row["name"] for row in content["rows"]] == list(rows)
+    lru = content["rows"][-1]
+    assert lru["samples_per_second"]["median"] > 0
     assert lru["io"]["rows_read"] > 0
     assert lru["max_parameter_difference"] == 0
     assert (tmp_path / "compare.html").exists()

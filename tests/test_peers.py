@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.processes import ROOT
 
 PEERS = ROOT / "benchmarks" / "peers"
 MODULES = ("work", "machine", "roster", "rounds", "compare", "__main__")

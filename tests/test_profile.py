@@ -40,6 +40,7 @@ def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("recipe", [(), ("+plugin=hotline", "model=dlrm_dcn")], ids=["resident", "hotline"])
+@pytest.mark.usefixtures("real_plots")
 def test_a_run_leaves_phases_floors_and_a_trace(tmp_path: Path, recipe: tuple[str, ...]) -> None:
     report = run(compose([*SMALL, *recipe], run_dir=tmp_path))
     assert report == json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))

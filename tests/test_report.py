@@ -32,6 +32,8 @@ from recpipe.report.record import (
     write_json,
 )
 
+pytestmark = pytest.mark.usefixtures("real_plots")
+
 
 def make_report(**changes: Any) -> RunReport:
     seconds = list(np.random.default_rng(0).gamma(30, 0.0007, 500))

@@ -24,7 +24,7 @@ from recpipe.launch import agreed_arguments
 from recpipe.launcher import TorchrunLauncher
 from recpipe.report import sweep
 from recpipe.tasks import compare_run
-from tests.conftest import ROOT, Cli
+from tests.processes import ROOT, Cli
 from tests.test_report import BARE, make_report
 from tests.test_torchrun import SMALL
 
@@ -74,31 +74,37 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes", [(0, 65), pytest.param((64, 0, 65), marks=pytest.mark.soak)], ids=["two jobs", "three jobs"]
-)
-def test_a_sweep_of_two_ranks_each_goes_on_after_a_failed_job(cli: Cli, tmp_path: Path, sizes) -> None:
-    count, bad = len(sizes), sizes.index(0)
-    swept = f"data.batch_size={','.join(map(str, sizes))}"
-    done = cli(*USE, swept, SMALL[0], *SMALL[2:], "trainer.max_steps=3", "hydra.sweep.dir=sweep")
-    assert done.returncode == 2, done.stderr
-    for number, size in enumerate(sizes, 1):
-        assert f"job {number}/{count}: data.batch_size={size} data.samples=1300" in done.stdout
-    assert "data.batch_size=0: must be greater than or equal to 1" in done.stderr, "the job's own output"
-    assert f"error: 1 of {count} jobs failed:\n  sweep/{bad}: data.batch_size=0 " in done.stderr
-    assert "(exit status 1)" in done.stderr.splitlines()[-1]
+def test_a_job_of_two_ranks(cli: Cli, tmp_path: Path) -> None:
+    swept = ("data.batch_size=65", SMALL[0], *SMALL[2:])
+    done = cli(*USE, *swept, "trainer.max_steps=3", "hydra.sweep.dir=sweep")
+    assert done.returncode == 0, done.stderr
+    assert "job 1/1: data.batch_size=65 data.samples=1300" in done.stdout
     assert done.stdout.count("report: sweep/sweep.html") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["sweep"], "no rank made a folder of its own"
-    made = {path.name for path in (tmp_path / "sweep").iterdir()}
-    assert made == {*map(str, range(count)), "multirun.yaml", "sweep.json", "sweep.html"}
-    jobs = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["jobs"]
-    assert [job["state"] for job in jobs] == ["done" if size else "failed" for size in sizes]
-    assert [job["differs"] for job in jobs] == [[f"data.batch_size={size}"] for size in sizes]
-    for job in (job for job in jobs if job["state"] == "done"):
-        report = json.loads((tmp_path / "sweep" / job["job"] / "report.json").read_text())
-        assert report["ranks"]["world"] == 2
-        assert job["samples_per_second"] == report["throughput"]["samples_per_second"] > 0
-        assert job["bytes_between_ranks"] > 1000
+    assert [path.name for path in (tmp_path / "cli").iterdir()] == ["sweep"], "no rank made a folder"
+    sweep_dir = tmp_path / "cli" / "sweep"
+    made = {path.name for path in sweep_dir.iterdir()}
+    assert made == {"0", "multirun.yaml", "sweep.json", "sweep.html"}
+    (job,) = json.loads((sweep_dir / "sweep.json").read_text())["jobs"]
+    report = json.loads((sweep_dir / "0" / "report.json").read_text())
+    assert job["state"] == "done"
+    assert report["ranks"]["world"] == 2
+    assert job["samples_per_second"] == report["throughput"]["samples_per_second"] > 0
+    assert job["bytes_between_ranks"] > 1000
+
+
+@pytest.mark.soak
+def test_a_sweep_of_two_ranks_each_goes_on_after_a_failed_job(cli: Cli, tmp_path: Path) -> None:
+    swept = ("data.batch_size=64,0,65", SMALL[0], *SMALL[2:])
+    done = cli(*USE, *swept, "trainer.max_steps=3", "hydra.sweep.dir=sweep")
+    assert done.returncode == 2, done.stderr
+    for number, size in enumerate((64, 0, 65), 1):
+        assert f"job {number}/3: data.batch_size={size} data.samples=1300" in done.stdout
+    assert "data.batch_size=0: must be greater than or equal to 1" in done.stderr, "the job's own output"
+    assert "error: 1 of 3 jobs failed:\n  sweep/1: data.batch_size=0 " in done.stderr
+    assert "(exit status 1)" in done.stderr.splitlines()[-1]
+    jobs = json.loads((tmp_path / "cli" / "sweep" / "sweep.json").read_text())["jobs"]
+    assert [job["state"] for job in jobs] == ["done", "failed", "done"]
+    assert [job["differs"] for job in jobs] == [[f"data.batch_size={size}"] for size in (64, 0, 65)]
 
 
 def test_jobs_get_their_own_overrides_and_the_users_environment(start, tmp_path, monkeypatch, capfd) -> None:

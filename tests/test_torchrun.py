@@ -22,7 +22,7 @@ from recpipe.ranks import Emulation
 from recpipe.run import run
 from recpipe.tasks.compare_run import parameter_difference
 from recpipe.threads import one_thread
-from tests.conftest import ROOT
+from tests.processes import SOURCE, ranks, run_ranks
 
 Recipe = tuple[str, ...]
 SMALL = (
@@ -40,7 +40,6 @@ SMALL = (
 def start(
     folder: Path, ranks: int, *overrides: str, restarts: int = 0, base: Recipe = SMALL
 ) -> subprocess.Popen[str]:
-    source = os.pathsep.join([str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [f"--max-restarts={restarts}", "-m", "recpipe", *base, *overrides]
     environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
@@ -48,7 +47,7 @@ def start(
     return subprocess.Popen(
         command,
         cwd=folder,
-        env={**environment, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        env={**environment, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -71,10 +70,23 @@ def alone(folder: Path, *overrides: str, base: Recipe = SMALL) -> dict:
 
 def together(folder: Path, ranks: int, *overrides: str, base: Recipe = SMALL) -> dict:
     """The report of a run that must succeed, in the one directory that it made."""
-    status, out, err = torchrun(folder, ranks, "task.export_parameters=parameters", *overrides, base=base)
+    ended = run_ranks(folder, ranks, *base, "task.export_parameters=parameters", *overrides)
+    assert [rank.returncode for rank in ended] == [0] * ranks, [rank.stderr for rank in ended]
+    assert [rank.stdout.count("report:") for rank in ended] == [1, *[0] * (ranks - 1)], "rank 0 alone reports"
+    return report_in(folder)
+
+
+def under_torchrun(folder: Path, ranks: int, *overrides: str) -> dict:
+    """As ``together``, with processes that torchrun starts."""
+    status, out, err = torchrun(folder, ranks, "task.export_parameters=parameters", *overrides)
     assert status == 0, err
-    (report,) = folder.glob("outputs/*/*/report.json")
     assert out.count("report:") == 1, "rank 0 alone reports"
+    return report_in(folder)
+
+
+def report_in(folder: Path) -> dict:
+    """The report of the one run directory that was made in ``folder``."""
+    (report,) = folder.glob("outputs/*/*/report.json")
     return json.loads(report.read_text(encoding="utf-8"))
 
 
@@ -84,10 +96,11 @@ def difference(one: Path, other: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "recipe"),
+    ("started", "ranks", "recipe"),
     [
-        (2, ("tiers.policy=lru", "tiers.store=ssd")),
+        (under_torchrun, 2, ("tiers.policy=lru", "tiers.store=ssd")),
         (
+            together,
             3,
             (
                 "tiers.policy=resident",
@@ -99,10 +112,10 @@ def difference(one: Path, other: Path) -> float:
     ],
     ids=["lru ssd", "resident row-wise"],
 )
-def test_ranks_train_what_one_process_trains(tmp_path, ranks, recipe) -> None:
+def test_ranks_train_what_one_process_trains(tmp_path, started, ranks, recipe) -> None:
     """1,040 training samples in batches of 64: the last one has 16, and 3 ranks share no batch evenly."""
     expected = alone(tmp_path / "one", *recipe)
-    report = together(tmp_path / "many", ranks, *recipe)
+    report = started(tmp_path / "many", ranks, *recipe)
     assert difference(tmp_path / "one", tmp_path / "many") < 1e-5
     assert report["quality"] == pytest.approx(expected["quality"], abs=1e-4)
     assert report["data"] == {**expected["data"], "lookups": report["data"]["lookups"]}
@@ -133,52 +146,46 @@ def test_more_trainers_than_samples_in_the_last_batch(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_signal_stops_all_ranks_after_one_step_with_a_checkpoint_to_resume(tmp_path) -> None:
-    recipe = ("tiers.policy=lru", "data.samples=40000", "trainer.checkpoint_every=1000")
-    process = start(tmp_path / "run", 2, *recipe, "trainer.max_epochs=50", "trainer.eval_every=20")
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "train loss" in line:
-            break
-    workers = [int(pid) for pid in re.findall(r"\d+", _children(process.pid))]
-    os.kill(workers[-1], signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
-    saved = list(tmp_path.glob("run/outputs/*/*/checkpoints/*.ckpt"))
-    assert len(saved) == 1, (out, err)
-    assert "stopped by SIGTERM after step" in out
-    step = int(saved[0].stem.removeprefix("step-"))
-    more = ("tiers.policy=lru", "data.samples=40000", f"resume={saved[0]}", f"trainer.max_steps={step + 3}")
-    status, out, err = torchrun(tmp_path / "more", 2, *more)
-    assert status == 0, err
-    assert out.count(f"resuming from {saved[0]}") == 1, "rank 0 alone tells"
-    assert out == next(tmp_path.glob("more/outputs/*/*/recpipe.log")).read_text()
+    recipe = ("tiers.policy=lru", "data.samples=20000", "trainer.checkpoint_every=1000")
+    long = ("trainer.max_epochs=500", "trainer.eval_every=20")
+    with ranks(tmp_path / "run", 2, *SMALL, *recipe, *long) as (first, second):
+        first.until("train loss")
+        second.send(signal.SIGTERM)
+        ended = first.ended(), second.ended()
+    assert [rank.returncode for rank in ended] == [130, 130], ended
+    (saved,) = tmp_path.glob("run/outputs/*/*/checkpoints/*.ckpt")
+    assert "stopped by SIGTERM after step" in ended[0].stdout
+    step = int(saved.stem.removeprefix("step-"))
+    first_more, second_more = run_ranks(
+        tmp_path / "more", 2, *SMALL, *recipe, f"resume={saved}", f"trainer.max_steps={step + 3}"
+    )
+    assert first_more.returncode == 0, first_more.stderr
+    assert first_more.stdout.count(f"resuming from {saved}") == 1
+    assert first_more.stdout == next(tmp_path.glob("more/outputs/*/*/recpipe.log")).read_text()
+    assert second_more.stdout == "", "rank 0 alone tells"
 
 
 @pytest.mark.soak
 def test_a_signal_to_one_rank_ends_the_evaluation_of_all(tmp_path) -> None:
     """It comes into the second evaluation, whose 59,400 samples would take as long as the first one's."""
     recipe = ("data.samples=60000", "data.eval_fraction=0.99", "trainer.eval_every=5")
-    process = start(tmp_path / "run", 2, *recipe, "trainer.checkpoint_every=1000")
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step"):
-            break
-    time.sleep(1)
-    os.kill(int(re.findall(r"\d+", _children(process.pid))[-1]), signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
-    assert "stopped by SIGTERM after step 10; go on with resume=" in out, (out, err)
-    assert "step     10" not in out, "no figures of an evaluation that was cut short"
-
-
-def _children(parent: int) -> str:
-    return subprocess.run(["pgrep", "-P", str(parent)], capture_output=True, text=True, check=True).stdout
+    with ranks(tmp_path / "run", 2, *SMALL, *recipe, "trainer.checkpoint_every=1000") as (first, second):
+        first.until("step      5")
+        time.sleep(1)
+        second.send(signal.SIGTERM)
+        ended = first.ended(), second.ended()
+    assert [rank.returncode for rank in ended] == [130, 130], ended
+    assert "stopped by SIGTERM after step 10; go on with resume=" in ended[0].stdout
+    assert "step     10" not in ended[0].stdout, "no figures of an evaluation that was cut short"
 
 
 @pytest.mark.slow
 def test_a_users_mistake_is_told_once(tmp_path) -> None:
-    status, _, err = torchrun(tmp_path, 2, "model.embedding_dim=5")
-    assert status != 0
-    assert err.count("model.embedding_dim=5: must be a multiple of 4") == 1
-    assert "recpipe/cli.py" not in err, "no traceback of ours; torchrun prints one of its own"
+    ended = run_ranks(tmp_path / "run", 2, *SMALL, "model.embedding_dim=5")
+    assert [rank.returncode for rank in ended] == [2, 2]
+    said = "".join(rank.stderr for rank in ended)
+    assert said.count("model.embedding_dim=5: must be a multiple of 4") == 1
+    assert "Traceback" not in said
 
 
 def test_roles() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +21,7 @@ from recpipe.report import html
 from recpipe.run import run
 from recpipe.training.config import TrainerConfig
 from recpipe.validation import typed
+from tests.processes import Child
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
@@ -273,27 +272,10 @@ main()
 """
 
 
-def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+def start(folder: Path, *overrides: str) -> Child:
     """``python -m recpipe`` whose steps take 20 ms more and tell their number."""
-    source = os.pathsep.join([str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-c", SLOWLY, *SMALL, *overrides, f"hydra.run.dir={folder}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": source, "COLUMNS": "200"},
-        cwd=folder.parent,
-    )
-
-
-def until(child: subprocess.Popen[str], words: str) -> str:
-    assert child.stdout is not None
-    seen = ""
-    for line in child.stdout:
-        seen += line
-        if words in line:
-            return seen
-    raise AssertionError(f"ended without '{words}':\n{seen}")
+    arguments = (*SMALL, *overrides, f"hydra.run.dir={folder}")
+    return Child(folder.parent / "elsewhere", *arguments, script=SLOWLY, merged=True)
 
 
 @pytest.mark.slow
@@ -301,12 +283,12 @@ def until(child: subprocess.Popen[str], words: str) -> str:
 def test_a_signal_leaves_a_checkpoint_to_go_on_from(trained, tmp_path, kind, number) -> None:
     recipe = (*KINDS[kind], "trainer.checkpoint_every=1.0")
     child = start(tmp_path / "stopped", *recipe)
-    until(child, "step 9")
+    child.until("step 9\n")
     time.sleep(0.007)
-    child.send_signal(number)
-    assert child.stdout is not None
-    rest = child.stdout.read()
-    assert child.wait() == 130, rest
+    child.send(number)
+    ended = child.ended()
+    rest = ended.stdout
+    assert ended.returncode == 130, rest
     assert f"stopped by {number.name} after step" in rest
     assert "resume=" in rest
     assert "Traceback" not in rest
@@ -320,9 +302,8 @@ def test_a_signal_leaves_a_checkpoint_to_go_on_from(trained, tmp_path, kind, num
 def test_kill_9_leaves_the_last_whole_checkpoint(trained, tmp_path) -> None:
     recipe = (*KINDS["lru"], "trainer.checkpoint_every=2")
     child = start(tmp_path / "killed", *recipe)
-    until(child, "step 13")
+    child.until("step 13\n")
     child.kill()
-    child.wait()
     found = newest(tmp_path / "killed")
     assert int(found.name.partition(".")[0].removeprefix("step-")) in (10, 12, 14)
     assert identical(trained("rest", *recipe, f"resume={tmp_path}/killed"), trained("whole", *recipe))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ def render(report: Mapping[str, Any]) -> str:
 
 def page(template: str) -> Template:
     """A template of this package: autoescaped, undefined names are errors, formatters as filters."""
+    return _templates().get_template(template)
+
+
+@cache
+def _templates() -> Environment:
     jinja = Environment(
         loader=PackageLoader("recpipe.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -46,7 +52,7 @@ def page(template: str) -> Template:
     ):
         jinja.filters[formatter.__name__] = formatter
     jinja.globals["figure"] = figures.figure
-    return jinja.get_template(template)
+    return jinja
 
 
 def _learning(history: list[dict[str, Any]]) -> list[plots.Plot]:

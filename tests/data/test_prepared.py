@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,7 @@ from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.make import open_dataset
 from recpipe.data.prepared import PreparedDataset, PreparedWriter
 from recpipe.errors import DataError
+from tests.processes import Child
 
 from .conftest import TABLES, assert_matches, make_row
 
@@ -186,21 +185,17 @@ print(dataset.fingerprint)
 """
 
 
-def start(file: Path, directory: Path, pause: float) -> subprocess.Popen[str]:
-    code = textwrap.dedent(SLOW).replace("PAUSE", str(pause))
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    arguments = [sys.executable, "-W", "ignore", "-c", code, str(file), str(directory)]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=env)
+def start(file: Path, directory: Path, pause: float) -> Child:
+    code = SLOW.replace("PAUSE", str(pause))
+    return Child(file.parent / "child", str(file), str(directory), script=code)
 
 
 def test_kill_during_preparation_leaves_no_cache(rows, tmp_path):
     file, directory = tmp_path / "a.tsv", tmp_path / "cache"
     file.write_text("".join(row + "\n" for row in rows))
     process = start(file, directory, pause=30)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "block\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.until("block\n")
+    process.kill()
     assert list(directory.glob("data-*.tmp")), "the kill came too late to test anything"
     assert not [path for path in directory.glob("data-*") if path.is_dir() and path.suffix != ".tmp"]
     (directory / "data-mine.tmp").mkdir()
@@ -216,7 +211,7 @@ def test_two_processes_prepare_once(tmp_path):
     rng = random.Random(1)
     file, directory = tmp_path / "a.tsv", tmp_path / "cache"
     file.write_text("".join(make_row(rng) + "\n" for _ in range(300)))
-    outputs = [process.communicate()[0] for process in [start(file, directory, 0.1) for _ in range(2)]]
+    outputs = [process.ended().stdout for process in [start(file, directory, 0.1) for _ in range(2)]]
     fingerprints = [output.split()[-1] for output in outputs]
     assert fingerprints[0] == fingerprints[1]
     assert sorted(output.count("block") > 0 for output in outputs) == [False, True]

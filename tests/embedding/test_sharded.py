@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.multiprocessing as mp
 from safetensors.numpy import save_file
 from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.types import ShardingPlan, ShardingPlanner
@@ -30,6 +29,7 @@ from recpipe.tensor_files import TensorFiles
 from tests.embedding.samples import CPU
 from tests.embedding.sharded import DIM, FEATURES, Case, Places, assembly, batches, build, process, table_set
 from tests.mutations import in_bytes, mutated
+from tests.processes import start_ranks
 
 BITWISE = ("table_wise", "column_wise", "table_column_wise")
 """Types that look every row up on one rank, so that no sum changes its order."""
@@ -49,7 +49,7 @@ TWO_HOSTS = (Case("adagrad", {"*": "grid_shard"}, 2), Case("rowwise_adagrad", {"
 )
 def test_ranks_train_what_one_process_trains(tmp_path, world, cases) -> None:
     """12 uneven batches of bags, the last of one sample; weights and optimizer state of all rows."""
-    mp.spawn(process, (world, str(tmp_path), cases, 12), nprocs=world)
+    start_ranks(process, (world, str(tmp_path), cases, 12), world)
     told = json.loads((tmp_path / "told.json").read_text())
     for case in cases:
         found = told[case.name]

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.multiprocessing as mp
 from recpipe_bagpipe.tests.trainers import Plan, leaves, process, synchronous, zipf_batches
 
 from recpipe.data.dataset import Dataset
-from tests.conftest import criteo, data_dir  # noqa: F401
+from tests.processes import server, start_ranks
 
 PEOPLE = {
     "one trainer, another holds": ((0,), (1,)),
@@ -22,7 +21,7 @@ PEOPLE = {
 
 
 @pytest.fixture(scope="module")
-def real(criteo: Dataset) -> Plan:  # noqa: F811
+def real(criteo: Dataset) -> Plan:
     """Real Criteo rows."""
     batches = [batch for _, batch in zip(range(24), criteo.batches("train", 127), strict=False)]
     return Plan(tuple(batches), criteo.schema.sparse, lookahead=7, cleanup=2, look_at=(9,))
@@ -31,7 +30,7 @@ def real(criteo: Dataset) -> Plan:  # noqa: F811
 def check(folder: Path, trainers: tuple[int, ...], holders: tuple[int, ...], *plans: Plan) -> None:
     """Every trainer ends every run with the bits of the synchronous one."""
     world = max(*trainers, *holders) + 1
-    mp.spawn(process, (world, str(folder), trainers, holders, plans), nprocs=world)
+    start_ranks(process, (world, str(folder), trainers, holders, plans), world)
     for number, plan in enumerate(plans):
         reference = synchronous(plan, len(trainers))
         for rank in trainers:
@@ -60,10 +59,8 @@ def test_real_rows(people: str, real: Plan, tmp_path: Path) -> None:
 @pytest.mark.parametrize("leaver", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_rank_that_dies_is_noticed(leaver: int, tmp_path: Path) -> None:
     """Trainers 0 and 1, rank 2 holds: nobody waits for the one that is gone."""
-    plan = Plan(zipf_batches(200), lookahead=7, cleanup=2)
-    context = mp.get_context("spawn")
     ranks = [
-        context.Process(target=leaves, args=(rank, 3, str(tmp_path), leaver, plan), daemon=True)
+        server().Process(target=leaves, args=(rank, 3, str(tmp_path), leaver), daemon=True)
         for rank in range(3)
     ]
     for process_ in ranks:

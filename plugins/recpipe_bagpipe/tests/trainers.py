@@ -332,8 +332,9 @@ def process(
             np.savez(Path(folder) / f"run{number}-rank{rank}.npz", **trained.bits)
 
 
-def leaves(rank: int, world: int, folder: str, leaver: int, plan: Plan) -> None:
+def leaves(rank: int, world: int, folder: str, leaver: int) -> None:
     """Trainers 0 and 1, holder 2; ``leaver`` dies on the way. The others note what they saw."""
+    plan = Plan(zipf_batches(200), lookahead=7, cleanup=2)
     with joined(rank, world, str(Path(folder) / "meet")):
         ranks = Ranks(rank, world, (0, 1), (2,))
         now, later, sums = (ranks.channel((0, 1)) for _ in range(3))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from recpipe_hotline.tests.conftest import criteo, data_dir, synthetic  # noqa: F401
+from recpipe_hotline.tests.conftest import synthetic  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from recpipe.data.criteo import SPARSE
-from tests.conftest import data_dir  # noqa: F401
 
 ROWS = 5000
 
 
 @pytest.fixture(scope="session")
-def criteo(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:  # noqa: F811
+def criteo(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Overrides for a run on some thousand real Criteo rows, with small tables: the same skew."""
     file = data_dir / "criteo_80k.tsv.gz"
     if not file.is_file():

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
 from tests.test_torchrun import alone, difference, together
 
 HET = ("+plugin=het", "tiers.resident_bytes=30%", "model.embedding_dim=8")
@@ -59,7 +53,9 @@ def test_a_trainer_and_a_holder_are_bitwise_one_process(bound: int, tmp_path: Pa
 def test_staleness_of_two_trainers_is_bounded_on_real_rows(criteo: tuple[str, ...], tmp_path: Path) -> None:
     """Cached rows are read stale, never by more than the bound; in the end every update has arrived."""
     bound = 5
-    shown = _trained(tmp_path, *criteo, *HET, f"plugins.het.bound={bound}", "plugins.het.bounds={C3:2}")
+    recipe = (*criteo, *HET, f"plugins.het.bound={bound}", "plugins.het.bounds={C3:2}")
+    quiet = ("trainer.logger=null", "trainer.checkpoint_every=null")
+    shown = together(tmp_path / "run", 2, *quiet, base=recipe)["plugins"]["het"]
     assert 0 < shown["largest_staleness"] <= bound
     assert shown["largest_stale_pull"] > bound, "what was older has been pulled"
     assert shown["largest_pending"] == bound + 1, "and what waited longer has been pushed"
@@ -81,16 +77,3 @@ def test_two_trainers_resume_bitwise(tmp_path: Path) -> None:
     (saved,) = (tmp_path / "first").glob("outputs/*/*/checkpoints/*.ckpt")
     together(tmp_path / "rest", 2, *recipe, f"resume={saved}")
     assert difference(tmp_path / "whole", tmp_path / "rest") == 0
-
-
-def _trained(folder: Path, *overrides: str) -> dict[str, Any]:
-    """HET's figures of a run of two trainers."""
-    source = os.pathsep.join([str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "recpipe", *overrides, "trainer.logger=null", "trainer.checkpoint_every=null"]
-    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    (report,) = folder.glob("outputs/*/*/report.json")
-    figures: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))["plugins"]["het"]
-    return figures

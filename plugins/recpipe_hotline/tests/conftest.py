@@ -8,7 +8,6 @@ from recpipe_hotline.tests.rig import Random
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_dataset
-from tests.conftest import cli, criteo, data_dir  # noqa: F401
 
 
 @pytest.fixture(scope="session")

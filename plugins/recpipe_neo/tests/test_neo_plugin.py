@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recpipe_neo import measure, steps
 from recpipe_neo.plugin import Neo
 
 from recpipe.config import compose
@@ -32,6 +34,16 @@ TABLE = TableInfo("C1", 100, 16)
 
 def neo(**knobs: Any) -> Neo:
     return Neo(**(KNOBS | knobs))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_measurements() -> Iterator[None]:
+    """Of the machine, by the planner: seconds instead of half a minute."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "SHAPES", ((64, 1), (512, 5)))
+        patch.setattr(measure, "BYTES", (2**12, 2**18))
+        patch.setattr(steps, "SHAPES", steps.SHAPES[:3])
+        yield
 
 
 class TestNeo(PluginSuite):

@@ -11,8 +11,8 @@ from recpipe_het.tests.conftest import criteo  # noqa: F401
 from safetensors.numpy import load_file
 
 from recpipe.tasks.unshard import unshard
-from tests.conftest import data_dir  # noqa: F401
-from tests.test_torchrun import alone, difference, together, torchrun
+from tests.processes import run_ranks
+from tests.test_torchrun import SMALL, alone, difference, together
 
 NEO = ("+plugin=neo", "plugins.neo.planner=torchrec", "optim=sgd")
 COMMON = ("trainer.logger=null", "trainer.eval_every=1.0", "trainer.checkpoint_every=null")
@@ -65,8 +65,7 @@ def test_checkpoints_move_between_numbers_of_ranks(
     real = (*criteo, *COMMON, "+plugin=neo", "plugins.neo.planner=torchrec", "trainer.max_epochs=2")
     real = (*real, "optim=adagrad", "optim.tables.eps=1e-3", "+optim.dense.eps=1e-3")
     together(tmp_path / "straight", one, base=real)
-    status, _, err = torchrun(tmp_path / "first", one, *SAVED, "trainer.max_steps=40", base=real)
-    assert status == 0, err
+    together(tmp_path / "first", one, *SAVED, "trainer.max_steps=40", base=real)
     together(tmp_path / "second", other, f"resume={tmp_path / 'first' / 'saved'}", base=real)
     assert difference(tmp_path / "straight", tmp_path / "second") < 1e-5
 
@@ -86,6 +85,7 @@ def test_a_plan_is_made_kept_and_trained_by(tmp_path: Path) -> None:
     assert {name: table["sharding"] for name, table in shards.items()} == kinds
     together(tmp_path / "plain", 2, *by_plan, "tiers.prefetch=false")
     assert difference(tmp_path / "two", tmp_path / "plain") == 0
-    status, _, err = torchrun(tmp_path / "three", 3, *by_plan)
-    assert status != 0
-    assert err.count("error: the plan is for 2 ranks and this run has 3; plan anew with task=plan") == 1
+    ended = run_ranks(tmp_path / "three", 3, *SMALL, *by_plan)
+    assert [rank.returncode for rank in ended] == [2] * 3
+    said = "".join(rank.stderr for rank in ended)
+    assert said.count("error: the plan is for 2 ranks and this run has 3; plan anew with task=plan") == 1

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from recpipe_neo import measure, steps
 from recpipe_neo.estimate import MeasuredStep
@@ -24,6 +23,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from plugins.recpipe_neo.tests.rig import bags, collection, machine, made_up, topology, uniform_stats
 from recpipe.embedding.sharding import TableSharder
 from recpipe.errors import UserError
+from tests.processes import start_ranks
 from tests.ranks import joined
 
 ROWS = ["table_wise", "row_wise", "table_row_wise"]
@@ -217,4 +217,4 @@ def _trains_as_one_process(plan: object, tables: dict[str, tuple[int, int]], ran
 @pytest.mark.slow
 def test_two_processes_measure_plan_and_train(tmp_path: Path) -> None:
     """Real measurements, cut short; every planner's plan updates the rows as one process does."""
-    mp.spawn(_rank, (2, str(tmp_path / "meet"), str(tmp_path / "profiles")), nprocs=2)
+    start_ranks(_rank, (2, str(tmp_path / "meet"), str(tmp_path / "profiles")), 2)

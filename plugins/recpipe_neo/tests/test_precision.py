@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch.multiprocessing as mp
 from recpipe_neo.tests.precise import process
+
+from tests.processes import start_ranks
 
 ROUNDING = {"fp32": 2.0**-22, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 2 / 255}
 """Largest relative error of one rounding; int8's is of the row's range, at most twice its largest value."""
@@ -21,7 +22,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     folder = tmp_path_factory.mktemp("precise")
-    mp.spawn(process, (2, str(folder), CASES), nprocs=2)
+    start_ranks(process, (2, str(folder), CASES), 2)
     found: dict[str, dict[str, float]] = json.loads((folder / "told.json").read_text())
     return found
 

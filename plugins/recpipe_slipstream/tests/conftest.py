@@ -9,7 +9,6 @@ import pytest
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_dataset
-from tests.conftest import criteo, data_dir  # noqa: F401
 
 TABLES = {"a": 50, "b": 500, "c": 2000}
 

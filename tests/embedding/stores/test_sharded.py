@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.multiprocessing as mp
 
 from recpipe.embedding.stores.base import Records, StoreLayout
 from recpipe.embedding.stores.host import HostStore
 from recpipe.embedding.stores.sharded import ShardedStore, part_fill, part_layout
 from recpipe.ranks import Ranks
+from tests.processes import start_ranks
 from tests.ranks import joined
 
 LAYOUT = StoreLayout(("a", "b", "tiny"), (50, 33, 2), 5)
@@ -84,4 +84,4 @@ def _trainer(
 @pytest.mark.parametrize(("holders", "trainers"), [((0, 1), (0, 1)), ((2,), (0, 1)), ((0, 2), (0, 1))])
 def test_rounds_over_processes(holders: tuple[int, ...], trainers: tuple[int, ...], tmp_path: Path) -> None:
     world = max(*holders, *trainers) + 1
-    mp.spawn(_trainer, (world, str(tmp_path / "meet"), holders, trainers), nprocs=world)
+    start_ranks(_trainer, (world, str(tmp_path / "meet"), holders, trainers), world)

@@ -3,9 +3,6 @@
 import logging
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -13,6 +10,7 @@ import pytest
 
 from recpipe.embedding.stores import SsdStore
 from recpipe.errors import StoreError
+from tests.processes import Child
 
 ROWS, WIDTH = 5000, 40
 WRITER = f"""
@@ -37,24 +35,19 @@ def writer(tmp_path):
     processes = []
 
     def start():
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
+        process = Child(tmp_path / "writer", str(tmp_path), script=WRITER)
         processes.append(process)
-        assert process.stdout.readline() == "ready\n"
+        process.until("ready\n")
         return process
 
     yield start
     for process in processes:
         process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def kill(process, after):
     time.sleep(after)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
 
 
 def all_rows(store):
@@ -115,4 +108,4 @@ def test_directory_of_a_live_run_is_refused(tmp_path, writer, fill_for):
     for use in (lambda: SsdStore.create(None, None, tmp_path), lambda: SsdStore.open(tmp_path, recover=True)):
         with pytest.raises(StoreError, match=rf"in use by another run \(process {process.pid} .*tiers\.dir="):
             use()
-    assert process.poll() is None
+    assert process.process.is_alive()

@@ -1,21 +1,32 @@
-"""Fixtures that every test may use."""
+"""Fixtures and settings of all tests, recpipe's own and the plugins'."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from recpipe.data.criteo import SPARSE
-from recpipe.data.dataset import Dataset
-from recpipe.data.make import open_dataset
+from recpipe.quiet import calm_threads
 
-ROOT = Path(__file__).resolve().parent.parent
-Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+calm_threads()  # before torch is imported, as the command line does
+
+import torch  # noqa: E402
+from markupsafe import Markup  # noqa: E402
+
+from recpipe.data.criteo import SPARSE  # noqa: E402
+from recpipe.data.dataset import Dataset  # noqa: E402
+from recpipe.data.make import open_dataset  # noqa: E402
+from recpipe.report import plots  # noqa: E402
+from tests.processes import ROOT, Child, Cli  # noqa: E402
+
+torch.set_num_threads(1)
+"""Two tests run at a time, each on a core of its own. Tests of several threads ask for them."""
+
+DRAWN = {name: getattr(plots, name) for name in ("lines", "histogram", "bars", "stacked")}
 
 
 @pytest.fixture(scope="session")
@@ -50,20 +61,31 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _blank_plots() -> Iterator[None]:
+    """Reports of runs in this process have empty plots: drawing takes longer than a test's training."""
+
+    def blank(title: str, *_: Any, **__: Any) -> plots.Plot:
+        return plots.Plot(title, Markup("<svg></svg>"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in DRAWN:
+            patch.setattr(plots, name, blank)
+        yield
+
+
+@pytest.fixture
+def real_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots are drawn."""
+    for name, draw in DRAWN.items():
+        monkeypatch.setattr(plots, name, draw)
+
+
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
     """``cli(*arguments, **environment)``: run ``python -m recpipe`` in an empty folder of its own."""
-    source = os.pathsep.join([str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH", "")])
 
     def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        env = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
-        return subprocess.run(
-            [sys.executable, "-m", "recpipe", *arguments],
-            cwd=tmp_path,
-            env={**env, "PYTHONPATH": source, "COLUMNS": "200", **environment},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        return Child(tmp_path / "cli", *arguments, environment=environment).ended()
 
     return run

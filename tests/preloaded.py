@@ -1,0 +1,14 @@
+"""What the server of tests/processes.py imports before it forks the first process."""
+
+from recpipe.quiet import calm_threads
+
+calm_threads()  # before torch is imported, as the command line does
+
+import recpipe.report.html  # noqa: E402
+import recpipe.report.terminal  # noqa: E402
+import recpipe.run  # noqa: E402
+import recpipe.tasks.compare  # noqa: E402, F401
+from recpipe.plugin.load import installed  # noqa: E402
+
+for plugin in installed().values():
+    plugin.load()
