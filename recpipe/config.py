@@ -19,10 +19,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from recpipe import launcher
-from recpipe.errors import UserError, shown
+from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.plugin.conf import GROUP, PluginSearchPath, PluginSource, plugin_conf
 from recpipe.plugin.load import installed
-from recpipe.validation import nearest, no_value
+from recpipe.validation import nearest_key, no_value
 
 CONFIG_NAME = "train"
 DEEPEST = 20
@@ -113,7 +113,7 @@ def check(recipe: DictConfig) -> None:
     known = list(installed())
     unknown = next((n for n in names if n not in known), names[0] if names else "")
     raise UserError(
-        f"no yaml for plugin '{unknown}', so no plugin would be active.{nearest(unknown, known)} "
+        f"no yaml for plugin '{unknown}', so no plugin would be active.{did_you_mean(unknown, known)} "
         f"Installed: {', '.join(known) or 'none'}"
     )
 
@@ -204,7 +204,7 @@ def _missing(group: str, option: str) -> str:
         group, _, option = f"{group}/{option}".rpartition("/")
     options = sorted(choices().get(group, ()))
     known = "Installed" if group == "plugin" else "There are"
-    return f"no {group} '{option}'.{nearest(option, options)} {known}: {', '.join(options) or 'none'}"
+    return f"no {group} '{option}'.{did_you_mean(option, options)} {known}: {', '.join(options) or 'none'}"
 
 
 def _bad_key(fault: Exception, overrides: Sequence[str]) -> str:
@@ -221,7 +221,9 @@ def _bad_key(fault: Exception, overrides: Sequence[str]) -> str:
     keys = _known_keys([o for o in overrides if key not in o and not o.startswith("-")])
     if key in keys and fault.__cause__ is not None:
         return f"{key}: {_one_line(fault.__cause__)}. See the recipe: python -m recpipe --cfg job"
-    return f"no '{key}' in the recipe.{nearest(key, keys)} See the whole recipe: python -m recpipe --cfg job"
+    return (
+        f"no '{key}' in the recipe.{nearest_key(key, keys)} See the whole recipe: python -m recpipe --cfg job"
+    )
 
 
 def _known_keys(overrides: Sequence[str]) -> list[str]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 LONGEST = 40
 """Characters of a value that a message echoes."""
+MOST_CHOICES = 20
+"""Names that a message lists."""
 
 
 class UserError(Exception):
@@ -53,3 +58,19 @@ def shown(value: object, longest: int = LONGEST) -> str:
     text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
     text = printable(text[: longest + 1])
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """For a message about an unknown ``word``: `` Did you mean 'x'?``, or nothing where none is near."""
+    near = get_close_matches(word[:200], list(words), n=1)
+    return f" Did you mean '{shown(near[0], 200)}'?" if near else ""
+
+
+def nearest_or_all(word: str, words: Iterable[str]) -> str:
+    """A remedy for an unknown ``word``: ``did you mean x?``, or all of ``words`` where none is near."""
+    names = list(words)
+    near = get_close_matches(word[:200], names, n=1)
+    if near:
+        return f"did you mean {shown(near[0])}?"
+    more = f" and {len(names) - MOST_CHOICES} more" if len(names) > MOST_CHOICES else ""
+    return f"choose one of {', '.join(map(shown, names[:MOST_CHOICES]))}{more}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from inspect import signature
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from recpipe.embedding.tables import TableOptimizer
-from recpipe.errors import UserError, shown
+from recpipe.errors import UserError, nearest_or_all, shown
 
 Argument = bool | int | float | str | list[float] | None
 """What yaml can give an optimizer of ``torch.optim``."""
@@ -40,8 +39,7 @@ def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter
         if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
     }
     if name not in kinds or name == "Optimizer":
-        near = difflib.get_close_matches(name, kinds, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(sorted(kinds))}"
+        hint = nearest_or_all(name, sorted(kinds))
         raise UserError(f"optim.dense.name={shown(name)}: torch.optim has no such optimizer; {hint}")
     takes = signature(kinds[name]).parameters
     if "fused" in takes and not knobs.keys() & {"fused", "foreach", "differentiable"}:

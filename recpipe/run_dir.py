@@ -18,7 +18,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from recpipe.errors import ThroughHydra, UserError
+from recpipe.errors import ThroughHydra, UserError, shown
 from recpipe.lock import NO_LOCKS, LockFile, Taken
 
 log = logging.getLogger(__name__)
@@ -72,10 +72,8 @@ class RunDir:
 
 def unwritable(what: str | Path, fault: OSError, remedy: str = ELSEWHERE) -> UserError:
     """That ``what``, files of a run, cannot be written, and why, in one line with the remedy."""
-    text = str(what)
-    short = text if len(text) <= 300 else f"{text[:300]}..."
     free = "free space, or " if fault.errno in FULL else ""
-    return UserError(f"cannot write {short}: {fault.strerror}; {free}{remedy}")
+    return UserError(f"cannot write {shown(what, 300)}: {fault.strerror}; {free}{remedy}")
 
 
 _taken_early: dict[Path, RunDir] = {}

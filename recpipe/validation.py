@@ -5,7 +5,6 @@ Types are plain hints. Limits stand beside them: ``Annotated[int, Interval(ge=1)
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from annotated_types import Interval
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from recpipe.errors import UserError, shown
+from recpipe.errors import UserError, did_you_mean, nearest_or_all, shown
 
 T = TypeVar("T")
 NAME_MAX, PATH_MAX = 255, 4096 - 256
@@ -51,9 +50,7 @@ def one_of(*names: str) -> AfterValidator:
 
     def check(value: str) -> str:
         if value not in names:
-            near = difflib.get_close_matches(value[:40], names, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
-            raise ValueError(f"is unknown; {hint}")
+            raise ValueError(f"is unknown; {nearest_or_all(value, names)}")
         return value
 
     return AfterValidator(check)
@@ -102,7 +99,7 @@ def typed(cls: type[T], values: object, section: str) -> T:
         name = f"{section}.{key}"
         if key not in hints:
             raise UserError(
-                f"no '{shown(name)}' in the recipe.{nearest(name, [f'{section}.{h}' for h in hints])}"
+                f"no '{shown(name)}' in the recipe.{nearest_key(name, [f'{section}.{h}' for h in hints])}"
             )
         nested = is_dataclass(hints[key])
         made[key] = typed(hints[key], value, name) if nested else fitted(hints[key], value, name)
@@ -133,13 +130,12 @@ def no_value(key: str) -> UserError:
     return UserError(f"{key} has no value in this recipe: set it, {key}=VALUE")
 
 
-def nearest(word: str, words: Sequence[str]) -> str:
+def nearest_key(word: str, words: Sequence[str]) -> str:
     """A hint: the nearest whole key, else a key whose last part is the last part of ``word``; or nothing."""
-    near = difflib.get_close_matches(word[:200], words, n=1)
-    if not near:
-        last = word.rpartition(".")[2]
-        near = [w for w in words if w.rpartition(".")[2] == last][:1]
-    return f" Did you mean '{near[0]}'?" if near else ""
+    if hint := did_you_mean(word, words):
+        return hint
+    last = word.rpartition(".")[2]
+    return next((f" Did you mean '{w}'?" for w in words if w.rpartition(".")[2] == last), "")
 
 
 def _told(fault: ValidationError, hint: Any, value: object, key: str) -> str:

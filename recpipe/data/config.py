@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any
 
 from annotated_types import Gt, Interval, MinLen
@@ -16,8 +15,6 @@ from recpipe.validation import Count, FilePath, Positive, Text, chosen, one_of, 
 
 Rows = Annotated[int, Interval(ge=2, le=2**31 - 1)]
 """Rows of a table; row 0 is that of missing ids."""
-MOST_CHOICES = 30
-"""Names that a hint lists."""
 
 
 @dataclasses.dataclass
@@ -122,12 +119,3 @@ def parse_config(node: DictConfig | Mapping[str, Any] | DataConfig) -> DataConfi
     if isinstance(node, DataConfig):
         return typed(type(node), vars(node), "data")
     return chosen(CONFIGS, plain(node) if isinstance(node, DictConfig) else node, "data")
-
-
-def nearest(name: str, choices: list[str]) -> str:
-    """A hint for messages: ``did you mean x?``, or the choices where none is near."""
-    close = get_close_matches(name, choices, 1)
-    if close:
-        return f"did you mean {shown(close[0])}?"
-    more = f" and {len(choices) - MOST_CHOICES} more" if len(choices) > MOST_CHOICES else ""
-    return f"choose from {', '.join(map(shown, choices[:MOST_CHOICES]))}{more}"

@@ -13,10 +13,9 @@ from typing import Any
 
 from recpipe.data.checks import REMEDY
 from recpipe.data.columns import Columns
-from recpipe.data.config import nearest
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.files import line_blocks
-from recpipe.errors import DataError
+from recpipe.errors import DataError, nearest_or_all
 
 DENSE = tuple(f"I{i}" for i in range(1, 14))
 SPARSE = tuple(f"C{i}" for i in range(1, 27))
@@ -30,7 +29,7 @@ def criteo_schema(tables: Mapping[str, int]) -> Schema:
     """The schema with ``tables`` (rows of C1 ... C26); ``DataError`` for a table missing or unknown."""
     for name in tables:
         if name not in SPARSE:
-            raise DataError(f"data.tables.{name}: Criteo has no such column; {nearest(name, list(SPARSE))}")
+            raise DataError(f"data.tables.{name}: Criteo has no such column; {nearest_or_all(name, SPARSE)}")
     for name in SPARSE:
         if name not in tables:
             raise DataError(f"data.tables lacks {name}: state its rows, as in +data.tables.{name}=100000")

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from recpipe.data.checks import RowChecks
 from recpipe.data.columns import Bags, Columns, Float32, Int32, offsets_of
-from recpipe.data.config import ParquetConfig, nearest
+from recpipe.data.config import ParquetConfig
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.files import input_files
 from recpipe.data.transforms import hash_rows, signed_log, string_keys
-from recpipe.errors import DataError, shown
+from recpipe.errors import DataError, nearest_or_all, shown
 
 SUFFIXES = (".parquet", ".pq")
 BLOCK_ROWS = 32768
@@ -43,7 +43,7 @@ class ParquetSource:
         schema = _open(self.files[0]).schema_arrow
         for name in config.tables or {}:
             if name not in config.sparse:
-                hint = nearest(name, config.sparse)
+                hint = nearest_or_all(name, config.sparse)
                 raise DataError(f"data.tables.{name}: no such column in data.sparse; {hint}")
         for file in self.files:
             _check_columns(file, _open(file).schema_arrow, config)
@@ -183,7 +183,7 @@ def _check_columns(file: Path, schema: pa.Schema, config: ParquetConfig) -> None
     for name in [*numeric, *config.sparse]:
         found = schema.names.count(name)
         if not found:
-            raise DataError(f"{file}: no column '{shown(name)}'; {nearest(name, schema.names)}")
+            raise DataError(f"{file}: no column '{shown(name)}'; {nearest_or_all(name, schema.names)}")
         if found > 1:
             raise DataError(f"{file}: {found} columns are called '{shown(name)}'; rename all but one")
     for name in numeric:

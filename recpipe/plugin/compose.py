@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from graphlib import CycleError, TopologicalSorter
 from typing import Generic, TypeVar
 
+from recpipe.errors import did_you_mean
 from recpipe.plugin.api import Aspect, Contribution, Link, Origin, TableClaim, TablePolicy
 from recpipe.plugin.blame import BlamedPolicy
 from recpipe.plugin.errors import PluginConflict, PluginError, PluginOrderError
@@ -93,8 +93,7 @@ def _check_methods(origin: Origin, claim: TableClaim) -> None:
     policy = type(claim.policy).__name__
     for aspect in sorted(claim.aspects):
         if aspect not in METHODS:
-            near = difflib.get_close_matches(aspect, METHODS, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
+            hint = did_you_mean(aspect, METHODS)
             raise PluginError(
                 f"{origin} claims '{aspect}' of tables '{claim.glob}', which is no aspect.{hint} "
                 f"Aspects: {', '.join(METHODS)}"
@@ -204,6 +203,5 @@ def check_preferences(prefer: Mapping[str, str]) -> None:
     """Refuse ``compose.prefer`` of something that is not a slot."""
     for name in prefer:
         if name not in SLOTS:
-            near = difflib.get_close_matches(name, SLOTS, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
+            hint = did_you_mean(name, SLOTS)
             raise PluginConflict(f"compose.prefer.{name}: no such slot.{hint} Slots: {', '.join(SLOTS)}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
-from recpipe.errors import UserError
+from recpipe.errors import UserError, did_you_mean
 from recpipe.plugin.api import Origin, Plugin
 from recpipe.plugin.errors import PluginError
 from recpipe.validation import fitted
@@ -24,8 +23,7 @@ def check_knobs(cls: type[Plugin], origin: Origin, knobs: Mapping[str, Any]) -> 
     for name, value in knobs.items():
         key = f"plugins.{origin.plugin}.{name}"
         if name not in takes:
-            near = difflib.get_close_matches(str(name), takes, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
+            hint = did_you_mean(str(name), takes)
             raise PluginError(f"{key}: no such knob.{hint} {origin.plugin} has: {', '.join(takes) or 'none'}")
         if name in hints:
             _check_type(hints[name], value, key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata as metadata
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint
@@ -10,6 +9,7 @@ from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
+from recpipe.errors import did_you_mean
 from recpipe.plugin.api import API, Invariant, Origin, Plugin
 from recpipe.plugin.errors import (
     PluginConflict,
@@ -49,8 +49,7 @@ def load(name: str, available: Mapping[str, EntryPoint] | None = None) -> tuple[
     """
     eps = installed() if available is None else available
     if name not in eps:
-        near = difflib.get_close_matches(name, eps, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(name, eps)
         raise PluginNotFound(f"no plugin '{name}'.{hint} Installed: {', '.join(sorted(eps)) or 'none'}")
     ep = eps[name]
     origin = origin_of(ep)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
-from recpipe.errors import UserError, shown
+from recpipe.errors import UserError, did_you_mean, shown
 
 POLICIES = ("resident", "nocache", "lru", "lfu")
 """Built-in cache policies a row can name (``tiers.policy``)."""
@@ -46,9 +45,8 @@ def _parse_row(name: str, installed: Collection[str]) -> Row:
     for part in parts:
         if part not in POLICIES and part not in installed:
             known = [*POLICIES, *sorted(set(installed))]
-            close = difflib.get_close_matches(part, known, n=1)
-            hint = f" Did you mean '{close[0]}'?" if close else ""
             where = "" if part == name else f" in row '{shown(name)}'"
+            hint = did_you_mean(part, known)
             raise UserError(
                 f"compare.plugins: unknown '{shown(part)}'{where}.{hint} Known: {', '.join(known)}"
             )

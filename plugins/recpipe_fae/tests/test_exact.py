@@ -17,8 +17,17 @@ from recpipe.embedding.profile import global_rows, table_bases
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 
 
-@pytest.mark.parametrize("source", ["synthetic", pytest.param("criteo", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad"])
+@pytest.mark.parametrize(
+    ("source", "optimizer"),
+    [
+        ("synthetic", "sgd"),
+        ("synthetic", "adagrad"),
+        ("criteo", "rowwise_adagrad"),
+        pytest.param("synthetic", "rowwise_adagrad", marks=pytest.mark.soak),
+        pytest.param("criteo", "sgd", marks=pytest.mark.soak),
+        pytest.param("criteo", "adagrad", marks=pytest.mark.soak),
+    ],
+)
 def test_equals_one_table_fed_the_same_order_bitwise(
     source: str, optimizer: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
