@@ -21,8 +21,8 @@ from typing import Any
 
 from lightning.pytorch.plugins.io import CheckpointIO
 
+from recpipe.embedding.capabilities import SavedByRanks
 from recpipe.embedding.collection import TableCollection
-from recpipe.embedding.shard import ShardedCollection
 from recpipe.errors import CheckpointError, UserError
 from recpipe.manifest import MANIFEST, TABLES, TRAINER, read_manifest, seal, sync, verify
 from recpipe.saved import Damaged
@@ -76,11 +76,9 @@ class TableCheckpointIO(CheckpointIO):
 
     def _save_tables(self, directory: Path) -> None:
         """Sharded tables are written by their ranks, others by the rank that writes."""
-        if isinstance(self.storage, ShardedCollection):
-            from recpipe.embedding.shard_files import save_shards
-
-            self.storage.wait_for_ranks()  # for the directory
-            save_shards(self.storage, directory)
+        ranks = self.storage.offers(SavedByRanks)
+        if ranks is not None:
+            ranks.save_tables(directory)
         elif self.writes:
             save_tables(directory, self.storage, self.shapes)
         else:
@@ -96,14 +94,13 @@ class TableCheckpointIO(CheckpointIO):
         if self.check is not None:
             with naming(directory):
                 self.check(trainer)
+        ranks = self.storage.offers(SavedByRanks)
         if files is None:
             load_tables(directory / TABLES, self.storage, self.shapes)
-        elif not isinstance(self.storage, ShardedCollection):
+        elif ranks is None:
             load_regions(files, self.storage, self.shapes)
         else:
-            from recpipe.embedding.shard_files import load_shards
-
-            load_shards(self.storage, directory / TABLES)
+            ranks.load_tables(directory / TABLES)
         return trainer
 
     def remove_checkpoint(self, path: Any) -> None:

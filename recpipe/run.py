@@ -18,7 +18,8 @@ from recpipe.checkpoint import TableCheckpointIO
 from recpipe.clock import run_start
 from recpipe.console import heard, log
 from recpipe.data.make import open_dataset
-from recpipe.embedding.build import build_embeddings, is_sharded, plan_shards, sends_ahead
+from recpipe.embedding.build import build_embeddings, is_sharded, plan_shards
+from recpipe.embedding.capabilities import SendsAhead
 from recpipe.embedding.tables import TableSet
 from recpipe.footprint import require_memory
 from recpipe.launch import Process, joined, require_same_data
@@ -155,7 +156,7 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
             log.info("starting from %d tensors of %s", len(names), model_config.pretrained)
 
         # 5. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
-        ahead = shards is not None and sends_ahead(tier_config, embeddings)
+        ahead = tier_config.prefetch and embeddings.offers(SendsAhead) is not None
         loader = TrainLoader(dataset, cfg.data.batch_size, assembly, tiers, device, ranks, ahead)
         evaluation = EvalLoader(dataset, cfg.data.batch_size, device, ranks)
         make_optimizer = partial(dense_optimizer, cfg.optim.dense)

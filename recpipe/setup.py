@@ -13,10 +13,10 @@ from recpipe.checkpoint import holds_checkpoint, newest
 from recpipe.data.cache import default_cache_dir
 from recpipe.data.dataset import Dataset
 from recpipe.embedding.build import SCRATCH, TierConfig, cache_owner
+from recpipe.embedding.capabilities import Planned
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.stores.home import remove_crashed
 from recpipe.embedding.tables import TableSet
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.errors import UserError
 from recpipe.launch import Process, agreed_path
 from recpipe.plugin.api import Context, TableInfo
@@ -110,10 +110,10 @@ def assemble_plugins(
 
 
 @contextmanager
-def closing_tiers(embeddings: TableCollection, ranks: Ranks) -> Iterator[TieredEmbeddingBagCollection | None]:
+def closing_tiers(embeddings: TableCollection, ranks: Ranks) -> Iterator[Planned | None]:
     """The embeddings as tiers that the pipeline plans for, or None; they are closed at the end."""
     try:
-        yield embeddings if isinstance(embeddings, TieredEmbeddingBagCollection) else None
+        yield embeddings.offers(Planned)
     except BaseException:
         # Closing takes all ranks, and the others do not know: this process ends, and they notice.
         if ranks.world == 1:

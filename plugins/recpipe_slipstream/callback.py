@@ -101,12 +101,13 @@ class StaleInputs(L.Callback):
         """Find the tiers; without them no row is hot, and nothing could ever be left out."""
         assert isinstance(pl_module, RankingModule)
         embeddings = pl_module.ranker.embeddings
-        if not isinstance(embeddings, TieredEmbeddingBagCollection):
+        tiers = embeddings.offers(TieredEmbeddingBagCollection)
+        if tiers is None:
             raise PluginError(
                 f"plugin slipstream compares rows that are resident in tiers; {type(embeddings).__name__} "
                 "has none: drop the plugin that brings tables of its own, or slipstream"
             )
-        self.start(embeddings)
+        self.start(tiers)
 
     def start(self, tiers: TieredEmbeddingBagCollection) -> None:
         """Go on after ``done`` batches with ``tiers``."""

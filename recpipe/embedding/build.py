@@ -11,6 +11,7 @@ import torch
 from pydantic import AfterValidator
 from torchrec.modules.embedding_configs import DataType
 
+from recpipe.embedding.capabilities import CAPABILITIES
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.parts import TierParts
 from recpipe.embedding.policies import POLICIES, RowSpace
@@ -25,6 +26,7 @@ from recpipe.embedding.stores.base import ColdStore, Fill, StoreLayout
 from recpipe.embedding.stores.sharded import HeldRows, ShardedStore
 from recpipe.embedding.tables import TableSet
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.embedding.wrapped import WrappedCollection
 from recpipe.errors import UserError
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.compose import Owned, overrides
@@ -193,19 +195,6 @@ def plan_shards(
     return sharding, sharding.plan(join_group(device, ranks) if world == ranks.world else None)
 
 
-def sends_ahead(config: TierConfig, embeddings: TableCollection) -> bool:
-    """Whether the next batch's ids travel while a batch trains; ``UserError`` where they cannot."""
-    if not config.prefetch:
-        return False
-    if not isinstance(embeddings, ShardedCollection):
-        raise UserError(
-            f"the tables are a {type(embeddings).__qualname__}, which cannot send the next batch's ids "
-            "while a batch trains (it is no ShardedCollection): set tiers.prefetch=false to train without "
-            "that, or drop the plugin that rewrites the sharded tables"
-        )
-    return True
-
-
 def build_embeddings(
     tables: TableSet,
     config: TierConfig,
@@ -261,8 +250,27 @@ def _rewritten(module: TableCollection, assembly: Assembly, ranks: Ranks) -> Tab
                 "returned them as they were; return a collection of its own (around or instead of them), or "
                 "drop the claim"
             )
+        _check_wrapped(owner, module, rewritten)
         module = rewritten
     return module
+
+
+def _check_wrapped(owner: Owned[Any], module: TableCollection, rewritten: TableCollection) -> None:
+    """Refuse a rewrite that would turn off what the tables could do, or that training would go past."""
+    lost = [c.__name__ for c in CAPABILITIES if module.offers(c) and not rewritten.offers(c)]
+    name = type(rewritten).__name__
+    if lost:
+        raise PluginError(
+            f"plugin {owner.origin}: rewrite() returned a {name} that cannot do what the tables could "
+            f"({', '.join(lost)}): prefetching, micro-batches or checkpoints would be without effect. "
+            "Derive it from recpipe.embedding.wrapped.WrappedCollection"
+        )
+    left_out = rewritten.left_out() if isinstance(rewritten, WrappedCollection) else []
+    if left_out:
+        raise PluginError(
+            f"plugin {owner.origin}: {name} changes forward(), but training looks rows up by "
+            f"{' and '.join(left_out)} here; override {'them' if len(left_out) > 1 else 'it'} as well"
+        )
 
 
 def tbe_count(

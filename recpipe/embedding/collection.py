@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from recpipe.embedding.store_thread import TierTimes
 from recpipe.embedding.stores.base import IoCounters
 from recpipe.embedding.tables import Region, TableSet, Values, row_chunks
 
+C = TypeVar("C")
 TORCHREC_OPTIMIZERS = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
@@ -65,6 +67,14 @@ class TableCollection(ABC, nn.Module):
     @abstractmethod
     def write(self, region: Region, values: Values) -> None:
         """Replace the weights and optimizer state of ``region``."""
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """As TorchRec's collection."""
+        raise NotImplementedError(f"{type(self).__name__} looks no rows up for a model")
+
+    def offers(self, capability: type[C]) -> C | None:
+        """This collection as one with ``capability`` (see ``recpipe.embedding.capabilities``), or None."""
+        return self if isinstance(self, capability) else None
 
     def pooled_with_room(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:
         """Pooled rows as ``forward`` gives them, with room for one more feature in front, float32

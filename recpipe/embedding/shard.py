@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe.embedding import seams
+from recpipe.embedding.capabilities import SavedByRanks, SendsAhead
 from recpipe.embedding.collection import TORCHREC_OPTIMIZERS, TableCollection
 from recpipe.embedding.shard_plan import Shard, ShardPlan
 from recpipe.embedding.sharding import Sharding
@@ -72,7 +74,7 @@ class Sent:
         return self._here
 
 
-class ShardedCollection(TableCollection):
+class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
     """TorchRec's ``ShardedEmbeddingBagCollection`` with fused optimizers, placed by ``plan``.
 
     Gradients are sums over the ranks, not means: each rank's loss is its addend of the whole batch's.
@@ -191,6 +193,19 @@ class ShardedCollection(TableCollection):
         self._replicated.zero_grad()
 
     # -- rows, for checkpoints ---------------------------------------------------------------
+
+    def save_tables(self, directory: Path) -> None:
+        """Write this rank's part into ``directory``, which rank 0 makes; all ranks call it."""
+        from recpipe.embedding.shard_files import save_shards
+
+        self.wait_for_ranks()  # for the directory
+        save_shards(self, directory)
+
+    def load_tables(self, directory: Path) -> None:
+        """Read this rank's part of tables that any number of ranks has saved."""
+        from recpipe.embedding.shard_files import load_shards
+
+        load_shards(self, directory)
 
     def regions(self) -> Iterator[Region]:
         """All rows of all tables, in chunks, on every rank."""

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from recpipe.embedding.capabilities import Placed, Planned
 from recpipe.embedding.collection import RowCollection, TierFigures
 from recpipe.embedding.planner import IN_STORE, Bags, Planner, TierPlan, global_bags
 from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, policy_bytes
@@ -41,7 +42,7 @@ from recpipe.ranks import Channel, Ranks
 from recpipe.saved import entries, residents
 
 
-class TieredEmbeddingBagCollection(RowCollection):
+class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
     """TorchRec's ``EmbeddingBagCollection`` interface (KJT in, KeyedTensor out) over tiers.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from recpipe.data.batch import Batch
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.embedding.capabilities import Placed
 from recpipe.errors import UserError
 from recpipe.metrics import BackgroundQuality, Quality
 from recpipe.model.ranker import Ranker
@@ -227,10 +227,7 @@ class RankingModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what Lightning does not know: data position, random state, which rows are resident."""
         done = self._batches_done % len(self.loader)
-        embeddings = self.ranker.embeddings
-        placement = None
-        if isinstance(embeddings, TieredEmbeddingBagCollection):
-            placement = embeddings.placement_state()
+        placed = self.ranker.embeddings.offers(Placed)
         checkpoint["recpipe"] = {
             "batches_done": done,
             "samples": self.samples,
@@ -239,7 +236,7 @@ class RankingModule(L.LightningModule):
             "dense_defaults": self._fresh_optimizer().defaults,
             "random": random_state(),
             "fingerprint": self.loader.dataset.fingerprint,
-            "placement": placement,
+            "placement": None if placed is None else placed.placement_state(),
         }
 
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
@@ -269,9 +266,9 @@ class RankingModule(L.LightningModule):
         self.loader.first = int(saved["batches_done"])
         self.samples = saved.get("samples")  # older checkpoints lack it
         self._random_state = saved["random"]
-        embeddings = self.ranker.embeddings
-        if isinstance(embeddings, TieredEmbeddingBagCollection):
-            embeddings.load_placement_state(saved["placement"])
+        placed = self.ranker.embeddings.offers(Placed)
+        if placed is not None:
+            placed.load_placement_state(saved["placement"])
 
 
 def random_state() -> dict[str, Any]:

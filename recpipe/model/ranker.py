@@ -14,8 +14,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe.data.batch import Batch
+from recpipe.embedding.capabilities import SendsAhead
 from recpipe.embedding.collection import TableCollection
-from recpipe.embedding.shard import Sent, ShardedCollection
+from recpipe.embedding.shard import Sent
 from recpipe.model.dense import interact, mlp
 from recpipe.model.matmul import has_onednn
 from recpipe.phases import phase, ranged
@@ -104,7 +105,8 @@ class Ranker(nn.Module):
 
     def send(self, sparse: KeyedJaggedTensor) -> Sent:
         """Start to send the ids of a batch over the ranks; ``arrived`` then gives its ``pooled`` rows."""
-        return self._sharded.start(sparse)
+        sent: Sent = self._sharded.start(sparse)
+        return sent
 
     def arrived(self, sent: Sent) -> torch.Tensor:
         """Pooled embeddings of what ``send`` sent."""
@@ -112,10 +114,10 @@ class Ranker(nn.Module):
             return self._joined(self._sharded.finish(sent))
 
     @property
-    def _sharded(self) -> ShardedCollection:
-        embeddings = self.embeddings
-        assert isinstance(embeddings, ShardedCollection)
-        return embeddings
+    def _sharded(self) -> SendsAhead:
+        sharded = self.embeddings.offers(SendsAhead)
+        assert sharded is not None, "no batch is sent otherwise"
+        return sharded
 
     def _joined(self, keyed: KeyedTensor) -> torch.Tensor:
         names = self.dlrm.sparse_arch.sparse_feature_names

@@ -18,7 +18,7 @@ from packaging.version import InvalidVersion, Version
 from torch import nn
 
 from recpipe.checkpoint import SUFFIX
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.embedding.capabilities import Placed
 from recpipe.errors import UserError
 from recpipe.model.module import RankingModule
 from recpipe.saved import Damaged, entries, like, tensor
@@ -92,9 +92,9 @@ def _check_own(module: RankingModule, recpipe: Mapping[str, Any]) -> None:
             f"{mine or 'the data'}: resume with the same plugin, or start anew"
         )
     _check_random(saved["random"])
-    embeddings = module.ranker.embeddings
-    if isinstance(embeddings, TieredEmbeddingBagCollection) and saved["placement"] is not None:
-        embeddings.check_placement_state(saved["placement"])
+    placed = module.ranker.embeddings.offers(Placed)
+    if placed is not None and saved["placement"] is not None:
+        placed.check_placement_state(saved["placement"])
 
 
 def _check_random(state: Mapping[str, Any]) -> None:

@@ -17,9 +17,9 @@ from recpipe.data.ahead import read_ahead
 from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.checks import require_ids
 from recpipe.data.dataset import Dataset, Split
+from recpipe.embedding.capabilities import Planned
 from recpipe.embedding.planner import TierPlan, reorder
 from recpipe.embedding.shared_rows import share
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.errors import DataError
 from recpipe.phases import phase
 from recpipe.pipeline.share import cut, in_steps, picked
@@ -37,7 +37,7 @@ class TrainLoader:
         dataset: Dataset,
         batch_size: int,
         assembly: Assembly,
-        tiers: TieredEmbeddingBagCollection | None,
+        tiers: Planned | None,
         device: torch.device,
         ranks: Ranks | None = None,
         sends_ahead: bool = False,

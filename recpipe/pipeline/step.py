@@ -12,9 +12,9 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from recpipe.data.batch import Batch
+from recpipe.embedding.capabilities import Planned
 from recpipe.embedding.planner import TierPlan
 from recpipe.embedding.shard import Sent
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.model.ranker import Ranker
 from recpipe.phases import phase
 from recpipe.threads import one_thread
@@ -132,10 +132,10 @@ def usable(staged: StagedBatch, loss: torch.Tensor) -> bool:
     return loss.device.type != "cpu" or not staged.alone or math.isfinite(loss.item())
 
 
-def _tiers(ranker: Ranker) -> TieredEmbeddingBagCollection:
-    embeddings = ranker.embeddings
-    assert isinstance(embeddings, TieredEmbeddingBagCollection)
-    return embeddings
+def _tiers(ranker: Ranker) -> Planned:
+    tiers = ranker.embeddings.offers(Planned)
+    assert tiers is not None, "no batch has a plan otherwise"
+    return tiers
 
 
 def _pooled(ranker: Ranker, plan: TierPlan) -> torch.Tensor:

@@ -145,8 +145,9 @@ class TablePolicy:
         return None
 
     def rewrite(self, module: nn.Module, tables: Sequence[str]) -> nn.Module:
-        """The embedding module with ``tables`` changed (aspects ``precision`` and ``update``): another
-        ``TableCollection``, around or instead of ``module``. Called once for all tables of the policy."""
+        """The embedding module with ``tables`` changed (aspects ``precision`` and ``update``): a
+        ``WrappedCollection`` around ``module``, or another ``TableCollection`` that can do what ``module``
+        can. Called once for all tables of the policy."""
         return module
 
     def data_type(self, name: str) -> str | None:

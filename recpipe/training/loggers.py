@@ -35,7 +35,7 @@ def make_logger(chosen: str | Mapping[str, Any] | None, run_dir: Path) -> Logger
     if chosen is None:
         return None
     if isinstance(chosen, Mapping):
-        return make(Logger, chosen, "trainer.logger")  # type: ignore[type-abstract]
+        return make(Logger, chosen, "trainer.logger")
     try:
         return _named(chosen, run_dir)
     except ModuleNotFoundError as fault:

@@ -13,8 +13,7 @@ from safetensors.numpy import save_file
 from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.types import ShardingPlan, ShardingPlanner
 
-from recpipe.embedding.build import TierConfig, is_sharded, sends_ahead
-from recpipe.embedding.resident import ResidentCollection
+from recpipe.embedding.build import TierConfig, is_sharded
 from recpipe.embedding.shard_files import load_shards, save_shards
 from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan, load_plan
 from recpipe.embedding.sharding import Prediction, Sharding
@@ -288,16 +287,6 @@ def test_all_shards_of_a_table_on_one_rank_are_saved(tmp_path, optimizer) -> Non
             np.testing.assert_array_equal(read, expected)
         found = files.rows(weight_name(region.table), region.start, region.stop)
         np.testing.assert_array_equal(found, weights)
-
-
-def test_a_collection_that_cannot_send_ahead_is_an_error_that_names_it() -> None:
-    config = TierConfig("resident", "host", "25%", None, prefetch=True, sharded=True)
-    sharded = build(Case("sgd", {"*": "table_wise"}), Ranks())
-    assert sends_ahead(config, sharded)
-    whole = ResidentCollection(table_set("sgd"), CPU)
-    with pytest.raises(UserError, match=r"a ResidentCollection, which cannot send.*tiers\.prefetch=false"):
-        sends_ahead(config, whole)
-    assert not sends_ahead(replace(config, prefetch=False), whole)
 
 
 class Lone(ShardingPlanner):  # type: ignore[misc]
