@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.batch import Batch
 from recpipe.embedding.policies import RowIds
 from recpipe.embedding.profile import global_rows, table_bases
-from recpipe.pipeline.share import picked
+from recpipe.pipeline.select import select
 from recpipe.plugin.api import Context
 
 
@@ -95,7 +95,7 @@ def class_batches(ctx: Context, classes: Classes, hot: bool, first: int) -> Iter
         number, skip = number + 1, 0
         while len(members):
             taken, members = np.split(members, [classes.batch_size - held])
-            parts.append(picked(batch, taken))
+            parts.append(select(batch, taken))
             held += len(taken)
             if held == classes.batch_size:
                 yield joined(parts)

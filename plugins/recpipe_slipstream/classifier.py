@@ -12,7 +12,7 @@ from recpipe.data.batch import Batch
 from recpipe.embedding.planner import Bags
 from recpipe.embedding.policies import RowIds
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
-from recpipe.pipeline.share import picked
+from recpipe.pipeline.select import select
 from recpipe_slipstream.threshold import samples_of
 
 COLD, HOT, STALE = 0, 1, 2
@@ -111,7 +111,7 @@ class InputClassifier:
         keep = np.flatnonzero(~stale)
         dropped = batch.size - len(keep) if len(keep) else 0
         if dropped:
-            batch, bags = picked(batch, keep), bags.permuted(keep)
+            batch, bags = select(batch, keep), bags.permuted(keep)
         self._seen[number] = Seen(
             number, bags.rows, batch.size + dropped, int(hot.sum()), dropped, perf_counter() - start
         )

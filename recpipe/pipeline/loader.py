@@ -22,7 +22,8 @@ from recpipe.embedding.planner import TierPlan, reorder
 from recpipe.embedding.shared_rows import share
 from recpipe.errors import DataError
 from recpipe.phases import phase
-from recpipe.pipeline.share import cut, in_steps, picked
+from recpipe.pipeline.select import select
+from recpipe.pipeline.share import cut, in_steps
 from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.api import micro_batch_step
 from recpipe.plugin.assembly import Assembly
@@ -154,7 +155,7 @@ class TrainLoader:
         if plan is not None:
             (reorder if alone else share)(plan, mine.samples, mine.cold_first)
         return StagedBatch(
-            on_device(picked(batch, mine.samples), self.device),
+            on_device(select(batch, mine.samples), self.device),
             plan,
             mine.bounds if splitter is not None else (),
             mine.cold_from,

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from recpipe.data.batch import Batch
-from recpipe.embedding.planner import Bags
 from recpipe.ranks import Ranks
 
 
@@ -49,13 +46,3 @@ def in_steps(bounds: tuple[int, ...], step: int) -> tuple[int, ...]:
     """``bounds`` of micro-batches, all but the last rounded down to multiples of ``step``; none is empty."""
     inner = {bound // step * step for bound in bounds[:-1]} - {0, bounds[-1]}
     return (*sorted(inner), bounds[-1])
-
-
-def picked(batch: Batch, samples: NDArray[np.int64]) -> Batch:
-    """The ``samples`` (int64 [n]) of ``batch``, in that order."""
-    index = torch.from_numpy(samples)
-    sparse = batch.sparse
-    bags = Bags(sparse.values().numpy(), sparse.offsets().numpy().astype(np.int64), batch.size)
-    bags = bags.permuted(samples)
-    jagged = type(sparse)(sparse.keys(), torch.from_numpy(bags.rows), offsets=torch.from_numpy(bags.offsets))
-    return Batch(batch.dense[index], jagged, batch.labels[index])

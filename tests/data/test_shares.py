@@ -15,7 +15,7 @@ from recpipe.data.dataset import NumberedDataset
 from recpipe.data.make import open_dataset
 from recpipe.data.prepared import PreparedDataset, PreparedWriter
 from recpipe.errors import DataError
-from recpipe.pipeline.share import picked
+from recpipe.pipeline.select import select
 from recpipe.ranks import Ranks, part_of
 
 from .conftest import TABLES
@@ -69,7 +69,7 @@ def shares_of(whole: Batch, count: int) -> Iterator[Batch]:
     """What ``Ranks.shares`` cuts out of a whole batch, for each trainer."""
     ranks = Ranks(world=count, trainers=tuple(range(count)), holders=(0,))
     for part in ranks.shares(0, whole.size):
-        yield picked(whole, np.arange(part.start, part.stop))
+        yield select(whole, np.arange(part.start, part.stop))
 
 
 NAMES = ("prepared, bags", "npy", "synthetic", "synthetic, bags")

@@ -15,7 +15,7 @@ from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.model.ranker import ModelConfig, Ranker
 from recpipe.pipeline.loader import TrainLoader
-from recpipe.pipeline.share import picked
+from recpipe.pipeline.select import select
 from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import Assembly
@@ -49,7 +49,7 @@ class Listed(Dataset):
                 yield batch
             else:
                 own = part_of(0, batch.size, part)
-                yield BatchShare.of(picked(batch, np.arange(own.start, own.stop)), batch.size)
+                yield BatchShare.of(select(batch, np.arange(own.start, own.stop)), batch.size)
 
 
 def random_batch(rng: np.random.Generator, size: int, multi: bool) -> Batch:

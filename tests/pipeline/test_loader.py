@@ -12,7 +12,8 @@ import torch
 
 from recpipe.errors import DataError
 from recpipe.pipeline.loader import EvalLoader
-from recpipe.pipeline.share import in_steps, picked
+from recpipe.pipeline.select import select
+from recpipe.pipeline.share import in_steps
 from recpipe.plugin.api import Link, Split, micro_batch_step
 from tests.embedding.samples import CPU, FEATURES
 from tests.pipeline.samples import SIZE, Listed, collection_of, loader_of, parameters_after
@@ -161,7 +162,7 @@ def test_whatever_a_splitter_says_there_are_few_sizes() -> None:
 def test_permuted_moves_whole_samples() -> None:
     batch = Listed(count=1, last=9).lists["train"][0]
     order = np.random.default_rng(0).permutation(9)
-    moved = picked(batch, order)
+    moved = select(batch, order)
     assert torch.equal(moved.dense, batch.dense[order])
     assert torch.equal(moved.labels, batch.labels[order])
     for feature in FEATURES:

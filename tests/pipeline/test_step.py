@@ -8,7 +8,8 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from recpipe.data.batch import Batch
-from recpipe.pipeline.share import cut, picked
+from recpipe.pipeline.select import select
+from recpipe.pipeline.share import cut
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.plugin.api import Split
 from recpipe.ranks import Ranks
@@ -82,7 +83,7 @@ def test_one_update_per_micro_batch_is_wrong(whole, tmp_path) -> None:
     def naive(ranker, staged, times):
         low = 0
         for high in staged.bounds:
-            part = picked(staged.batch, np.arange(low, high))
+            part = select(staged.batch, np.arange(low, high))
             loss = binary_cross_entropy_with_logits(ranker(part), part.labels, reduction="sum")
             (loss / staged.batch.size).backward()
             low = high

@@ -28,7 +28,7 @@ from recpipe.embedding.stores.base import IoCounters
 from recpipe.embedding.stores.host import HostStore
 from recpipe.embedding.stores.sharded import ShardedStore
 from recpipe.embedding.tables import TableOptimizer, TableSet
-from recpipe.pipeline.share import picked
+from recpipe.pipeline.select import select
 from recpipe.ranks import Channel, Emulation, PeerLost, Ranks
 from tests.ranks import joined
 
@@ -99,7 +99,7 @@ def gradients(
 
 def share_of(batch: Batch, ranks: Ranks, trainer: int) -> Batch:
     part = ranks.shares(0, batch.size)[trainer]
-    return picked(batch, np.arange(part.start, part.stop))
+    return select(batch, np.arange(part.start, part.stop))
 
 
 def synchronous(plan: Plan, trainers: int) -> Bits:

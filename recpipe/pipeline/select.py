@@ -1,0 +1,144 @@
+"""Samples of a batch of any type, picked by number: what micro-batches and ranks' shares are made by."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from recpipe.errors import UserError
+
+T = TypeVar("T")
+
+
+def select(batch: T, samples: NDArray[np.int64]) -> T:
+    """The ``samples`` (int64 [n], any order, also repeated) of ``batch``, in that order.
+
+    A batch of B samples is anything made of tensors, ``KeyedJaggedTensor`` and ``JaggedTensor``: a dataclass,
+    another object with attributes, a mapping, a list or a tuple, nested at will. Tensors whose first
+    dimension is B are cut, and all else is shared. A type that this does not suit brings a method
+    ``select(samples)`` of its own.
+
+    Raises ``UserError`` for a batch whose parts do not agree on B.
+    """
+    if _has_own(batch):
+        own: T = batch.select(samples)  # type: ignore[attr-defined]
+        return own
+    cut: T = _Cut(samples, batch_size(batch)).of(batch)
+    return cut
+
+
+def _has_own(value: object) -> bool:
+    return hasattr(value, "select") and not isinstance(value, torch.Tensor)
+
+
+def batch_size(batch: object) -> int:
+    """Samples in ``batch``: those of its jagged tensors; without any, the length of its first tensor."""
+    leaves = list(_leaves(batch))
+    jagged = {_stride(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)}
+    if len(jagged) > 1:
+        raise UserError(
+            f"a batch of type {type(batch).__name__} has parts of {' and '.join(map(str, sorted(jagged)))} "
+            "samples, so that it cannot be cut by sample; give its type a method select(samples)"
+        )
+    if jagged:
+        return jagged.pop()
+    lengths = (len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+    size = next(lengths, None)
+    if size is None:
+        raise UserError(f"a batch of type {type(batch).__name__} holds no tensor")
+    return size
+
+
+def _leaves(value: object) -> Iterator[torch.Tensor | JaggedTensor | KeyedJaggedTensor]:
+    if isinstance(value, torch.Tensor | JaggedTensor | KeyedJaggedTensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _leaves(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        for part in _attributes(value).values():
+            yield from _leaves(part)
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    if dataclasses.is_dataclass(value):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
+
+
+def _stride(leaf: JaggedTensor | KeyedJaggedTensor) -> int:
+    if isinstance(leaf, JaggedTensor):
+        return int(leaf.lengths().numel())
+    if leaf.variable_stride_per_key():
+        raise UserError(
+            "a KeyedJaggedTensor whose keys have different numbers of samples cannot be cut by sample; "
+            "give the batch's type a method select(samples)"
+        )
+    return int(leaf.stride())
+
+
+class _Cut:
+    """``samples`` of a batch of ``size``."""
+
+    def __init__(self, samples: NDArray[np.int64], size: int) -> None:
+        self.samples, self.size = samples, size
+        self.index = torch.from_numpy(samples)
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            cuttable = value.dim() and len(value) == self.size
+            return value[self.index.to(value.device)] if cuttable else value
+        if isinstance(value, KeyedJaggedTensor):
+            return KeyedJaggedTensor(value.keys(), **self._jagged(value, len(value.keys())))
+        if isinstance(value, JaggedTensor):
+            return JaggedTensor(**self._jagged(value, 1))
+        if _has_own(value):
+            return value.select(self.samples)
+        if isinstance(value, Mapping):
+            return type(value)({name: self.of(part) for name, part in value.items()})  # type: ignore[call-arg]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self.of, value))
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.of, value))
+        return self._object(value)
+
+    def _object(self, value: Any) -> Any:
+        """A copy with its attributes cut; no constructor runs, whose arguments nobody knows."""
+        attributes = _attributes(value)
+        if not attributes:
+            return value
+        made = copy.copy(value)
+        for name, part in attributes.items():
+            object.__setattr__(made, name, self.of(part))
+        return made
+
+    def _jagged(self, value: JaggedTensor | KeyedJaggedTensor, keys: int) -> dict[str, torch.Tensor | None]:
+        """Values, weights, lengths and offsets of the samples' bags, key by key, on its device."""
+        device = value.values().device
+        offsets = value.offsets().cpu().numpy().astype(np.int64, copy=False)
+        bags = (np.arange(keys)[:, None] * self.size + self.samples[None, :]).ravel()
+        ends = offsets[bags + 1]
+        lengths = ends - offsets[bags]
+        new = np.concatenate(([0], np.cumsum(lengths)))
+        if len(offsets) == value.values().numel() + 1 and (np.diff(offsets) == 1).all():
+            places = bags
+        else:
+            places = np.arange(new[-1]) + np.repeat(offsets[bags] - new[:-1], lengths)
+        index = torch.from_numpy(places).to(device)
+        weights = value.weights_or_none()
+        return {
+            "values": value.values()[index],
+            "weights": None if weights is None else weights[index],
+            "lengths": torch.from_numpy(lengths).to(device),
+            "offsets": torch.from_numpy(new).to(device),
+        }
