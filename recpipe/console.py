@@ -7,6 +7,7 @@ several processes rank 0 alone says more than warnings (``quiet.quiet_libraries`
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -61,10 +62,26 @@ class Screen(logging.Handler):
         """Print one line; a reader that has gone away (``| head``) does not end the run."""
         try:
             print(self.format(record), flush=True)
+        except BrokenPipeError:
+            nobody_reads()
         except OSError:
             return
         except Exception:
             self.handleError(record)
+
+
+class Output(Console):
+    """Standard output; a reader that has gone away does not end the run here either."""
+
+    def on_broken_pipe(self) -> None:
+        """Say no more. rich would exit, before all reports are written."""
+        self.quiet = True
+        nobody_reads()
+
+
+def nobody_reads() -> None:
+    """Whatever is still printed goes nowhere, and does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class LogFile(logging.FileHandler):
@@ -125,7 +142,7 @@ def heard(directory: Path) -> Iterator[None]:
 
 def show(draw: Callable[[Console], None], console: Console | None = None) -> None:
     """Print what ``draw`` draws, in colours where the console has them, and plainly into recpipe.log."""
-    out = console or Console()
+    out = console or Output()
     draw(out)
     text = StringIO()
     draw(Console(file=text, width=out.width))
@@ -144,7 +161,7 @@ def append_to_log(text: str) -> None:
 
 def on_terminal() -> bool:
     """Whether output can be redrawn; not in files and pipes, notebooks, and on TERM=dumb."""
-    return sys.stdout.isatty() and not Console().is_dumb_terminal
+    return sys.stdout.isatty() and not Output().is_dumb_terminal
 
 
 class Meter:
@@ -199,7 +216,7 @@ class _Bars:
 
     def add(self) -> TaskID:
         if self._progress is None:
-            console = Console()
+            console = Output()
             bar = [BarColumn(_BAR_WIDTH)] if console.width >= _WITH_BAR else []
             text = TextColumn(
                 "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")

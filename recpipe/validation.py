@@ -23,7 +23,7 @@ from recpipe.errors import UserError, did_you_mean, nearest_or_all, shown
 T = TypeVar("T")
 NAME_MAX, PATH_MAX = 255, 4096 - 256
 """Bytes of a file's name and of a path, which leaves room for the names that a run adds to it."""
-_NAMES = {"string": "str", "int_from_float": "int", "dict": "mapping"}
+_NAMES = {"string": "str", "int_from_float": "int", "dict": "a mapping"}
 
 
 def _spelled(value: Any) -> Any:
@@ -121,7 +121,7 @@ def chosen(kinds: Mapping[str, type[T]], values: object, section: str) -> T:
 def mapping(values: object, section: str) -> Mapping[str, Any]:
     """``values``, if they are keys and values; else ``UserError``."""
     if not isinstance(values, Mapping):
-        raise UserError(f"{section}={_value(values)}: must map keys to values, as conf/{section} does")
+        raise UserError(f"{section}={_value(values)}: must map keys to values, as {section}.KEY=VALUE does")
     return values
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import pty
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -238,6 +239,23 @@ def test_of_several_processes_the_first_one_tells(monkeypatch, rank, level) -> N
     assert log.level == level
     monkeypatch.undo()
     quiet_libraries()
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path) -> None:
+    """As ``| head -1`` does: the reports are whole, and nothing is complained of."""
+    said = subprocess.Popen(
+        [sys.executable, "-m", "recpipe", *SMALL, f"hydra.run.dir={tmp_path / 'run'}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert said.stdout is not None
+    assert said.stderr is not None
+    said.stdout.readline()
+    said.stdout.close()
+    assert (said.stderr.read(), said.wait()) == ("", 0)
+    assert {"report.json", "report.html"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert "writing the report" in (tmp_path / "run" / "recpipe.log").read_text()
 
 
 def test_a_refused_log_costs_nothing_else(tmp_path, capsys) -> None:

@@ -42,10 +42,10 @@ def test_a_mapping_becomes_a_dataclass() -> None:
         ({"name": "a", "share": 1}, "data.share=1: must be less than 1"),
         ({"name": "a", "share": float("nan")}, "data.share=nan: must be a finite number"),
         ({"name": "a", "part": {"size": 0}}, "data.part.size=0: must be greater than or equal to 1"),
-        ({"name": "a", "part": [1]}, "data.part=[1]: must map keys to values, as conf/data.part does"),
+        ({"name": "a", "part": [1]}, "data.part=[1]: must map keys to values, as data.part.KEY=VALUE does"),
         ({"name": "a", "shar": 1}, "no 'data.shar' in the recipe. Did you mean 'data.share'?"),
         ({}, "data.name has no value in this recipe: set it, data.name=VALUE"),
-        (3, "data=3: must map keys to values, as conf/data does"),
+        (3, "data=3: must map keys to values, as data.KEY=VALUE does"),
     ],
 )
 def test_what_does_not_fit_is_named(values: Any, message: str) -> None:

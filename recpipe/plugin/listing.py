@@ -7,10 +7,10 @@ import inspect
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from recpipe.console import Output
 from recpipe.plugin.api import Context, Contribution, Origin, Plugin, TableInfo
 from recpipe.plugin.conf import knobs_in, plugin_conf
 from recpipe.plugin.load import installed, instantiate, origin_of
@@ -87,7 +87,7 @@ def print_plugins() -> int:
             ("BROKEN, see below", "") if row.fault else (row.doc, ", ".join(row.alters) or "nothing")
         )
         table.add_row(row.origin.plugin, source, escape(does), ", ".join(row.uses), alters)
-    console = Console()
+    console = Output()
     console.print(table)
     for row in filter(lambda row: row.fault, rows):
         print(f"broken: {row.origin.plugin}: {row.fault}")

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from recpipe.console import Output
 from recpipe.report import figures, plots
 
 COLUMNS = ("phase", "ms", "share", "floor ms", "x floor")
@@ -73,7 +74,7 @@ def print_profile(profile: Mapping[str, Any], directory: Path, console: Console 
         table.add_row(*row)
     table.add_section()
     table.add_row(*step, style="bold")
-    out = console or Console()
+    out = console or Output()
     out.print(table)
     for name, text in limits(profile):
         out.print(f"{name}: {text}", soft_wrap=True, markup=False, highlight=False)

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from recpipe.console import Output
 from recpipe.errors import UserError
 from recpipe.launcher import JOB_FILE
 from recpipe.report import figures, html, plots, terminal
@@ -69,7 +70,7 @@ def report(directory: Path, console: Console | None = None) -> list[Job]:
     content = {"schema": SCHEMA, "every_job": every, "jobs": [asdict(job) for job in jobs]}
     files = ReportFiles(directory, f"mend that and say recpipe sweep-report {directory}")
     files.write_json("sweep.json", content)
-    out = console or Console()
+    out = console or Output()
     _print(every, jobs, out)
     page = directory / "sweep.html"
     if files.write(page.name, lambda path: replace_file(path, _html(every, jobs))):

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from recpipe.console import Output
 from recpipe.errors import UserError
 from recpipe.made import scratch_directory
 from recpipe.report import comparison, figures, terminal
@@ -50,7 +51,7 @@ def compare(
     launch = launch or partial(compare_run.launch, ranks=config.ranks)
     rows = parse_rows(config.plugins, _installed() if installed is None else installed)
     carried = carried_overrides(command_line_overrides() if overrides is None else overrides, rows)
-    plan = _Comparison(rows, carried, config, out_dir.absolute(), launch, console or Console())
+    plan = _Comparison(rows, carried, config, out_dir.absolute(), launch, console or Output())
     with compare_run.interrupt_on_sigterm():
         try:
             plan.check_rows()
