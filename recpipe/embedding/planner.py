@@ -89,16 +89,23 @@ class Bags:
 
     def permuted(self, order: NDArray[np.int64]) -> Bags:
         """The bags of the samples in ``order`` (int64 [n]), in that order."""
-        features = (len(self.offsets) - 1) // self.batch_size
-        bags = (np.arange(features)[:, None] * self.batch_size + order[None, :]).ravel()
-        if len(self.rows) == len(self.offsets) - 1 and np.array_equal(
-            self.offsets, np.arange(len(self.offsets))
-        ):
-            return Bags(self.rows[bags], np.arange(len(bags) + 1), len(order))
-        lengths = np.diff(self.offsets)[bags]
-        offsets = np.concatenate(([0], np.cumsum(lengths)))
-        picks = np.arange(offsets[-1]) + np.repeat(self.offsets[bags] - offsets[:-1], lengths)
-        return Bags(self.rows[picks], offsets, len(order))
+        places, offsets = places_of(self.offsets, self.batch_size, order)
+        return Bags(self.rows[places], offsets, len(order))
+
+
+def places_of(offsets: Offsets, batch_size: int, samples: NDArray[np.int64]) -> tuple[RowIds, Offsets]:
+    """Where the ids of these ``samples`` (int64 [n]) lie among those of a batch, feature by feature, int64
+    [L], and the offsets of their bags.
+
+    ``offsets``: of all bags of the batch, feature by feature.
+    """
+    firsts = np.arange(0, len(offsets) - 1, max(1, batch_size))
+    bags = (firsts[:, None] + samples[None, :]).ravel()
+    if offsets[-1] == len(offsets) - 1 and np.array_equal(offsets, np.arange(len(offsets))):
+        return bags, np.arange(len(bags) + 1)  # one id in each bag
+    lengths = np.diff(offsets)[bags]
+    new = np.concatenate(([0], np.cumsum(lengths)))
+    return np.arange(new[-1]) + np.repeat(offsets[bags] - new[:-1], lengths), new
 
 
 def global_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> Bags:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from recpipe.embedding.planner import places_of
 from recpipe.errors import UserError
 
 T = TypeVar("T")
@@ -99,9 +100,9 @@ class _Cut:
             cuttable = value.dim() and len(value) == self.size
             return value[self.index.to(value.device)] if cuttable else value
         if isinstance(value, KeyedJaggedTensor):
-            return KeyedJaggedTensor(value.keys(), **self._jagged(value, len(value.keys())))
+            return KeyedJaggedTensor(value.keys(), **self._jagged(value))
         if isinstance(value, JaggedTensor):
-            return JaggedTensor(**self._jagged(value, 1))
+            return JaggedTensor(**self._jagged(value))
         if _has_own(value):
             return value.select(self.samples)
         if isinstance(value, Mapping):
@@ -122,23 +123,17 @@ class _Cut:
             object.__setattr__(made, name, self.of(part))
         return made
 
-    def _jagged(self, value: JaggedTensor | KeyedJaggedTensor, keys: int) -> dict[str, torch.Tensor | None]:
+    def _jagged(self, value: JaggedTensor | KeyedJaggedTensor) -> dict[str, torch.Tensor | None]:
         """Values, weights, lengths and offsets of the samples' bags, key by key, on its device."""
         device = value.values().device
-        offsets = value.offsets().cpu().numpy().astype(np.int64, copy=False)
-        bags = (np.arange(keys)[:, None] * self.size + self.samples[None, :]).ravel()
-        ends = offsets[bags + 1]
-        lengths = ends - offsets[bags]
-        new = np.concatenate(([0], np.cumsum(lengths)))
-        if len(offsets) == value.values().numel() + 1 and (np.diff(offsets) == 1).all():
-            places = bags
-        else:
-            places = np.arange(new[-1]) + np.repeat(offsets[bags] - new[:-1], lengths)
+        places, offsets = places_of(
+            value.offsets().cpu().numpy().astype(np.int64, copy=False), self.size, self.samples
+        )
         index = torch.from_numpy(places).to(device)
         weights = value.weights_or_none()
         return {
             "values": value.values()[index],
             "weights": None if weights is None else weights[index],
-            "lengths": torch.from_numpy(lengths).to(device),
-            "offsets": torch.from_numpy(new).to(device),
+            "lengths": torch.from_numpy(np.diff(offsets)).to(device),
+            "offsets": torch.from_numpy(offsets).to(device),
         }
