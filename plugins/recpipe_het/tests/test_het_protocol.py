@@ -136,7 +136,7 @@ def test_bounds_are_per_table() -> None:
 def test_rows_shipped_do_not_grow_with_the_bound() -> None:
     """On one trace."""
     shipped = []
-    for bound in (0, 3, 100):
+    for bound in (0, 1, 3, 10, 100):
         world = World(bounds=(bound,))
         schedule(world, seed=4)
         shipped.append(world.pulled + world.pushed)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
+from recpipe_neo import measure, steps
 from recpipe_neo.profile import CollectiveSample, ExchangeSample, LookupSample, Machine, MachineProfile
 from recpipe_neo.stats import FeatureStats, feature_stats
 from torch import nn
@@ -109,6 +111,15 @@ def _step(
 def forward_ms(work: LookupSample) -> float:
     """A call, bags, lookups and floats cost; no cache matters."""
     return 0.05 + 1e-6 * work.tables * (10 * work.bags + 5 * work.lookups + 0.2 * work.lookups * work.dim)
+
+
+def measure_little(patch: pytest.MonkeyPatch) -> None:
+    """Let the planner measure this machine in seconds instead of half a minute."""
+    patch.setattr(measure, "PASSES", 1)
+    patch.setattr(measure, "TABLES", ((1, 1000), (4, 5000)))
+    patch.setattr(measure, "SHAPES", ((64, 1), (512, 5)))
+    patch.setattr(measure, "BYTES", (2**12, 2**18))
+    patch.setattr(steps, "SHAPES", steps.SHAPES[:3])
 
 
 def machine(world: int) -> Machine:

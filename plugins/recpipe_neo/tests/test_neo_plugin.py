@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recpipe_neo import measure, steps
 from recpipe_neo.plugin import Neo
+from recpipe_neo.tests.rig import measure_little
 
 from recpipe.config import compose
 from recpipe.plugin.api import Invariant, TableInfo
@@ -38,11 +38,8 @@ def neo(**knobs: Any) -> Neo:
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_measurements() -> Iterator[None]:
-    """Of the machine, by the planner: seconds instead of half a minute."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "SHAPES", ((64, 1), (512, 5)))
-        patch.setattr(measure, "BYTES", (2**12, 2**18))
-        patch.setattr(steps, "SHAPES", steps.SHAPES[:3])
+        measure_little(patch)
         yield
 
 

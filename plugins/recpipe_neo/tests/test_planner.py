@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from recpipe_neo import measure, steps
 from recpipe_neo.estimate import MeasuredStep
 from recpipe_neo.planner import PLANNERS, MeasuredPlanner, PlanRecord, make_planner
 from recpipe_neo.profile import MachineProfile
@@ -20,7 +19,15 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from plugins.recpipe_neo.tests.rig import bags, collection, machine, made_up, topology, uniform_stats
+from plugins.recpipe_neo.tests.rig import (
+    bags,
+    collection,
+    machine,
+    made_up,
+    measure_little,
+    topology,
+    uniform_stats,
+)
 from recpipe.embedding.sharding import TableSharder
 from recpipe.errors import UserError
 from tests.processes import start_ranks
@@ -145,11 +152,7 @@ def test_mistakes_are_named() -> None:
 def _rank(rank: int, world: int, meeting: str, folder: str) -> None:
     """Measures a little, plans, trains a step by each planner's plan, and compares it with one process."""
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    measure.PASSES = 1
-    measure.TABLES = ((1, 1000), (4, 5000))
-    measure.SHAPES = ((64, 1), (512, 5))
-    measure.BYTES = (2**12, 2**18)
-    steps.SHAPES = steps.SHAPES[:3]
+    measure_little(pytest.MonkeyPatch())  # for good: this process ends with the test
     with joined(rank, world, meeting):
         for kind in PLANNERS:
             record = PlanRecord()
