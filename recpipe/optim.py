@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from inspect import signature
 from typing import Any
 
 import torch
+import torchrec.optim
 from torch import nn
 
 from recpipe.embedding.tables import TableOptimizer
@@ -23,6 +25,48 @@ class OptimConfig:
 
     tables: TableOptimizer
     dense: dict[str, Argument]
+    by_table: dict[str, TableOptimizer] = field(default_factory=dict)
+    """Of tables whose name matches a glob, instead of ``tables``; the first that matches counts."""
+
+    def of_table(self, name: str, weights: torch.Tensor) -> TableOptimizer:
+        """The optimizer of a table: the recipe's by name, the one that the model has attached to its weights
+        (``apply_optimizer_in_backward``), or that of all tables."""
+        named = next((own for glob, own in self.by_table.items() if fnmatchcase(name, glob)), None)
+        return named or _attached(name, weights) or self.tables
+
+    def check_tables(self, names: Sequence[str]) -> None:
+        """``UserError`` for a glob of ``by_table`` that matches none of the tables' ``names``."""
+        for glob in self.by_table:
+            if not any(fnmatchcase(name, glob) for name in names):
+                raise UserError(f"optim.by_table.{shown(glob)}: no such table; {nearest_or_all(glob, names)}")
+
+
+ATTACHED = {
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+    torchrec.optim.SGD: "sgd",
+    torchrec.optim.Adagrad: "adagrad",
+    torchrec.optim.RowWiseAdagrad: "rowwise_adagrad",
+}
+"""Classes that a model may attach to a table, by the names of the fused ones."""
+
+
+def _attached(name: str, weights: torch.Tensor) -> TableOptimizer | None:
+    """What ``apply_optimizer_in_backward`` has left on a table's weights."""
+    classes = getattr(weights, "_optimizer_classes", None)
+    if not classes:
+        return None
+    (kind, *others), (knobs, *_) = classes, weights._optimizer_kwargs  # type: ignore[attr-defined]
+    unknown = set(knobs) - {"lr", "eps"}
+    if others or kind not in ATTACHED or unknown:
+        what = f"{kind.__name__} with {', '.join(sorted(unknown))}" if unknown else kind.__name__
+        raise UserError(
+            f"table '{name}': the model attaches {what}, and tables are updated by one of SGD, Adagrad and "
+            "RowWiseAdagrad with lr and eps; set optim.by_table, or attach one of these"
+        )
+    defaults = {n: p.default for n, p in signature(kind).parameters.items()}
+    values = {key: knobs.get(key, defaults.get(key)) for key in ("lr", "eps")}
+    return TableOptimizer(ATTACHED[kind], **{k: float(v) for k, v in values.items() if v is not None})
 
 
 def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

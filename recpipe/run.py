@@ -20,13 +20,14 @@ from recpipe.console import heard, log
 from recpipe.data.make import open_dataset
 from recpipe.embedding.build import build_embeddings, is_sharded, plan_shards
 from recpipe.embedding.capabilities import SendsAhead
-from recpipe.embedding.tables import TableSet
+from recpipe.embedding.groups import collections_of, group_tables
+from recpipe.embedding.inputs import Inputs
 from recpipe.footprint import require_memory
 from recpipe.launch import Process, joined, require_same_data
 from recpipe.metrics import reset_peak_rss
 from recpipe.model.matmul import require_bfloat16_units, vector_units
 from recpipe.model.module import RankingModule
-from recpipe.model.ranker import Ranker
+from recpipe.model.placed import PlacedModel, put_fronts
 from recpipe.model.resume import check_resumable
 from recpipe.optim import dense_optimizer, try_out
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
@@ -102,19 +103,19 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
     require_same_data(dataset.fingerprint)
     log.info(f"{dataset.size('train'):,} samples to train, {dataset.size('eval'):,} held out")
     steps = trainer_config.steps(dataset.num_batches("train", cfg.data.batch_size))
-    tables = TableSet(
-        dataset.schema.sparse,
-        model_config.embedding_dim,
-        cfg.optim.tables,
-        cfg.seed,
-    )
 
-    # 3. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
+    # 3. The model with its tables still to be placed, and where the batches have their ids.
+    L.seed_everything(cfg.seed, verbose=False)
+    called = make_called(model_config, dataset.schema, device)
+    tables = group_tables(collections_of(called.module), cfg.optim.of_table, cfg.seed)
+    inputs = Inputs.of(tables, next(dataset.batches("train", cfg.data.batch_size)))
+
+    # 4. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
     log.info("planning: plugins %s", ", ".join(cfg.plugins) or "none")
-    assembly = assemble_plugins(cfg, dataset, tables, tier_config, device, steps, ranks)
+    assembly = assemble_plugins(cfg, dataset, inputs, tier_config, device, steps, ranks)
     shards = None
     if is_sharded(tier_config, assembly):
-        world = planned_ranks(cfg.task, len(tables.features)) or ranks.world
+        world = planned_ranks(cfg.task, len(tables.tables)) or ranks.world
         shards = plan_shards(tables, tier_config, assembly, device, cfg.data.batch_size, ranks, world)
     described = describe(assembly, tables, tier_config, ranks, shards, model_config.precision == "bfloat16")
     files = ReportFiles(run_dir.path)
@@ -127,13 +128,13 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
         print_plan(described, run_dir.path)
         return described
 
-    require_memory(cfg, dataset, tables, described, ranks, device)
+    require_memory(cfg, dataset, tables, called.module, described, ranks, device)
 
-    # 4. Tables in their tiers, and the model over them. A rank that only holds rows serves them here.
+    # 5. Tables in their tiers, and fronts in the model's collections' places. A rank that only holds rows serves them here.
     reset_peak_rss()
-    log.info("building %d tables: %s", len(tables.features), readable_bytes(tables.total_bytes))
+    log.info("building %d tables: %s", len(tables.tables), readable_bytes(tables.total_bytes))
     embeddings = build_embeddings(
-        tables,
+        inputs,
         tier_config,
         assembly,
         device,
@@ -144,25 +145,24 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
         partial(dataset.ids_per_bag, cfg.data.batch_size),
     )
     trainers = ranks.channel(ranks.trainers)
-    with closing_tiers(embeddings, ranks) as tiers:
+    with closing_tiers(embeddings, inputs, ranks) as tiers:
         if not ranks.trains:
             embeddings.serve()
             return {}
-        L.seed_everything(cfg.seed, verbose=False)
-        ranker = Ranker(model_config, embeddings, len(dataset.schema.dense), device)
+        model = PlacedModel(called, put_fronts(called.module, tables, embeddings), embeddings, inputs)
 
         if model_config.pretrained:
-            names = load_pretrained(Path(model_config.pretrained).expanduser(), embeddings, tables, ranker)
+            names = load_pretrained(Path(model_config.pretrained).expanduser(), model)
             log.info("starting from %d tensors of %s", len(names), model_config.pretrained)
 
-        # 5. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
+        # 6. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
         ahead = tier_config.prefetch and embeddings.offers(SendsAhead) is not None
-        loader = TrainLoader(dataset, cfg.data.batch_size, assembly, tiers, device, ranks, ahead)
-        evaluation = EvalLoader(dataset, cfg.data.batch_size, device, ranks)
+        loader = TrainLoader(dataset, cfg.data.batch_size, assembly, inputs, tiers, device, ranks, ahead)
+        evaluation = EvalLoader(dataset, cfg.data.batch_size, inputs, device, ranks)
         make_optimizer = partial(dense_optimizer, cfg.optim.dense)
-        module = RankingModule(ranker, make_optimizer, assembly, loader, trainers)
+        module = RankingModule(model, make_optimizer, assembly, loader, trainers)
 
-        # 6. Lightning runs the loop.
+        # 7. Lightning runs the loop.
         recorder = Recorder(loader, started)
         resumable = partial(check_resumable, module)
         checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads, check=resumable)
@@ -182,7 +182,7 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
         resume = resume_from(cfg.resume, checkpoints)
         stopped = fit(trainer, module, loader, evaluation, recorder, resume, files.late)
 
-        # 7. What it did: the figures first, since whatever comes after them can fail.
+        # 8. What it did: the figures first, since whatever comes after them can fail.
         report = summarize(
             cfg, dataset, assembly, described, tables, embeddings, module, recorder, ranks, resume
         )
@@ -198,7 +198,7 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
             terminal.print_result(report.to_dict(), run_dir.path)
         if cfg.task.export_parameters:
             target = Path(cfg.task.export_parameters)
-            export_parameters(target, embeddings, tables, ranker, writes=leads)
+            export_parameters(target, model, writes=leads)
     content = report.to_dict()
     if leads and stopped is None:  # whoever stops a run does not wait for plots
         log.info("writing the report")

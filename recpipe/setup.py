@@ -13,13 +13,13 @@ from recpipe.checkpoint import holds_checkpoint, newest
 from recpipe.data.cache import default_cache_dir
 from recpipe.data.dataset import Dataset
 from recpipe.embedding.build import SCRATCH, TierConfig, cache_owner
-from recpipe.embedding.capabilities import Planned
-from recpipe.embedding.collection import TableCollection
+from recpipe.embedding.grouped import GroupedCollection
+from recpipe.embedding.inputs import Inputs
 from recpipe.embedding.stores.home import remove_crashed
-from recpipe.embedding.tables import TableSet
 from recpipe.errors import UserError
 from recpipe.launch import Process, agreed_path
-from recpipe.plugin.api import Context, TableInfo
+from recpipe.pipeline.tiers import Tiers
+from recpipe.plugin.api import Context, GroupInfo, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble, gather
 from recpipe.plugin.load import activate
 from recpipe.ranks import Ranks
@@ -76,19 +76,26 @@ def choose_device(name: str) -> torch.device:
 def assemble_plugins(
     cfg: Recipe,
     dataset: Dataset,
-    tables: TableSet,
+    inputs: Inputs,
     tiers: TierConfig,
     device: torch.device,
     steps: int,
     ranks: Ranks,
 ) -> Assembly:
     """Load the recipe's plugins and merge what they contribute; raises ``PluginError`` where they clash."""
+    tables = inputs.tables
     context = Context(
-        tables={f.name: TableInfo(f.name, f.rows, tables.dim) for f in tables.features},
+        tables={
+            t.name: TableInfo(t.name, t.rows, group.tables.dim) for group in tables.groups for t in group.tables.tables
+        },
         device=str(device),
         batch_size=cfg.data.batch_size,
         resident_bytes=tiers.budget(tables),
-        record_bytes=tables.record_bytes,
+        groups=[
+            GroupInfo(group.tables.layout.tables, group.tables.record_bytes, slots)
+            for group, slots in zip(tables.groups, tiers.slots(tables), strict=True)
+        ],
+        lookups=inputs.lookups,
         seed=cfg.seed,
         data_fingerprint=dataset.fingerprint,
         steps=steps,
@@ -110,10 +117,11 @@ def assemble_plugins(
 
 
 @contextmanager
-def closing_tiers(embeddings: TableCollection, ranks: Ranks) -> Iterator[Planned | None]:
+def closing_tiers(embeddings: GroupedCollection, inputs: Inputs, ranks: Ranks) -> Iterator[Tiers | None]:
     """The embeddings as tiers that the pipeline plans for, or None; they are closed at the end."""
+    tiers = Tiers(inputs, embeddings.collections)
     try:
-        yield embeddings.offers(Planned)
+        yield tiers if tiers.groups else None
     except BaseException:
         # Closing takes all ranks, and the others do not know: this process ends, and they notice.
         if ranks.world == 1:

@@ -82,7 +82,7 @@ def test_lookups_and_distinct_rows_of_real_batches() -> None:
 
 def test_embedding_bytes_by_hand() -> None:
     """10 samples, 2 tables of dim 4 with row-wise Adagrad (5 floats a row), 12 distinct rows."""
-    tables = TableSet(
+    tables = TableSet.one_each(
         (SparseFeature("a", 50), SparseFeature("b", 50)), 4, TableOptimizer("rowwise_adagrad", 0.1), 1
     )
     optimizer = Work(streamed_bytes=99)

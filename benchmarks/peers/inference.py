@@ -85,7 +85,7 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     cpu = torch.device("cpu")
     features = tuple(SparseFeature(name, rows) for name, rows in TABLES.items())
     optimizer = TableOptimizer("rowwise_adagrad", LEARNING_RATE, EPSILON)
-    embeddings = ResidentCollection(TableSet(features, setting.dim, optimizer, seed=1), cpu)
+    embeddings = ResidentCollection(TableSet.one_each(features, setting.dim, optimizer, seed=1), cpu)
     config = ModelConfig("dlrm", setting.dim, list(setting.bottom), list(setting.top), precision=precision)
     ranker = Ranker(config, embeddings, DENSE, cpu).eval()
     keyed = keyed_by(batch)

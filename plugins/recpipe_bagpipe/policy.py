@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.data.batch import Batch
-from recpipe.embedding.planner import global_bags
+from recpipe.embedding.planner import table_bags
 from recpipe.embedding.policies import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe.embedding.stores.bulk import BulkStore
 from recpipe.embedding.tables import TableSet
@@ -78,7 +78,7 @@ class Lookahead(CachePolicy):
             return plan(lookups, self.lookahead, self.cleanup, 1, self.space.slots, **knobs)
 
         def rows(batch: Batch) -> tuple[Rows, ...]:
-            return (global_bags(self.tables, batch.sparse).rows,)
+            return (table_bags(self.tables, batch.sparse).rows,)
 
         self._ahead = Ahead(source, rows, planned, lambda made: made, 2 * self.cleanup)
         return self._ahead.batches()

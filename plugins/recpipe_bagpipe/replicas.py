@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.batch import Batch
 from recpipe.embedding.collection import RowCollection, TierFigures
 from recpipe.embedding.parts import TierParts
-from recpipe.embedding.planner import global_bags
-from recpipe.embedding.rowtable import RowBags
+from recpipe.embedding.planner import table_bags
+from recpipe.embedding.rowtable import RowBags, row_bags
 from recpipe.embedding.store_thread import TierTimes
 from recpipe.embedding.stores.sharded import ShardedStore
 from recpipe.embedding.tables import Region, Values
@@ -94,15 +94,15 @@ class Replicas(RowCollection):
 
     def _lookups(self, batch: Batch) -> Lookups:
         """The rows that each trainer's share looks up."""
-        bags = global_bags(self.tables, batch.sparse)
+        bags = table_bags(self.tables, batch.sparse)
         shares = self._ranks.shares(0, batch.size)
         return tuple(bags.permuted(np.arange(part.start, part.stop)).rows for part in shares)
 
     # -- a batch -----------------------------------------------------------------------------
 
-    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled rows of this trainer's share; with gradients enabled its backward updates the tables."""
-        bags = RowBags.of(global_bags(self.tables, sparse))
+    def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Rows of this trainer's share; with gradients enabled its backward updates the tables."""
+        bags = row_bags(self.tables, sparse)
         if torch.is_grad_enabled():
             step = self._begin()
             if not np.array_equal(bags.distinct, step.mine):
@@ -110,10 +110,9 @@ class Replicas(RowCollection):
                     f"batch {step.number} looks up other rows than were planned for it: bagpipe over several "
                     "trainers needs the batches as they were read; drop the plugin that changes them"
                 )
-            pooled: torch.Tensor = _Lookup.apply(self._anchor, self, step, bags)  # type: ignore[no-untyped-call]
-        else:
-            pooled = bags.pooled(self._read(bags.distinct)[:, : self.tables.dim].contiguous())
-        return self.keyed(pooled)
+            rows: torch.Tensor = _Lookup.apply(self._anchor, self, step, bags)  # type: ignore[no-untyped-call]
+            return rows
+        return bags.pooled(self._read(bags.distinct)[:, : self.tables.dim].contiguous())
 
     def _begin(self) -> Step:
         """Everything between the last batch's backward and the next one's lookups."""

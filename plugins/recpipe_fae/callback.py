@@ -9,8 +9,9 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
 
+from recpipe.data.parts import batch_size
+from recpipe.model.placed import PlacedModel
 from recpipe.pipeline.loader import on_device
 from recpipe.plugin.api import Context
 from recpipe.plugin.errors import PluginError
@@ -40,9 +41,9 @@ class ShuffleScheduler(L.Callback):
         def agreed(loss: float) -> float:
             return float(pl_module.trainers.gather(np.array([loss]))[0][0])
 
-        self.batch_done(pl_module.ranker, agreed)
+        self.batch_done(pl_module.model, agreed)
 
-    def batch_done(self, ranker: torch.nn.Module, agreed: Callable[[float], float] = float) -> None:
+    def batch_done(self, model: PlacedModel, agreed: Callable[[float], float] = float) -> None:
         """One more batch was trained; ``agreed`` makes one loss of the trainers' losses."""
         scheduler, classes = self.scheduler, self.prepared.classes
         scheduler.trained += 1
@@ -56,22 +57,23 @@ class ShuffleScheduler(L.Callback):
         if scheduler.trained in ends:
             scheduler.swaps += not epoch_ends
             if scheduler.adapts:
-                scheduler.decide(agreed(self.held_out_loss(ranker)), epoch_ends=epoch_ends)
+                scheduler.decide(agreed(self.held_out_loss(model)), epoch_ends=epoch_ends)
         if epoch_ends:
             scheduler.trained = 0
 
-    def held_out_loss(self, ranker: torch.nn.Module) -> float:
-        """Mean binary cross-entropy of the first held-out samples, in whole batches."""
-        training, total, seen = ranker.training, 0.0, 0
-        ranker.eval()
+    def held_out_loss(self, model: PlacedModel) -> float:
+        """The model's mean loss of the first held-out samples, in whole batches."""
+        training, total, seen = model.training, 0.0, 0
+        model.eval()
         with torch.no_grad():
             for batch in self.ctx.held_out(0):
                 batch = on_device(batch, torch.device(self.ctx.device))
-                loss = binary_cross_entropy_with_logits(ranker(batch), batch.labels, reduction="sum")
-                total, seen = total + float(loss), seen + batch.size
+                samples = batch_size(batch)
+                loss, _ = model.called(batch)
+                total, seen = total + float(loss) * samples, seen + samples
                 if seen >= self.samples:
                     break
-        ranker.train(training)
+        model.train(training)
         return total / seen
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

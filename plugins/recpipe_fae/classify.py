@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.batch import Batch
+from recpipe.data.parts import batch_size
+from recpipe.embedding.planner import Bags
 from recpipe.embedding.policies import RowIds
-from recpipe.embedding.profile import global_rows, table_bases
+from recpipe.embedding.profile import table_bases
 from recpipe.pipeline.select import select
 from recpipe.plugin.api import Context
 
@@ -49,12 +51,12 @@ class Classes:
         return np.flatnonzero(bits == hot)
 
 
-def hot_samples(batch: Batch, found: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def hot_samples(bags: Bags, found: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Samples whose every lookup is ``found`` (bool [L]) resident: bool [B]; one without lookups is hot."""
-    lengths = batch.sparse.lengths().numpy()
+    lengths = np.diff(bags.offsets)
     bag_of = np.repeat(np.arange(len(lengths)), lengths)
-    hot = np.ones(batch.size, bool)
-    hot[bag_of[~found] % batch.size] = False
+    hot = np.ones(bags.batch_size, bool)
+    hot[bag_of[~found] % bags.batch_size] = False
     return hot
 
 
@@ -67,13 +69,14 @@ def classify(ctx: Context, hot_rows: RowIds) -> Classes:
     lookups = hot_lookups = 0
     width = -(-ctx.batch_size // 8)
     for batch in ctx.batches(0):
-        found = resident[global_rows(batch, bases)]
-        bits = hot_samples(batch, found)
+        bags = ctx.lookups(batch)
+        found = resident[bags.rows]
+        bits = hot_samples(bags, found)
         row = np.zeros(width, np.uint8)
-        row[: -(-batch.size // 8)] = np.packbits(bits)
+        row[: -(-bags.batch_size // 8)] = np.packbits(bits)
         packed.append(row)
         hot.append(int(bits.sum()))
-        sizes.append(batch.size)
+        sizes.append(bags.batch_size)
         lookups += len(found)
         hot_lookups += int(found.sum())
     counts, total = np.cumsum(hot), np.cumsum(sizes)
@@ -91,7 +94,7 @@ def class_batches(ctx: Context, classes: Classes, hot: bool, first: int) -> Iter
     parts: list[Batch] = []
     held = 0
     for batch in ctx.batches(number):
-        members = classes.members(number, batch.size, hot)[skip:]
+        members = classes.members(number, batch_size(batch), hot)[skip:]
         number, skip = number + 1, 0
         while len(members):
             taken, members = np.split(members, [classes.batch_size - held])

@@ -51,7 +51,7 @@ class FAE(Plugin):
             hot, cold = classes.samples(True), classes.samples(False)
             return {
                 "hot_rows": len(prepared.hot_rows),
-                "hot_bytes": len(prepared.hot_rows) * ctx.record_bytes,
+                "hot_bytes": prepared.hot_bytes,
                 "hot_access_share": classes.hot_lookups / max(1, classes.lookups),
                 "hot_input_share": hot / max(1, hot + cold),
                 "swaps": scheduler.swaps,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from recpipe.data.batch import Batch
 from recpipe.embedding.policies import CachePolicy, HotSet, RowIds, RowSpace
 from recpipe.embedding.popularity import top_rows
-from recpipe.embedding.profile import load_profile, table_bases
+from recpipe.embedding.profile import group_rows, load_profile, table_bases
 from recpipe.plugin.api import Context, EpochOrder, TablePolicy
 from recpipe_fae.classify import Classes, class_batches, classify
 from recpipe_fae.schedule import Scheduler, plan
@@ -47,22 +47,40 @@ class Preparation:
         self.profile_seconds = self.classify_seconds = 0.0
         self._classes: Classes | None = None
 
-    def prepare(self, slots: int) -> None:
-        """Choose at most ``slots`` hot rows and classify all samples by them."""
+    def prepare(self) -> None:
+        """Choose the hot rows, of each group at most as many as it has slots, and classify all samples."""
         start = time.perf_counter()
         bases = table_bases(self.ctx)
         profile = load_profile(self.ctx, self.rule.sample)
         self.reused = profile.reused
-        self.hot_rows = choose(profile.dense(int(bases[-1])), bases, self.rule.threshold, slots)
+        counts = profile.dense(int(bases[-1]))
+        chosen, first = [], 0
+        for number, group in enumerate(self.ctx.groups):
+            rows, last = group_rows(self.ctx, number), first + len(group.tables)
+            own = bases[first : last + 1] - rows.start
+            chosen.append(rows.start + choose(counts[rows], own, self.rule.threshold, group.slots))
+            first = last
+        self.hot_rows = np.concatenate(chosen)
         middle = time.perf_counter()
         self._classes = classify(self.ctx, self.hot_rows)
         self.profile_seconds, self.classify_seconds = middle - start, time.perf_counter() - middle
+
+    def rows_of(self, group: int) -> RowIds:
+        """The hot rows of a group, by their numbers in it."""
+        own = group_rows(self.ctx, group)
+        low, high = np.searchsorted(self.hot_rows, (own.start, own.stop))
+        return self.hot_rows[low:high] - own.start
+
+    @property
+    def hot_bytes(self) -> int:
+        """Of the hot rows' records."""
+        return sum(len(self.rows_of(n)) * group.record_bytes for n, group in enumerate(self.ctx.groups))
 
     @property
     def classes(self) -> Classes:
         """The samples' classes."""
         if self._classes is None:
-            self.prepare(self.ctx.resident_bytes // self.ctx.record_bytes)
+            self.prepare()
         assert self._classes is not None
         return self._classes
 
@@ -75,9 +93,8 @@ class HotTables(TablePolicy):
 
     def cache(self, space: RowSpace) -> CachePolicy:
         """The policy for ``space``."""
-        assert np.array_equal(space.bases, table_bases(self.prepared.ctx)), "tables in another order"
-        self.prepared.prepare(space.slots)
-        rows, classes = self.prepared.hot_rows, self.prepared.classes
+        classes = self.prepared.classes
+        rows = self.prepared.rows_of(space.group)
         first = plan([self.scheduler.start], classes.batches(False), classes.batches(True))
         cold = first[0].stop if first and not first[0].hot else 1
         return HotSet(space, rows, max(CHUNK, -(-len(rows) // cold)))

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.embedding.collection import RowCollection, TierFigures
 from recpipe.embedding.parts import TierParts
-from recpipe.embedding.planner import global_bags
 from recpipe.embedding.policies import policy_bytes
-from recpipe.embedding.rowtable import RowBags
+from recpipe.embedding.rowtable import RowBags, row_bags
 from recpipe.embedding.store_thread import TierTimes
 from recpipe.embedding.stores.base import IoCounters, Records
 from recpipe.embedding.tables import Region, Values
@@ -51,20 +50,18 @@ class HetTables(RowCollection):
         self._empty = True
         self._anchor = torch.zeros(0, requires_grad=True)
 
-    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled rows of this trainer's share; with gradients enabled its backward adds to the lines.
+    def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Rows of this trainer's share; with gradients enabled its backward adds to the lines.
 
         Without gradients: what a checkpoint would hold. All lines are pushed first, and stay.
         """
-        bags = global_bags(self.tables, sparse)
-        lookups = RowBags.of(bags)
+        lookups = row_bags(self.tables, sparse)
         if torch.is_grad_enabled():
-            records = self._pull(lookups.distinct, bags.rows)
-            pooled: torch.Tensor = _Lookup.apply(self._anchor, self, lookups, records)  # type: ignore[no-untyped-call]
-        else:
-            records = self._current(lookups.distinct)
-            pooled = lookups.pooled(torch.from_numpy(records[:, : self.tables.dim]).contiguous())
-        return self.keyed(pooled)
+            records = self._pull(lookups.distinct, lookups.distinct[lookups.which.numpy()])
+            rows: torch.Tensor = _Lookup.apply(self._anchor, self, lookups, records)  # type: ignore[no-untyped-call]
+            return rows
+        records = self._current(lookups.distinct)
+        return lookups.pooled(torch.from_numpy(records[:, : self.tables.dim]).contiguous())
 
     def _pull(self, rows: Rows, looked_up: Rows) -> Records:
         """The round of a training batch."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from recpipe.embedding.policies import CachePolicy, RowSpace
 from recpipe.plugin.api import (
     Context,
@@ -59,7 +61,7 @@ class Hotline(Plugin):
         return Contribution(
             splitter=splitter,
             tables=[TableClaim("*", frozenset({"cache"}), popular)],
-            report=[lambda run: figures(popular.policy, splitter, run)],
+            report=[lambda run: figures(popular.policies, splitter, run)],
         )
 
 
@@ -70,40 +72,42 @@ class PopularTables(TablePolicy):
         self.learning = learning
         self.profiled = profiled
         """Where the popularity profile comes from; None: start without one."""
-        self.policy: PopularRows | None = None
+        self.policies: list[PopularRows] = []
+        """Of each group of tables."""
 
     def cache(self, space: RowSpace) -> CachePolicy:
         """The policy for ``space``."""
-        self.policy = PopularRows(space, self.learning)
+        policy = PopularRows(space, self.learning)
         if self.profiled is not None:
-            from recpipe.embedding.profile import SAMPLE, load_profile
+            from recpipe.embedding.profile import SAMPLE, group_rows, load_profile, table_bases
 
-            self.policy.counts = load_profile(self.profiled, SAMPLE).dense(space.rows)
-        return self.policy
+            counts = load_profile(self.profiled, SAMPLE).dense(int(table_bases(self.profiled)[-1]))
+            policy.counts = counts[group_rows(self.profiled, space.group)]
+        self.policies.append(policy)
+        return policy
 
 
-def figures(policy: PopularRows | None, splitter: PopularFirst, run: RunFigures) -> dict[str, Figure]:
+def figures(policies: Sequence[PopularRows], splitter: PopularFirst, run: RunFigures) -> dict[str, Figure]:
     """What Hotline saved: shares of samples and lookups that were popular, traffic, and hidden fetches.
 
     ``rows_not_moved`` would each have been fetched and written back without resident rows.
     ``speedup_bound`` is (T_fetch + T_pop + T_non) / (max(T_fetch, T_pop) + T_non) with this run's times:
     what hiding fetches behind popular micro-batches alone can give.
     """
-    assert policy is not None, "the report comes after the tables were built"
     fetch, pop, non = run.io.fetch_seconds, run.before_cold_seconds, run.after_cold_seconds
     hidden = max(0.0, fetch - run.io.wait_seconds)
     serial, overlapped = fetch + pop + non, max(fetch, pop) + non
     return {
         "popular_sample_share": splitter.popular / max(1, splitter.samples),
-        "popular_lookup_share": policy.hits / max(1, policy.lookups),
+        "popular_lookup_share": sum(p.hits for p in policies) / max(1, sum(p.lookups for p in policies)),
         "split_batch_share": splitter.split_batches / max(1, splitter.batches),
-        "rows_not_moved": policy.rows_kept,
+        "rows_not_moved": sum(p.rows_kept for p in policies),
         "cold_rows_read": run.io.rows_read,
         "cold_bytes_read": run.io.bytes_read,
         "fetch_hidden_seconds": hidden,
         "fetch_waited_seconds": run.io.wait_seconds,
-        "learnings": policy.learnings,
-        "replaced_rows": policy.replaced_rows,
+        "learnings": max(p.learnings for p in policies),
+        "replaced_rows": sum(p.replaced_rows for p in policies),
         "popular_seconds": pop,
         "non_popular_seconds": non,
         "speedup_bound": serial / overlapped if overlapped > 0 else 1.0,

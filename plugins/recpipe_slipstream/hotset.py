@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recpipe.embedding.policies import CachePolicy, HotSet, RowSpace
 from recpipe.embedding.popularity import top_rows
-from recpipe.embedding.profile import SAMPLE, load_profile
+from recpipe.embedding.profile import SAMPLE, group_rows, load_profile, table_bases
 from recpipe.plugin.api import Context, TablePolicy
 
 
@@ -16,5 +16,6 @@ class HotTables(TablePolicy):
 
     def cache(self, space: RowSpace) -> CachePolicy:
         """A fixed hot set for ``space``, from the shared popularity profile."""
-        counts = load_profile(self.context, SAMPLE).dense(space.rows)
-        return HotSet(space, top_rows(counts, space.slots))
+        counts = load_profile(self.context, SAMPLE).dense(int(table_bases(self.context)[-1]))
+        mine = counts[group_rows(self.context, space.group)]
+        return HotSet(space, top_rows(mine, space.slots))

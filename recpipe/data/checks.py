@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.data.dataset import SparseFeature
 from recpipe.errors import DataError, shown
 
 REMEDY = "correct it, or leave bad rows out with data.on_bad_row=skip"
@@ -54,8 +53,9 @@ class RowChecks:
         return int(len(self.good) - self.good.sum())
 
 
-def require_ids(sparse: KeyedJaggedTensor, features: Sequence[SparseFeature]) -> None:
-    """Raise ``DataError`` on an id in ``sparse`` (host memory) that is not in its table.
+def require_ids(sparse: KeyedJaggedTensor, rows: Sequence[int]) -> None:
+    """Raise ``DataError`` on an id in ``sparse`` (host memory) that is not in its table; ``rows``: of the
+    tables of its features, in their order.
 
     FBGEMM would either look up row 0 in its place or read what is not its memory.
     """
@@ -64,12 +64,10 @@ def require_ids(sparse: KeyedJaggedTensor, features: Sequence[SparseFeature]) ->
         return
     bounds = sparse.offsets().numpy()[::batch]
     used = np.flatnonzero(np.diff(bounds))
-    rows_of = {feature.name: feature.rows for feature in features}
-    names = [sparse.keys()[feature] for feature in used]
     lowest, highest = (f.reduceat(ids, bounds[used]) for f in (np.minimum, np.maximum))
-    for name, low, high in zip(names, lowest, highest, strict=True):
-        if low < 0 or high >= rows_of[name]:
-            raise unknown_id(low if low < 0 else high, name, rows_of[name])
+    for feature, low, high in zip(used.tolist(), lowest, highest, strict=True):
+        if low < 0 or high >= rows[feature]:
+            raise unknown_id(low if low < 0 else high, sparse.keys()[feature], rows[feature])
 
 
 def unknown_id(found: int, feature: str, rows: int) -> DataError:

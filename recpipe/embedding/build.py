@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,11 @@ from torchrec.modules.embedding_configs import DataType
 
 from recpipe.embedding.capabilities import CAPABILITIES
 from recpipe.embedding.collection import TableCollection
+from recpipe.embedding.grouped import GroupedCollection
+from recpipe.embedding.groups import Group, ModelTables
+from recpipe.embedding.inputs import Inputs
 from recpipe.embedding.parts import TierParts
+from recpipe.embedding.planner import Bags
 from recpipe.embedding.policies import POLICIES, RowSpace
 from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.shard import ShardedCollection, join_group
@@ -33,7 +38,7 @@ from recpipe.plugin.compose import Owned, overrides
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.ranks import Emulation, Ranks
 from recpipe.run_dir import RunDir
-from recpipe.sizes import parse_bytes, readable_bytes
+from recpipe.sizes import parse_bytes
 from recpipe.validation import FilePath, one_of
 
 MANY_IDS = 8.0
@@ -80,14 +85,21 @@ class TierConfig:
         """Where ssd stores go: of several ranks each in a ``rank-N`` of its own there."""
         return Path(self.dir).expanduser() if self.dir else run_dir / SCRATCH
 
-    def budget(self, tables: TableSet) -> int:
+    def budget(self, tables: ModelTables) -> int:
         """Bytes of ``tiers.resident_bytes``, at most those of all tables."""
         return min(
             parse_bytes(self.resident_bytes, tables.total_bytes, "tiers.resident_bytes"), tables.total_bytes
         )
 
+    def slots(self, tables: ModelTables, device_bytes: int = 0) -> list[int]:
+        """Rows of each group that the budget holds, less what plugins keep (``device_bytes``): divided over
+        the groups by the bytes of their tables."""
+        budget = self.budget(tables) - device_bytes
+        shares = (budget * g.tables.total_bytes // tables.total_bytes for g in tables.groups)
+        return [max(0, share) // g.tables.record_bytes for share, g in zip(shares, tables.groups, strict=True)]
 
-def cache_owner(config: TierConfig, assembly: Assembly, tables: TableSet) -> str:
+
+def cache_owner(config: TierConfig, assembly: Assembly, tables: ModelTables) -> str:
     """Who decides which rows are resident: ``resident`` (all are), a built-in policy or a plugin's name.
 
     ``UserError`` where plugins and the recipe's ``tiers`` contradict each other.
@@ -103,7 +115,7 @@ def cache_owner(config: TierConfig, assembly: Assembly, tables: TableSet) -> str
         raise PluginConflict(
             f"{names} each want some tables' cache, but one policy owns it for all tables; drop one"
         )
-    if len(claimed) < len(tables.features):
+    if len(claimed) < len(tables.tables):
         raise PluginConflict(
             f"plugin {owner.origin} claims the cache of {', '.join(claimed)} alone, but one policy owns it "
             "for all tables; it must claim '*'"
@@ -155,7 +167,7 @@ def is_sharded(config: TierConfig, assembly: Assembly) -> bool:
 
 
 def plan_shards(
-    tables: TableSet,
+    tables: ModelTables,
     config: TierConfig,
     assembly: Assembly,
     device: torch.device,
@@ -167,6 +179,11 @@ def plan_shards(
 
     All ranks call it; it plans alone where ``world`` is not the number of ranks that run.
     """
+    if len(tables.groups) > 1 or not tables.groups[0].tables.pooled:
+        raise UserError(
+            "sharded tables must be one EmbeddingBagCollection of one dimension and optimizer, and this model's "
+            f"are {len(tables.groups)} groups: leave tiers.sharded, tiers.plan and plugins that shard out"
+        )
     if len(ranks.trainers) < ranks.world or len(ranks.holders) < ranks.world:
         raise UserError(
             "sharded tables lie on every rank that trains: leave topology.embedding_ranks and trainers null"
@@ -177,7 +194,7 @@ def plan_shards(
             "tables larger than memory are what tiers.store=ssd with a caching policy is for"
         )
     sharding = Sharding(
-        tables,
+        tables.groups[0].tables,
         assembly,
         device,
         world,
@@ -196,7 +213,7 @@ def plan_shards(
 
 
 def build_embeddings(
-    tables: TableSet,
+    inputs: Inputs,
     config: TierConfig,
     assembly: Assembly,
     device: torch.device,
@@ -205,37 +222,64 @@ def build_embeddings(
     ranks: Ranks,
     shards: tuple[Sharding, ShardPlan] | None = None,
     ids_per_bag: Callable[[], float] = lambda: 1.0,
-) -> TableCollection:
-    """The collection of tables that the recipe and the plugins ask for, filled with first values.
+) -> GroupedCollection:
+    """The collections of tables that the recipe and the plugins ask for, filled with first values.
 
     ``shards``: as ``plan_shards`` gave it, where tables are sharded. ``ids_per_bag``
     gives the data's mean pooling factor.
     """
+    tables = inputs.tables
     owner = cache_owner(config, assembly, tables)
-    several = len(ranks.trainers) > 1
-    module: TableCollection
-    if shards is not None:
-        module = ShardedCollection(*shards, ranks)
-    elif owner == "resident":
-        if len(ranks.trainers) < ranks.world:
-            raise UserError(
-                "topology.embedding_ranks names ranks that only hold rows, but tiers.policy=resident keeps "
-                "all rows on every trainer; choose nocache, lru, lfu or a caching plugin"
-            )
-        if several:
-            module = ReplicatedCollection(tables, device, ranks.channel())
+    if owner == "resident" and shards is None and len(ranks.trainers) < ranks.world:
+        raise UserError(
+            "topology.embedding_ranks names ranks that only hold rows, but tiers.policy=resident keeps "
+            "all rows on every trainer; choose nocache, lru, lfu or a caching plugin"
+        )
+    slots = config.slots(tables, assembly.device_bytes)
+    made: list[TableCollection] = []
+    for number, group in enumerate(tables.groups):
+        module: TableCollection
+        if shards is not None:
+            module = ShardedCollection(*shards, ranks)
+        elif owner == "resident" and len(ranks.trainers) > 1:
+            module = ReplicatedCollection(group.tables, device, ranks.channel())
+        elif owner == "resident":
+            tbes = tbe_count(config, group.tables, ids_per_bag, device)
+            module = ResidentCollection(group.tables, device, tbes)
         else:
-            module = ResidentCollection(tables, device, tbe_count(config, tables, ids_per_bag, device))
-    else:
-        module = _tiered(tables, config, assembly, device, run_dir, owner, batch_size, ranks)
-    return _rewritten(module, assembly, ranks)
+            lookups = partial(inputs.bags, group=number)
+            part = _Tier(number, group, owner, slots[number], len(tables.groups) > 1, lookups)
+            module = _tiered(part, config, assembly, device, run_dir, batch_size, ranks)
+        names = group.tables.layout.tables
+        made.append(_rewritten(module, assembly, ranks, names))
+    return GroupedCollection(tables, made)
 
 
-def _rewritten(module: TableCollection, assembly: Assembly, ranks: Ranks) -> TableCollection:
-    """``module`` as the policies that claim precision or update want it, each asked once for its tables."""
+@dataclass(frozen=True)
+class _Tier:
+    """One group of tables that is to lie in tiers."""
+
+    number: int
+    group: Group
+    owner: str
+    slots: int
+    several: bool
+    """Whether there are more groups."""
+    lookups: Callable[[Any], Bags]
+    """A batch's lookups, as rows of the group."""
+
+
+def _rewritten(
+    module: TableCollection, assembly: Assembly, ranks: Ranks, tables: Sequence[str]
+) -> TableCollection:
+    """``module``, which has ``tables``, as the policies that claim their precision or update want it, each
+    asked once."""
     claimed = [(a, o, names) for a in ("precision", "update") for o, names in assembly.policies(a)]
     for owner in {id(owner.part): owner for _, owner, _ in claimed}.values():
-        mine = [(a, name) for a, o, names in claimed if o.part is owner.part for name in names]
+        theirs = [(a, names) for a, o, names in claimed if o.part is owner.part]
+        mine = [(a, name) for a, names in theirs for name in names if name in tables]
+        if not mine:
+            continue
         rewritten = owner.part.rewrite(module, tuple(dict.fromkeys(name for _, name in mine)))
         if not isinstance(rewritten, TableCollection):
             raise PluginError(
@@ -281,35 +325,37 @@ def tbe_count(
         count = int(config.tbes)
     else:
         count = torch.get_num_threads() if device.type == "cpu" and ids_per_bag() >= MANY_IDS else 1
-    return min(count, len(tables.features))
+    return min(count, len(tables.tables))
 
 
 def _tiered(
-    tables: TableSet,
+    tier: _Tier,
     config: TierConfig,
     assembly: Assembly,
     device: torch.device,
     run_dir: RunDir,
-    owner: str,
     batch_size: int,
     ranks: Ranks,
 ) -> TableCollection:
-    budget = config.budget(tables) - assembly.device_bytes
-    slots = 0 if owner == "nocache" else budget // tables.record_bytes
+    tables, owner = tier.group.tables, tier.owner
+    slots = 0 if owner == "nocache" else tier.slots
     if slots < 1 and owner != "nocache":
+        of_group = f" of {', '.join(tables.layout.tables)}" if tier.several else ""
         raise UserError(
-            f"tiers.resident_bytes={config.resident_bytes} leaves {readable_bytes(max(0, budget))} for rows "
-            f"of {tables.record_bytes} bytes: not even one; raise it"
+            f"tiers.resident_bytes={config.resident_bytes} leaves not even one row{of_group}, of "
+            f"{tables.record_bytes} bytes: raise it"
         )
     trainers = ranks.channel(ranks.trainers)
-    store = _store(tables, config, device, run_dir, batch_size, ranks)
-    space = RowSpace(tables.layout.bases, slots)
+    store = _store(tier, config, device, run_dir, batch_size, ranks)
+    space = RowSpace(tables.layout.bases, slots, tier.number)
     claimed = assembly.policies("cache")
     if claimed:
         owned = claimed[0][0].part
         if ranks.trains:
             store = owned.store(store)
-        own = owned.collection(TierParts(tables, slots, store, device, config.prefetch, ranks))
+        own = owned.collection(
+            TierParts(tables, slots, store, device, config.prefetch, ranks, tier.lookups, tier.number)
+        )
         if own is not None:
             return own
     if not ranks.trains:
@@ -322,18 +368,23 @@ def _tiered(
 
 
 def _store(
-    tables: TableSet, config: TierConfig, device: torch.device, run_dir: RunDir, batch_size: int, ranks: Ranks
+    tier: _Tier, config: TierConfig, device: torch.device, run_dir: RunDir, batch_size: int, ranks: Ranks
 ) -> ColdStore:
     """The cold store; over the ranks where there are several, whatever each keeps its part in."""
+    tables = tier.group.tables
     kind = config.holder_store if config.store == SHARDED else config.store
     top = config.directory(run_dir.path)
+    if ranks.world > 1:
+        top /= f"rank-{ranks.rank}"
+    if tier.several:
+        top /= f"group-{tier.number}"
 
     def local(layout: StoreLayout, fill: Fill) -> ColdStore:
         store = make_store(
             kind,
             layout,
             fill,
-            directory=top if ranks.world == 1 else top / f"rank-{ranks.rank}",
+            directory=top,
             pinned=device.type == "cuda",
             staging_bytes=staging_bytes(batch_size * len(tables.features)),
             scratch=not config.dir,

@@ -12,6 +12,7 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
     BoundsCheckMode,
     EmbeddingLocation,
+    PoolingMode,
 )
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
@@ -24,9 +25,11 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe.embedding import seams
+from recpipe.embedding.policies import RowIds
 from recpipe.embedding.store_thread import TierTimes
 from recpipe.embedding.stores.base import IoCounters
 from recpipe.embedding.tables import Region, TableSet, Values, row_chunks
+from recpipe.errors import UserError
 
 C = TypeVar("C")
 TORCHREC_OPTIMIZERS = {
@@ -48,10 +51,24 @@ class TierFigures:
     cold_bytes: int
     overhead_bytes: int
 
+    def plus(self, other: TierFigures) -> TierFigures:
+        """Of both together; seconds are sums, though their stores may have worked at the same time."""
+        return TierFigures(
+            self.io.plus(other.io),
+            self.times.plus(other.times),
+            self.direct if self.direct == other.direct else None,
+            self.resident_bytes + other.resident_bytes,
+            self.cold_bytes + other.cold_bytes,
+            self.overhead_bytes + other.overhead_bytes,
+        )
+
 
 class TableCollection(ABC, nn.Module):
     """A module with the interface of TorchRec's ``EmbeddingBagCollection`` whose every row can be read and
     written with its optimizer state: for checkpoints, exports and comparisons.
+
+    Training calls ``lookup``, whose result comes without names, and of tables that are not pooled is one row
+    for each id; its backward pass is the tables' update.
 
     Where several ranks train, all trainers make the same calls in the same order.
     """
@@ -71,6 +88,20 @@ class TableCollection(ABC, nn.Module):
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """As TorchRec's collection."""
         raise NotImplementedError(f"{type(self).__name__} looks no rows up for a model")
+
+    def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Pooled rows float32 [B, F * D], features in the tables' order; or rows float32 [L, D], one for each
+        id of ``sparse``, which has the tables' features in their order."""
+        return self.joined(self(sparse))
+
+    def joined(self, keyed: KeyedTensor) -> torch.Tensor:
+        """What ``forward`` gives, float32 [B, F * D], with the features in the tables' order."""
+        names = [name for config in self.embedding_bag_configs() for name in config.feature_names]
+        values: torch.Tensor = keyed.values()
+        if keyed.keys() == names:
+            return values
+        by_name = keyed.to_dict()
+        return torch.cat([by_name[name] for name in names], dim=1)
 
     def offers(self, capability: type[C]) -> C | None:
         """This collection as one with ``capability`` (see ``recpipe.embedding.capabilities``), or None."""
@@ -107,23 +138,36 @@ class TableCollection(ABC, nn.Module):
 
 
 class RowCollection(TableCollection):
-    """A collection that reads and writes any row of any table by its global number."""
+    """A collection that reads and writes any row of any table by its number in ``tables``."""
 
     def __init__(self, tables: TableSet) -> None:
         super().__init__()
         self.tables = tables
+
+    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
+        """Pooled rows by feature name; float32, each [B, D]."""
+        names = list(self.tables.features)
+        return KeyedTensor(names, [self.tables.dim] * len(names), self.lookup(sparse))
+
+    def records_of(self, rows: RowIds) -> torch.Tensor:
+        """Records of distinct ``rows`` as the last step left them, float32 [n, width]: a copy."""
+        raise UserError(f"{type(self).__name__} looks up no ids but the batch's own")
+
+    def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
+        """Put ``records`` (float32 [n, width]) in the place of those of distinct ``rows``."""
+        raise UserError(f"{type(self).__name__} looks up no ids but the batch's own")
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """As TorchRec's collection."""
         return self.tables.configs()
 
     def is_weighted(self) -> bool:
-        """As TorchRec's collection; weighted bags are not supported."""
-        return False
+        """As TorchRec's collection."""
+        return self.tables.weighted
 
     def regions(self) -> Iterator[Region]:
         """All rows of all tables, in chunks."""
-        yield from row_chunks(self.tables.features, self.tables.dim)
+        yield from row_chunks(self.tables)
 
     def fill_first_values(self) -> None:
         """Give all rows their first values."""
@@ -132,30 +176,30 @@ class RowCollection(TableCollection):
             self.write(region, (records[:, : self.tables.dim], records[:, self.tables.dim :]))
 
     def rows_of(self, region: Region) -> NDArray[np.int64]:
-        """Global numbers of the rows of ``region``, int64 [rows]."""
+        """Numbers of the rows of ``region``, int64 [rows]."""
         layout = self.tables.layout
         base = int(layout.bases[layout.tables.index(region.table)])
         return np.arange(base + region.start, base + region.stop, dtype=np.int64)
 
-    def keyed(self, pooled: torch.Tensor) -> KeyedTensor:
-        """``pooled`` (float32 [B, F * D], features in the tables' order) as TorchRec returns it."""
-        names = [f.name for f in self.tables.features]
-        return KeyedTensor(names, [self.tables.dim] * len(names), pooled)
-
 
 def make_tbe(tables: TableSet, rows: int, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """One TBE of ``rows`` slots that all features share; a slot holds a row of any table."""
-    tbe = fused_tbe(tables, [rows], [0] * len(tables.features), device)
-    seams.update_by_feature(tbe, rows)
+    """One TBE of ``rows`` slots that all features share; a slot holds a row of any table.
+
+    Rows that are not pooled are looked up as bags of at most one id, of one feature.
+    """
+    if not tables.pooled:
+        return fused_tbe(tables, [rows], [0], device, pooled=True)
+    tbe = fused_tbe(tables, [rows], [0] * len(tables.features), device, pooled=True)
+    seams.update_by_table(tbe, rows, tables.table_of)
     return tbe
 
 
 def fused_tbe(
-    tables: TableSet, rows: Sequence[int], table_of: Sequence[int], device: torch.device
+    tables: TableSet, rows: Sequence[int], table_of: Sequence[int], device: torch.device, pooled: bool
 ) -> SplitTableBatchedEmbeddingBagsCodegen:
     """A TBE of physical tables with so many ``rows`` of the set's dimension, and its fused optimizer.
 
-    Feature i looks up in physical table ``table_of[i]``.
+    Feature i looks up in physical table ``table_of[i]``; rows come summed by bag, or one for each id.
     """
     on_gpu = device.type == "cuda"
     location = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
@@ -166,6 +210,7 @@ def fused_tbe(
         optimizer=tables.optimizer.kind,
         learning_rate=tables.optimizer.lr,
         eps=tables.optimizer.eps,
+        pooling_mode=PoolingMode.SUM if pooled else PoolingMode.NONE,
         # The loaders have checked the ids, and would tell; FBGEMM would look up row 0 instead.
         bounds_check_mode=BoundsCheckMode.NONE,
         device=device,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
+    from recpipe.embedding.planner import Bags
     from recpipe.embedding.stores.base import ColdStore
     from recpipe.embedding.tables import TableSet
     from recpipe.ranks import Ranks
@@ -27,3 +29,7 @@ class TierParts:
     """Fetch what the next batch needs while this one trains."""
     ranks: Ranks
     """Who trains and who holds rows; one process is a group of one."""
+    lookups: Callable[[Any], Bags]
+    """A whole batch's lookups, as rows of ``tables``; ``DataError`` on an id of no row."""
+    group: int = 0
+    """Number of the group of tables (``Context.groups``)."""

@@ -1,11 +1,12 @@
 """From a batch's ids to a ``TierPlan``: which lookups go to which tier, and which rows must move first.
 
-Works on global row numbers with a handful of vectorised passes over the batch's lookups; nothing
+Works on row numbers of a table set with a handful of vectorised passes over the batch's lookups; nothing
 here touches weights. Runs ahead of training, one batch early, in the loader's thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from recpipe.embedding.transfer import Landed
 
 Offsets = NDArray[np.int64]
+Weights = NDArray[np.float32]
 IN_STORE = -1
 """``where`` of a row in the cold store; slots are >= 0, and slab position p of the last batch is -2 - p."""
 
@@ -33,7 +35,8 @@ class TierPlan:
     """What one batch does to the tiers, and where each of its lookups goes.
 
     Bags are feature-major as in a KJT: bag ``f * B + b``. ``cold_first`` is the first sample (in the
-    plan's order) from which on samples may need the slab.
+    plan's order) from which on samples may need the slab. Of tables whose rows are not pooled, every id is a
+    bag of its own, which has the id's row in one of the two tiers; the slab's bags are then all of them.
     """
 
     batch_size: int
@@ -58,6 +61,12 @@ class TierPlan:
     needs_cold: NDArray[np.bool_]
     """Of each sample, in the batch's own order: whether it looks up a row that is not resident yet."""
     cold_first: int
+    weights: Weights | None = None
+    """Of ``indices``, where ids have weights, float32 ..."""
+    slab_weights: Weights | None = None
+    """... and of ``slab_indices``."""
+    bags: Offsets | None = None
+    """Where each feature's and sample's ids begin, int64 [F * B + 1]; None of pooled rows."""
     shared: SharedLookups | None = None
     """This trainer's share of the lookups, where several train."""
     fetched: Future[Landed] | None = None
@@ -81,16 +90,24 @@ class TierPlan:
 
 @dataclass
 class Bags:
-    """A batch's lookups as global rows, int64 [L]; bag i is ``rows[offsets[i] : offsets[i + 1]]``."""
+    """A batch's lookups as rows of a table set, int64 [L]; bag i is ``rows[offsets[i] : offsets[i + 1]]``."""
 
     rows: RowIds
     offsets: Offsets
     batch_size: int
+    weights: Weights | None = None
+    """Of the lookups, float32 [L]; None: each counts once."""
+
+    def apart(self) -> Bags:
+        """The same lookups, each a bag of its own, of one feature."""
+        lookups = len(self.rows)
+        return Bags(self.rows, np.arange(lookups + 1), lookups)
 
     def permuted(self, order: NDArray[np.int64]) -> Bags:
         """The bags of the samples in ``order`` (int64 [n]), in that order."""
         places, offsets = places_of(self.offsets, self.batch_size, order)
-        return Bags(self.rows[places], offsets, len(order))
+        weights = None if self.weights is None else self.weights[places]
+        return Bags(self.rows[places], offsets, len(order), weights)
 
 
 def places_of(offsets: Offsets, batch_size: int, samples: NDArray[np.int64]) -> tuple[RowIds, Offsets]:
@@ -108,37 +125,47 @@ def places_of(offsets: Offsets, batch_size: int, samples: NDArray[np.int64]) -> 
     return np.arange(new[-1]) + np.repeat(offsets[bags] - new[:-1], lengths), new
 
 
-def global_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> Bags:
-    """The batch's lookups as global rows; features in the tables' order, whatever that of ``sparse``."""
-    names = [f.name for f in tables.features]
-    if sparse.keys() != names:
-        sparse = sparse.permute([sparse.keys().index(name) for name in names])
+def in_order(sparse: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
+    """``sparse`` with these features, in this order: itself, where it has no others."""
+    if sparse.keys() == list(features):
+        return sparse
+    return sparse.permute([sparse.keys().index(name) for name in features])
+
+
+def table_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> Bags:
+    """The batch's lookups as rows of the set; features in the tables' order, whatever that of ``sparse``."""
+    sparse = in_order(sparse, tables.features)
     values = sparse.values().cpu().numpy()
     offsets = sparse.offsets().cpu().numpy().astype(np.int64, copy=False)
     size = sparse.stride()
-    counts = np.diff(offsets[np.arange(len(names) + 1) * size])
-    return Bags(checked_rows(values, counts, names, tables.layout.bases), offsets, size)
+    counts = np.diff(offsets[np.arange(len(tables.features) + 1) * size])
+    weights = sparse.weights().float().cpu().numpy() if tables.weighted else None
+    return Bags(checked_rows(tables, values, counts), offsets, size, weights)
 
 
-def checked_rows(ids: RowIds, counts: RowIds, names: list[str], bases: RowIds) -> RowIds:
-    """Global rows of ``ids``, which list ``counts[f]`` ids of feature ``names[f]`` after each other.
+def checked_rows(tables: TableSet, ids: RowIds, counts: RowIds) -> RowIds:
+    """Rows of ``ids``, which list ``counts[f]`` ids of feature ``f`` after each other.
 
     Raises ``DataError`` on an id that is not in its table.
     """
-    wrong = np.flatnonzero((ids < 0) | (ids >= np.repeat(np.diff(bases), counts)))
+    bases, table_of = tables.layout.bases, tables.table_of
+    sizes = np.diff(bases)[table_of]
+    wrong = np.flatnonzero((ids < 0) | (ids >= np.repeat(sizes, counts)))
     if len(wrong):
         feature = int(np.repeat(np.arange(len(counts)), counts)[wrong[0]])
-        raise unknown_id(ids[wrong[0]], names[feature], bases[feature + 1] - bases[feature])
-    rows: RowIds = ids + np.repeat(bases[:-1], counts)
+        raise unknown_id(ids[wrong[0]], tables.features[feature], sizes[feature])
+    rows: RowIds = ids + np.repeat(bases[table_of], counts)
     return rows
 
 
 class Planner:
     """Keeps the map from rows to tiers as it will be once every planned batch has been carried out."""
 
-    def __init__(self, space: RowSpace, policy: CachePolicy, carry: bool) -> None:
+    def __init__(self, space: RowSpace, policy: CachePolicy, carry: bool, pooled: bool = True) -> None:
         self.space = space
         self.policy = policy
+        self.pooled = pooled
+        """Whether rows are summed by bag."""
         self.carry = carry
         """Whether slab rows that the next batch needs again stay there, not passing through the store."""
         self.where = np.full(space.rows, IN_STORE, np.int32)
@@ -241,10 +268,10 @@ class Planner:
         """The plan with its samples in the batch's own order."""
         resident = where >= 0
         count = np.concatenate(([0], np.cumsum(resident)))
-        offsets = count[bags.offsets]
-        in_slab = bags.offsets - offsets
-        cold_bags = np.diff(in_slab).reshape(-1, bags.batch_size) > 0
+        in_slab = np.arange(len(count)) - count
+        cold_bags = np.diff(in_slab[bags.offsets]).reshape(-1, bags.batch_size) > 0
         needs_cold: NDArray[np.bool_] = np.any(cold_bags, axis=0)
+        weights = bags.weights
         return TierPlan(
             batch_size=bags.batch_size,
             slots=slots,
@@ -254,11 +281,14 @@ class Planner:
             slab=slab,
             carried_from=carried,
             indices=where[resident].astype(np.int64),
-            offsets=offsets,
+            offsets=count[bags.offsets] if self.pooled else count,
             slab_indices=(-2 - where[~resident]).astype(np.int64),
-            slab_offsets=in_slab,
+            slab_offsets=in_slab[bags.offsets] if self.pooled else in_slab,
             needs_cold=needs_cold,
             cold_first=0,
+            weights=None if weights is None else weights[resident],
+            slab_weights=None if weights is None else weights[~resident],
+            bags=None if self.pooled else bags.offsets,
         )
 
     def undo(self) -> Bags | None:
@@ -298,12 +328,16 @@ class Planner:
 
 def reorder(plan: TierPlan, order: NDArray[np.int64], cold_first: int) -> TierPlan:
     """``plan`` with the samples in ``order``; the slab's bags cover samples ``cold_first ..`` alone."""
-    size, features = plan.batch_size, (len(plan.offsets) - 1) // plan.batch_size
-    resident = Bags(plan.indices, plan.offsets, size).permuted(order)
-    slab = Bags(plan.slab_indices, plan.slab_offsets, size).permuted(order)
-    starts = slab.offsets[:-1].reshape(features, len(order))[:, cold_first:].ravel()
-    plan.batch_size = len(order)
-    plan.indices, plan.offsets = resident.rows, resident.offsets
-    plan.slab_indices, plan.slab_offsets = slab.rows, np.append(starts, len(slab.rows))
-    plan.cold_first = cold_first
+    size, plan.batch_size, plan.cold_first = plan.batch_size, len(order), cold_first
+    if plan.bags is not None:  # of each id
+        size = int(plan.bags[-1])
+        order, plan.bags = places_of(plan.bags, len(plan.needs_cold), order)
+    resident = Bags(plan.indices, plan.offsets, size, plan.weights).permuted(order)
+    slab = Bags(plan.slab_indices, plan.slab_offsets, size, plan.slab_weights).permuted(order)
+    plan.indices, plan.offsets, plan.weights = resident.rows, resident.offsets, resident.weights
+    plan.slab_indices, plan.slab_offsets, plan.slab_weights = slab.rows, slab.offsets, slab.weights
+    if plan.bags is None:
+        features = (len(slab.offsets) - 1) // max(1, len(order))
+        starts = slab.offsets[:-1].reshape(features, len(order))[:, cold_first:].ravel()
+        plan.slab_offsets = np.append(starts, len(slab.rows))
     return plan

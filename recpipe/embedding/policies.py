@@ -22,12 +22,14 @@ RowIds = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RowSpace:
-    """What a policy may know: all rows by global number, and how many of them can be resident."""
+    """What a policy may know: all rows of its group of tables by number, and how many can be resident."""
 
     bases: RowIds
-    """Global number of each table's row 0, and of the row after the last: int64 [T + 1]."""
+    """Number of each table's row 0, and of the row after the last: int64 [T + 1]."""
     slots: int
     """Rows that ``tiers.resident_bytes`` holds."""
+    group: int = 0
+    """Number of the group of tables (``Context.groups``)."""
 
     @property
     def rows(self) -> int:

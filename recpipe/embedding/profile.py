@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.data.batch import Batch
-from recpipe.embedding.planner import checked_rows
 from recpipe.embedding.policies import RowIds
 from recpipe.errors import UserError
 from recpipe.plugin.api import Context
@@ -52,14 +50,10 @@ def table_bases(ctx: Context) -> RowIds:
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(rows, dtype=np.int64)))
 
 
-def global_rows(batch: Batch, bases: RowIds) -> RowIds:
-    """Global numbers of all rows that ``batch`` looks up, repeats included, feature by feature.
-
-    Raises ``DataError`` on an id that is not in its table.
-    """
-    per_key = np.diff(np.asarray(batch.sparse.offset_per_key()))
-    ids = batch.sparse.values().numpy().astype(np.int64)
-    return checked_rows(ids, per_key, batch.sparse.keys(), bases)
+def group_rows(ctx: Context, group: int) -> slice:
+    """The numbers of a group's rows among those of all tables."""
+    rows = [sum(ctx.tables[name].rows for name in g.tables) for g in ctx.groups]
+    return slice(sum(rows[:group]), sum(rows[: group + 1]))
 
 
 def load_profile(ctx: Context, sample: float) -> Profile:
@@ -103,7 +97,7 @@ def _count(ctx: Context, sample: float) -> tuple[RowIds, NDArray[np.int32]]:
     for run in np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1):
         if len(run):
             for batch in islice(ctx.batches(int(run[0])), len(run)):
-                seen, times = np.unique(global_rows(batch, bases), return_counts=True)
+                seen, times = np.unique(ctx.lookups(batch).rows, return_counts=True)
                 counts[seen] += times.astype(np.int32)
     rows = np.flatnonzero(counts)
     return rows, counts[rows]

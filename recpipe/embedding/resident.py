@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.embedding import seams
 from recpipe.embedding.collection import RowCollection, fused_tbe
-from recpipe.embedding.tables import Region, TableSet, Values, to_numpy
+from recpipe.embedding.planner import in_order
+from recpipe.embedding.policies import RowIds
+from recpipe.embedding.tables import Region, Table, TableSet, Values, to_numpy
 
 T = TypeVar("T")
 
@@ -30,16 +34,16 @@ class ResidentCollection(RowCollection):
     def __init__(self, tables: TableSet, device: torch.device, groups: int = 1) -> None:
         super().__init__(tables)
         self.device = device
-        self._names = [f.name for f in tables.features]
-        rows = [f.rows for f in tables.features]
-        self._cuts = [len(rows) * group // groups for group in range(groups + 1)]
         # A table that nothing looks up comes first: its empty bags are the room for the dense vector.
-        self._has_room = groups == 1 and device.type == "cpu"
+        self._has_room = groups == 1 and device.type == "cpu" and tables.pooled and not tables.weighted
         ahead = [1] if self._has_room else []
-        parts = [ahead + rows[a:b] for a, b in pairwise(self._cuts)]
-        self.tbes = nn.ModuleList(fused_tbe(tables, part, range(len(part)), device) for part in parts)
+        cuts = [len(tables.tables) * group // groups for group in range(groups + 1)]
+        parts = [tables.tables[a:b] for a, b in pairwise(cuts)]
+        ends = np.cumsum([0, *(len(table.features) for part in parts for table in part)])
+        self._cuts = ends[cuts].tolist()
+        self.tbes = nn.ModuleList(_tbe(tables, part, ahead, device) for part in parts)
         views = [view for tbe in self.tbes for view in seams.tbe_views(tbe)][len(ahead) :]
-        self._storage = dict(zip(self._names, views, strict=True))
+        self._storage = dict(zip(tables.layout.tables, views, strict=True))
         # One core each: FBGEMM's update would otherwise enter a parallel region for every table.
         one_core = partial(torch.set_num_threads, 1)
         self._threads = ThreadPoolExecutor(groups, "recpipe-tbe", one_core) if groups > 1 else None
@@ -47,14 +51,15 @@ class ResidentCollection(RowCollection):
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
         self.fill_first_values()
 
-    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled rows of every feature; float32, each [B, D]."""
+    def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Pooled rows float32 [B, F * D], or rows float32 [L, D]."""
         if self._has_room:
-            return self.keyed(self._looked_up(sparse)[:, self.tables.dim :])
+            return self._looked_up(sparse)[:, self.tables.dim :]
         if self._threads is None:
-            return self.keyed(self._looked_up(sparse))
-        sparse = self._ordered(sparse)
-        return self.keyed(_Grouped.apply(self._anchor, self, sparse))  # type: ignore[no-untyped-call]
+            return self._looked_up(sparse)
+        sparse = in_order(sparse, self.tables.features)
+        rows: torch.Tensor = _Grouped.apply(self._anchor, self, sparse)  # type: ignore[no-untyped-call]
+        return rows
 
     def pooled_with_room(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:
         """The TBE's output as it is; None of several TBEs, and on a GPU."""
@@ -66,12 +71,15 @@ class ResidentCollection(RowCollection):
         return len(self.tbes)
 
     def _looked_up(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        sparse = self._ordered(sparse)
+        sparse = in_order(sparse, self.tables.features)
         offsets = sparse.offsets()
         if self._has_room:
             offsets = self._with_empty_bags(offsets, sparse.stride())
-        pooled: torch.Tensor = self.tbes[0](sparse.values().long(), offsets.long())
-        return pooled
+        rows: torch.Tensor = self.tbes[0](sparse.values().long(), offsets.long(), self._weights(sparse))
+        return rows
+
+    def _weights(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:
+        return sparse.weights().float() if self.tables.weighted else None
 
     def _with_empty_bags(self, offsets: torch.Tensor, batch: int) -> torch.Tensor:
         """``offsets`` with bags of the first table in front; one-hot batches share theirs."""
@@ -79,11 +87,10 @@ class ResidentCollection(RowCollection):
             self._offsets = offsets, torch.cat((offsets.new_zeros(batch), offsets))
         return self._offsets[1]
 
-    def _ordered(self, sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """With features in the tables' order, as recpipe's batches have them."""
-        if sparse.keys() == self._names:
-            return sparse
-        return sparse.permute([sparse.keys().index(name) for name in self._names])
+    @property
+    def joined_along(self) -> int:
+        """The axis on which the groups' rows lie side by side."""
+        return 1 if self.tables.pooled else 0
 
     def each_group(self, work: Callable[[int], T]) -> list[T]:
         """``work`` of every group's number, all at once."""
@@ -91,13 +98,16 @@ class ResidentCollection(RowCollection):
         return list(self._threads.map(work, range(len(self.tbes))))
 
     def group_lookup(self, group: int, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled rows of one group's features, float32 [B, F of the group * D]."""
+        """Rows of one group's features: pooled, float32 [B, F of the group * D], or float32 [L of them, D]."""
         batch, offsets = sparse.stride(), sparse.offsets().long()
         first, last = (cut * batch for cut in self._cuts[group : group + 2])
         mine = offsets[first : last + 1]
-        ids = sparse.values()[int(mine[0]) : int(mine[-1])].long()
-        pooled: torch.Tensor = self.tbes[group](ids, mine - mine[0])
-        return pooled
+        own = slice(int(mine[0]), int(mine[-1]))
+        weights = self._weights(sparse)
+        rows: torch.Tensor = self.tbes[group](
+            sparse.values()[own].long(), mine - mine[0], None if weights is None else weights[own]
+        )
+        return rows
 
     def read(self, region: Region) -> Values:
         """Current weights and optimizer state of ``region``."""
@@ -113,10 +123,42 @@ class ResidentCollection(RowCollection):
             weights[rows] = torch.from_numpy(values[0]).to(weights.device)
             state[rows] = torch.from_numpy(values[1]).to(weights.device)
 
+    def records_of(self, rows: RowIds) -> torch.Tensor:
+        """Records of distinct ``rows``, float32 [n, width]: a copy."""
+        records = torch.empty((len(rows), self.tables.layout.width), device=self.device)
+        for (weights, state), places, local in self._by_table(rows):
+            records[places] = torch.cat((weights[local], state[local]), dim=1)
+        return records
+
+    def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
+        """Put ``records`` in the place of those of distinct ``rows``."""
+        with torch.no_grad():
+            for (weights, state), places, local in self._by_table(rows):
+                weights[local] = records[places, : self.tables.dim]
+                state[local] = records[places, self.tables.dim :]
+
+    def _by_table(self, rows: RowIds) -> Iterator[tuple[seams.Views, torch.Tensor, torch.Tensor]]:
+        """Of each table: its memory, the positions of its rows in ``rows``, and their numbers in it."""
+        layout = self.tables.layout
+        tables = np.searchsorted(layout.bases, rows, side="right") - 1
+        for index in np.unique(tables).tolist():
+            places = np.flatnonzero(tables == index)
+            local = torch.from_numpy(rows[places] - layout.bases[index]).to(self.device)
+            yield self._storage[layout.tables[index]], torch.from_numpy(places).to(self.device), local
+
     def close(self) -> None:
         """End the groups' threads."""
         if self._threads is not None:
             self._threads.shutdown()
+
+
+def _tbe(
+    tables: TableSet, part: Sequence[Table], ahead: list[int], device: torch.device
+) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """The TBE of some of the tables, behind tables of ``ahead`` rows with a feature each."""
+    table_of = [i for i, table in enumerate(part, len(ahead)) for _ in table.features]
+    rows = [*ahead, *(table.rows for table in part)]
+    return fused_tbe(tables, rows, [*range(len(ahead)), *table_of], device, tables.pooled)
 
 
 class _Grouped(torch.autograd.Function):
@@ -131,11 +173,12 @@ class _Grouped(torch.autograd.Function):
                 return collection.group_lookup(group, sparse)
 
         ctx.collection, ctx.parts = collection, collection.each_group(look_up)
-        return torch.cat([part.detach() for part in ctx.parts], dim=1)
+        return torch.cat([part.detach() for part in ctx.parts], dim=collection.joined_along)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
-        gradients = torch.split(gradient, [part.shape[1] for part in ctx.parts], dim=1)
+        axis = ctx.collection.joined_along
+        gradients = torch.split(gradient, [part.shape[axis] for part in ctx.parts], dim=axis)
         ctx.collection.each_group(
             lambda group: torch.autograd.backward(ctx.parts[group], gradients[group].contiguous())
         )

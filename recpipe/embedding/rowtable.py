@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.embedding.planner import Bags
-from recpipe.embedding.tables import TableOptimizer
+from recpipe.embedding.planner import Bags, table_bags
+from recpipe.embedding.tables import TableOptimizer, TableSet
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class RowBags:
     starts: torch.Tensor
     """... and where each row's begin, int64 [U]."""
     batch_size: int
+    weights: torch.Tensor | None = None
+    """Of the lookups, float32 [L], where ids have weights ..."""
+    weight_of: torch.Tensor | None = None
+    """... and in the order of ``bag_of``."""
 
     @classmethod
     def of(cls, bags: Bags) -> RowBags:
@@ -52,13 +57,15 @@ class RowBags:
             torch.from_numpy(bag_of_lookup[order]),
             torch.from_numpy(np.flatnonzero(first)),
             bags.batch_size,
+            None if bags.weights is None else torch.from_numpy(bags.weights),
+            None if bags.weights is None else torch.from_numpy(bags.weights[order]),
         )
 
     def pooled(self, weights: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Sums of rows per bag, float32 [B, F * D]; ``weights`` [.., D] holds distinct row u at
         ``positions[u]`` (None: at u)."""
         at = self.which if positions is None else positions[self.which]
-        return pool(weights, at, self.offsets, self.batch_size)
+        return pool(weights, at, self.offsets, self.batch_size, self.weights)
 
     def gradients(self, pooled: torch.Tensor, dim: int) -> torch.Tensor:
         """Gradient of every distinct row, float32 [U, D], from that of ``pooled`` (float32 [B, F * D])."""
@@ -66,7 +73,16 @@ class RowBags:
             return pooled.new_zeros((0, dim))
         bags = pooled.view(self.batch_size, -1, dim).transpose(0, 1).reshape(-1, dim)
         bag_of, starts = self.bag_of.to(bags.device), self.starts.to(bags.device)
-        return torch.nn.functional.embedding_bag(bag_of, bags, starts, mode="sum")
+        weights = None if self.weight_of is None else self.weight_of.to(bags.device)
+        return torch.nn.functional.embedding_bag(
+            bag_of, bags, starts, mode="sum", per_sample_weights=weights
+        )
+
+
+def row_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> RowBags:
+    """A trainer's lookups in ``tables``; of rows that are not pooled every id is a bag."""
+    found = table_bags(tables, sparse)
+    return RowBags.of(found if tables.pooled else found.apart())
 
 
 def distinct(rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -77,8 +93,25 @@ def distinct(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return ordered[first]
 
 
-def pool(weights: torch.Tensor, at: torch.Tensor, offsets: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Sums of ``weights[at]`` (weights [.., D], at int64 [L]) per bag, float32 [B, F * D].
+def looked_up(
+    tables: TableSet, weights: torch.Tensor, which: NDArray[np.int64], bags: Bags
+) -> torch.Tensor:
+    """What a lookup gives where lookup i of ``bags`` finds row ``which[i]`` of ``weights`` (float32 [U, D])."""
+    at = torch.from_numpy(which).to(weights.device)
+    if not tables.pooled:
+        return weights[at]
+    scale = None if bags.weights is None else torch.from_numpy(bags.weights)
+    return pool(weights, at, torch.from_numpy(bags.offsets), bags.batch_size, scale)
+
+
+def pool(
+    weights: torch.Tensor,
+    at: torch.Tensor,
+    offsets: torch.Tensor,
+    batch_size: int,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sums of ``weights[at]`` (weights [.., D], at int64 [L], times ``scale`` [L]) per bag, float32 [B, F * D].
 
     Bags are feature-major as in a KJT, ``offsets`` int64 [F * B + 1]. Without samples: [0, 0].
     """
@@ -88,7 +121,10 @@ def pool(weights: torch.Tensor, at: torch.Tensor, offsets: torch.Tensor, batch_s
         return weights.new_zeros((0, 0))
     features = (len(offsets) - 1) // batch_size
     if len(at):
-        sums = torch.nn.functional.embedding_bag(at, weights, offsets[:-1], mode="sum")
+        scale = None if scale is None else scale.to(weights.device)
+        sums = torch.nn.functional.embedding_bag(
+            at, weights, offsets[:-1], mode="sum", per_sample_weights=scale
+        )
     else:
         sums = weights.new_zeros((features * batch_size, dim))
     return sums.view(features, batch_size, dim).transpose(0, 1).reshape(batch_size, features * dim)

@@ -14,9 +14,11 @@ from inspect import Signature, signature
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import comm_ops, dist_data
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -40,16 +42,19 @@ def tbe_views(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Views]:
     return views
 
 
-def update_by_feature(tbe: SplitTableBatchedEmbeddingBagsCodegen, rows: int) -> None:
-    """Let a CPU TBE of one physical table with ``rows`` update it feature by feature.
+def update_by_table(
+    tbe: SplitTableBatchedEmbeddingBagsCodegen, rows: int, table_of: NDArray[np.int64]
+) -> None:
+    """Let a CPU TBE of one physical table with ``rows`` update it by the tables whose rows lie there.
 
-    For a table that several features share, FBGEMM has a loop that is slower and rounds otherwise than its
-    kernel for a table of one feature. No row here is looked up by two features, so the latter is as right,
-    and makes the bits that one table for each feature would. It takes features for tables of their own
-    where their first rows, in this sum, differ.
+    ``table_of``: each feature's table, int64 [F]. For a table that several features share, FBGEMM has a loop
+    that is slower and rounds otherwise than its kernel for a table of one feature. No row here is looked up
+    by features of two tables, so the latter is as right, and makes the bits that a physical table for each
+    would. FBGEMM takes features for tables of their own where their first rows, in this sum, differ.
     """
     if tbe.hash_size_cumsum.device.type == "cpu":
-        tbe.hash_size_cumsum.copy_(rows * torch.arange(len(tbe.hash_size_cumsum)))
+        ends = np.append(table_of, table_of[-1] + 1)
+        tbe.hash_size_cumsum.copy_(rows * torch.from_numpy(ends))
 
 
 @dataclass(frozen=True)

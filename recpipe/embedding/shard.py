@@ -105,8 +105,8 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
             lookup.register_comm_hook(self._gradients, lambda channel, bucket: _summed(channel, bucket))
         self.rank = ranks.rank
         self._replicated = self._dense_optimizer()
-        self._local = {f.name: self._shards_here(f.name) for f in tables.features}
-        for region in row_chunks(tables.features, tables.dim):
+        self._local = {t.name: self._shards_here(t.name) for t in tables.tables}
+        for region in row_chunks(tables):
             if self._pieces(region, self.rank):
                 records = tables.fill(region.table, region.start, region.stop)
                 self.write(region, (records[:, : tables.dim], records[:, tables.dim :]))
@@ -209,7 +209,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
 
     def regions(self) -> Iterator[Region]:
         """All rows of all tables, in chunks, on every rank."""
-        yield from row_chunks(self.tables.features, self.tables.dim)
+        yield from row_chunks(self.tables)
 
     def _pieces(self, region: Region, rank: int) -> list[tuple[Shard, slice]]:
         """The shards of ``rank`` that have rows of ``region``, each with those rows' numbers in the table."""

@@ -118,19 +118,19 @@ def from_torchrec(
     """``plan`` of the module whose child ``tables`` holds ``tables``; ``shard_ms``: predicted, by module."""
     (module,) = plan.plan.values()
     made = {}
-    for feature in tables.features:
-        found = module[module_name(feature.name)]
-        expected = shard_ms.get(module_name(feature.name), ())
+    for table in tables.tables:
+        found = module[module_name(table.name)]
+        expected = shard_ms.get(module_name(table.name), ())
         if found.sharding_spec is None:
-            places = [(rank, 0, 0, feature.rows, tables.dim) for rank in range(world)]
+            places = [(rank, 0, 0, table.rows, tables.dim) for rank in range(world)]
         else:
             places = [
                 (s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in found.sharding_spec.shards
             ]
         ms = expected if len(expected) == len(places) else [None] * len(places)
         shards = tuple(Shard(*place, cost) for place, cost in zip(places, ms, strict=True))
-        made[feature.name] = TablePlan(
-            found.sharding_type, found.compute_kernel, feature.rows, tables.dim, tuple(found.ranks), shards
+        made[table.name] = TablePlan(
+            found.sharding_type, found.compute_kernel, table.rows, tables.dim, tuple(found.ranks), shards
         )
     return ShardPlan(world, made)
 

@@ -148,8 +148,8 @@ class Sharding:
     def constraints(self) -> dict[str, ParameterConstraints]:
         """Limits by table: the recipe's kernel, then what plugins say; fields left alone keep their value."""
         kernels = [KERNELS[self.kernel], EmbeddingComputeKernel.DENSE.value]
-        limits = {f.name: ParameterConstraints(compute_kernels=kernels) for f in self.tables.features}
-        rows = {f.name: f.rows for f in self.tables.features}
+        limits = {t.name: ParameterConstraints(compute_kernels=kernels) for t in self.tables.tables}
+        rows = {t.name: t.rows for t in self.tables.tables}
         for aspect in ("placement", "kernel"):
             for policy, names in self.assembly.policies(aspect):
                 for name in names:

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.embedding.collection import RowCollection
-from recpipe.embedding.planner import Bags, TierPlan, global_bags, reorder
-from recpipe.embedding.rowtable import RowBags, distinct, updated
+from recpipe.embedding.planner import Bags, TierPlan, reorder
+from recpipe.embedding.policies import RowIds
+from recpipe.embedding.rowtable import RowBags, distinct, row_bags, updated
 from recpipe.embedding.tables import Region, TableSet, Values, to_numpy
 from recpipe.ranks import Channel
 
@@ -39,10 +40,12 @@ def share(plan: TierPlan, samples: NDArray[np.int64], cold_first: int) -> TierPl
     touched = distinct(plan.indices)
     slab = np.arange(len(plan.slab))
     plan = reorder(plan, samples, cold_first)
-    size = plan.batch_size
+    size, cold = plan.batch_size, plan.batch_size - cold_first
+    if plan.bags is not None:  # a bag for each id
+        size = cold = int(plan.bags[-1])
     plan.shared = SharedLookups(
-        (RowBags.of(Bags(plan.indices, plan.offsets, size)), touched),
-        (RowBags.of(Bags(plan.slab_indices, plan.slab_offsets, size - cold_first)), slab),
+        (RowBags.of(Bags(plan.indices, plan.offsets, size, plan.weights)), touched),
+        (RowBags.of(Bags(plan.slab_indices, plan.slab_offsets, cold, plan.slab_weights)), slab),
     )
     return plan
 
@@ -111,23 +114,32 @@ class ReplicatedCollection(RowCollection):
         self.table = SharedTable(tables, tables.layout.total_rows, device, trainers)
         self.fill_first_values()
 
-    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled rows of this trainer's samples; the trainers tell each other which rows they look up."""
-        bags = RowBags.of(global_bags(self.tables, sparse))
+    def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Rows of this trainer's samples; the trainers tell each other which rows they look up."""
+        bags = row_bags(self.tables, sparse)
         if torch.is_grad_enabled():
             touched = distinct(np.concatenate(self.trainers.gather(bags.distinct)))
-            pooled = self.table(bags, touched)
-        else:
-            pooled = bags.pooled(self.table.weights, torch.from_numpy(bags.distinct))
-        return self.keyed(pooled)
+            rows: torch.Tensor = self.table(bags, touched)
+            return rows
+        return bags.pooled(self.table.weights, torch.from_numpy(bags.distinct))
+
+    def records_of(self, rows: RowIds) -> torch.Tensor:
+        """Records of distinct ``rows``, float32 [n, width]: a copy."""
+        at = torch.from_numpy(rows)
+        return torch.cat((self.table.weights[at], self.table.state[at]), dim=1)
+
+    def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
+        """Put ``records`` in the place of those of distinct ``rows``, on this trainer."""
+        at = torch.from_numpy(rows)
+        self.table.weights[at] = records[:, : self.tables.dim]
+        self.table.state[at] = records[:, self.tables.dim :]
 
     def read(self, region: Region) -> Values:
         """Current weights and optimizer state of ``region``."""
-        rows = torch.from_numpy(self.rows_of(region))
-        return to_numpy(self.table.weights[rows]), to_numpy(self.table.state[rows])
+        records = to_numpy(self.records_of(self.rows_of(region)))
+        return records[:, : self.tables.dim], records[:, self.tables.dim :]
 
     def write(self, region: Region, values: Values) -> None:
         """Replace the weights and optimizer state of ``region``."""
-        rows = torch.from_numpy(self.rows_of(region))
-        self.table.weights[rows] = torch.from_numpy(values[0]).to(self.table.weights.device)
-        self.table.state[rows] = torch.from_numpy(values[1]).to(self.table.state.device)
+        records = torch.from_numpy(np.concatenate(values, axis=1)).to(self.table.weights.device)
+        self.replace_records(self.rows_of(region), records)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from time import perf_counter
 
 import numpy as np
@@ -26,6 +26,10 @@ class TierTimes:
     write: float = 0.0
     wait: float = 0.0
     advance: float = 0.0
+
+    def plus(self, other: TierTimes) -> TierTimes:
+        """The sums of both."""
+        return TierTimes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 class StoreThread:

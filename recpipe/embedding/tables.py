@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Annotated
 from urllib.parse import quote
 
@@ -53,20 +54,61 @@ class TableOptimizer:
         return {"sgd": 0, "rowwise_adagrad": 1, "adagrad": dim}[self.name]
 
 
+FirstValues = Callable[[int, int], NDArray[np.float32]]
+"""First weights of rows [start, stop) of a table, float32 [stop - start, D]."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows that one or several features look up; ids are in [0, rows)."""
+
+    name: str
+    rows: int
+    features: tuple[str, ...]
+    first: FirstValues | None = None
+    """Its first weights; None: uniform in +-sqrt(1 / rows), as in DLRM and in TorchRec's collections."""
+
+
 @dataclass(frozen=True)
 class TableSet:
-    """All tables of one model: they share ``dim`` and the optimizer, so that a record has one width."""
+    """A group of tables: they share ``dim`` and the optimizer, so that a record has one width.
 
-    features: tuple[SparseFeature, ...]
+    Features come table by table, as in TorchRec's collections.
+    """
+
+    tables: tuple[Table, ...]
     dim: int
     optimizer: TableOptimizer
     seed: int
+    pooled: bool = True
+    """Whether rows are summed by bag (``EmbeddingBagCollection``) or handed out one for each id."""
+    weighted: bool = False
+    """Whether ids have weights, by which their rows are multiplied before they are summed."""
+    number: int = 0
+    """Of its first table among all of the model, by which first values differ from table to table."""
 
-    @property
+    @classmethod
+    def one_each(
+        cls, features: Sequence[SparseFeature], dim: int, optimizer: TableOptimizer, seed: int
+    ) -> TableSet:
+        """A table for each feature, of its name."""
+        return cls(tuple(Table(f.name, f.rows, (f.name,)) for f in features), dim, optimizer, seed)
+
+    @cached_property
+    def features(self) -> tuple[str, ...]:
+        """Names of the features, table by table."""
+        return tuple(name for table in self.tables for name in table.features)
+
+    @cached_property
+    def table_of(self) -> NDArray[np.int64]:
+        """Number of each feature's table, int64 [F]."""
+        return np.repeat(np.arange(len(self.tables)), [len(table.features) for table in self.tables])
+
+    @cached_property
     def layout(self) -> StoreLayout:
-        """Global row numbers and the record's width (weights, then optimizer state)."""
+        """Row numbers of the set and the record's width (weights, then optimizer state)."""
         width = self.dim + self.optimizer.state_width(self.dim)
-        return StoreLayout(tuple(f.name for f in self.features), tuple(f.rows for f in self.features), width)
+        return StoreLayout(tuple(t.name for t in self.tables), tuple(t.rows for t in self.tables), width)
 
     @property
     def record_bytes(self) -> int:
@@ -80,38 +122,45 @@ class TableSet:
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
         """Per table: rows, dimension, width of the optimizer state."""
-        return {f.name: (f.rows, self.dim, self.layout.width - self.dim) for f in self.features}
+        return {t.name: (t.rows, self.dim, self.layout.width - self.dim) for t in self.tables}
 
     def configs(self, data_types: Mapping[str, DataType] | None = None) -> list[EmbeddingBagConfig]:
-        """TorchRec's description of the tables (float32 but for ``data_types``), named as its feature."""
+        """TorchRec's description of the tables (float32 but for ``data_types``)."""
         types = data_types or {}
         return [
             EmbeddingBagConfig(
-                name=f.name,
+                name=t.name,
                 embedding_dim=self.dim,
-                num_embeddings=f.rows,
-                feature_names=[f.name],
-                data_type=types.get(f.name, DataType.FP32),
+                num_embeddings=t.rows,
+                feature_names=list(t.features),
+                data_type=types.get(t.name, DataType.FP32),
             )
-            for f in self.features
+            for t in self.tables
         ]
 
     def fill(self, table: str, start: int, stop: int) -> Records:
-        """First records of rows [start, stop): uniform in +-sqrt(1 / rows) as in DLRM, state zero.
+        """First records of rows [start, stop): first weights, state zero; float32 [stop - start, width].
 
-        Depends on (seed, table, row) alone, not on how the rows are asked for. float32 [stop - start, width].
+        Depends on (seed, table, row) alone, not on how the rows are asked for.
         """
-        names = [f.name for f in self.features]
-        index = names.index(table)
-        bound = float(np.sqrt(1.0 / self.features[index].rows))
+        index = self.layout.tables.index(table)
         out = np.zeros((stop - start, self.layout.width), np.float32)
+        first = self.tables[index].first or partial(self._uniform, index)
+        out[:, : self.dim] = first(start, stop)
+        return out
+
+    def _uniform(self, index: int, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows [start, stop) of the table of that index, from chunks with a seed each."""
+        all_rows, number = self.tables[index].rows, self.number + index
+        bound = float(np.sqrt(1.0 / all_rows))
+        out = np.empty((stop - start, self.dim), np.float32)
         for chunk in range(start // FILL_ROWS, -(-stop // FILL_ROWS)):
             first = chunk * FILL_ROWS
-            rows = min(FILL_ROWS, self.features[index].rows - first)
-            rng = np.random.Generator(np.random.Philox(key=[self.seed, (index << 40) + chunk]))
+            rows = min(FILL_ROWS, all_rows - first)
+            rng = np.random.Generator(np.random.Philox(key=[self.seed, (number << 40) + chunk]))
             values = rng.random((rows, self.dim), np.float32) * (2 * bound) - bound
             lo, hi = max(start, first), min(stop, first + rows)
-            out[lo - start : hi - start, : self.dim] = values[lo - first : hi - first]
+            out[lo - start : hi - start] = values[lo - first : hi - first]
         return out
 
 
@@ -142,12 +191,12 @@ Values = tuple[NDArray[np.float32], NDArray[np.float32]]
 """Weights float32 [rows, columns] and optimizer state float32 [rows, S] of a region."""
 
 
-def row_chunks(features: Sequence[SparseFeature], dim: int) -> list[Region]:
+def row_chunks(tables: TableSet) -> list[Region]:
     """All rows of all tables, in regions small enough to copy."""
     return [
-        Region(f.name, start, min(start + FILL_ROWS, f.rows), 0, dim)
-        for f in features
-        for start in range(0, f.rows, FILL_ROWS)
+        Region(table.name, start, min(start + FILL_ROWS, table.rows), 0, tables.dim)
+        for table in tables.tables
+        for start in range(0, table.rows, FILL_ROWS)
     ]
 
 

@@ -27,13 +27,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.embedding.capabilities import Placed, Planned
 from recpipe.embedding.collection import RowCollection, TierFigures
-from recpipe.embedding.planner import IN_STORE, Bags, Planner, TierPlan, global_bags
+from recpipe.embedding.planner import IN_STORE, Bags, Planner, TierPlan, Weights, table_bags
 from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, policy_bytes
-from recpipe.embedding.rowtable import RowBags, pool
+from recpipe.embedding.rowtable import RowBags, looked_up
 from recpipe.embedding.slots import make_slots, put, take, views
 from recpipe.embedding.store_thread import StoreThread, TierTimes
 from recpipe.embedding.stores.base import ColdStore, IoCounters, Records
@@ -46,7 +46,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
     """TorchRec's ``EmbeddingBagCollection`` interface (KJT in, KeyedTensor out) over tiers.
 
     Args:
-        tables: what is stored; all tables share dimension and optimizer; pooling is SUM.
+        tables: what is stored; all tables share dimension and optimizer; rows are summed by bag, or not pooled.
         policy: which rows are resident when; sees the space of ``slots``.
         slots: resident rows, over all tables.
         store: the cold tier; holds every row at first. Owned: ``close`` closes it.
@@ -71,7 +71,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
         self.store = store
         self.device = device
         self.prefetches = prefetch
-        self.planner = Planner(RowSpace(tables.layout.bases, slots), policy, carry=prefetch)
+        self.planner = Planner(RowSpace(tables.layout.bases, slots), policy, prefetch, tables.pooled)
         self.times = TierTimes()
         self.ranks = ranks or Ranks()
         self._trainers = trainers if len(self.ranks.trainers) > 1 else None
@@ -86,8 +86,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
     # -- the four calls ----------------------------------------------------------------------
 
     def bags(self, sparse: KeyedJaggedTensor) -> Bags:
-        """The batch's lookups as global rows; features in the tables' order, whatever that of ``sparse``."""
-        return global_bags(self.tables, sparse)
+        """The batch's lookups as rows; features in the tables' order, whatever that of ``sparse``."""
+        return table_bags(self.tables, sparse)
 
     def plan(self, sparse: KeyedJaggedTensor) -> TierPlan:
         """Decide where the batch's lookups go and which rows move; ``advance`` must follow."""
@@ -168,50 +168,54 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
     # -- lookups -----------------------------------------------------------------------------
 
     def lookup_resident(self, plan: TierPlan) -> torch.Tensor:
-        """Pooled resident rows of all samples, float32 [B, F * D]; its backward updates them."""
+        """Pooled resident rows of all samples, float32 [B, F * D]; its backward updates them.
+
+        Not pooled, rows float32 [L, D], zero where a row is in the slab.
+        """
         if plan.shared is not None:
             return self._shared_lookup(self.resident, *plan.shared.resident)
-        return self._lookup(self.resident, plan.indices, plan.offsets)
+        return self._lookup(self.resident, plan.indices, plan.offsets, plan.weights)
 
     def lookup_slab(self, plan: TierPlan) -> torch.Tensor:
-        """Pooled slab rows of samples ``plan.cold_first ..``, float32 [B - cold_first, F * D]."""
+        """Pooled slab rows of samples ``plan.cold_first ..``, float32 [B - cold_first, F * D].
+
+        Not pooled, rows float32 [L, D], zero where a row is resident.
+        """
         if plan.shared is not None:
             return self._shared_lookup(self.slab, *plan.shared.slab)
-        return self._lookup(self.slab, plan.slab_indices, plan.slab_offsets)
+        return self._lookup(self.slab, plan.slab_indices, plan.slab_offsets, plan.slab_weights)
 
-    def _lookup(self, tbe: nn.Module, indices: RowIds, offsets: RowIds) -> torch.Tensor:
-        pooled: torch.Tensor = tbe(
-            torch.from_numpy(indices).to(self.device), torch.from_numpy(offsets).to(self.device)
+    def _lookup(
+        self, tbe: nn.Module, indices: RowIds, offsets: RowIds, weights: Weights | None
+    ) -> torch.Tensor:
+        rows: torch.Tensor = tbe(
+            torch.from_numpy(indices).to(self.device),
+            torch.from_numpy(offsets).to(self.device),
+            None if weights is None else torch.from_numpy(weights).to(self.device),
         )
-        return pooled
+        return rows
 
     def _shared_lookup(self, table: nn.Module, bags: RowBags, touched: RowIds) -> torch.Tensor:
         pooled: torch.Tensor = table(bags, touched)
         return pooled
 
-    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
-        """All calls in a row: pooled embeddings of ``sparse``; in eval mode nothing moves or is planned."""
+    def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """All calls in a row: rows of ``sparse``; in eval mode nothing moves or is planned."""
         if not self.training or not torch.is_grad_enabled():
-            return self.keyed(self.read_pooled(sparse))
+            return self.read_now(sparse)
         assert self._trainers is None, "several trainers plan whole batches: see pipeline.loader"
         plan = self.plan(sparse)
         self.advance(plan)
         self.arrive()
         pooled = self.lookup_resident(plan)
-        return self.keyed(pooled + self.lookup_slab(plan) if len(plan.slab) else pooled)
+        return pooled + self.lookup_slab(plan) if len(plan.slab) else pooled
 
-    def read_pooled(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled rows as they are now, without gradient, float32 [B, F * D]; for evaluation."""
+    def read_now(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Rows as they are now, without gradient, as ``lookup`` gives them; for evaluation."""
         bags = self.bags(sparse)
-        with self.quiesced():
-            distinct, which = np.unique(bags.rows, return_inverse=True)
-            weights = self.read_rows(distinct)[:, : self.tables.dim]
-        return pool(
-            weights,
-            torch.from_numpy(which).to(self.device),
-            torch.from_numpy(bags.offsets).to(self.device),
-            bags.batch_size,
-        )
+        distinct, which = np.unique(bags.rows, return_inverse=True)
+        weights = self.records_of(distinct)[:, : self.tables.dim]
+        return looked_up(self.tables, weights, which, bags)
 
     # -- rows as they are between two batches ------------------------------------------------
 
@@ -239,6 +243,16 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
             order = np.argsort(rows)
             return rows[order], take(self.resident, self._index(slots[order]))
 
+    def records_of(self, rows: RowIds) -> torch.Tensor:
+        """Records of distinct ``rows`` as the last trained batch left them, float32 [n, width]."""
+        with self.quiesced():
+            return self.read_rows(rows)
+
+    def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
+        """Put ``records`` (float32 [n, width]) in the place of those of distinct ``rows``."""
+        with self.quiesced():
+            self.write_rows(rows, records.cpu().numpy())
+
     def read_rows(self, rows: RowIds) -> torch.Tensor:
         """Records of distinct global ``rows`` (inside ``quiesced``), float32 [n, width] on the device."""
         where = self.planner.where[rows]
@@ -265,8 +279,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
 
     def read(self, region: Region) -> Values:
         """Current weights and optimizer state of ``region``."""
-        with self.quiesced():
-            records = self.read_rows(self.rows_of(region)).cpu().numpy()
+        records = self.records_of(self.rows_of(region)).cpu().numpy()
         return records[:, : self.tables.dim], records[:, self.tables.dim :]
 
     def write(self, region: Region, values: Values) -> None:

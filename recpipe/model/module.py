@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from recpipe.data.batch import Batch
+from recpipe.data.parts import batch_size, tensors_of
 from recpipe.embedding.capabilities import Placed
 from recpipe.errors import UserError
 from recpipe.metrics import BackgroundQuality, Quality
-from recpipe.model.ranker import Ranker
+from recpipe.model.placed import PlacedModel
 from recpipe.phases import phase
+from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.pipeline.sync import add_up
-from recpipe.pipeline.two_cores import TwoCores, own_share
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Channel, Ranks
 from recpipe.saved import tensor
@@ -49,19 +49,20 @@ class EvaluationStopped(BaseException):
 
 
 class RankingModule(L.LightningModule):
-    """Trains a ``Ranker``: the tables in their own backward pass, the dense part by ``make_optimizer``."""
+    """Trains a ``PlacedModel``: the tables in their own backward pass, the dense part by ``make_optimizer``."""
 
     def __init__(
         self,
-        ranker: Ranker,
+        model: PlacedModel,
         make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
         assembly: Assembly,
         loader: TrainLoader,
         trainers: Channel | None = None,
+        cores: Cores | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.ranker = ranker
+        self.model = model
         self.make_optimizer = make_optimizer
         self.assembly = assembly
         self.loader = loader
@@ -70,12 +71,12 @@ class RankingModule(L.LightningModule):
         """Whether this rank was asked to stop ..."""
         self.stop_agreed = False
         """... and whether any rank was, as all of them know after the same batch."""
-        self.dense = list(ranker.dense_parameters().values())
+        self.dense = list(model.dense_parameters().values())
         self.quality = BackgroundQuality()
         self.figures: Quality | None = None
         """Of the latest evaluation that came to its end; the same on all trainers."""
         self.step_times = StepTimes()
-        self.two_cores = TwoCores()
+        self.cores = cores
         self._loss_sum = torch.zeros((), dtype=torch.float64)
         self._losses = 0
         self.samples: int | None = 0
@@ -106,7 +107,7 @@ class RankingModule(L.LightningModule):
         for parameter in self.dense:
             parameter.grad = None
         with self.assembly.around_step(batch.batch):
-            loss, _ = self._accumulate(batch)
+            loss = accumulate(self.model, batch, self.step_times, self.cores)
             loss, self.stop_agreed = add_up(self.trainers, self.dense, loss, self.stop_asked)
             looked_at = loss.device.type == "cpu" or batch_idx % LOOK_EVERY == 0
             if looked_at and not math.isfinite(loss.item()):
@@ -114,7 +115,7 @@ class RankingModule(L.LightningModule):
             with phase("dense optimizer"):
                 optimizer.step()
             with phase("embedding backward and update"):
-                self.ranker.embeddings.update()
+                self.model.embeddings.update()
         self._loss_sum = self._loss_sum.to(loss.device) + loss
         self._losses += 1
         self._batches_done = batch_idx + 1
@@ -122,27 +123,21 @@ class RankingModule(L.LightningModule):
             self.samples += batch.consumed
         return loss
 
-    def _accumulate(self, batch: StagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        share = own_share(self.ranker, batch)
-        if share:
-            return self.two_cores.accumulate(self.ranker, self.dense, batch, share)
-        return accumulate(self.ranker, batch, self.step_times)
-
     def loss_total(self) -> LossTotal:
         """Of the steps that this process has trained; waits for a GPU."""
         return LossTotal(float(self._loss_sum), self._losses)
 
-    def _diverged(self, batch: Batch) -> str:
+    def _diverged(self, batch: Any) -> str:
         """Which tensor was the first to hold a value that is not finite."""
-        named = [("the batch's dense features", batch.dense), ("the batch's labels", batch.labels)]
-        named += [(f"parameter {name}", p) for name, p in self.ranker.dense_parameters().items()]
+        named = [(f"the batch's {name}", tensor) for name, tensor in tensors_of(batch)]
+        named += [(f"parameter {name}", p) for name, p in self.model.dense_parameters().items()]
         with torch.no_grad():
-            was_training = self.ranker.training
-            self.ranker.eval()
-            named.append(("the pooled embeddings", self.ranker.pooled(batch.sparse)))
-            self.ranker.train(was_training)
+            was_training = self.model.training
+            self.model.eval()
+            named += [("the rows of its ids", rows) for rows in self.model.look_up(batch)]
+            self.model.train(was_training)
         bad = next(
-            (name for name, t in named if not torch.isfinite(t).all()), "the logits (all inputs are finite)"
+            (name for name, t in named if not torch.isfinite(t).all()), "the loss (all inputs are finite)"
         )
         return (
             f"the loss is not finite at step {self.global_step + 1}; first bad tensor: {bad}. "
@@ -151,12 +146,13 @@ class RankingModule(L.LightningModule):
 
     # -- evaluation --------------------------------------------------------------------------
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Keep the batch's predictions; after the last one, ``figures`` are those of all.
 
         Raises ``EvaluationStopped`` when any trainer was asked to stop.
         """
-        logits, labels = self.ranker(batch) if batch.size else self._no_logits(batch), batch.labels
+        labels = self.model.called.labels_of(batch)
+        logits = self.model(batch) if batch_size(batch) else self._no_logits(batch, labels)
         logits, labels = self._gathered(logits, labels)
         self._stop_if_agreed()
         self.quality.add(logits, labels)
@@ -178,10 +174,10 @@ class RankingModule(L.LightningModule):
         if self.stop_agreed:
             raise EvaluationStopped
 
-    def _no_logits(self, batch: Batch) -> torch.Tensor:
+    def _no_logits(self, batch: Any, labels: torch.Tensor) -> torch.Tensor:
         """Of a share without samples; its lookups are made, since other ranks take part in them."""
-        self.ranker.pooled(batch.sparse)
-        return batch.labels.new_zeros(0)
+        self.model.look_up(batch)
+        return labels.new_zeros(0)
 
     def _gathered(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All trainers' ``logits`` [B] and ``labels`` [B], and in the same message who was asked to stop."""
@@ -199,19 +195,19 @@ class RankingModule(L.LightningModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The dense part alone: ``TableCheckpointIO`` saves the tables beside it."""
-        return {name: p.detach() for name, p in self.ranker.dense_parameters().items()}
+        return {name: p.detach() for name, p in self.model.dense_parameters().items()}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """The dense part alone; ``UserError`` where the parameters are another model's."""
         self.check_parameters(state_dict)
         with torch.no_grad():
-            for name, parameter in self.ranker.dense_parameters().items():
+            for name, parameter in self.model.dense_parameters().items():
                 parameter.copy_(state_dict[name])
         return nn.modules.module._IncompatibleKeys([], [])
 
     def check_parameters(self, saved: Mapping[str, torch.Tensor]) -> None:
         """``UserError`` unless ``saved`` has the dense parameters, ``Damaged`` on values of another kind."""
-        own = self.ranker.dense_parameters()
+        own = self.model.dense_parameters()
         if own.keys() != saved.keys():
             raise UserError(
                 "the checkpoint is of another model: its dense parameters have other names; use its recipe"
@@ -227,7 +223,7 @@ class RankingModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what Lightning does not know: data position, random state, which rows are resident."""
         done = self._batches_done % len(self.loader)
-        placed = self.ranker.embeddings.offers(Placed)
+        placed = self.model.embeddings.offers(Placed)
         checkpoint["recpipe"] = {
             "batches_done": done,
             "samples": self.samples,
@@ -266,7 +262,7 @@ class RankingModule(L.LightningModule):
         self.loader.first = int(saved["batches_done"])
         self.samples = saved.get("samples")  # older checkpoints lack it
         self._random_state = saved["random"]
-        placed = self.ranker.embeddings.offers(Placed)
+        placed = self.model.embeddings.offers(Placed)
         if placed is not None:
             placed.load_placement_state(saved["placement"])
 

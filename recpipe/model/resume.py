@@ -92,7 +92,7 @@ def _check_own(module: RankingModule, recpipe: Mapping[str, Any]) -> None:
             f"{mine or 'the data'}: resume with the same plugin, or start anew"
         )
     _check_random(saved["random"])
-    placed = module.ranker.embeddings.offers(Placed)
+    placed = module.model.embeddings.offers(Placed)
     if placed is not None and saved["placement"] is not None:
         placed.check_placement_state(saved["placement"])
 

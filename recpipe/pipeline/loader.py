@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from recpipe.data.ahead import read_ahead
 from recpipe.data.batch import Batch, BatchShare
-from recpipe.data.checks import require_ids
 from recpipe.data.dataset import Dataset, Split
-from recpipe.embedding.capabilities import Planned
-from recpipe.embedding.planner import TierPlan, reorder
-from recpipe.embedding.shared_rows import share
+from recpipe.data.parts import batch_size
+from recpipe.embedding.inputs import Inputs
 from recpipe.errors import DataError
 from recpipe.phases import phase
 from recpipe.pipeline.select import select
 from recpipe.pipeline.share import cut, in_steps
 from recpipe.pipeline.step import StagedBatch
+from recpipe.pipeline.tiers import BatchPlan, Tiers
 from recpipe.plugin.api import micro_batch_step
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks
@@ -38,7 +38,8 @@ class TrainLoader:
         dataset: Dataset,
         batch_size: int,
         assembly: Assembly,
-        tiers: Planned | None,
+        inputs: Inputs,
+        tiers: Tiers | None,
         device: torch.device,
         ranks: Ranks | None = None,
         sends_ahead: bool = False,
@@ -49,7 +50,9 @@ class TrainLoader:
         self.sends_ahead = sends_ahead
         """Whether each batch is to send the ids of the next one over the ranks (sharded tables)."""
         self.assembly = assembly
+        self.inputs = inputs
         self.tiers = tiers
+        """The tiers of all groups of tables; None where all rows are resident."""
         self.device = device
         self.first = 0
         self.lookups = 0
@@ -81,7 +84,7 @@ class TrainLoader:
         try:
             with ThreadPoolExecutor(1, "recpipe-loader") as worker:
                 for staged in (self._linked if self.sends_ahead else self._planned)(worker, source):
-                    self.lookups += staged.batch.sparse.values().numel()
+                    self.lookups += self.inputs.count(staged.batch)
                     yield staged
         finally:
             if isinstance(batches, Generator):
@@ -123,43 +126,44 @@ class TrainLoader:
         if batch is None:
             return None
         if isinstance(batch, BatchShare):
-            require_ids(batch.sparse, self.dataset.schema.sparse)
+            self.inputs.require_ids(batch)
             return StagedBatch(on_device(batch, self.device), total=batch.total, alone=False)
-        consumed = batch.size
+        consumed = batch_size(batch)
         batch = self.assembly.transform(batch)
-        if not batch.size:
+        if not batch_size(batch):
             raise DataError("a plugin's batch transform returned a batch without samples; it must leave one")
         plan = None
         if self.tiers is not None:
-            plan = self.tiers.plan(batch.sparse)  # checks the ids
+            plan = self.tiers.plan(batch)  # checks the ids
         else:
-            require_ids(batch.sparse, self.dataset.schema.sparse)
+            self.inputs.require_ids(batch)
         staged = self._share(batch, plan)
         staged.consumed = consumed
         if self.tiers is not None and self.tiers.prefetches and plan is not None:
             self.tiers.prefetch(plan)
         return staged
 
-    def _share(self, batch: Batch, plan: TierPlan | None) -> StagedBatch:
+    def _share(self, batch: Any, plan: BatchPlan | None) -> StagedBatch:
         """What this rank trains of ``batch``, in the splitter's micro-batches if there is one."""
-        needs_cold = plan.needs_cold if plan is not None else np.zeros(batch.size, bool)
+        size = batch_size(batch)
+        needs_cold = plan.needs_cold if plan is not None else np.zeros(size, bool)
         splitter, alone = self.assembly.splitter, len(self.ranks.trainers) == 1
         if splitter is None and alone:
             return StagedBatch(on_device(batch, self.device), plan)
-        order = np.arange(batch.size)
-        bounds: tuple[int, ...] = (batch.size,)
+        order = np.arange(size)
+        bounds: tuple[int, ...] = (size,)
         if splitter is not None:
             split = splitter.part(batch, needs_cold)
             order, bounds = split.order, in_steps(split.bounds, micro_batch_step(self.batch_size))
         mine = cut(order, bounds, needs_cold, self.ranks)
         if plan is not None:
-            (reorder if alone else share)(plan, mine.samples, mine.cold_first)
+            plan.arrange(mine.samples, mine.cold_first, alone)
         return StagedBatch(
             on_device(select(batch, mine.samples), self.device),
             plan,
             mine.bounds if splitter is not None else (),
             mine.cold_from,
-            total=batch.size,
+            total=size,
             alone=alone,
         )
 
@@ -173,23 +177,33 @@ class EvalLoader:
     """This rank's share of the held-out split's batches (it may be empty), in order, on the device."""
 
     def __init__(
-        self, dataset: Dataset, batch_size: int, device: torch.device, ranks: Ranks | None = None
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        inputs: Inputs,
+        device: torch.device,
+        ranks: Ranks | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
         self.dataset = dataset
         self.batch_size = batch_size
+        self.inputs = inputs
         self.device = device
 
     def __len__(self) -> int:
         return self.dataset.num_batches("eval", self.batch_size)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         split: Split = "eval"
         for batch in self.dataset.batches(split, self.batch_size, part=self.ranks.part):
-            require_ids(batch.sparse, self.dataset.schema.sparse)
+            self.inputs.require_ids(batch)
             yield on_device(batch, self.device)
 
 
-def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on ``device``; to a GPU through page-locked memory, without waiting for the copy."""
-    return batch if device.type == "cpu" else batch.pin_memory().to(device, non_blocking=True)
+def on_device(batch: Any, device: torch.device) -> Any:
+    """The batch, which is ``Pipelineable``, on ``device``; to a GPU through page-locked memory, without
+    waiting for the copy."""
+    if device.type == "cpu":
+        return batch
+    pinned = batch.pin_memory() if hasattr(batch, "pin_memory") else batch
+    return pinned.to(device, non_blocking=True)

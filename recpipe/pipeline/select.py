@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from recpipe.data.parts import attributes, batch_size
 from recpipe.embedding.planner import places_of
-from recpipe.errors import UserError
 
 T = TypeVar("T")
 
@@ -35,57 +34,19 @@ def select(batch: T, samples: NDArray[np.int64]) -> T:
     return cut
 
 
+def between(batch: T, low: int, high: int) -> T:
+    """Samples [low, high) of ``batch``, as ``select`` gives them; tensors share their memory with it."""
+    size = batch_size(batch)
+    if (low, high) == (0, size):
+        return batch
+    if _has_own(batch):
+        return select(batch, np.arange(low, high))
+    cut: T = _Range(low, high, size).of(batch)
+    return cut
+
+
 def _has_own(value: object) -> bool:
     return hasattr(value, "select") and not isinstance(value, torch.Tensor)
-
-
-def batch_size(batch: object) -> int:
-    """Samples in ``batch``: those of its jagged tensors; without any, the length of its first tensor."""
-    leaves = list(_leaves(batch))
-    jagged = {_stride(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)}
-    if len(jagged) > 1:
-        raise UserError(
-            f"a batch of type {type(batch).__name__} has parts of {' and '.join(map(str, sorted(jagged)))} "
-            "samples, so that it cannot be cut by sample; give its type a method select(samples)"
-        )
-    if jagged:
-        return jagged.pop()
-    lengths = (len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
-    size = next(lengths, None)
-    if size is None:
-        raise UserError(f"a batch of type {type(batch).__name__} holds no tensor")
-    return size
-
-
-def _leaves(value: object) -> Iterator[torch.Tensor | JaggedTensor | KeyedJaggedTensor]:
-    if isinstance(value, torch.Tensor | JaggedTensor | KeyedJaggedTensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _leaves(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _leaves(part)
-    else:
-        for part in _attributes(value).values():
-            yield from _leaves(part)
-
-
-def _attributes(value: object) -> dict[str, Any]:
-    if dataclasses.is_dataclass(value):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    return vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
-
-
-def _stride(leaf: JaggedTensor | KeyedJaggedTensor) -> int:
-    if isinstance(leaf, JaggedTensor):
-        return int(leaf.lengths().numel())
-    if leaf.variable_stride_per_key():
-        raise UserError(
-            "a KeyedJaggedTensor whose keys have different numbers of samples cannot be cut by sample; "
-            "give the batch's type a method select(samples)"
-        )
-    return int(leaf.stride())
 
 
 class _Cut:
@@ -98,7 +59,7 @@ class _Cut:
     def of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             cuttable = value.dim() and len(value) == self.size
-            return value[self.index.to(value.device)] if cuttable else value
+            return self._rows(value) if cuttable else value
         if isinstance(value, KeyedJaggedTensor):
             return KeyedJaggedTensor(value.keys(), **self._jagged(value))
         if isinstance(value, JaggedTensor):
@@ -113,9 +74,12 @@ class _Cut:
             return type(value)(map(self.of, value))
         return self._object(value)
 
+    def _rows(self, value: torch.Tensor) -> torch.Tensor:
+        return value[self.index.to(value.device)]
+
     def _object(self, value: Any) -> Any:
         """A copy with its attributes cut; no constructor runs, whose arguments nobody knows."""
-        attributes = _attributes(value)
+        attributes = attributes(value)
         if not attributes:
             return value
         made = copy.copy(value)
@@ -136,4 +100,36 @@ class _Cut:
             "weights": None if weights is None else weights[index],
             "lengths": torch.from_numpy(np.diff(offsets)).to(device),
             "offsets": torch.from_numpy(offsets).to(device),
+        }
+
+
+class _Range(_Cut):
+    """Samples that lie next to each other."""
+
+    def __init__(self, low: int, high: int, size: int) -> None:
+        super().__init__(np.arange(low, high), size)
+        self.low, self.high = low, high
+
+    def _rows(self, value: torch.Tensor) -> torch.Tensor:
+        return value[self.low : self.high]
+
+    def _jagged(self, value: JaggedTensor | KeyedJaggedTensor) -> dict[str, torch.Tensor | None]:
+        """Of each key, the ids between two offsets."""
+        lengths = value.lengths().view(-1, self.size)[:, self.low : self.high].reshape(-1)
+        keys = value.lengths().numel() // self.size
+        firsts = torch.arange(keys) * self.size
+        offsets = value.offsets().cpu()
+        places = list(
+            zip(offsets[firsts + self.low].tolist(), offsets[firsts + self.high].tolist(), strict=True)
+        )
+        weights = value.weights_or_none()
+
+        def cut(values: torch.Tensor) -> torch.Tensor:
+            return torch.cat([values[start:stop] for start, stop in places])
+
+        return {
+            "values": cut(value.values()),
+            "weights": None if weights is None else cut(weights),
+            "lengths": lengths,
+            "offsets": torch.cat((lengths.new_zeros(1), lengths.cumsum(0))),
         }

@@ -1,23 +1,23 @@
-"""One training step up to the dense optimizer's update, whatever tiers and micro-batches there are."""
+"""One training step up to the dense optimizer's update, whatever tiers, micro-batches and cores there are."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
 
-from recpipe.data.batch import Batch
-from recpipe.embedding.capabilities import Planned
-from recpipe.embedding.planner import TierPlan
-from recpipe.embedding.shard import Sent
-from recpipe.model.ranker import Ranker
-from recpipe.phases import phase
-from recpipe.threads import one_thread
+from recpipe.data.parts import batch_size
+from recpipe.embedding.front import Front
+from recpipe.model.placed import PlacedModel
+from recpipe.pipeline.cores import Cores
+from recpipe.pipeline.lookups import Part
+from recpipe.pipeline.select import between
+from recpipe.pipeline.tiers import BatchPlan
 
 
 def _nothing() -> None:
@@ -28,8 +28,8 @@ def _nothing() -> None:
 class StagedBatch:
     """A batch as the pipeline hands it to training: on the device, planned, samples in micro-batch order."""
 
-    batch: Batch
-    plan: TierPlan | None = None
+    batch: Any
+    plan: BatchPlan | None = None
     """What it does to the tiers; None when all rows are resident."""
     bounds: tuple[int, ...] = ()
     """Where its micro-batches end; empty for one."""
@@ -41,15 +41,18 @@ class StagedBatch:
     """Samples read for it, of which a plugin may have left some out (0: none)."""
     alone: bool = True
     """Whether no other rank trains a share of it."""
-    sent: Sent | None = None
-    """Its ids on their way to the ranks that hold their rows; None before, and where rows are not sharded."""
+    sent: Mapping[int, Any] = field(default_factory=dict)
+    """Its ids on their way to the ranks that hold their rows, by group; none where rows are not sharded."""
     stage_next: Callable[[], object] = _nothing
     """Starts to read the batch after it; called once this one is in long kernels."""
     upcoming: StagedBatch | None = None
     """The batch after it, whose ids are sent while this one trains; None at the epoch's end, or unsent."""
+    size: int = field(init=False)
+    """Samples of ``batch``."""
 
     def __post_init__(self) -> None:
-        self.total = self.total or self.batch.size
+        self.size = batch_size(self.batch)
+        self.total = self.total or self.size
         self.consumed = self.consumed or self.total
 
 
@@ -61,175 +64,198 @@ class StepTimes:
     after_cold: float = 0.0
 
 
-def accumulate(ranker: Ranker, staged: StagedBatch, times: StepTimes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward and backward of one batch; returns (mean loss, logits [B]), both detached.
+def accumulate(
+    model: PlacedModel, staged: StagedBatch, times: StepTimes, cores: Cores | None = None
+) -> torch.Tensor:
+    """Forward and backward of one batch; returns the mean loss, detached.
 
     On return the tables have made their fused update and the dense gradients are those of the mean
     loss over the whole batch. Where several ranks train, loss and dense gradients are this rank's
     addends. On a CPU with one trainer, a loss that is not finite leaves the tables as they were.
+
+    Every tier is looked up once, before any update. Micro-batches follow one another; with ``cores``
+    each is shared out among them.
     """
-    if staged.bounds:
-        return _micro_batches(ranker, staged, times)
-    pooled = look_up(ranker, staged)
-    leaf = pooled.detach().requires_grad_()
-    logits, loss = _score(ranker, staged, leaf, 0, staged.batch.size)
-    _send_upcoming(staged)
-    staged.stage_next()
-    if usable(staged, loss):
+    return _Step(model, staged, times, cores).run()
+
+
+class _Step:
+    def __init__(
+        self, model: PlacedModel, staged: StagedBatch, times: StepTimes, cores: Cores | None
+    ) -> None:
+        self.model, self.staged, self.times, self.cores = model, staged, times, cores
+        self.lookups = model.lookups(staged.batch, staged.plan, staged.sent)
+        self.dense = [p for p in model.dense_parameters().values() if p.requires_grad]
+        self.looked_up = False
+        self._shared: list[tuple[list[_CorePart], list[Future[None]]]] = []
+        """What was shared out among the cores, and the ends of the other cores' parts."""
+
+    def run(self) -> torch.Tensor:
+        staged, bounds = self.staged, self.staged.bounds or (self.staged.size,)
+        started, low, losses = perf_counter(), 0, []
+        for number, high in enumerate(bounds):
+            if self.looked_up and not self.lookups.cold_is_here and number >= staged.cold_from:
+                started = self._cold_comes(started)
+            losses.append(self._micro_batch(low, high))
+            low = high
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        added = self._adding_up()
+        if usable(staged, loss):
+            self.lookups.backward(staged.alone)
+            self.model.update_late()
+        if added is not None:
+            added.result()
+        self._count(started)
+        return loss
+
+    # -- rows --------------------------------------------------------------------------------
+
+    def _look_up(self) -> None:
+        """What the first micro-batch needs; then the numbers of the next batch's ids go out."""
+        staged = self.staged
+        wait = staged.plan is not None and (not staged.bounds or staged.cold_from == 0)
+        self.lookups.look_up(wait)
+        self.looked_up = True
+        if staged.upcoming is not None:
+            staged.upcoming.sent = self.model.send(staged.upcoming.batch)
+
+    def _cold_comes(self, started: float) -> float:
+        if self.staged.plan is None:
+            return started
+        self.times.before_cold += perf_counter() - started
+        self.lookups.wait_for_cold()
+        return perf_counter()
+
+    def _count(self, started: float) -> None:
+        """Host time, where there are micro-batches."""
+        if self.staged.bounds:
+            elapsed = perf_counter() - started
+            if self.lookups.cold_is_here:
+                self.times.after_cold += elapsed
+            else:
+                self.times.before_cold += elapsed
+
+    def _go_on(self) -> None:
+        """After a forward pass: the next batch is read, and its ids go out, while the backward pass runs."""
+        staged = self.staged
+        staged.stage_next()
+        staged.stage_next = _nothing
+        for sent in staged.upcoming.sent.values() if staged.upcoming is not None else ():
+            sent.send_ids()
+
+    # -- the model ---------------------------------------------------------------------------
+
+    def _micro_batch(self, low: int, high: int) -> torch.Tensor:
+        """Train samples [low, high); their addend of the batch's mean loss, detached."""
+        shares = [high - low]
+        if self.cores is not None:
+            ids = sum(ids.values().numel() for ids in self._ids(self.staged.batch))
+            shares = self.cores.shares(high - low, ids * (high - low) // max(1, self.staged.size))
+        if len(shares) > 1:
+            assert self.cores is not None, "one core does not share"
+            return self._on_cores(self.cores, low, [low + end for end in shares])
+        if not self.looked_up:
+            self._look_up()
+        if low == high:
+            self._go_on()
+            return self._nothing_trained()
+        loss = self._forward(*self._part(low, high))
+        self._go_on()
         torch.autograd.backward(loss)
-        update_tables(staged, pooled, leaf.grad)
-    return loss.detach(), logits.detach()
+        return loss.detach()
+
+    def _ids(self, batch: Any) -> list[Any]:
+        return [ids for front in self.model.bound if (ids := self.model.ids_of(front, batch)) is not None]
+
+    def _nothing_trained(self) -> torch.Tensor:
+        """Of no sample. The tables' update comes all the same: other ranks wait for its messages."""
+        device = self.dense[0].device if self.dense else None
+        return torch.zeros((), device=device)
+
+    def _part(self, low: int, high: int) -> tuple[Mapping[Front, Part], Any, int]:
+        batch = between(self.staged.batch, low, high)
+        return self.model.part(self.lookups, batch, low, high), batch, high - low
+
+    def _forward(self, parts: Mapping[Front, Part], batch: Any, samples: int) -> torch.Tensor:
+        """The addend of the batch's mean loss that these samples make."""
+        loss, _ = self.model.train_part(parts, batch)
+        return loss if samples == self.staged.total else loss * (samples / self.staged.total)
+
+    def _on_cores(self, cores: Cores, low: int, bounds: list[int]) -> torch.Tensor:
+        """Train the samples that end at ``bounds``, the first ones in this thread.
+
+        On return all rows have their gradients; the dense parameters have them after ``_adding_up``.
+        """
+        starts = [low, *bounds[:-1]]
+        parts = [_CorePart(self, *self._part(*part)) for part in zip(starts, bounds, strict=True)]
+        with cores.shared():
+            self._shared.append((parts, [cores.submit(part.train) for part in parts[1:]]))
+            if not self.looked_up:
+                self._look_up()
+            self._go_on()
+            parts[0].train()
+            return torch.stack([part.rows_done.result() for part in parts]).sum()
+
+    def _adding_up(self) -> Future[None] | None:
+        """Another core adds up the dense gradients, in the order of the samples, whichever core was first."""
+        if self.cores is None or not self._shared:
+            return None
+
+        def add_up() -> None:
+            for parts, ends in self._shared:
+                for end in ends:
+                    end.result()
+                for part in parts:
+                    self._add(part.gradients)
+
+        return self.cores.submit(add_up)
+
+    def _add(self, gradients: list[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self.dense, gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def look_up(ranker: Ranker, staged: StagedBatch) -> torch.Tensor:
-    """Pooled rows of a whole batch as ``Ranker.pooled`` gives them, from whatever tiers they lie in."""
-    return _resident(ranker, staged) if staged.plan is None else _pooled(ranker, staged.plan)
+class _CorePart:
+    """One core's samples, and what comes of them."""
 
+    def __init__(self, step: _Step, parts: Mapping[Front, Part], batch: Any, samples: int) -> None:
+        self.step, self.parts, self.batch, self.samples = step, parts, batch, samples
+        self.rows_done: Future[torch.Tensor] = Future()
+        """The addend of the loss, as soon as all rows have their gradients."""
+        self.gradients: list[torch.Tensor | None] = []
+        """Of the dense parameters."""
 
-def update_tables(staged: StagedBatch, pooled: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """The tables' backward pass, which is their update.
+    def train(self) -> None:
+        """Forward and backward."""
+        try:
+            self._train()
+        except BaseException as fault:
+            if not self.rows_done.done():
+                self.rows_done.set_exception(fault)
+            raise
 
-    FBGEMM's CPU update enters a parallel region for every table, which costs more than its threads gain.
-    Where several ranks train, torch's own operators make the update.
-    """
-    with phase("embedding backward and update"), one_thread() if staged.alone else nullcontext():
-        torch.autograd.backward(pooled, gradient)
+    def _train(self) -> None:
+        loss = self.step._forward(self.parts, self.batch, self.samples)
+        leaves = [leaf for part in self.parts.values() for leaf in part.leaves or ()]
+        waited = len(leaves)
 
+        def arrived(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+            nonlocal waited
+            leaf.grad = gradient
+            waited -= 1
+            if not waited:
+                self.rows_done.set_result(loss.detach())
 
-def _resident(ranker: Ranker, staged: StagedBatch) -> torch.Tensor:
-    """Pooled rows where no tier is planned; then the numbers of the next batch's ids go out."""
-    sparse, upcoming = staged.batch.sparse, staged.upcoming
-    pooled = ranker.pooled(sparse) if staged.sent is None else ranker.arrived(staged.sent)
-    if upcoming is not None:
-        upcoming.sent = ranker.send(upcoming.batch.sparse)
-    return pooled
-
-
-def _send_upcoming(staged: StagedBatch) -> None:
-    """The next batch's ids go out while this one's backward pass runs."""
-    if staged.upcoming is not None and staged.upcoming.sent is not None:
-        staged.upcoming.sent.send_ids()
-
-
-def _score(
-    ranker: Ranker, staged: StagedBatch, pooled: torch.Tensor, low: int, high: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of samples [low, high) with these pooled rows, and their part of the batch's mean loss."""
-    batch = staged.batch
-    if low == high:
-        # The tables' backward must run all the same: other ranks wait for its messages.
-        return pooled.new_zeros(0), pooled.sum()
-    logits = ranker.score(batch.dense[low:high], pooled)
-    labels = batch.labels[low:high]
-    if high - low == staged.total:
-        return logits, binary_cross_entropy_with_logits(logits, labels)
-    return logits, binary_cross_entropy_with_logits(logits, labels, reduction="sum") / staged.total
+        for leaf in leaves:
+            leaf.register_hook(lambda gradient, leaf=leaf: arrived(leaf, gradient))  # type: ignore[no-untyped-call]
+        found = torch.autograd.grad(loss, [*leaves, *self.step.dense], allow_unused=True)
+        self.gradients = list(found[len(leaves) :])
+        if not self.rows_done.done():
+            self.rows_done.set_result(loss.detach())
 
 
 def usable(staged: StagedBatch, loss: torch.Tensor) -> bool:
     """Whether to update from ``loss``. A GPU is not stopped at every step to look, nor are several ranks,
     which must all do the same."""
     return loss.device.type != "cpu" or not staged.alone or math.isfinite(loss.item())
-
-
-def _tiers(ranker: Ranker) -> Planned:
-    tiers = ranker.embeddings.offers(Planned)
-    assert tiers is not None, "no batch has a plan otherwise"
-    return tiers
-
-
-def _pooled(ranker: Ranker, plan: TierPlan) -> torch.Tensor:
-    """Pooled rows of both tiers of a whole batch, [B, F * dim]."""
-    tiers = _tiers(ranker)
-    with phase("embedding forward"):
-        tiers.arrive()
-        resident = tiers.lookup_resident(plan)
-        return resident + tiers.lookup_slab(plan) if len(plan.slab) else resident
-
-
-def _micro_batches(
-    ranker: Ranker, staged: StagedBatch, times: StepTimes
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact micro-batches under fused optimizers: every tier is looked up once, before any update.
-
-    The micro-batches' backward passes end in detached copies of the pooled rows, with the sum of
-    losses over the batch's full N; then each tier's backward runs once, on the whole batch, and so
-    makes one optimizer step (two would be wrong for every optimizer with state).
-    """
-    batch, plan = staged.batch, staged.plan
-    started = perf_counter()
-    tables = _Lookups(ranker, staged)
-    staged.stage_next()
-    total = torch.zeros((), device=batch.labels.device)
-    logits = []
-    low = 0
-    for number, high in enumerate(staged.bounds):
-        if plan is not None and number >= staged.cold_from and not tables.cold_is_here:
-            times.before_cold += perf_counter() - started
-            tables.wait_for_cold()
-            started = perf_counter()
-        scores, loss = _score(ranker, staged, tables.leaf(low, high), low, high)
-        torch.autograd.backward(loss)
-        total += loss.detach()
-        logits.append(scores.detach())
-        low = high
-    _send_upcoming(staged)
-    if usable(staged, total):
-        tables.backward()
-    elapsed = perf_counter() - started
-    if tables.cold_is_here:
-        times.after_cold += elapsed
-    else:
-        times.before_cold += elapsed
-    return total, torch.cat(logits)
-
-
-class _Lookups:
-    """Pooled rows of each tier, looked up once, and the leaves that micro-batches differentiate."""
-
-    def __init__(self, ranker: Ranker, staged: StagedBatch) -> None:
-        self.ranker, self.staged = ranker, staged
-        self.cold_is_here = False
-        self._cold: torch.Tensor | None = None
-        self._leaves: list[torch.Tensor] = []
-        plan = staged.plan
-        if plan is None:
-            self._warm = _resident(ranker, staged)
-            return
-        with phase("embedding forward"):
-            if plan.fetches_residents:
-                _tiers(ranker).arrive()
-            self._warm = _tiers(ranker).lookup_resident(plan)
-
-    def wait_for_cold(self) -> None:
-        """Block until the slab holds this batch's rows, and look them up."""
-        plan = self.staged.plan
-        assert plan is not None
-        with phase("embedding forward"):
-            _tiers(self.ranker).arrive()
-            self.cold_is_here = True
-            if len(plan.slab):
-                self._cold = _tiers(self.ranker).lookup_slab(plan)
-
-    def leaf(self, low: int, high: int) -> torch.Tensor:
-        """Pooled rows of samples [low, high) as a leaf of the graph, [high - low, F * dim]."""
-        pooled = self._warm.detach()[low:high]
-        if self._cold is not None:
-            assert self.staged.plan is not None
-            first = self.staged.plan.cold_first
-            if low >= first and low < high:
-                pooled = pooled + self._cold.detach()[low - first : high - first]
-        self._leaves.append(pooled.requires_grad_())
-        return pooled
-
-    def backward(self) -> None:
-        """One backward, and so one fused update, per tier."""
-        if self.staged.plan is not None:
-            _tiers(self.ranker).arrive()
-        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
-        gradient = torch.cat(gradients)
-        update_tables(self.staged, self._warm, gradient)
-        if self._cold is not None:
-            assert self.staged.plan is not None
-            cold = gradient[self.staged.plan.cold_first :]
-            update_tables(self.staged, self._cold, cold.view(self._cold.shape))

@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from recpipe.data.batch import Batch
     from recpipe.embedding.collection import TableCollection
     from recpipe.embedding.parts import TierParts
+    from recpipe.embedding.planner import Bags
     from recpipe.embedding.policies import CachePolicy, RowSpace
     from recpipe.embedding.stores.base import ColdStore
     from recpipe.report.record import Io
 
-API = (1, 2)
+API = (1, 3)
 """Version of this file's contract: a plugin's major must equal it, its minor must not exceed it."""
 
 P = TypeVar("P")
@@ -60,6 +61,17 @@ class TableInfo:
     dim: int
 
 
+@dataclass(frozen=True)
+class GroupInfo:
+    """Tables whose rows have records of one size: they have one dimension, optimizer and collection."""
+
+    tables: tuple[str, ...]
+    record_bytes: int
+    """Bytes of one row's record: its weights and its optimizer state."""
+    slots: int
+    """Rows of theirs that ``tiers.resident_bytes`` holds."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """What is known before any memory is taken."""
@@ -70,8 +82,11 @@ class Context:
     batch_size: int
     resident_bytes: int
     """Device memory for table rows, optimizer state included (``tiers.resident_bytes``)."""
-    record_bytes: int
-    """Bytes of one row's record: its weights and its optimizer state."""
+    groups: Sequence[GroupInfo]
+    """The tables in groups, of which each has slots and a cache policy of its own. ``tables`` lists them in
+    this order, and so are their rows numbered."""
+    lookups: Callable[[Any], Bags]
+    """A batch's lookups by the rows' numbers among those of all tables, whatever type the batch has."""
     seed: int
     data_fingerprint: str
     """Equal for equal batches: the key for anything that a plugin caches about the data."""

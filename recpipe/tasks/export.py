@@ -7,28 +7,27 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.embedding.collection import TableCollection
-from recpipe.embedding.tables import TableSet, to_numpy
+from recpipe.embedding.tables import to_numpy
 from recpipe.errors import UserError
-from recpipe.model.ranker import Ranker
+from recpipe.model.placed import PlacedModel
 from recpipe.table_files import read_along, save_tables
 
 
 def export_parameters(
-    directory: Path, storage: TableCollection, tables: TableSet, ranker: Ranker, writes: bool = True
+    directory: Path, model: PlacedModel, writes: bool = True
 ) -> None:
     """Write ``<table>.npy`` float32 [rows, D], ``<table>.state.npy`` float32 [rows, S] and ``dense.npz``.
 
     Every trainer calls it; the one that ``writes`` does.
     """
     if not writes:
-        read_along(storage)
+        read_along(model.embeddings)
         return
-    dense: dict[str, Any] = {n: to_numpy(p) for n, p in ranker.dense_parameters().items()}
+    dense: dict[str, Any] = {n: to_numpy(p) for n, p in model.dense_parameters().items()}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         np.savez(directory / "dense.npz", **dense)
-        save_tables(directory, storage, tables.shapes(), weights_part="")
+        save_tables(directory, model.embeddings, model.embeddings.tables.shapes(), weights_part="")
     except OSError as fault:
         raise UserError(
             f"cannot write task.export_parameters={directory}: {fault.strerror}; choose another directory"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from rich.table import Table
 
 from recpipe.console import show
 from recpipe.embedding.build import TierConfig, cache_owner
+from recpipe.embedding.groups import ModelTables
 from recpipe.embedding.shard_plan import ShardPlan
 from recpipe.embedding.sharding import Sharding
-from recpipe.embedding.tables import TableSet
 from recpipe.errors import UserError, printable
 from recpipe.plugin.api import Invariant
 from recpipe.plugin.assembly import Assembly
@@ -45,7 +46,7 @@ def planned_ranks(task: TaskConfig, tables: int) -> int | None:
 
 def describe(
     assembly: Assembly,
-    tables: TableSet,
+    tables: ModelTables,
     tiers: TierConfig,
     ranks: Ranks,
     shards: tuple[Sharding, ShardPlan] | None = None,
@@ -53,25 +54,40 @@ def describe(
 ) -> dict[str, Any]:
     """Content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
     owner = cache_owner(tiers, assembly, tables)
-    resident = {"resident": tables.total_bytes, "nocache": 0}.get(
-        owner, tiers.budget(tables) - assembly.device_bytes
-    )
+    resident, slots = tables.total_bytes, [group.tables.layout.total_rows for group in tables.groups]
+    if owner == "nocache":
+        resident, slots = 0, [0 for _ in slots]
+    elif owner != "resident":
+        resident = tiers.budget(tables) - assembly.device_bytes
+        slots = tiers.slots(tables, assembly.device_bytes)
+    records = [group.tables.record_bytes for group in tables.groups]
     return {
         **assembly.to_dict(),
         **({} if tiers.plan is None else {"planner": None}),  # the file says where tables go
         "altered": sorted({*(i.name for i in assembly.altered), *_altered(shards, bfloat16)}),
         "cache": owner,
         "sharded": shards is not None,
-        "shards": None if shards is None else described(shards[1], tables),
+        "shards": None if shards is None else described(shards[1], tables.groups[0].tables),
         "ranks": {"trainers": list(ranks.trainers), "holders": list(ranks.holders)},
         "tiers": {
             "store": None if owner == "resident" else tiers.described_store(ranks),
-            "record_bytes": tables.record_bytes,
-            "rows": tables.layout.total_rows,
+            "record_bytes": max(records),
+            "rows": tables.total_rows,
             "resident_bytes": resident,
-            "resident_rows": resident // tables.record_bytes,
+            "resident_rows": sum(slots),
             "cold_bytes": 0 if owner == "resident" else tables.total_bytes,
-            "table_bytes": {f.name: f.rows * tables.record_bytes for f in tables.features},
+            "table_bytes": tables.bytes_of_tables(),
+            "groups": [
+                {
+                    "collection": group.path,
+                    "tables": list(group.tables.layout.tables),
+                    "dim": group.tables.dim,
+                    "optimizer": asdict(group.tables.optimizer),
+                    "record_bytes": group.tables.record_bytes,
+                    "resident_rows": rows,
+                }
+                for group, rows in zip(tables.groups, slots, strict=True)
+            ],
         },
     }
 
@@ -103,7 +119,8 @@ def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:
     table.add_row("alters", ", ".join(plan["altered"]) or "nothing: equals the run without plugins")
     count = len(plan["ranks"]["trainers"])
     trainers = "1 rank" if count == 1 else f"each of {count} ranks"
-    rows = f"{tiers['resident_rows']:,} of {tiers['rows']:,} rows of {tiers['record_bytes']} bytes"
+    sizes = sorted({group["record_bytes"] for group in tiers["groups"]})
+    rows = f"{tiers['resident_rows']:,} of {tiers['rows']:,} rows of {' or '.join(map(str, sizes))} bytes"
     table.add_row("resident tier", f"{readable_bytes(tiers['resident_bytes'])} on {trainers} ({rows})")
     cold = f"{readable_bytes(tiers['cold_bytes'])} ({tiers['store']})" if tiers["store"] else "-"
     table.add_row("cold tier", cold)

@@ -9,8 +9,8 @@ from typing import Any
 
 from recpipe.data.dataset import Dataset
 from recpipe.embedding.collection import TableCollection, TierFigures
+from recpipe.embedding.groups import ModelTables
 from recpipe.embedding.seams import Collective
-from recpipe.embedding.tables import TableSet
 from recpipe.metrics import Quality, peak_rss_bytes
 from recpipe.model.module import RankingModule
 from recpipe.plugin.api import RunFigures
@@ -27,7 +27,7 @@ def summarize(
     dataset: Dataset,
     assembly: Assembly,
     described: Mapping[str, Any],
-    tables: TableSet,
+    tables: ModelTables,
     embeddings: TableCollection,
     module: RankingModule,
     recorder: Recorder,
@@ -105,7 +105,7 @@ def _ranks(ranks: Ranks, collectives: Mapping[str, Collective]) -> RankFigures:
 
 
 def _memory(
-    described: Mapping[str, Any], ranks: Ranks, tables: TableSet, tiers: TierFigures | None
+    described: Mapping[str, Any], ranks: Ranks, tables: ModelTables, tiers: TierFigures | None
 ) -> Memory:
     if described["shards"] is not None:
         return Memory(peak_rss_bytes(), described["shards"]["ranks"][ranks.rank]["bytes"], 0, 0)

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from recpipe.checkpoint import naming, newest, open_checkpoint
-from recpipe.embedding.collection import TableCollection
-from recpipe.embedding.tables import TableSet, to_numpy
+from recpipe.embedding.tables import to_numpy
 from recpipe.errors import UserError
 from recpipe.manifest import TABLES
-from recpipe.model.ranker import Ranker
+from recpipe.model.placed import PlacedModel
 from recpipe.saved import entries, tensor
 from recpipe.table_files import saved_weights, weight_name
 from recpipe.tensor_files import TensorFiles
@@ -50,13 +49,14 @@ def unshard(checkpoint: Path, target: Path) -> int:
     return 0
 
 
-def load_pretrained(file: Path, embeddings: TableCollection, tables: TableSet, ranker: Ranker) -> list[str]:
+def load_pretrained(file: Path, model: PlacedModel) -> list[str]:
     """Start from the tensors in ``file``; returns the names of those that it has.
 
     A tensor is a table's weights under the table's name (or ``<table>.weight``), or a dense parameter under
     its own. ``UserError`` on any other name and on another shape; what the file lacks keeps its first values.
     """
-    shapes, dense = tables.shapes(), ranker.dense_parameters()
+    embeddings = model.embeddings
+    shapes, dense = embeddings.tables.shapes(), model.dense_parameters()
     files = TensorFiles.single(file)
     keys = {name: name if name in files.pieces else weight_name(name) for name in shapes}
     known: dict[str, tuple[int, ...]] = {key: shapes[name][:2] for name, key in keys.items()}

@@ -26,7 +26,7 @@ Collection = ResidentCollection | TieredEmbeddingBagCollection
 
 
 def table_set(optimizer: str = "rowwise_adagrad", seed: int = 3, lr: float = 0.1) -> TableSet:
-    return TableSet(FEATURES, DIM, TableOptimizer(optimizer, lr), seed)
+    return TableSet.one_each(FEATURES, DIM, TableOptimizer(optimizer, lr), seed)
 
 
 def jagged(rng: np.random.Generator, size: int, multi: bool) -> KeyedJaggedTensor:

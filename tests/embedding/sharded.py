@@ -72,7 +72,7 @@ def assembly(types: Mapping[str, str]) -> Assembly:
 
 def table_set(optimizer: str) -> TableSet:
     # The usual 1e-8 would make a step out of the rounding error of a gradient that is almost zero.
-    return TableSet(FEATURES, DIM, TableOptimizer(optimizer, 0.1, 1e-3), seed=3)
+    return TableSet.one_each(FEATURES, DIM, TableOptimizer(optimizer, 0.1, 1e-3), seed=3)
 
 
 def batches(count: int) -> list[KeyedJaggedTensor]:

@@ -16,7 +16,7 @@ from recpipe.errors import UserError
 from recpipe.validation import typed
 from tests.embedding.samples import CPU, table_set
 
-LARGE = TableSet(
+LARGE = TableSet.one_each(
     (SparseFeature("one", 1), SparseFeature("big", 2 * FILL_ROWS + 7)), 4, TableOptimizer("adagrad", 0.1), 11
 )
 
@@ -34,7 +34,7 @@ def test_fill_does_not_depend_on_chunks() -> None:
 
 def test_fill_depends_on_seed_table_and_chunk() -> None:
     def first(seed: int, table: str, start: int = 0) -> np.ndarray:
-        return TableSet(LARGE.features, 4, LARGE.optimizer, seed).fill(table, start, start + 1)
+        return TableSet.one_each(LARGE.features, 4, LARGE.optimizer, seed).fill(table, start, start + 1)
 
     rows = [first(1, "big"), first(2, "big"), first(1, "big", FILL_ROWS), first(1, "big", 1)]
     assert len({row.tobytes() for row in rows}) == len(rows)

@@ -63,7 +63,7 @@ class Run:
         resident: float = 0.08,
     ) -> None:
         device = torch.device("cpu")
-        self.tables = TableSet(data.schema.sparse, 4, TableOptimizer(optimizer, 0.1), seed=1)
+        self.tables = TableSet.one_each(data.schema.sparse, 4, TableOptimizer(optimizer, 0.1), seed=1)
         layout = self.tables.layout
         slots = int(layout.total_rows * resident)
         context = Context(

@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def tables(self) -> TableSet:
-        return TableSet(self.features, DIM, TableOptimizer(self.optimizer, 0.1), seed=5)
+        return TableSet.one_each(self.features, DIM, TableOptimizer(self.optimizer, 0.1), seed=5)
 
 
 def zipf_batches(

@@ -45,7 +45,7 @@ class Run(Rig):
         **knobs: Any,
     ) -> None:
         self.device = torch.device("cpu")
-        self.tables = TableSet(dataset.schema.sparse, 8, TableOptimizer(optimizer, 0.1), seed=1)
+        self.tables = TableSet.one_each(dataset.schema.sparse, 8, TableOptimizer(optimizer, 0.1), seed=1)
         total = self.tables.layout.total_rows
         slots = total if resident else max(1, int(total * share))
         self.ctx = Context(

@@ -65,7 +65,7 @@ class Rig:
 
     def __init__(self, dataset: Dataset, setting: Setting, folder: Path) -> None:
         self.device = torch.device(setting.device)
-        self.tables = TableSet(dataset.schema.sparse, 8, TableOptimizer(setting.optimizer, 0.1), seed=1)
+        self.tables = TableSet.one_each(dataset.schema.sparse, 8, TableOptimizer(setting.optimizer, 0.1), seed=1)
         slots = int(self.tables.layout.total_rows * setting.resident)
         context = Context(
             tables={f.name: TableInfo(f.name, f.rows, 8) for f in self.tables.features},

@@ -52,7 +52,7 @@ class Rig:
     """One run, batch by batch: ``read`` and ``kept`` hold every batch before and after the plugins."""
 
     def __init__(self, dataset: Dataset, setting: Setting, folder: Path) -> None:
-        self.tables = TableSet(dataset.schema.sparse, 8, TableOptimizer(setting.optimizer, 0.1), seed=1)
+        self.tables = TableSet.one_each(dataset.schema.sparse, 8, TableOptimizer(setting.optimizer, 0.1), seed=1)
         slots = int(self.tables.layout.total_rows * setting.resident)
         self.context = self._context(dataset, slots)
         plugins = {name: defaults(name) | dict(knobs) for name, knobs in setting.others.items()}

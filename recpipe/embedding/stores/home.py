@@ -151,12 +151,14 @@ class StoreHome:
 
 
 def remove_crashed(top: Path) -> None:
-    """Remove the stores that killed runs left in ``top`` and its ``rank-N``, and say so in the log.
+    """Remove the stores that killed runs left in ``top``, its ``rank-N`` and ``group-N``, and say so in the log.
 
     Those that a live run uses or that were closed in good order stay, and all that no store made.
     """
     found = []
-    for directory in (*sorted(top.glob("rank-*")), top):
+    ranks = sorted(top.glob("rank-*"))
+    groups = [group for place in (*ranks, top) for group in sorted(place.glob("group-*"))]
+    for directory in (*groups, *ranks, top):
         with suppress(StoreError):  # in use, or no store's
             if not _crashed(directory):
                 continue
@@ -165,7 +167,7 @@ def remove_crashed(top: Path) -> None:
                 if state is not None and state.state == "open":
                     home.remove(state)
                     found.append(state.user)
-    remove_made(top)
+        remove_made(directory)
     if found:
         log.warning("%s: removed the ssd store that a killed run left (%s)", top, found[-1])
 

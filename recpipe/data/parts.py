@@ -1,0 +1,118 @@
+"""What a batch of any type is made of: its size, its tensors, and where its ids lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from recpipe.errors import UserError
+
+Place = tuple[str | int, ...]
+"""Attributes, keys and positions that lead from a batch to one of its parts."""
+
+
+def find_ids(batch: object, features: Sequence[str]) -> Place | None:
+    """The first ``KeyedJaggedTensor`` of ``batch`` that has all of ``features``; None where none has."""
+    wanted = set(features)
+    return next((place for place, found in _jagged(batch, ()) if wanted <= set(found.keys())), None)
+
+
+def ids_at(batch: object, place: Place) -> KeyedJaggedTensor:
+    """What lies at ``place``."""
+    found: Any = batch
+    for step in place:
+        keyed = isinstance(found, Mapping | list | tuple) and not hasattr(found, "_fields")
+        found = found[step] if keyed else getattr(found, str(step))
+    assert isinstance(found, KeyedJaggedTensor), "all batches of a run are made alike"
+    return found
+
+
+def _jagged(value: object, place: Place) -> Iterator[tuple[Place, KeyedJaggedTensor]]:
+    if isinstance(value, KeyedJaggedTensor):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _jagged(part, (*place, key))
+    elif isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        for position, part in enumerate(value):
+            yield from _jagged(part, (*place, position))
+    else:
+        for name, part in attributes(value).items():
+            yield from _jagged(part, (*place, name))
+
+
+def batch_size(batch: object) -> int:
+    """Samples in ``batch``: those of its jagged tensors; without any, the length of its first tensor."""
+    leaves = list(_leaves(batch))
+    jagged = {_stride(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)}
+    if len(jagged) > 1:
+        raise UserError(
+            f"a batch of type {type(batch).__name__} has parts of {' and '.join(map(str, sorted(jagged)))} "
+            "samples, so that it cannot be cut by sample; give its type a method select(samples)"
+        )
+    if jagged:
+        return jagged.pop()
+    lengths = (len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+    size = next(lengths, None)
+    if size is None:
+        raise UserError(f"a batch of type {type(batch).__name__} holds no tensor")
+    return size
+
+
+def tensors_of(value: object, name: str = "values") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of ``value`` that have fractions, each with the name that it has there."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield name, value
+    elif isinstance(value, JaggedTensor | KeyedJaggedTensor):
+        weights = value.weights_or_none()
+        yield from () if weights is None else tensors_of(weights, f"{name}' weights")
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from tensors_of(part, str(key))
+    elif isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        for position, part in enumerate(value):
+            yield from tensors_of(part, f"{name} {position}")
+    else:
+        for key, part in attributes(value).items():
+            yield from tensors_of(part, key)
+
+
+def _leaves(value: object) -> Iterator[torch.Tensor | JaggedTensor | KeyedJaggedTensor]:
+    if isinstance(value, torch.Tensor | JaggedTensor | KeyedJaggedTensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _leaves(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        for part in attributes(value).values():
+            yield from _leaves(part)
+
+
+def attributes(value: object) -> dict[str, Any]:
+    """The attributes that a batch is made of, by name; none of a tensor or a plain value."""
+    if isinstance(value, torch.Tensor):
+        return {}
+    if hasattr(value, "_fields"):
+        return {name: getattr(value, name) for name in value._fields}
+    if dataclasses.is_dataclass(value):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
+
+
+def _stride(leaf: JaggedTensor | KeyedJaggedTensor) -> int:
+    if isinstance(leaf, JaggedTensor):
+        return int(leaf.lengths().numel())
+    if leaf.variable_stride_per_key():
+        raise UserError(
+            "a KeyedJaggedTensor whose keys have different numbers of samples cannot be cut by sample; "
+            "give the batch's type a method select(samples)"
+        )
+    return int(leaf.stride())

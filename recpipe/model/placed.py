@@ -1,0 +1,146 @@
+"""A model whose collections recpipe has replaced: the user's module, its fronts, and the tables behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.embedding.capabilities import SendsAhead
+from recpipe.embedding.front import BagFront, Front, front_of, handing_out
+from recpipe.embedding.grouped import GroupedCollection
+from recpipe.embedding.groups import ModelTables, collections_of
+from recpipe.embedding.inputs import Inputs
+from recpipe.errors import UserError
+from recpipe.model.call import Called
+from recpipe.pipeline.lookups import BatchLookups, GroupLookup, Part
+from recpipe.pipeline.tiers import BatchPlan
+
+
+def put_fronts(module: nn.Module, tables: ModelTables, embeddings: GroupedCollection) -> dict[str, Front]:
+    """Replace every collection in ``module`` by a front over its groups' ``embeddings``; by path.
+
+    A collection that stands in several places is replaced in all of them.
+    """
+    fronts: dict[str, Front] = {}
+    for path, collection in collections_of(module).items():
+        front = front_of(path, collection)
+        assert front is not None, "collections_of finds no others"
+        mine = [number for number, group in enumerate(tables.groups) if group.path == path]
+        front.place([tables.groups[n] for n in mine], [embeddings.collections[n] for n in mine])
+        fronts[path] = front
+        if not path:
+            raise UserError("the model is a collection itself; give a module that holds it")
+        for parent in module.modules():
+            for name, child in parent.named_children():
+                if child is collection:
+                    setattr(parent, name, front)
+    return fronts
+
+
+class PlacedModel(nn.Module):
+    """What training and evaluation call. Its parameters are those of the dense part.
+
+    ``fronts``: as ``put_fronts`` gave them, of the module that ``called`` calls.
+    """
+
+    def __init__(
+        self, called: Called, fronts: Mapping[str, Front], embeddings: GroupedCollection, inputs: Inputs
+    ) -> None:
+        super().__init__()
+        self.called = called
+        self.module = called.module
+        self.fronts, self.inputs = dict(fronts), inputs
+        self.embeddings = embeddings
+        self._groups_of = {
+            front: [n for n, group in enumerate(embeddings.tables.groups) if group.path == path]
+            for path, front in self.fronts.items()
+        }
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """The model's prediction, logits float32 [B], without a loss."""
+        return self.called.predict(batch)
+
+    def dense_parameters(self) -> dict[str, nn.Parameter]:
+        """Everything that the dense optimizer trains; the tables train themselves in their backward pass."""
+        return dict(self.module.named_parameters())
+
+    # -- the batch's own ids -----------------------------------------------------------------
+
+    def ids_of(self, front: Front, batch: Any) -> KeyedJaggedTensor | None:
+        """The ids in ``batch`` that ``front`` looks up, in the front's order of features."""
+        return self.inputs.front_ids(batch, self._groups_of[front][0], front.features)
+
+    @property
+    def bound(self) -> list[Front]:
+        """The fronts whose ids the batch has; the others' are made by the model."""
+        return [f for f, groups in self._groups_of.items() if self.inputs.places[groups[0]] is not None]
+
+    def lookups(self, batch: Any, plan: BatchPlan | None, sent: Mapping[int, Any]) -> BatchLookups:
+        """``batch``'s lookups in all groups; ``sent``: what ``send`` gave for it."""
+        made: dict[Front, list[GroupLookup]] = {}
+        for front in self.bound:
+            room = isinstance(front, BagFront) and front.wants_room and front.can_have_room
+            made[front] = []
+            for number in self._groups_of[front]:
+                ids = self.inputs.ids(batch, number)
+                assert ids is not None, "the front is bound"
+                made[front].append(
+                    GroupLookup(
+                        self.embeddings.collections[number],
+                        ids,
+                        None if plan is None else plan.groups[number],
+                        sent.get(number),
+                        self.embeddings.tables.groups[number].tables.pooled,
+                        room,
+                    )
+                )
+        return BatchLookups(made)
+
+    def part(self, lookups: BatchLookups, batch: Any, low: int, high: int) -> dict[Front, Part]:
+        """What fronts hand out for ``batch``, samples [low, high) of the one that ``lookups`` are of."""
+        ids: dict[Front, KeyedJaggedTensor] = {}
+        for front in lookups.groups:
+            own = self.ids_of(front, batch)
+            assert own is not None, "the front is bound"
+            ids[front] = own
+        return lookups.part(ids, low, high)
+
+    def train_part(
+        self, parts: Mapping[Front, Part], batch: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """The loss of ``batch`` and the model's output, with rows from ``parts``."""
+        with handing_out(parts):
+            return self.called(batch)
+
+    def look_up(self, batch: Any) -> list[torch.Tensor]:
+        """All rows of ``batch`` as they are, without the model; all ranks take part where rows are shared."""
+        found = []
+        for front in self.bound:
+            ids = self.ids_of(front, batch)
+            assert ids is not None, "the front is bound"
+            found += front.look_up(ids)
+        return found
+
+    def send(self, batch: Any) -> dict[int, Any]:
+        """Start to send the ids of a batch over the ranks; by group."""
+        sent: dict[int, Any] = {}
+        for number, collection in enumerate(self.embeddings.collections):
+            ahead, ids = collection.offers(SendsAhead), self.inputs.ids(batch, number)
+            if ahead is not None and ids is not None:
+                sent[number] = ahead.start(ids)
+        return sent
+
+    def update_late(self) -> None:
+        """The step of rows that the model looked up by ids of its own making."""
+        for front in self.fronts.values():
+            front.update_late()
+
+    @property
+    def late_calls(self) -> int:
+        """How often fronts were trained with ids that are not the batch's own."""
+        return sum(front.late_calls for front in self.fronts.values())
+

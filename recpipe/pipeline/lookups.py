@@ -1,0 +1,239 @@
+"""A batch's rows: looked up once, handed out to the model part by part, updated once.
+
+Each part of a batch gets leaves of the graph: its samples' rows, cut off from the tables. When all parts have
+been differentiated, one backward pass for each group and tier makes the fused update of the whole batch; one
+for each part would be wrong for every optimizer with state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.embedding.capabilities import Planned, SendsAhead
+from recpipe.embedding.collection import TableCollection
+from recpipe.embedding.front import BagFront, Front
+from recpipe.embedding.planner import TierPlan, in_order
+from recpipe.phases import phase
+from recpipe.threads import one_thread
+
+
+class GroupLookup:
+    """One group's rows of one batch."""
+
+    def __init__(
+        self,
+        collection: TableCollection,
+        ids: KeyedJaggedTensor,
+        plan: TierPlan | None,
+        sent: Any,
+        pooled: bool,
+        room: bool,
+    ) -> None:
+        self.collection, self.ids, self.plan, self.sent = collection, ids, plan, sent
+        self.pooled, self.room = pooled, room
+        self.warm = torch.empty(0)
+        self.cold: torch.Tensor | None = None
+        self._given: list[tuple[int, int, torch.Tensor]] = []
+        self._id_places: list[list[int]] | None = None
+
+    @property
+    def _tiers(self) -> Planned:
+        tiers = self.collection.offers(Planned)
+        assert tiers is not None, "a plan was made"
+        return tiers
+
+    def arrive(self) -> None:
+        """Wait for the rows that the batch needs."""
+        if self.plan is not None:
+            self._tiers.arrive()
+
+    def look_up_warm(self) -> None:
+        """What is there at once: all rows, or those of the resident tier."""
+        if self.plan is not None:
+            self.warm = self._tiers.lookup_resident(self.plan)
+        elif self.sent is not None:
+            self.warm = _finished(self.collection, self.sent)
+        else:
+            roomy = self.collection.pooled_with_room(self.ids) if self.room else None
+            self.warm = self.collection.lookup(self.ids) if roomy is None else roomy
+
+    def look_up_cold(self) -> None:
+        """What this batch alone needs, once it has arrived."""
+        if self.plan is not None and len(self.plan.slab):
+            self.cold = self._tiers.lookup_slab(self.plan)
+
+    # -- parts -------------------------------------------------------------------------------
+
+    def leaf(self, low: int, high: int) -> torch.Tensor:
+        """Rows of samples [low, high) as a leaf of the graph: [high - low, F * D], or one for each id."""
+        rows = self._cut(self.warm.detach(), low, high)
+        if self.cold is not None and low < high:
+            first = self.plan.cold_first if self.plan is not None and self.pooled else 0
+            if low >= first:
+                rows = rows + self._cut(self.cold.detach(), low - first, high - first)
+        leaf = rows.detach().requires_grad_()
+        self._given.append((low, high, leaf))
+        return leaf
+
+    def whole(self) -> torch.Tensor:
+        """Rows of all samples, in the graph: a backward pass through them is the update."""
+        return self.warm if self.cold is None else self.warm + self.cold
+
+    def _cut(self, rows: torch.Tensor, low: int, high: int) -> torch.Tensor:
+        if self.pooled:
+            return rows[low:high]
+        parts = self._ids_between(low, high)
+        return rows[slice(*parts[0])] if len(parts) == 1 else torch.cat([rows[slice(*p)] for p in parts])
+
+    def _ids_between(self, low: int, high: int) -> list[tuple[int, int]]:
+        """Of each feature, where the ids of samples [low, high) begin and end."""
+        samples, keys = self.ids.stride(), len(self.ids.keys())
+        offsets = self.ids.offsets()
+        if (low, high) == (0, samples):
+            return [(0, int(offsets[-1]))]
+        return [
+            (int(offsets[key * samples + low]), int(offsets[key * samples + high])) for key in range(keys)
+        ]
+
+    def backward(self, alone: bool) -> None:
+        """One backward pass, and so one fused update, for each tier.
+
+        FBGEMM's CPU update enters a parallel region for every table, which costs more than its threads gain.
+        Where several ranks train, torch's own operators make the update.
+        """
+        self.arrive()
+        gradient = self._gradient()
+        with one_thread() if alone else nullcontext():
+            torch.autograd.backward(self.warm, gradient)
+            if self.cold is not None:
+                first = self.plan.cold_first if self.plan is not None and self.pooled else 0
+                torch.autograd.backward(self.cold, gradient[first:].view(self.cold.shape))
+
+    def _gradient(self) -> torch.Tensor:
+        """Of all rows; zero where no part has looked."""
+        given = sorted(self._given, key=lambda part: part[:2])
+        if len(given) == 1 and given[0][2].grad is not None and given[0][2].shape == self.warm.shape:
+            return given[0][2].grad
+        if self.pooled and [low for low, _, _ in given] == [0, *(high for _, high, _ in given[:-1])]:
+            parts = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for _, _, leaf in given]
+            joined = torch.cat(parts) if parts else self.warm
+            if joined.shape == self.warm.shape and parts:
+                return joined
+        gradient = torch.zeros_like(self.warm)
+        for low, high, leaf in given:
+            if leaf.grad is not None:
+                self._put(gradient, low, high, leaf.grad)
+        return gradient
+
+    def _put(self, gradient: torch.Tensor, low: int, high: int, part: torch.Tensor) -> None:
+        if self.pooled:
+            gradient[low:high] = part
+            return
+        at = 0
+        for start, stop in self._ids_between(low, high):
+            gradient[start:stop] = part[at : at + stop - start]
+            at += stop - start
+
+
+def _finished(collection: TableCollection, sent: Any) -> torch.Tensor:
+    ahead = collection.offers(SendsAhead)
+    assert ahead is not None, "no batch is sent otherwise"
+    return collection.joined(ahead.finish(sent))
+
+
+class BatchLookups:
+    """All fronts' rows of one batch."""
+
+    def __init__(self, groups: Mapping[Front, Sequence[GroupLookup]]) -> None:
+        self.groups = groups
+        self.cold_is_here = False
+        self._ready: Future[None] = Future()
+
+    @property
+    def _all(self) -> list[GroupLookup]:
+        return [lookup for lookups in self.groups.values() for lookup in lookups]
+
+    def look_up(self, wait: bool) -> None:
+        """Look the resident rows up; with ``wait``, all rows, once they have arrived."""
+        try:
+            with phase("embedding forward"):
+                if wait or any(g.plan is not None and g.plan.fetches_residents for g in self._all):
+                    for lookup in self._all:
+                        lookup.arrive()
+                for lookup in self._all:
+                    lookup.look_up_warm()
+                if wait:
+                    self._look_up_cold()
+        except BaseException as fault:
+            self._ready.set_exception(fault)
+            raise
+        self._ready.set_result(None)
+
+    def wait_for_cold(self) -> None:
+        """Block until the slabs hold this batch's rows, and look them up."""
+        with phase("embedding forward"):
+            for lookup in self._all:
+                lookup.arrive()
+            self._look_up_cold()
+
+    def _look_up_cold(self) -> None:
+        for lookup in self._all:
+            lookup.look_up_cold()
+        self.cold_is_here = True
+
+    def part(self, ids: Mapping[Front, KeyedJaggedTensor], low: int, high: int) -> dict[Front, Part]:
+        """What the fronts hand out for samples [low, high), whose ``ids`` those are."""
+        return {front: Part(self, front, ids[front], low, high) for front in self.groups}
+
+    def rows(self, front: Front, low: int, high: int) -> list[torch.Tensor]:
+        """Leaves of each group for samples [low, high); waits for another thread to look them up."""
+        self._ready.result()
+        return [lookup.leaf(low, high) for lookup in self.groups[front]]
+
+    def backward(self, alone: bool) -> None:
+        """The tables' update."""
+        with phase("embedding backward and update"):
+            for lookup in self._all:
+                lookup.backward(alone)
+
+
+class Part:
+    """A front's rows of some samples of a batch."""
+
+    def __init__(
+        self, lookups: BatchLookups, front: Front, ids: KeyedJaggedTensor, low: int, high: int
+    ) -> None:
+        self.lookups, self.front, self.ids = lookups, front, ids
+        self.low, self.high = low, high
+        self.leaves: list[torch.Tensor] | None = None
+
+    def holds(self, sparse: KeyedJaggedTensor) -> bool:
+        """Whether ``sparse`` has the ids of these samples."""
+        return same_ids(sparse, self.ids, self.front)
+
+    def rows(self) -> list[torch.Tensor]:
+        """Leaves; the same ones at every call, so that their gradients add up."""
+        if self.leaves is None:
+            self.leaves = self.lookups.rows(self.front, self.low, self.high)
+        return self.leaves
+
+
+def same_ids(sparse: KeyedJaggedTensor, own: KeyedJaggedTensor, front: Front) -> bool:
+    """Whether ``front`` would look up the same by either."""
+    if sparse is own:
+        return True
+    if not set(front.features) <= set(sparse.keys()):
+        return False
+    mine, theirs = (in_order(ids, front.features) for ids in (own, sparse))
+    if isinstance(front, BagFront) and front.is_weighted():
+        weights = (mine.weights_or_none(), theirs.weights_or_none())
+        if any(w is None or w.requires_grad for w in weights) or not torch.equal(*weights):
+            return False
+    pairs = ((mine.lengths(), theirs.lengths()), (mine.values(), theirs.values()))
+    return all(a is b or (a.shape == b.shape and bool((a == b).all())) for a, b in pairs)
