@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, cast
+from typing import cast
 
 import torch
-from annotated_types import Interval, MinLen, MultipleOf
 from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -17,32 +15,10 @@ from recpipe.data.batch import Batch
 from recpipe.embedding.capabilities import SendsAhead
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.shard import Sent
+from recpipe.model.config import ModelConfig as ModelConfig
 from recpipe.model.dense import interact, mlp
 from recpipe.model.matmul import has_onednn
 from recpipe.phases import phase, ranged
-from recpipe.validation import FilePath, Positive, one_of
-
-Sizes = Annotated[list[Annotated[int, Interval(ge=1, le=2**31 - 1)]], MinLen(1)]
-"""Widths of an MLP's layers."""
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """``conf/model``: sizes of hidden layers; the bottom MLP ends in ``embedding_dim``, the top one in 1."""
-
-    name: Annotated[str, one_of("dlrm", "dlrm_dcn")]
-    embedding_dim: Annotated[int, Interval(ge=4, le=2**20), MultipleOf(4)]
-    """A multiple of 4, for FBGEMM's kernels."""
-    bottom: Sizes
-    top: Sizes
-    cross_layers: Positive = 3
-    cross_rank: Positive = 64
-    pretrained: FilePath | None = None
-    """A safetensors file to start from, as ``recpipe unshard`` writes it."""
-    precision: Annotated[str, one_of("float32", "bfloat16")] = "float32"
-    """What the dense part multiplies matrices in while it trains; weights stay float32."""
-    emulate_bfloat16: bool = False
-    """Whether bfloat16 is wanted on a CPU without units for it, too."""
 
 
 class Ranker(nn.Module):
