@@ -32,6 +32,8 @@ recpipe trains TorchRec models; published systems techniques are plugins, each o
                                              add hydra/launcher=torchrun hydra.launcher.nproc_per_node=2
   python -m recpipe data=criteo data.path=FILE_OR_DIR
   python -m recpipe data=parquet data.path=... data.label=... 'data.dense=[...]' 'data.sparse=[...]'
+  python -m recpipe model._target_=my_pkg.Tower model.hidden=64
+                                             a model of your own, with its constructor's arguments
   python -m recpipe plugins                  what is installed and which extension points each uses
   python -m recpipe unshard CHECKPOINT FILE.safetensors
                                              its tables and dense parameters in one file
@@ -60,9 +62,20 @@ def program() -> None:
 
 def main() -> None:
     """The command line; exits 0, 2 for a user's error, 130 for Ctrl-C, 1 for a fault of the program."""
+    _find_modules_here()
     if _several():
         _end_at_once(sys.argv[1:])
     sys.exit(_guarded(sys.argv[1:]))
+
+
+def _find_modules_here() -> None:
+    """Make the current directory's modules importable for the script ``recpipe`` too, behind all others.
+
+    ``python -m recpipe`` has them in front. ``python -P`` and ``PYTHONSAFEPATH`` leave them out.
+    """
+    here = str(Path.cwd())
+    if not (sys.flags.safe_path or here in sys.path or "" in sys.path):
+        sys.path.append(here)
 
 
 def _several() -> bool:
@@ -178,7 +191,15 @@ def _run_hydra(argv: Sequence[str]) -> None:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig
 
-    from recpipe.config import CONFIG_NAME, check, check_overrides, conf_dir, readable_errors, register
+    from recpipe.config import (
+        CONFIG_NAME,
+        check,
+        check_overrides,
+        conf_dir,
+        model_opened,
+        readable_errors,
+        register,
+    )
     from recpipe.console import log
     from recpipe.launcher import TorchrunLauncher, refuse_without_sweep
     from recpipe.run_dir import letting_go
@@ -214,6 +235,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
 
     register()
     check_overrides(argv)
+    sys.argv[1:] = argv = model_opened(argv)
     TorchrunLauncher.environment = dict(os.environ)
     if "task=compare" in argv:
         # The comparison itself runs no plugin: knobs are handed on to the rows that have theirs.

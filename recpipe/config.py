@@ -9,20 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from recpipe import launcher
 from recpipe.errors import UserError, did_you_mean, shown
-from recpipe.plugin.conf import GROUP, PluginSearchPath, PluginSource, plugin_conf
+from recpipe.plugin.conf import PluginSearchPath, PluginSource, package_confs
 from recpipe.plugin.load import installed
+from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, offered
 from recpipe.validation import nearest_key, no_value
+from recpipe.words import CUSTOM, for_hydra
 
 CONFIG_NAME = "train"
 DEEPEST = 20
@@ -40,9 +44,19 @@ def conf_dir() -> Path:
     )
 
 
+class FrameworkPath(SearchPathPlugin):
+    """Keeps the framework's yaml within reach where ``--config-path`` has put a user's in its place."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        own = f"file://{conf_dir()}"
+        if all(element.path not in (own, str(conf_dir())) for element in search_path.get_path()):
+            search_path.append("recpipe", own)
+
+
 def register() -> None:
-    """Make Hydra find plugins' yaml and the torchrun launcher; calling it again changes nothing."""
+    """Make Hydra find packages' yaml and the torchrun launcher; calling it again changes nothing."""
     Plugins.instance().register(PluginSource)
+    Plugins.instance().register(FrameworkPath)
     Plugins.instance().register(PluginSearchPath)
     launcher.register()
 
@@ -55,6 +69,7 @@ def compose(overrides: Sequence[str] = (), run_dir: Path | None = None) -> DictC
     """
     register()
     check_overrides(overrides)
+    overrides = model_opened(overrides)
     with readable_errors(overrides), hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         if run_dir is None:
             recipe = hydra.compose(CONFIG_NAME, overrides=list(overrides))
@@ -66,6 +81,12 @@ def compose(overrides: Sequence[str] = (), run_dir: Path | None = None) -> DictC
                 del recipe["hydra"]
         check(recipe)
     return recipe
+
+
+def model_opened(words: Sequence[str]) -> list[str]:
+    """``words`` as Hydra is to get them: a model of the user's own may have any keys (``recpipe.words``)."""
+    options = {file.stem for file in (conf_dir() / "model").glob("*.yaml")}
+    return for_hydra(words, options - {CUSTOM}, lambda: offered("model"))
 
 
 def check_overrides(words: Sequence[str]) -> None:
@@ -182,12 +203,12 @@ def _parse_fault(text: str) -> str:
 def choices() -> dict[str, set[str]]:
     """Options of every config group, the plugins' and Hydra's launchers among them: group -> names."""
     register()
-    roots = [conf_dir(), *filter(None, map(plugin_conf, installed().values()))]
+    roots = [conf_dir(), *package_confs()]
     found: dict[str, set[str]] = {}
     for file in (file for root in roots for file in root.glob("*/*.yaml")):
         found.setdefault(file.parent.name, set()).add(file.stem)
-    if GROUP in found:
-        found[GROUP] &= installed().keys()
+    if PLUGIN in found:
+        found[PLUGIN] &= installed().keys()
     found["hydra/launcher"] = {
         name.removesuffix(".yaml") for name in ConfigStore.instance().list("hydra/launcher")
     }
@@ -196,9 +217,10 @@ def choices() -> dict[str, set[str]]:
 
 def _missing(group: str, option: str) -> str:
     """``data=nope`` and ``+plugin=nope``: the nearest option of the group."""
-    if group == "plugin" and option in installed():
+    if group in GROUPS and option in offered(group):
         return (
-            f"plugin '{option}' is installed but brings no conf/plugin/{option}.yaml; ask its author for one"
+            f"{WORDS[group]} '{option}' is installed but brings no conf/{group}/{option}.yaml; "
+            "ask its author for one"
         )
     if group == "hydra":
         group, _, option = f"{group}/{option}".rpartition("/")

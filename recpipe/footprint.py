@@ -12,7 +12,8 @@ from recpipe import memory
 from recpipe.data.dataset import Dataset
 from recpipe.embedding.build import SHARDED
 from recpipe.embedding.tables import TableSet
-from recpipe.model.ranker import ModelConfig
+from recpipe.model.config import ModelConfig
+from recpipe.model.make import built_in
 from recpipe.ranks import Ranks
 from recpipe.recipe import Recipe
 
@@ -41,7 +42,9 @@ def require_memory(
     """
     on_device, on_host = _tables(cfg, tables, described, ranks)
     if ranks.trains:
-        on_device["dense part"] = dense_bytes(cfg.model, len(dataset.schema.dense), len(tables.features))
+        on_device["dense part"] = dense_bytes(
+            built_in(cfg.model), len(dataset.schema.dense), len(tables.features)
+        )
         on_device["batches"] = batch_bytes(cfg, dataset, len(ranks.trainers))
     cpu = torch.device("cpu")
     pools = (
@@ -91,4 +94,4 @@ def batch_bytes(cfg: Recipe, dataset: Dataset, trainers: int) -> int:
     ids = sum(pooling) if isinstance(pooling, list) else pooling * features
     read = FLOAT_BYTES * (len(dataset.schema.dense) + ids)
     ahead = min(cfg.data.read_ahead, dataset.num_batches("train", cfg.data.batch_size))
-    return size * ((1 + ahead) * read + FLOAT_BYTES * features * cfg.model.embedding_dim)
+    return size * ((1 + ahead) * read + FLOAT_BYTES * features * built_in(cfg.model).embedding_dim)

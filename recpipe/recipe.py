@@ -13,24 +13,25 @@ from annotated_types import Interval
 from omegaconf import DictConfig
 
 from recpipe.config import active_plugins, plain
-from recpipe.data.config import CONFIGS, DataConfig
+from recpipe.data.config import DataConfig, parse_config
 from recpipe.embedding.build import TierConfig
 from recpipe.errors import UserError
 from recpipe.launch import Topology
-from recpipe.model.ranker import ModelConfig
+from recpipe.model.config import ModelConfig, UserModel, parse_model
 from recpipe.optim import OptimConfig
-from recpipe.tasks.config import CompareConfig, PlanConfig, TaskConfig
+from recpipe.plugin.offers import is_offered, offered
+from recpipe.tasks.config import CompareConfig, InstalledTask, PlanConfig, TaskConfig
 from recpipe.tasks.profile import ProfileConfig
 from recpipe.training.config import TrainerConfig
-from recpipe.validation import FilePath, Text, chosen, fitted, no_value, typed
+from recpipe.validation import FilePath, Text, chosen, fitted, mapping, no_value, typed, typed_part
 
-MODELS = {"dlrm": ModelConfig, "dlrm_dcn": ModelConfig}
 TASKS: dict[str, type[TaskConfig]] = {
     "train": TaskConfig,
     "profile": ProfileConfig,
     "compare": TaskConfig,
     "plan": PlanConfig,
 }
+"""recpipe's own tasks by name."""
 Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
 """What NumPy, torch and Python all take."""
 
@@ -47,7 +48,7 @@ class Recipe:
     """A composed config as values. Keys of no section are the user's own, for interpolations."""
 
     data: DataConfig
-    model: ModelConfig
+    model: ModelConfig | UserModel
     tiers: TierConfig
     optim: OptimConfig
     trainer: TrainerConfig
@@ -68,15 +69,15 @@ class Recipe:
         """``config`` as ``recpipe.config.compose`` gives it; ``UserError`` that names the first wrong key."""
         values = plain(config)
         section = values.get
-        task = chosen(TASKS, _present(values, "task"), "task")
+        task = parse_task(_present(values, "task"))
         if isinstance(task, ProfileConfig) and section("resume"):
             raise UserError(
                 f"task=profile starts anew and cannot go on from resume={section('resume')}; leave resume out"
             )
         compares = task.name == "compare"
         return cls(
-            data=chosen(CONFIGS, _present(values, "data"), "data"),
-            model=chosen(MODELS, _present(values, "model"), "model"),
+            data=parse_config(_present(values, "data")),
+            model=parse_model(_present(values, "model")),
             tiers=typed(TierConfig, _present(values, "tiers"), "tiers"),
             optim=typed(OptimConfig, _present(values, "optim"), "optim"),
             trainer=typed(TrainerConfig, _present(values, "trainer"), "trainer"),
@@ -89,6 +90,15 @@ class Recipe:
             plugins=active_plugins(config),
             values=values,
         )
+
+
+def parse_task(values: object) -> TaskConfig:
+    """The ``task`` section, typed; one that an installed package offers has further keys of its own."""
+    section = mapping(values, "task")
+    if section.get("name") in [*TASKS] or not is_offered("task", section.get("name")):
+        return chosen(TASKS, section, "task", also=offered("task"))
+    keys, settings = typed_part(TaskConfig, section, "task")
+    return InstalledTask(**vars(keys), settings=settings)
 
 
 def _present(values: Mapping[str, Any], key: str) -> Any:

@@ -25,6 +25,7 @@ from recpipe.embedding.inputs import Inputs
 from recpipe.footprint import require_memory
 from recpipe.launch import Process, joined, require_same_data
 from recpipe.metrics import reset_peak_rss
+from recpipe.model.make import built_in
 from recpipe.model.matmul import require_bfloat16_units, vector_units
 from recpipe.model.module import RankingModule
 from recpipe.model.placed import PlacedModel, put_fronts
@@ -46,8 +47,9 @@ from recpipe.setup import (
     resume_from,
 )
 from recpipe.sizes import readable_bytes
-from recpipe.tasks.config import PlanConfig
+from recpipe.tasks.config import InstalledTask, PlanConfig
 from recpipe.tasks.export import export_parameters
+from recpipe.tasks.installed import run_installed
 from recpipe.tasks.nudge import Nudge
 from recpipe.tasks.plan import describe, planned_ranks, print_plan
 from recpipe.tasks.profile import ProfileConfig, StepProfiler
@@ -70,6 +72,8 @@ def run(composed: DictConfig) -> dict[str, Any]:
 
 
 def _run_task(cfg: Recipe, run_dir: RunDir) -> dict[str, Any]:
+    if isinstance(cfg.task, InstalledTask):
+        return run_installed(cfg, run_dir.path)
     device = choose_device(cfg.trainer.device)
     try_out(cfg.optim.dense, device)
     with vector_units(device):
@@ -87,7 +91,7 @@ def _run_task(cfg: Recipe, run_dir: RunDir) -> dict[str, Any]:
 def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> dict[str, Any]:
     """This rank's part of a run; reports are rank 0's."""
     started = run_start()
-    trainer_config, model_config, tier_config = cfg.trainer, cfg.model, cfg.tiers
+    trainer_config, model_config, tier_config = cfg.trainer, built_in(cfg.model), cfg.tiers
     leads = ranks.rank == 0
     if model_config.precision == "bfloat16" and not model_config.emulate_bfloat16:
         require_bfloat16_units(device)

@@ -36,6 +36,29 @@ def make(kind: type[T], chosen: Mapping[str, Any], key: str) -> T:
     return made
 
 
+def made_within(value: Any, key: str) -> Any:
+    """``value``, a plain one of a recipe, with an object in place of each mapping that has a ``_target_``.
+
+    Raises ``UserError`` that names ``key``.
+    """
+    if not _has_target(value):
+        return value
+    try:
+        return instantiate(value, _convert_="all") if isinstance(value, dict) else _listed(value, key)
+    except InstantiationException as fault:
+        raise UserError(f"{key}: cannot be made: {_reason(fault)}") from fault
+
+
+def _listed(value: Any, key: str) -> list[Any]:
+    return [made_within(item, f"{key}[{index}]") for index, item in enumerate(value)]
+
+
+def _has_target(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return "_target_" in value or any(map(_has_target, value.values()))
+    return isinstance(value, list) and any(map(_has_target, value))
+
+
 def _reason(fault: BaseException) -> str:
     """What went wrong at the root, in one line."""
     while fault.__cause__ is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType
@@ -109,12 +109,23 @@ def typed(cls: type[T], values: object, section: str) -> T:
     return cls(**made)
 
 
-def chosen(kinds: Mapping[str, type[T]], values: object, section: str) -> T:
-    """The dataclass that ``values["name"]`` names among ``kinds``, filled from ``values``."""
+def typed_part(cls: type[T], values: object, section: str) -> tuple[T, dict[str, Any]]:
+    """``typed`` of those keys that are fields of ``cls``, and the other ones, which somebody else reads."""
+    values = mapping(values, section)
+    own = {f.name for f in fields(cast(Any, cls))}
+    found = typed(cls, {key: value for key, value in values.items() if key in own}, section)
+    return found, {key: value for key, value in values.items() if key not in own}
+
+
+def chosen(kinds: Mapping[str, type[T]], values: object, section: str, also: Iterable[str] = ()) -> T:
+    """The dataclass that ``values["name"]`` names among ``kinds``, filled from ``values``.
+
+    ``also``: names that somebody else types, for the message about an unknown one.
+    """
     values = mapping(values, section)
     if "name" not in values:
         raise no_value(f"{section}.name")
-    name = fitted(Annotated[Text, one_of(*kinds)], values["name"], f"{section}.name")
+    name = fitted(Annotated[Text, one_of(*kinds, *also)], values["name"], f"{section}.name")
     return typed(kinds[name], values, section)
 
 

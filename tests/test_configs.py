@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recpipe.config import CONFIG_NAME, active_plugins, compose, conf_dir, plugin_conf
+from recpipe.config import CONFIG_NAME, active_plugins, compose, conf_dir
 from recpipe.errors import UserError
+from recpipe.plugin.conf import package_conf, package_confs
 from recpipe.plugin.load import installed
 
-ROOTS = [conf_dir(), *filter(None, map(plugin_conf, installed().values()))]
+ROOTS = [conf_dir(), *package_confs()]
 missing = object()
 FILES = sorted({file for root in ROOTS for file in root.glob("*/*.yaml")})
 
@@ -40,7 +41,7 @@ def test_holds_values_only(file: Path) -> None:
 
 def test_every_plugin_has_a_yaml_with_its_own_node() -> None:
     for name, ep in installed().items():
-        folder = plugin_conf(ep)
+        folder = package_conf(ep)
         assert folder is not None
         first = (folder / "plugin" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
         assert first == f"# @package plugins.{name}"

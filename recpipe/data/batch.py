@@ -40,6 +40,19 @@ class Batch:
         """Number of samples, B."""
         return self.labels.shape[0]
 
+    @property
+    def dense_features(self) -> torch.Tensor:
+        """``dense`` by TorchRec's name, float32 [B, max(1, D)]: a constant 1 where there is no column.
+
+        TorchRec's models take one at the least.
+        """
+        return self.dense if self.dense.shape[1] else self.dense.new_ones((self.size, 1))
+
+    @property
+    def sparse_features(self) -> KeyedJaggedTensor:
+        """``sparse`` by TorchRec's name."""
+        return self.sparse
+
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The same batch on ``device``."""
         return Batch(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_type_hints
 
 from annotated_types import Gt, Interval, MinLen
 from omegaconf import DictConfig
 
 from recpipe.config import plain
 from recpipe.errors import UserError, shown
-from recpipe.validation import Count, FilePath, Positive, Text, chosen, one_of, typed
+from recpipe.plugin.errors import PluginLoadError
+from recpipe.plugin.offers import entry, imported, is_offered, offered, origin_of
+from recpipe.validation import Count, FilePath, Positive, Text, chosen, mapping, one_of, typed
 
 Rows = Annotated[int, Interval(ge=2, le=2**31 - 1)]
 """Rows of a table; row 0 is that of missing ids."""
@@ -118,4 +120,34 @@ def parse_config(node: DictConfig | Mapping[str, Any] | DataConfig) -> DataConfi
     """The checked dataclass for a ``data`` node, interpolations resolved; ``UserError`` names a bad key."""
     if isinstance(node, DataConfig):
         return typed(type(node), vars(node), "data")
-    return chosen(CONFIGS, plain(node) if isinstance(node, DictConfig) else node, "data")
+    values = mapping(plain(node) if isinstance(node, DictConfig) else node, "data")
+    name = values.get("name")
+    if name in [*CONFIGS] or not is_offered("data", name):
+        return chosen(CONFIGS, values, "data", also=offered("data"))
+    return typed(installed_source(str(name))[1], values, "data")
+
+
+def installed_source(name: str) -> tuple[Callable[[Any, int], object], type[DataConfig]]:
+    """The function that opens an installed package's data source, and the class of its recipe.
+
+    The function's first parameter is annotated with that class, a dataclass derived from ``DataConfig``.
+    Raises ``PluginError`` where it is not, or cannot be imported.
+    """
+    ep = entry("data", name, offered("data"))
+    function = imported("data", ep)
+    kind = _annotation(function)
+    if not callable(function) or not (isinstance(kind, type) and issubclass(kind, DataConfig)):
+        raise PluginLoadError(
+            f"data source {origin_of(ep)}: '{ep.value}' must be a function (config: C, seed: int) -> "
+            "Dataset, where C is a dataclass derived from recpipe.data.config.DataConfig; correct it"
+        )
+    return function, kind
+
+
+def _annotation(function: object) -> object:
+    """The type of the first parameter; None where that cannot be told."""
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError):  # a name that only type checkers import; no function
+        return None
+    return next(iter(hints.values()), None)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from omegaconf import DictConfig
 
 from recpipe.data import criteo
 from recpipe.data.cache import Source, prepare
 from recpipe.data.config import (
+    CONFIGS,
     CriteoConfig,
     DataConfig,
     FileConfig,
     NpyConfig,
     ParquetConfig,
     SyntheticConfig,
+    installed_source,
     parse_config,
 )
 from recpipe.data.criteo import CriteoSource
@@ -26,6 +28,7 @@ from recpipe.data.files import input_files
 from recpipe.data.npy import NpySource, triples
 from recpipe.data.prepared import PreparedDataset
 from recpipe.data.synthetic import SyntheticDataset
+from recpipe.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +42,15 @@ def open_dataset(cfg: DictConfig | Mapping[str, Any] | DataConfig, seed: int) ->
     dataset = _open(config, seed)
     dataset.read_ahead = config.read_ahead
     if config.last_batch == "drop":
+        if not isinstance(dataset, NumberedDataset):
+            raise UserError(f"data.last_batch=drop: data={config.name} cannot leave its short batch out")
         dataset.drop_short_batch(config.batch_size)
     return dataset
 
 
-def _open(config: DataConfig, seed: int) -> NumberedDataset:
+def _open(config: DataConfig, seed: int) -> Dataset:
+    if config.name not in CONFIGS:
+        return _installed(config, seed)
     if isinstance(config, SyntheticConfig):
         log.info("generating data: %s samples", f"{config.samples:,}")
         return SyntheticDataset(config, seed)
@@ -51,6 +58,21 @@ def _open(config: DataConfig, seed: int) -> NumberedDataset:
     log.info("reading data: %s", config.path)
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
     return PreparedDataset(prepare(_source(config), cache_dir), config.eval_fraction)
+
+
+def _installed(config: DataConfig, seed: int) -> Dataset:
+    """The data set of an installed package's source."""
+    log.info("opening data: %s", config.name)
+    function, _ = installed_source(config.name)
+    dataset = function(config, seed)
+    if not isinstance(dataset, Dataset):
+        raise UserError(
+            f"data={config.name} opens a {type(dataset).__name__}, not a recpipe.data.dataset.Dataset"
+        )
+    lacking = [name for name in get_type_hints(Dataset) if not hasattr(dataset, name)]
+    if lacking:
+        raise UserError(f"data={config.name}: {type(dataset).__name__} must set {', '.join(lacking)}")
+    return dataset
 
 
 def _source(config: FileConfig) -> Source:

@@ -1,4 +1,4 @@
-"""Plugins' yaml: where it lies, and what it may set: the knobs of its own plugin and nothing else."""
+"""Packages' yaml: where it lies, and what it may set: its own plugin's knobs, or its own section, alone."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.load import installed
+from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, offered
 
 SCHEME = "recpipe-plugin"
-GROUP = "plugin"
-"""The config group of ``+plugin=NAME``."""
+TARGET = "_target_"
+"""The key that has an object made of any importable class."""
 SHOWN = 5
 """Keys that a message names before it counts the rest."""
 
 
-def plugin_conf(ep: EntryPoint) -> Path | None:
-    """``conf`` in a plugin's top-level package, found without importing it; None where there is none."""
+def package_conf(ep: EntryPoint) -> Path | None:
+    """``conf`` in an entry point's top-level package, found without importing it; None: there is none."""
     try:
         spec = find_spec(ep.module.partition(".")[0])
     except (ImportError, ValueError):
@@ -34,26 +34,33 @@ def plugin_conf(ep: EntryPoint) -> Path | None:
     return next((folder.resolve() for folder in folders if folder.is_dir()), None)
 
 
+def package_confs() -> dict[Path, list[str]]:
+    """The ``conf`` folders of all packages that offer something, each with what that is: ``model/tower``."""
+    owners: dict[Path, list[str]] = {}
+    for kind in GROUPS:
+        for name, ep in offered(kind).items():
+            folder = package_conf(ep)
+            if folder is not None:
+                owners.setdefault(folder, []).append(f"{kind}/{name}")
+    return owners
+
+
 class PluginSearchPath(SearchPathPlugin):
-    """Puts installed plugins' yaml on Hydra's search path, behind the framework's: it adds, never shadows."""
+    """Puts packages' yaml on Hydra's search path, behind the framework's: it adds, never shadows."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        owners: dict[Path, list[str]] = {}
-        for name, ep in installed().items():
-            folder = plugin_conf(ep)
-            if folder is not None:
-                owners.setdefault(folder, []).append(name)
-        for folder, names in owners.items():
-            search_path.append(f"plugin {' '.join(names)}", f"{SCHEME}://{folder}")
+        for folder, offers in package_confs().items():
+            search_path.append(f"package {' '.join(offers)}", f"{SCHEME}://{folder}")
 
 
 class PluginSource(FileConfigSource):
-    """A package's ``conf`` folder, for Hydra; its provider is ``plugin`` and the names of its plugins.
+    """A package's ``conf`` folder, for Hydra; its provider is ``package`` and what the package offers.
 
-    ``plugin/NAME.yaml`` is there for these names alone, so that no package speaks for another one's
-    plugin, and is refused where it sets anything but ``plugins.NAME``. Both happen when a recipe asks for
-    the file: a package that is merely installed disturbs nobody. Other groups add options, which a user
-    chooses by name.
+    ``plugin/NAME.yaml`` is there for the package's own plugins alone, and a yaml of a model, a data source or
+    a task that another package offers is not: none speaks for another. Each is refused where it sets anything
+    but ``plugins.NAME`` or its section, and any yaml where it has a ``_target_``, which is the user's to
+    write. All this happens when a recipe asks for the file: a package that is merely installed disturbs
+    nobody. Further options of any group are a user's to choose by name.
     """
 
     @staticmethod
@@ -61,14 +68,69 @@ class PluginSource(FileConfigSource):
         return SCHEME
 
     def is_config(self, config_path: str) -> bool:
-        group, _, option = config_path.removesuffix(".yaml").partition("/")
-        return (group != GROUP or option in self.provider.split()[1:]) and super().is_config(config_path)
+        return self._may_speak_for(config_path.removesuffix(".yaml")) and super().is_config(config_path)
+
+    def _may_speak_for(self, config: str) -> bool:
+        kind, _, name = config.partition("/")
+        if kind not in GROUPS or config in self._own:
+            return True
+        return kind != PLUGIN and name not in offered(kind)
+
+    @property
+    def _own(self) -> list[str]:
+        return self.provider.split()[1:]
 
     def load_config(self, config_path: str) -> ConfigResult:
-        group, _, name = config_path.removesuffix(".yaml").partition("/")
-        if group == GROUP:
-            knobs_in(Path(self.path), name)
-        return super().load_config(config_path)
+        config = config_path.removesuffix(".yaml")
+        kind, _, name = config.partition("/")
+        folder = Path(self.path)
+        if kind == PLUGIN:
+            knobs_in(folder, name)
+        elif kind in GROUPS:
+            _refuse_foreign(folder, kind, name)
+        loaded = super().load_config(config_path)
+        _refuse_targets(loaded, folder / f"{config}.yaml")
+        if kind != PLUGIN and config in self._own:
+            _name_it(loaded, kind, name, folder / f"{config}.yaml")
+        return loaded
+
+
+def _name_it(loaded: ConfigResult, kind: str, name: str, file: Path) -> None:
+    """Set the section's ``name``, by which the entry point is found."""
+    if loaded.header["package"] not in (None, kind):
+        raise PluginError(f"{file} has a line '# @package {loaded.header['package']}'; leave it out")
+    assert isinstance(loaded.config, DictConfig)
+    if loaded.config.setdefault("name", name) != name:
+        raise PluginError(f"{file} names another {WORDS[kind]} than its entry point, {name}; leave name out")
+
+
+def _refuse_foreign(folder: Path, kind: str, name: str) -> None:
+    who = f"{WORDS[kind]} '{name}': {folder / kind / f'{name}.yaml'}"
+    remedy = (
+        f"Ask the package's author for a yaml that holds the keys of '{kind}' alone, without a package line"
+    )
+    node, defaults = _read(folder, kind, name, who, remedy)
+    foreign = [*defaults, *_outside(node, (), (kind,))]
+    if foreign or not isinstance(node.get(kind), dict):
+        what = f"sets {_listed(foreign)}, but" if foreign else "must map keys to values, and"
+        raise PluginError(f"{who} {what} may set the section {kind} alone. {remedy}")
+
+
+def _refuse_targets(loaded: ConfigResult, file: Path) -> None:
+    """``PluginError`` where a package's yaml would have objects of its choice made."""
+    if _mentions_target(OmegaConf.to_container(loaded.config, resolve=False)):
+        raise PluginError(
+            f"{file} has a {TARGET}, which a package's yaml may not: classes are chosen on the command line "
+            "and in your own yaml. Ask the package's author for an entry point instead"
+        )
+
+
+def _mentions_target(node: Any) -> bool:
+    if isinstance(node, dict):
+        return any(map(_mentions_target, (*node, *node.values())))
+    if isinstance(node, list):
+        return any(map(_mentions_target, node))
+    return isinstance(node, str) and TARGET in node  # a resolver (oc.decode) makes mappings of text, too
 
 
 def knobs_in(folder: Path, name: str) -> dict[str, Any]:
@@ -76,13 +138,12 @@ def knobs_in(folder: Path, name: str) -> dict[str, Any]:
 
     Raises ``PluginError`` that names the file and the keys where it sets anything else, and ``YAMLError``.
     """
-    who = f"plugin '{name}': {folder / GROUP / f'{name}.yaml'}"
-    node, defaults = _read(folder, name, who)
+    who = f"plugin '{name}': {folder / PLUGIN / f'{name}.yaml'}"
+    node, defaults = _read(folder, PLUGIN, name, who, _remedy(name))
     foreign = [*defaults, *_outside(node, (), ("plugins", name))]
     if foreign:
-        rest = f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
         raise PluginError(
-            f"{who} sets {', '.join(foreign[:SHOWN])}{rest}, but may set plugins.{name} alone: a plugin must "
+            f"{who} sets {_listed(foreign)}, but may set plugins.{name} alone: a plugin must "
             f"not change the rest of a run unseen. {_remedy(name)}. Whoever wants such values sets them on "
             "the command line or in an experiment's yaml"
         )
@@ -96,18 +157,23 @@ def knobs_in(folder: Path, name: str) -> dict[str, Any]:
     return {str(knob): value for knob, value in (own or {}).items()}
 
 
-def _read(folder: Path, name: str, who: str) -> tuple[dict[str, Any], list[str]]:
+def _listed(keys: list[str]) -> str:
+    rest = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+    return f"{', '.join(keys[:SHOWN])}{rest}"
+
+
+def _read(folder: Path, kind: str, name: str, who: str, remedy: str) -> tuple[dict[str, Any], list[str]]:
     """What the yaml adds to a recipe, from its root on, and the entries of its defaults list."""
     try:
-        loaded = FileConfigSource(GROUP, f"file://{folder}").load_config(f"{GROUP}/{name}")
+        loaded = FileConfigSource(kind, f"file://{folder}").load_config(f"{kind}/{name}")
     except (OSError, ValueError) as fault:
-        raise PluginError(f"{who} cannot be read: {fault}. {_remedy(name)}") from fault
+        raise PluginError(f"{who} cannot be read: {fault}. {remedy}") from fault
     node: Any = OmegaConf.to_container(loaded.config, resolve=False)
     if not isinstance(node, dict):
-        raise PluginError(f"{who} must map knobs to values. {_remedy(name)}")
+        raise PluginError(f"{who} must map {'knobs' if kind == PLUGIN else 'keys'} to values. {remedy}")
     listed = node.pop("defaults", None) or []
     entries = listed if isinstance(listed, list) else [listed]
-    package = (loaded.header["package"] or GROUP).removeprefix("_global_").strip(".")
+    package = (loaded.header["package"] or kind).removeprefix("_global_").strip(".")
     for part in reversed(package.split(".") if package else []):
         node = {part: node}
     return node, [f"defaults: {entry}" for entry in entries if entry != "_self_"]

@@ -12,8 +12,9 @@ from rich.table import Table
 
 from recpipe.console import Output
 from recpipe.plugin.api import Context, Contribution, Origin, Plugin, TableInfo
-from recpipe.plugin.conf import knobs_in, plugin_conf
-from recpipe.plugin.load import installed, instantiate, origin_of
+from recpipe.plugin.conf import knobs_in, package_conf
+from recpipe.plugin.load import installed, instantiate
+from recpipe.plugin.offers import origin_of
 
 SAMPLE = Context(
     tables={f"C{i}": TableInfo(f"C{i}", 1000, 16) for i in range(1, 27)},
@@ -53,7 +54,7 @@ def default_knobs(ep: EntryPoint) -> dict[str, object]:
 
     Raises ``PluginError`` where that sets more than the plugin's knobs.
     """
-    folder = plugin_conf(ep)
+    folder = package_conf(ep)
     if folder is None or not (folder / "plugin" / f"{ep.name}.yaml").is_file():
         return {}
     return knobs_in(folder, ep.name)

@@ -9,37 +9,20 @@ from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from recpipe.errors import did_you_mean
 from recpipe.plugin.api import API, Invariant, Origin, Plugin
 from recpipe.plugin.errors import (
     PluginConflict,
     PluginError,
     PluginLoadError,
-    PluginNotFound,
     PluginVersionError,
 )
 from recpipe.plugin.knobs import check_knobs
-
-GROUP = "recpipe.plugins"
+from recpipe.plugin.offers import PLUGIN, entry, imported, offered, origin_of
 
 
 def installed() -> dict[str, EntryPoint]:
     """Plugins on this machine by name, without importing any."""
-    found: dict[str, EntryPoint] = {}
-    for ep in metadata.entry_points(group=GROUP):
-        if ep.name in found and found[ep.name].value != ep.value:
-            one, two = (e.dist.name if e.dist else "?" for e in (found[ep.name], ep))
-            raise PluginConflict(
-                f"two installed packages provide a plugin named '{ep.name}': {one} and {two}. "
-                f"Uninstall one: pip uninstall {two}"
-            )
-        found[ep.name] = ep
-    return dict(sorted(found.items()))
-
-
-def origin_of(ep: EntryPoint) -> Origin:
-    """Name, distribution and version of an installed plugin."""
-    return Origin(ep.name, ep.dist.name if ep.dist else "?", ep.dist.version if ep.dist else "?")
+    return offered(PLUGIN)
 
 
 def load(name: str, available: Mapping[str, EntryPoint] | None = None) -> tuple[type[Plugin], Origin]:
@@ -47,20 +30,9 @@ def load(name: str, available: Mapping[str, EntryPoint] | None = None) -> tuple[
 
     Raises ``PluginNotFound`` (with the nearest name), ``PluginLoadError`` or ``PluginVersionError``.
     """
-    eps = installed() if available is None else available
-    if name not in eps:
-        hint = did_you_mean(name, eps)
-        raise PluginNotFound(f"no plugin '{name}'.{hint} Installed: {', '.join(sorted(eps)) or 'none'}")
-    ep = eps[name]
+    ep = entry(PLUGIN, name, installed() if available is None else available)
     origin = origin_of(ep)
-    try:
-        cls = ep.load()
-    except Exception as fault:
-        raise PluginLoadError(
-            f"plugin {origin} is installed but cannot be imported from '{ep.value}': "
-            f"{type(fault).__name__}: {fault}. "
-            f"Reinstall it: pip install --force-reinstall {origin.distribution}"
-        ) from fault
+    cls = imported(PLUGIN, ep)
     if not (isinstance(cls, type) and issubclass(cls, Plugin)):
         raise PluginLoadError(
             f"plugin {origin}: '{ep.value}' is not a subclass of recpipe.Plugin; correct its entry point"

@@ -69,12 +69,11 @@ def command_line_overrides() -> list[str]:
 
 
 def chosen_config(hydra: Any) -> list[str]:
-    """The config directory and name of a ``hydra`` section, as arguments, where the user chose them."""
-    chosen = [
-        f"--config-dir={source.path}"
-        for source in hydra.runtime.config_sources
-        if source.provider == "command-line"
-    ]
+    """The config directories and name of a ``hydra`` section, as arguments, where the user chose them."""
+    sources = {source.provider: source.path for source in hydra.runtime.config_sources}
+    chosen = [f"--config-dir={sources['command-line']}"] if "command-line" in sources else []
+    if "recpipe" in sources:  # the framework's, because the user's is in its place
+        chosen.append(f"--config-path={sources['main']}")
     if hydra.job.config_name not in (None, "train"):
         chosen.append(f"--config-name={hydra.job.config_name}")
     return chosen

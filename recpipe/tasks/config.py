@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from annotated_types import Interval, MinLen
 
@@ -28,6 +29,13 @@ class PlanConfig(TaskConfig):
     """``conf/task/plan.yaml``; ``ranks`` None: those that run."""
 
     ranks: Positive | None = None
+
+
+@dataclass(frozen=True)
+class InstalledTask(TaskConfig):
+    """A task that an installed package offers; ``settings``: the keys that recpipe does not know."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class Steady(Plugin):
 def test_who_relies_on_exact_updates_may_have_it_beside_them_switched_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    steady = EntryPoint("steady", f"{__name__}:Steady", load.GROUP)
+    steady = EntryPoint("steady", f"{__name__}:Steady", "recpipe.plugins")
     monkeypatch.setattr(EntryPoint, "load", lambda ep: {"steady": Steady, "slipstream": Slipstream}[ep.name])
     found = load.installed() | {"steady": steady}
     monkeypatch.setattr(load, "installed", lambda: found)

@@ -1,0 +1,240 @@
+"""How a model is called, whoever wrote it: a batch in, a loss and an output out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from recpipe.errors import UserError, nearest_or_all, shown
+from recpipe.model.config import UserModel
+from recpipe.model.loss import Loss, parse_loss, vector
+from recpipe.pipeline.select import batch_size
+
+_WRAPPERS = ("module", "_orig_mod")
+"""Where DistributedModelParallel, DistributedDataParallel and torch.compile keep the module they call."""
+
+
+class Called:
+    """A module as training sees it: ``called(batch)`` gives the loss, 0-dim, and the module's output.
+
+    ``forward`` gets the batch itself where it takes one argument that is no attribute of it, else the batch's
+    attributes by name. It returns ``(loss, output)``, as TorchRec's train pipelines take it, or an output
+    alone, of which ``loss`` then makes the loss over the batch's ``labels``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss | Mapping[str, Loss],
+        labels: str = "labels",
+        prediction: str | None = None,
+        low_precision: bool = False,
+    ) -> None:
+        self.module = module
+        self.loss = loss
+        self.labels = labels
+        """Dotted path of the labels in a batch; of several losses, that of what holds the labels by name."""
+        self.key = prediction
+        """Key, attribute or place of the prediction in the output; None: it is plain."""
+        self.low_precision = low_precision
+        """Whether matrix products are in bfloat16."""
+        self._parameters = _named_parameters(module)
+
+    @classmethod
+    def of(cls, module: nn.Module, config: UserModel) -> Called:
+        """``module`` as the recipe says; ``UserError`` for an unknown loss."""
+        loss = parse_loss(config.loss)
+        return cls(module, loss, config.labels, config.prediction, config.precision == "bfloat16")
+
+    def __call__(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        """The loss, a mean over the batch's samples, and the module's output; of no sample the loss is 0.
+
+        Raises ``UserError`` where batch, module, output and labels do not fit together.
+        """
+        returned = self._forward(batch)
+        own = _with_loss(returned)
+        if own is None:
+            return self._loss(returned, batch), returned
+        loss, output = own
+        return (torch.nan_to_num(loss) if _is_empty(batch) else loss), output
+
+    def predict(self, batch: Any) -> torch.Tensor:
+        """Logits float32 [B], without a loss."""
+        returned = self._forward(batch)
+        own = _with_loss(returned)
+        return self.prediction(returned if own is None else own[1])
+
+    def prediction(self, output: Any) -> torch.Tensor:
+        """The output's logits, float32 [B] and detached, which quality is measured on.
+
+        Raises ``UserError`` that says what to return where it is not plain which tensor they are.
+        """
+        found = self._predicted(output).detach()
+        loss = self._predicted_loss()
+        found = vector(found if loss is None else loss.logits(found))
+        if found.dim() != 1:
+            raise UserError(f"the model's prediction is {list(found.shape)}, not [B] or [B, 1]; {_REMEDY}")
+        return found.float()
+
+    def _predicted_loss(self) -> Loss | None:
+        """The loss of the prediction; None: it is not one of several."""
+        if isinstance(self.loss, Loss):
+            return self.loss
+        alone = next(iter(self.loss)) if len(self.loss) == 1 else None
+        return self.loss.get(self.key or alone or "")
+
+    def _forward(self, batch: Any) -> Any:
+        arguments = self._arguments(batch)
+        with torch.autocast(_device_type(self.module), torch.bfloat16, enabled=self.low_precision):
+            return self.module(batch) if arguments is None else self.module(**arguments)
+
+    def _arguments(self, batch: Any) -> dict[str, Any] | None:
+        """Parts of the batch by the names of ``forward``'s parameters; None: it takes the batch itself."""
+        required = [name for name, p in self._parameters.items() if p.default is p.empty]
+        absent = [name for name in required if not _has(batch, name)]
+        if len(required) <= 1 and len(absent) == len(required):
+            first = next(iter(self._parameters), None)
+            if required or first is None or not _has(batch, first):
+                return None
+        if absent:
+            raise UserError(
+                f"{type(self.module).__name__}.forward takes '{absent[0]}', which the batch "
+                f"({type(batch).__name__}) does not have; {nearest_or_all(absent[0], _names(batch))}"
+            )
+        return {name: _part(batch, name) for name in self._parameters if _has(batch, name)}
+
+    def _loss(self, output: Any, batch: Any) -> torch.Tensor:
+        if isinstance(self.loss, Mapping):
+            return self._several(output, batch, self.loss)
+        labels = self._labels(batch, self.labels)
+        return self.loss(self._predicted(output), labels)
+
+    def _several(self, output: Any, batch: Any, losses: Mapping[str, Loss]) -> torch.Tensor:
+        """The sum of the losses of all labels."""
+        if not isinstance(output, Mapping):
+            raise UserError(
+                f"model.loss has one for each of {', '.join(losses)}, so the model must return a mapping of "
+                f"these names, not a {type(output).__name__}"
+            )
+        total: list[torch.Tensor] = []
+        for name, loss in losses.items():
+            if name not in output:
+                raise UserError(
+                    f"model.loss.{name}: the model returns no '{name}'; {nearest_or_all(name, output)}"
+                )
+            total.append(loss(output[name], self._labels(batch, f"{self.labels}.{name}")))
+        return torch.stack(total).sum()
+
+    def _labels(self, batch: Any, path: str) -> torch.Tensor:
+        found, at = batch, "the batch"
+        for name in path.split("."):
+            if not _has(found, name):
+                raise UserError(
+                    f"model.labels={path}: {at} ({type(found).__name__}) has no '{name}'; "
+                    f"{nearest_or_all(name, _names(found))}"
+                )
+            found, at = _part(found, name), f"{at}'s {name}"
+        if not isinstance(found, torch.Tensor):
+            raise UserError(f"model.labels={path}: {at} is a {type(found).__name__}, not a tensor")
+        return found
+
+    def _predicted(self, output: Any) -> torch.Tensor:
+        """The tensor of ``output`` that is the prediction."""
+        found = output if self.key is None else _keyed(output, self.key)
+        if isinstance(found, list | tuple) and self.key is None:
+            # TorchRec's DLRMTrain: (loss, logits, labels).
+            found = (
+                found[1]
+                if len(found) == 3 and _is_scalar(found[0])
+                else found[0]
+                if len(found) == 1
+                else None
+            )
+        elif isinstance(found, Mapping):
+            found = next(iter(found.values())) if len(found) == 1 else None
+        if not isinstance(found, torch.Tensor):
+            raise UserError(
+                f"the model returns {_kind(output)}, of which it is not plain what it predicts; {_REMEDY}"
+            )
+        return found
+
+
+_REMEDY = (
+    "return a tensor [B] or [B, 1], (loss, such a tensor), or say which part it is: model.prediction=KEY"
+)
+
+
+def _with_loss(returned: Any) -> tuple[torch.Tensor, Any] | None:
+    """``(loss, output)`` where a module returns that."""
+    if isinstance(returned, list | tuple) and len(returned) == 2 and _is_scalar(returned[0]):
+        return returned[0], returned[1]
+    if _is_scalar(returned):
+        raise UserError(
+            "the model returns a loss alone, and quality cannot be measured; return (loss, output)"
+        )
+    return None
+
+
+def _is_empty(batch: Any) -> bool:
+    """Whether it holds no sample, as far as that can be told."""
+    try:
+        return batch_size(batch) == 0
+    except UserError:
+        return False
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _named_parameters(module: nn.Module) -> dict[str, Parameter]:
+    """Of ``forward``, but for ``*args`` and ``**kwargs``; those of the module inside of a wrapper."""
+    while True:
+        kinds = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        found = {name: p for name, p in signature(module.forward).parameters.items() if p.kind not in kinds}
+        inner = next((getattr(module, name) for name in _WRAPPERS if hasattr(module, name)), None)
+        if found or not isinstance(inner, nn.Module):
+            return found
+        module = inner
+
+
+def _has(value: Any, name: str) -> bool:
+    if isinstance(value, Mapping):
+        return name in value
+    return hasattr(value, name) and not callable(getattr(value, name))
+
+
+def _part(value: Any, name: str) -> Any:
+    return value[name] if isinstance(value, Mapping) else getattr(value, name)
+
+
+def _names(value: Any) -> list[str]:
+    """What parts ``value`` has."""
+    if isinstance(value, Mapping):
+        return [*map(str, value)]
+    return [name for name in dir(value) if not name.startswith("_") and _has(value, name)]
+
+
+def _keyed(output: Any, key: str) -> Any:
+    if isinstance(output, list | tuple) and key.isdecimal() and int(key) < len(output):
+        return output[int(key)]
+    if _has(output, key):
+        return _part(output, key)
+    names = [*map(str, range(len(output)))] if isinstance(output, list | tuple) else _names(output)
+    raise UserError(
+        f"model.prediction={shown(key)}: the model's output has no such part; {nearest_or_all(key, names)}"
+    )
+
+
+def _kind(output: Any) -> str:
+    if isinstance(output, Mapping):
+        return f"a mapping of {', '.join(map(str, output))}"
+    return f"{len(output)} values" if isinstance(output, list | tuple) else f"a {type(output).__name__}"
+
+
+def _device_type(module: nn.Module) -> str:
+    return next((p.device.type for p in module.parameters() if not p.is_meta), "cpu")

@@ -1,0 +1,97 @@
+"""``conf/model``, typed: recpipe's own models, and those that a user or an installed package brings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from annotated_types import Interval, MinLen, MultipleOf
+from pydantic import AfterValidator
+
+from recpipe.errors import UserError
+from recpipe.plugin.conf import TARGET
+from recpipe.plugin.offers import is_offered, offered
+from recpipe.validation import FilePath, Positive, Text, chosen, fitted, mapping, one_of, typed_part
+from recpipe.words import CUSTOM
+
+Sizes = Annotated[list[Annotated[int, Interval(ge=1, le=2**31 - 1)]], MinLen(1)]
+"""Widths of an MLP's layers."""
+Dimension = Annotated[int, Interval(ge=4, le=2**20), MultipleOf(4)]
+"""float32 values of a table's row; a multiple of 4, for FBGEMM's kernels."""
+Precision = Annotated[str, one_of("float32", "bfloat16")]
+
+
+def _importable(path: str) -> str:
+    if len(path.split(".")) < 2 or not all(part.isidentifier() for part in path.split(".")):
+        raise ValueError("is no path to a class: write package.module.Class")
+    return path
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """``conf/model``: sizes of hidden layers; the bottom MLP ends in ``embedding_dim``, the top one in 1."""
+
+    name: Annotated[str, one_of("dlrm", "dlrm_dcn")]
+    embedding_dim: Dimension
+    bottom: Sizes
+    top: Sizes
+    cross_layers: Positive = 3
+    cross_rank: Positive = 64
+    pretrained: FilePath | None = None
+    """A safetensors file to start from, as ``recpipe unshard`` writes it."""
+    precision: Precision = "float32"
+    """What the dense part multiplies matrices in while it trains; weights stay float32."""
+    emulate_bfloat16: bool = False
+    """Whether bfloat16 is wanted on a CPU without units for it, too."""
+
+
+BUILT_IN = {"dlrm": ModelConfig, "dlrm_dcn": ModelConfig}
+"""recpipe's own models by name."""
+
+
+@dataclass(frozen=True)
+class ModelKeys:
+    """``conf/model/custom.yaml``: what recpipe itself reads of the section of any other model."""
+
+    name: Text = CUSTOM
+    embedding_dim: Dimension | None = None
+    """Of the tables that recpipe makes; None: the model makes its own."""
+    loss: Text | dict[str, Any] = "binary_cross_entropy"
+    """A name of ``recpipe.model.loss``, a ``_target_`` with its arguments, or one of these for each label."""
+    labels: Text = "labels"
+    """Dotted path of the labels in a batch."""
+    prediction: Text | None = None
+    """Key, attribute or place of the prediction in the model's output; None: it is plain."""
+    pretrained: FilePath | None = None
+    precision: Precision = "float32"
+    emulate_bfloat16: bool = False
+
+
+@dataclass(frozen=True)
+class UserModel(ModelKeys):
+    """A class of the user's own, or one that an installed package offers, with its arguments."""
+
+    target: str | None = None
+    """``model._target_``: the class's import path; None: the entry point ``name`` has it."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The section's other keys, for the constructor."""
+
+    @property
+    def said(self) -> str:
+        """How the recipe chose it, for messages."""
+        return f"model={self.name}" if self.target is None else f"model.{TARGET}={self.target}"
+
+
+def parse_model(values: object) -> ModelConfig | UserModel:
+    """The ``model`` section, typed; ``UserError`` names the first wrong key. Nothing is imported."""
+    section = dict(mapping(values, "model"))
+    target = section.pop(TARGET, None)
+    if target is None and section.get("name") == CUSTOM:
+        raise UserError(f"model={CUSTOM}: say which class, model.{TARGET}=package.module.Class")
+    if target is not None:
+        target = fitted(Annotated[str, AfterValidator(_importable)], target, f"model.{TARGET}")
+    elif section.get("name") in [*BUILT_IN] or not is_offered("model", section.get("name")):
+        return chosen(BUILT_IN, section, "model", also=offered("model"))
+    keys, arguments = typed_part(ModelKeys, section, "model")
+    return UserModel(**vars(keys), target=target, arguments=arguments)

@@ -1,0 +1,111 @@
+"""Losses by name, for models that return none: a mean over samples each, and logits of what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch.nn import functional as F
+
+from recpipe.errors import UserError, nearest_or_all, shown
+from recpipe.plugin.conf import TARGET
+from recpipe.targets import make
+
+Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From a prediction and labels to the mean loss of their samples, a 0-dim tensor."""
+
+
+def _unchanged(prediction: torch.Tensor) -> torch.Tensor:
+    return prediction
+
+
+def _of_probability(prediction: torch.Tensor) -> torch.Tensor:
+    return torch.logit(prediction.float(), eps=torch.finfo(torch.float32).eps)
+
+
+def _of_two_classes(prediction: torch.Tensor) -> torch.Tensor:
+    two = prediction.dim() == 2 and prediction.shape[1] == 2
+    return prediction[:, 1] - prediction[:, 0] if two else prediction
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One loss: its ``name`` for messages, its ``function``, and what makes logits of a prediction."""
+
+    name: str
+    function: Function
+    shapes: Literal["same", "classes", "any"] = "same"
+    """``classes``: labels are class numbers [B], predictions [B, classes]; ``any``: the function checks."""
+    logits: Callable[[torch.Tensor], torch.Tensor] = _unchanged
+
+    def __call__(self, prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The mean loss of ``prediction`` [B], [B, 1] or [B, n] for ``labels`` of as many; 0 of no sample.
+
+        Raises ``UserError`` where the shapes do not fit.
+        """
+        prediction, labels = self._fitted(prediction, labels)
+        if not labels.shape[0]:
+            return prediction.sum() * 0.0
+        loss = self.function(prediction, labels)
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            what = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UserError(f"model.loss={self.name} gives {what}, not a 0-dim tensor, the mean over samples")
+        return loss
+
+    def _fitted(self, prediction: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, wanted = vector(prediction), vector(labels)
+        if self.shapes == "any":
+            return values.float(), wanted
+        fits = values.shape == wanted.shape
+        if self.shapes == "classes":
+            fits = values.dim() == 2 and wanted.shape == values.shape[:1]
+        if not fits:
+            form = "the labels' shape, or [B, 1]" if self.shapes == "same" else "[B, classes] for labels [B]"
+            raise UserError(
+                f"model.loss={self.name}: the model's output is {list(prediction.shape)} and the labels are "
+                f"{list(labels.shape)}; return {form}, or set model.prediction, model.labels or model.loss"
+            )
+        return values.float(), wanted.to(torch.float32 if self.shapes == "same" else torch.int64)
+
+
+def vector(tensor: torch.Tensor) -> torch.Tensor:
+    """[B] of [B, 1]; any other shape as it is."""
+    return tensor.squeeze(1) if tensor.dim() == 2 and tensor.shape[1] == 1 else tensor
+
+
+LOSSES: dict[str, Loss] = {
+    loss.name: loss
+    for loss in (
+        Loss("binary_cross_entropy", F.binary_cross_entropy_with_logits),
+        Loss("binary_cross_entropy_of_probabilities", F.binary_cross_entropy, logits=_of_probability),
+        Loss("cross_entropy", F.cross_entropy, "classes", logits=_of_two_classes),
+        Loss("mean_squared_error", F.mse_loss),
+        Loss("mean_absolute_error", F.l1_loss),
+        Loss("huber", F.huber_loss),
+        Loss("poisson", F.poisson_nll_loss),
+    )
+}
+"""``model.loss`` by name; poisson's prediction is the logarithm of the rate."""
+
+
+def parse_loss(chosen: str | Mapping[str, Any]) -> Loss | dict[str, Loss]:
+    """The loss that ``model.loss`` asks for: by name, by ``_target_``, or one for each label.
+
+    Raises ``UserError`` for an unknown one.
+    """
+    if isinstance(chosen, str) or TARGET in chosen:
+        return _one(chosen, "model.loss")
+    if not chosen:
+        raise UserError("model.loss={}: name a loss, or one for each label")
+    return {str(label): _one(loss, f"model.loss.{label}") for label, loss in chosen.items()}
+
+
+def _one(chosen: Any, key: str) -> Loss:
+    if isinstance(chosen, Mapping):
+        function: Function = make(cast(Any, Callable), chosen, key)
+        return Loss(str(chosen[TARGET]), function, "any")
+    if not isinstance(chosen, str) or chosen not in LOSSES:
+        raise UserError(f"{key}={shown(chosen)}: is unknown; {nearest_or_all(str(chosen), LOSSES)}")
+    return LOSSES[chosen]

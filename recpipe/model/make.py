@@ -1,0 +1,177 @@
+"""From the recipe's model section to the module itself: its class, and the arguments that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from recpipe.data.dataset import Schema
+from recpipe.embedding.tables import module_name
+from recpipe.errors import UserError, did_you_mean, shown
+from recpipe.model.config import ModelConfig, ModelKeys, UserModel
+from recpipe.model.target import locate, told
+from recpipe.plugin.conf import TARGET
+from recpipe.plugin.offers import entry, imported, offered
+from recpipe.targets import made_within
+from recpipe.validation import no_value
+
+_BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+def make_model(config: UserModel, schema: Schema, device: torch.device) -> nn.Module:
+    """The module that ``config`` names, its parameters on ``device`` but for those on the meta device.
+
+    The class, or the function that makes a module, is called with the recipe's ``arguments``, and with those
+    of its other parameters that recpipe knows by name (``docs/guide.md``, "Your own model"). The caller seeds
+    the random numbers. Raises ``UserError`` in one line where the class cannot be had or cannot be made.
+    """
+    maker = _maker(config)
+    arguments = {key: made_within(value, f"model.{key}") for key, value in config.arguments.items()}
+    arguments |= _completed(config, maker, Known(config, schema, device).offers())
+    try:
+        made = maker(**arguments)
+    except UserError:
+        raise
+    except Exception as fault:
+        raise UserError(
+            f"{config.said}: its constructor raised {told(fault, getattr(maker, '__module__', ''))}"
+        ) from fault
+    if not isinstance(made, nn.Module):
+        raise UserError(f"{config.said} makes a {type(made).__name__}, not a torch.nn.Module")
+    _move(made, device)
+    return made
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """All parameters and buffers that are anywhere but on the meta device."""
+    move: Callable[..., nn.Module] = module._apply
+    move(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+def built_in(config: ModelConfig | UserModel) -> ModelConfig:
+    """``config`` of a model of recpipe's own; ``UserError`` for any other, which no run trains yet."""
+    if isinstance(config, UserModel):
+        raise UserError(
+            f"{config.said}: models other than recpipe's own cannot be trained yet; choose model=dlrm"
+        )
+    return config
+
+
+class Known:
+    """What recpipe gives a constructor that asks for it by name."""
+
+    def __init__(self, config: UserModel, schema: Schema, device: torch.device) -> None:
+        self.config, self.schema, self.device = config, schema, device
+
+    def offers(self) -> dict[str, Callable[[], Any]]:
+        """Makers of the arguments by the parameters' names."""
+        return {
+            "schema": lambda: self.schema,
+            "embedding_dim": self.dimension,
+            "embedding_bag_collection": self.bags,
+            "embedding_collection": self.sequences,
+            "num_dense_features": self.dense_width,
+            "dense_in_features": self.dense_width,
+            "dense_device": lambda: self.device,
+            "device": lambda: self.device,
+        }
+
+    def dimension(self) -> int:
+        """``model.embedding_dim``; ``UserError`` where it is not set."""
+        if self.config.embedding_dim is None:
+            raise no_value("model.embedding_dim")
+        return self.config.embedding_dim
+
+    def dense_width(self) -> int:
+        """Columns of ``Batch.dense_features``."""
+        return max(1, len(self.schema.dense))
+
+    def bags(self) -> EmbeddingBagCollection:
+        """A table for each sparse feature, summed, on the meta device."""
+        return EmbeddingBagCollection([EmbeddingBagConfig(**table) for table in self._tables()], device=_META)
+
+    def sequences(self) -> EmbeddingCollection:
+        """A table for each sparse feature, a row for each id, on the meta device."""
+        return EmbeddingCollection([EmbeddingConfig(**table) for table in self._tables()], device=_META)
+
+    def _tables(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": module_name(feature.name),
+                "embedding_dim": self.dimension(),
+                "num_embeddings": feature.rows,
+                "feature_names": [feature.name],
+            }
+            for feature in self.schema.sparse
+        ]
+
+
+_META = torch.device("meta")
+
+
+def _maker(config: UserModel) -> Callable[..., Any]:
+    """The class or function: an entry point's, or what ``_target_`` names."""
+    if config.target is None:
+        found = imported("model", entry("model", config.name, offered("model")))
+    else:
+        found = locate(config.target, f"model.{TARGET}")
+    a_module = not isinstance(found, type) or issubclass(found, nn.Module)
+    if not callable(found) or isinstance(found, nn.Module) or not a_module:
+        what = f"the class {found.__qualname__}" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise UserError(
+            f"{config.said} is {what}: name a class of torch.nn.Module, or a function that makes one"
+        )
+    return found
+
+
+def _completed(
+    config: UserModel, maker: Callable[..., Any], offers: Mapping[str, Callable[[], Any]]
+) -> dict[str, Any]:
+    """The arguments that the recipe does not set; ``UserError`` for those that are unknown or missing."""
+    parameters = _parameters(config, maker)
+    takes = {name: p for name, p in parameters.items() if p.kind in _BY_NAME}
+    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+    unknown = [] if takes_any else [key for key in config.arguments if key not in takes]
+    if unknown:
+        own = [name for name in takes if name not in offers]
+        hint = did_you_mean(unknown[0], [*own, *(f.name for f in fields(ModelKeys))])
+        listed = hint or f" It takes {', '.join(own) or 'none from the recipe'}"
+        raise UserError(f"model.{shown(unknown[0])}: {config.said} has no such argument.{listed}")
+    given = {name: make for name, make in offers.items() if name in takes and name not in config.arguments}
+    missing = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty
+        and (p.kind in _BY_NAME or p.kind is Parameter.POSITIONAL_ONLY)
+        and name not in {*config.arguments, *given}
+    ]
+    if missing:
+        sets = " ".join(f"model.{name}=VALUE" for name in missing)
+        raise UserError(f"{config.said} needs {', '.join(missing)}, which has no value: set {sets}")
+    return {name: make() for name, make in given.items() if _wanted(name, takes[name], config)}
+
+
+def _parameters(config: UserModel, maker: Callable[..., Any]) -> Mapping[str, Parameter]:
+    try:
+        return signature(maker).parameters
+    except (TypeError, ValueError) as fault:
+        raise UserError(
+            f"{config.said}: Python does not tell its arguments; name a class of your own"
+        ) from fault
+
+
+def _wanted(name: str, parameter: Parameter, config: UserModel) -> bool:
+    """Whether to give a known argument: a default stays where the recipe does not say the dimension."""
+    return not (
+        name in _OF_DIMENSION and parameter.default is not Parameter.empty and config.embedding_dim is None
+    )
+
+
+_OF_DIMENSION = ("embedding_dim", "embedding_bag_collection", "embedding_collection")

@@ -1,0 +1,38 @@
+"""Tasks that installed packages offer: a function of the typed recipe and the run's directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from recpipe.launch import Process
+from recpipe.plugin.errors import PluginLoadError
+from recpipe.plugin.offers import entry, imported, offered, origin_of
+from recpipe.recipe import Recipe
+from recpipe.report.files import ReportFiles
+
+
+def run_installed(cfg: Recipe, run_dir: Path) -> dict[str, Any]:
+    """Carry out the task that ``cfg.task.name`` names, and return its report, also in ``run_dir/NAME.json``.
+
+    The entry point is a function ``(recipe: Recipe, run_dir: Path) -> dict``; ``recipe.task.settings`` has
+    its keys. Raises ``PluginError`` where it cannot be had, or returns anything else.
+    """
+    name = cfg.task.name
+    ep = entry("task", name, offered("task"))
+    function = imported("task", ep)
+    if not callable(function):
+        raise PluginLoadError(
+            f"task {origin_of(ep)}: '{ep.value}' must be a function (recipe: Recipe, run_dir: Path) -> dict; "
+            "correct its entry point"
+        )
+    report = function(cfg, run_dir)
+    if not isinstance(report, dict):
+        raise PluginLoadError(
+            f"task {origin_of(ep)} returns a {type(report).__name__}, not the report as a dict"
+        )
+    if Process.current().rank == 0:
+        files = ReportFiles(run_dir)
+        files.write_json(f"{name}.json", report)
+        files.check()
+    return report
