@@ -7,13 +7,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 from recpipe import memory
 from recpipe.data.dataset import Dataset
 from recpipe.embedding.build import SHARDED
-from recpipe.embedding.tables import TableSet
+from recpipe.embedding.groups import ModelTables
 from recpipe.model.config import ModelConfig
-from recpipe.model.make import built_in
 from recpipe.ranks import Ranks
 from recpipe.recipe import Recipe
 
@@ -28,10 +28,22 @@ REMEDIES = {
 """What to do about the largest part."""
 
 
+def require_inputs(cfg: Recipe, dataset: Dataset, ranks: Ranks, device: torch.device) -> None:
+    """``UserError`` where a batch, or the dense part of a model of recpipe's own, does not fit: asked before
+    either is made."""
+    if not ranks.trains:
+        return
+    needs = {"batches": batch_bytes(cfg, dataset, len(ranks.trainers))}
+    if isinstance(cfg.model, ModelConfig):
+        needs["dense part"] = dense_bytes(cfg.model, len(dataset.schema.dense), len(dataset.schema.sparse))
+    memory.require(needs, device, REMEDIES[max(needs, key=lambda what: needs[what])])
+
+
 def require_memory(
     cfg: Recipe,
     dataset: Dataset,
-    tables: TableSet,
+    tables: ModelTables,
+    module: nn.Module,
     described: Mapping[str, Any],
     ranks: Ranks,
     device: torch.device,
@@ -42,9 +54,7 @@ def require_memory(
     """
     on_device, on_host = _tables(cfg, tables, described, ranks)
     if ranks.trains:
-        on_device["dense part"] = dense_bytes(
-            built_in(cfg.model), len(dataset.schema.dense), len(tables.features)
-        )
+        on_device["dense part"] = sum(p.nbytes for p in module.parameters() if not p.is_meta)  # gradients
         on_device["batches"] = batch_bytes(cfg, dataset, len(ranks.trainers))
     cpu = torch.device("cpu")
     pools = (
@@ -60,7 +70,7 @@ def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
 
 
 def _tables(
-    cfg: Recipe, tables: TableSet, described: Mapping[str, Any], ranks: Ranks
+    cfg: Recipe, tables: ModelTables, described: Mapping[str, Any], ranks: Ranks
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of rows, optimizer state included, that this rank keeps on the device and in host memory."""
     if described["shards"] is not None:
@@ -94,4 +104,4 @@ def batch_bytes(cfg: Recipe, dataset: Dataset, trainers: int) -> int:
     ids = sum(pooling) if isinstance(pooling, list) else pooling * features
     read = FLOAT_BYTES * (len(dataset.schema.dense) + ids)
     ahead = min(cfg.data.read_ahead, dataset.num_batches("train", cfg.data.batch_size))
-    return size * ((1 + ahead) * read + FLOAT_BYTES * features * built_in(cfg.model).embedding_dim)
+    return size * ((1 + ahead) * read + FLOAT_BYTES * features * (cfg.model.embedding_dim or 0))

@@ -22,14 +22,17 @@ from recpipe.embedding.build import build_embeddings, is_sharded, plan_shards
 from recpipe.embedding.capabilities import SendsAhead
 from recpipe.embedding.groups import collections_of, group_tables
 from recpipe.embedding.inputs import Inputs
-from recpipe.footprint import require_memory
+from recpipe.errors import UserError
+from recpipe.footprint import require_inputs, require_memory
 from recpipe.launch import Process, joined, require_same_data
 from recpipe.metrics import reset_peak_rss
-from recpipe.model.make import built_in
+from recpipe.model.config import ModelConfig
+from recpipe.model.make import make_called
 from recpipe.model.matmul import require_bfloat16_units, vector_units
 from recpipe.model.module import RankingModule
 from recpipe.model.placed import PlacedModel, put_fronts
 from recpipe.model.resume import check_resumable
+from recpipe.model.split import share_out
 from recpipe.optim import dense_optimizer, try_out
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.quiet import quiet_libraries
@@ -91,12 +94,16 @@ def _run_task(cfg: Recipe, run_dir: RunDir) -> dict[str, Any]:
 def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> dict[str, Any]:
     """This rank's part of a run; reports are rank 0's."""
     started = run_start()
-    trainer_config, model_config, tier_config = cfg.trainer, built_in(cfg.model), cfg.tiers
+    trainer_config, model_config, tier_config = cfg.trainer, cfg.model, cfg.tiers
     leads = ranks.rank == 0
     if model_config.precision == "bfloat16" and not model_config.emulate_bfloat16:
         require_bfloat16_units(device)
     profile = cfg.task if isinstance(cfg.task, ProfileConfig) else None
     if profile is not None:
+        if not isinstance(model_config, ModelConfig):
+            raise UserError(
+                "task=profile knows the floor of recpipe's own models alone: model=dlrm or dlrm_dcn"
+            )
         trainer_config = profile.shortened(trainer_config)
     checkpoints = trainer_config.checkpoints(run_dir.path)
     logger = make_logger(trainer_config.logger, run_dir.path) if leads else None
@@ -110,9 +117,12 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
 
     # 3. The model with its tables still to be placed, and where the batches have their ids.
     L.seed_everything(cfg.seed, verbose=False)
+    require_inputs(cfg, dataset, ranks, device)
     called = make_called(model_config, dataset.schema, device)
     tables = group_tables(collections_of(called.module), cfg.optim.of_table, cfg.seed)
-    inputs = Inputs.of(tables, next(dataset.batches("train", cfg.data.batch_size)))
+    cfg.optim.check_tables([table.name for table in tables.tables])
+    first_batch = next(dataset.batches("train", cfg.data.batch_size))
+    inputs = Inputs.of(tables, first_batch)
 
     # 4. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
     log.info("planning: plugins %s", ", ".join(cfg.plugins) or "none")
@@ -164,7 +174,8 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
         loader = TrainLoader(dataset, cfg.data.batch_size, assembly, inputs, tiers, device, ranks, ahead)
         evaluation = EvalLoader(dataset, cfg.data.batch_size, inputs, device, ranks)
         make_optimizer = partial(dense_optimizer, cfg.optim.dense)
-        module = RankingModule(model, make_optimizer, assembly, loader, trainers)
+        cores = share_out(model, assembly, first_batch, device, ranks, shards is not None)
+        module = RankingModule(model, make_optimizer, assembly, loader, trainers, cores)
 
         # 7. Lightning runs the loop.
         recorder = Recorder(loader, started)
@@ -193,7 +204,10 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
         if leads:
             files.write_json("report.json", report.to_dict())
             if profiler is not None:
-                profiler.complete(report, model_config, len(dataset.schema.dense), tables, files)
+                assert isinstance(model_config, ModelConfig)
+                profiler.complete(
+                    report, model_config, len(dataset.schema.dense), tables.groups[0].tables, files
+                )
                 files.write_json("report.json", report.to_dict())
         if leads and stopped is None:
             # Here, not above: training does not wait for what only reports need.

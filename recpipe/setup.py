@@ -86,7 +86,9 @@ def assemble_plugins(
     tables = inputs.tables
     context = Context(
         tables={
-            t.name: TableInfo(t.name, t.rows, group.tables.dim) for group in tables.groups for t in group.tables.tables
+            t.name: TableInfo(t.name, t.rows, group.tables.dim)
+            for group in tables.groups
+            for t in group.tables.tables
         },
         device=str(device),
         batch_size=cfg.data.batch_size,

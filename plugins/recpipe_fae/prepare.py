@@ -69,7 +69,8 @@ class Preparation:
         """The hot rows of a group, by their numbers in it."""
         own = group_rows(self.ctx, group)
         low, high = np.searchsorted(self.hot_rows, (own.start, own.stop))
-        return self.hot_rows[low:high] - own.start
+        rows: RowIds = self.hot_rows[low:high] - own.start
+        return rows
 
     @property
     def hot_bytes(self) -> int:

@@ -96,7 +96,9 @@ class TierConfig:
         the groups by the bytes of their tables."""
         budget = self.budget(tables) - device_bytes
         shares = (budget * g.tables.total_bytes // tables.total_bytes for g in tables.groups)
-        return [max(0, share) // g.tables.record_bytes for share, g in zip(shares, tables.groups, strict=True)]
+        return [
+            max(0, share) // g.tables.record_bytes for share, g in zip(shares, tables.groups, strict=True)
+        ]
 
 
 def cache_owner(config: TierConfig, assembly: Assembly, tables: ModelTables) -> str:

@@ -75,7 +75,7 @@ class _Late:
     """A leaf of the graph, float32 [U, D]."""
 
 
-class Front(nn.Module, ABC):
+class Front(ABC, nn.Module):
     """What fronts of both kinds do; ``path`` is its place in the model.
 
     Parameters of the model are then those of its dense part: rows are no parameters of any module.
@@ -217,7 +217,7 @@ def _write_weights(group: Group, collection: TableCollection, table: str, weight
             collection.write(region, (part, np.zeros((len(part), state_width), np.float32)))
 
 
-class RoomyKeyedTensor(KeyedTensor):
+class RoomyKeyedTensor(KeyedTensor):  # type: ignore[misc]
     """Pooled rows that lie behind room for one more feature, for a model that wants to fill it.
 
     ``with_room``: float32 [B, (1 + F) * D], whose first D columns are zero; ``values()`` are the others.
@@ -226,14 +226,14 @@ class RoomyKeyedTensor(KeyedTensor):
     with_room: torch.Tensor
 
 
-class BagFront(Front, EmbeddingBagCollectionInterface):
+class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
     """In the place of an ``EmbeddingBagCollection``. Sums come from the groups; a mean is a sum divided."""
 
     weights_under = "embedding_bags"
 
     def __init__(self, path: str, replaced: EmbeddingBagCollectionInterface) -> None:
         super().__init__(path, replaced.embedding_bag_configs())
-        self._weighted = replaced.is_weighted()
+        self._weighted: bool = replaced.is_weighted()
         self.dims = [table.embedding_dim for table in self.configs for _ in table.feature_names]
         means = [table.pooling == PoolingType.MEAN for table in self.configs for _ in table.feature_names]
         self._means = np.array(means)
@@ -265,7 +265,7 @@ class BagFront(Front, EmbeddingBagCollectionInterface):
             values = self._meant(group, pooled, features)
             if len(rows) == 1:
                 return KeyedTensor(self.names, self.dims, values)
-            by_feature |= dict(zip(group.places, values.split(group.tables.dim, 1), strict=True))
+            by_feature |= dict(zip(group.places, torch.split(values, group.tables.dim, 1), strict=True))
         joined = torch.cat([by_feature[place] for place in range(len(self.names))], dim=1)
         return KeyedTensor(self.names, self.dims, joined)
 
@@ -281,14 +281,14 @@ class BagFront(Front, EmbeddingBagCollectionInterface):
         return (pooled.view(size, len(means), -1) / divisors.unsqueeze(2)).view(size, -1)
 
 
-class SequenceFront(Front, EmbeddingCollectionInterface):
+class SequenceFront(Front, EmbeddingCollectionInterface):  # type: ignore[misc]
     """In the place of an ``EmbeddingCollection``: a row for each id."""
 
     weights_under = "embeddings"
 
     def __init__(self, path: str, replaced: EmbeddingCollectionInterface) -> None:
         super().__init__(path, replaced.embedding_configs())
-        self._need_indices = replaced.need_indices()
+        self._need_indices: bool = replaced.need_indices()
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """As TorchRec's collection."""
@@ -315,7 +315,9 @@ class SequenceFront(Front, EmbeddingCollectionInterface):
             lengths = ids.lengths().view(len(group.places), -1)
             sizes = ids.length_per_key()
             indices = ids.values().split(sizes)
-            for number, (place, part) in enumerate(zip(group.places, values.split(sizes), strict=True)):
+            for number, (place, part) in enumerate(
+                zip(group.places, torch.split(values, sizes), strict=True)
+            ):
                 found[place] = JaggedTensor(
                     values=part,
                     lengths=lengths[number],

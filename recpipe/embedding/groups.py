@@ -120,7 +120,13 @@ def group_tables(collections: Mapping[str, nn.Module], optimizer_of: OptimizerOf
             )
             bags = isinstance(module, EmbeddingBagCollection)
             made = TableSet(
-                tables, dim, optimizer, seed, bags, bags and module.is_weighted(), number
+                tables,
+                dim,
+                optimizer,
+                seed,
+                bags,
+                isinstance(module, EmbeddingBagCollection) and module.is_weighted(),
+                number,
             )
             mine = {id(config) for config in members}
             places = tuple(place for place, owner in enumerate(order) if owner in mine)

@@ -31,9 +31,7 @@ class Inputs:
         found = {path: find_ids(batch, features) for path, features in by_path.items()}
         return cls(tables, [found[group.path] for group in tables.groups])
 
-    def front_ids(
-        self, batch: object, group: int, features: Sequence[str]
-    ) -> KeyedJaggedTensor | None:
+    def front_ids(self, batch: object, group: int, features: Sequence[str]) -> KeyedJaggedTensor | None:
         """Where a group's ids lie, those of ``features``, in their order."""
         place = self.places[group]
         return None if place is None else in_order(ids_at(batch, place), features)

@@ -74,9 +74,7 @@ class RowBags:
         bags = pooled.view(self.batch_size, -1, dim).transpose(0, 1).reshape(-1, dim)
         bag_of, starts = self.bag_of.to(bags.device), self.starts.to(bags.device)
         weights = None if self.weight_of is None else self.weight_of.to(bags.device)
-        return torch.nn.functional.embedding_bag(
-            bag_of, bags, starts, mode="sum", per_sample_weights=weights
-        )
+        return torch.nn.functional.embedding_bag(bag_of, bags, starts, mode="sum", per_sample_weights=weights)
 
 
 def row_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> RowBags:
@@ -93,9 +91,7 @@ def distinct(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return ordered[first]
 
 
-def looked_up(
-    tables: TableSet, weights: torch.Tensor, which: NDArray[np.int64], bags: Bags
-) -> torch.Tensor:
+def looked_up(tables: TableSet, weights: torch.Tensor, which: NDArray[np.int64], bags: Bags) -> torch.Tensor:
     """What a lookup gives where lookup i of ``bags`` finds row ``which[i]`` of ``weights`` (float32 [U, D])."""
     at = torch.from_numpy(which).to(weights.device)
     if not tables.pooled:

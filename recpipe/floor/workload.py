@@ -16,7 +16,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.embedding.tables import TableSet
-from recpipe.model.ranker import ModelConfig
+from recpipe.model.config import ModelConfig
 
 FLOAT_BYTES = 4
 

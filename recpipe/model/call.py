@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from recpipe.data.parts import batch_size
 from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.model.config import UserModel
 from recpipe.model.loss import Loss, parse_loss, vector
-from recpipe.pipeline.select import batch_size
 
 _WRAPPERS = ("module", "_orig_mod")
 """Where DistributedModelParallel, DistributedDataParallel and torch.compile keep the module they call."""
@@ -86,6 +86,14 @@ class Called:
             return self.loss
         alone = next(iter(self.loss)) if len(self.loss) == 1 else None
         return self.loss.get(self.key or alone or "")
+
+    def labels_of(self, batch: Any) -> torch.Tensor:
+        """The labels that the prediction is of, float32 [B]."""
+        name = self.labels
+        if isinstance(self.loss, Mapping):
+            name = f"{name}.{self.key or next(iter(self.loss))}"
+        found = self._labels(batch, name)
+        return (found.squeeze(1) if found.dim() == 2 and found.shape[1] == 1 else found).float()
 
     def _forward(self, batch: Any) -> Any:
         arguments = self._arguments(batch)

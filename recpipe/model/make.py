@@ -15,7 +15,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from recpipe.data.dataset import Schema
 from recpipe.embedding.tables import module_name
 from recpipe.errors import UserError, did_you_mean, shown
+from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig, ModelKeys, UserModel
+from recpipe.model.dlrm import make_dlrm
+from recpipe.model.loss import parse_loss
 from recpipe.model.target import locate, told
 from recpipe.plugin.conf import TARGET
 from recpipe.plugin.offers import entry, imported, offered
@@ -55,13 +58,12 @@ def _move(module: nn.Module, device: torch.device) -> None:
     move(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
-def built_in(config: ModelConfig | UserModel) -> ModelConfig:
-    """``config`` of a model of recpipe's own; ``UserError`` for any other, which no run trains yet."""
+def make_called(config: ModelConfig | UserModel, schema: Schema, device: torch.device) -> Called:
+    """The model of the recipe, as training calls it."""
     if isinstance(config, UserModel):
-        raise UserError(
-            f"{config.said}: models other than recpipe's own cannot be trained yet; choose model=dlrm"
-        )
-    return config
+        return Called.of(make_model(config, schema, device), config)
+    module = make_dlrm(config, schema, device)
+    return Called(module, parse_loss("binary_cross_entropy"), low_precision=config.precision == "bfloat16")
 
 
 class Known:

@@ -123,6 +123,11 @@ class RankingModule(L.LightningModule):
             self.samples += batch.consumed
         return loss
 
+    def close(self) -> None:
+        """End the threads of the cores that share a batch."""
+        if self.cores is not None:
+            self.cores.close()
+
     def loss_total(self) -> LossTotal:
         """Of the steps that this process has trained; waits for a GPU."""
         return LossTotal(float(self._loss_sum), self._losses)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +20,16 @@ from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.pipeline.lookups import BatchLookups, GroupLookup, Part
 from recpipe.pipeline.tiers import BatchPlan
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How the losses of a batch's parts make the batch's loss."""
+
+    sums: bool = False
+    """Whether they are added up; else their mean counts, weighted by samples."""
+    refused: str | None = None
+    """Why they do not make it at all; None: they do."""
 
 
 def put_fronts(module: nn.Module, tables: ModelTables, embeddings: GroupedCollection) -> dict[str, Front]:
@@ -55,6 +67,8 @@ class PlacedModel(nn.Module):
         self.module = called.module
         self.fronts, self.inputs = dict(fronts), inputs
         self.embeddings = embeddings
+        self.parts = Parts()
+        """How the losses of parts of a batch make the batch's."""
         self._groups_of = {
             front: [n for n, group in enumerate(embeddings.tables.groups) if group.path == path]
             for path, front in self.fronts.items()
@@ -109,12 +123,16 @@ class PlacedModel(nn.Module):
             ids[front] = own
         return lookups.part(ids, low, high)
 
-    def train_part(
-        self, parts: Mapping[Front, Part], batch: Any
-    ) -> tuple[torch.Tensor, Any]:
-        """The loss of ``batch`` and the model's output, with rows from ``parts``."""
-        with handing_out(parts):
-            return self.called(batch)
+    def train_part(self, rows: Mapping[Front, Part], batch: Any, share: float) -> torch.Tensor:
+        """What ``batch``, which is ``share`` of a whole one, adds to the whole one's loss, with ``rows``."""
+        with handing_out(rows):
+            loss, _ = self.called(batch)
+        return loss if share == 1 or self.parts.sums else loss * share
+
+    @cached_property
+    def dense_flops(self) -> int:
+        """Of a sample's matrix products, forward and backward, if every matrix is used once."""
+        return 6 * sum(p.numel() for p in self.dense_parameters().values() if p.ndim == 2)
 
     def look_up(self, batch: Any) -> list[torch.Tensor]:
         """All rows of ``batch`` as they are, without the model; all ranks take part where rows are shared."""
@@ -143,4 +161,3 @@ class PlacedModel(nn.Module):
     def late_calls(self) -> int:
         """How often fronts were trained with ids that are not the batch's own."""
         return sum(front.late_calls for front in self.fronts.values())
-

@@ -79,11 +79,11 @@ class _Cut:
 
     def _object(self, value: Any) -> Any:
         """A copy with its attributes cut; no constructor runs, whose arguments nobody knows."""
-        attributes = attributes(value)
-        if not attributes:
+        parts = attributes(value)
+        if not parts:
             return value
         made = copy.copy(value)
-        for name, part in attributes.items():
+        for name, part in parts.items():
             object.__setattr__(made, name, self.of(part))
         return made
 

@@ -178,8 +178,7 @@ class _Step:
 
     def _forward(self, parts: Mapping[Front, Part], batch: Any, samples: int) -> torch.Tensor:
         """The addend of the batch's mean loss that these samples make."""
-        loss, _ = self.model.train_part(parts, batch)
-        return loss if samples == self.staged.total else loss * (samples / self.staged.total)
+        return self.model.train_part(parts, batch, samples / self.staged.total)
 
     def _on_cores(self, cores: Cores, low: int, bounds: list[int]) -> torch.Tensor:
         """Train the samples that end at ``bounds``, the first ones in this thread.

@@ -6,22 +6,32 @@ import dataclasses
 import inspect
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from typing import Never
 
 from rich.markup import escape
 from rich.table import Table
 
 from recpipe.console import Output
-from recpipe.plugin.api import Context, Contribution, Origin, Plugin, TableInfo
+from recpipe.plugin.api import Context, Contribution, GroupInfo, Origin, Plugin, TableInfo
 from recpipe.plugin.conf import knobs_in, package_conf
+from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import installed, instantiate
 from recpipe.plugin.offers import origin_of
 
+_TABLES = {f"C{i}": TableInfo(f"C{i}", 1000, 16) for i in range(1, 27)}
+
+
+def _no_batch(batch: object) -> Never:
+    raise PluginError("no batch is read where plugins are listed")
+
+
 SAMPLE = Context(
-    tables={f"C{i}": TableInfo(f"C{i}", 1000, 16) for i in range(1, 27)},
+    tables=_TABLES,
     device="cpu",
     batch_size=2048,
     resident_bytes=1 << 20,
-    record_bytes=80,
+    groups=[GroupInfo(tuple(_TABLES), 80, (1 << 20) // 80)],
+    lookups=_no_batch,
     seed=0,
     data_fingerprint="listing",
     steps=1000,

@@ -13,9 +13,7 @@ from recpipe.model.placed import PlacedModel
 from recpipe.table_files import read_along, save_tables
 
 
-def export_parameters(
-    directory: Path, model: PlacedModel, writes: bool = True
-) -> None:
+def export_parameters(directory: Path, model: PlacedModel, writes: bool = True) -> None:
     """Write ``<table>.npy`` float32 [rows, D], ``<table>.state.npy`` float32 [rows, S] and ``dense.npz``.
 
     Every trainer calls it; the one that ``writes`` does.

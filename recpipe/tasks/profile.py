@@ -25,7 +25,7 @@ from recpipe.floor.trace import (
     top_operators,
 )
 from recpipe.floor.workload import Lookups, Work, count_lookups, optimizer_work, workload
-from recpipe.model.ranker import ModelConfig
+from recpipe.model.config import ModelConfig
 from recpipe.phases import PHASES
 from recpipe.pipeline.step import StagedBatch
 from recpipe.report.files import ReportFiles

@@ -139,7 +139,7 @@ def fit(
             trainer.validate(module, evaluation, verbose=False)
         stop.agree(module.trainers)
     late += [logger.fault for logger in trainer.loggers if isinstance(logger, CsvLogger) and logger.fault]
-    module.two_cores.close()
+    module.close()
     if stop.received is None:
         if trainer.should_stop:
             _say_why_early(callbacks, trainer.global_step)

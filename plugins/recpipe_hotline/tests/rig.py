@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from recpipe.model.ranker import ModelConfig, Ranker
 from recpipe_hotline.policy import PopularRows
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -21,7 +22,6 @@ from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.stores import make_store
 from recpipe.embedding.tables import TableOptimizer, TableSet, to_numpy
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
-from recpipe.model.ranker import ModelConfig, Ranker
 from recpipe.optim import dense_optimizer
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
@@ -65,7 +65,9 @@ class Rig:
 
     def __init__(self, dataset: Dataset, setting: Setting, folder: Path) -> None:
         self.device = torch.device(setting.device)
-        self.tables = TableSet.one_each(dataset.schema.sparse, 8, TableOptimizer(setting.optimizer, 0.1), seed=1)
+        self.tables = TableSet.one_each(
+            dataset.schema.sparse, 8, TableOptimizer(setting.optimizer, 0.1), seed=1
+        )
         slots = int(self.tables.layout.total_rows * setting.resident)
         context = Context(
             tables={f.name: TableInfo(f.name, f.rows, 8) for f in self.tables.features},

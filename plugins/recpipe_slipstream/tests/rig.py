@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from recpipe.model.ranker import ModelConfig, Ranker
 from recpipe_slipstream.callback import StaleInputs
 
 from recpipe.config import active_plugins, compose
@@ -19,7 +20,6 @@ from recpipe.embedding.policies import CachePolicy, RowSpace
 from recpipe.embedding.stores import make_store
 from recpipe.embedding.tables import TableOptimizer, TableSet, to_numpy
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
-from recpipe.model.ranker import ModelConfig, Ranker
 from recpipe.optim import dense_optimizer
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
@@ -52,7 +52,9 @@ class Rig:
     """One run, batch by batch: ``read`` and ``kept`` hold every batch before and after the plugins."""
 
     def __init__(self, dataset: Dataset, setting: Setting, folder: Path) -> None:
-        self.tables = TableSet.one_each(dataset.schema.sparse, 8, TableOptimizer(setting.optimizer, 0.1), seed=1)
+        self.tables = TableSet.one_each(
+            dataset.schema.sparse, 8, TableOptimizer(setting.optimizer, 0.1), seed=1
+        )
         slots = int(self.tables.layout.total_rows * setting.resident)
         self.context = self._context(dataset, slots)
         plugins = {name: defaults(name) | dict(knobs) for name, knobs in setting.others.items()}
