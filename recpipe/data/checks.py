@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.data.dataset import SparseFeature
+from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.errors import DataError, shown
 
 REMEDY = "correct it, or leave bad rows out with data.on_bad_row=skip"
@@ -70,6 +70,12 @@ def require_ids(sparse: KeyedJaggedTensor, features: Sequence[SparseFeature]) ->
     for name, low, high in zip(names, lowest, highest, strict=True):
         if low < 0 or high >= rows_of[name]:
             raise unknown_id(low if low < 0 else high, name, rows_of[name])
+
+
+def require_known_ids(sparse: KeyedJaggedTensor, schema: Schema | None) -> None:
+    """``require_ids`` where the tables' rows are known here; else the tables check them."""
+    if schema is not None:
+        require_ids(sparse, schema.sparse)
 
 
 def unknown_id(found: int, feature: str, rows: int) -> DataError:

@@ -15,7 +15,7 @@ import torch
 
 from recpipe.data.ahead import read_ahead
 from recpipe.data.batch import Batch, BatchShare
-from recpipe.data.checks import require_ids
+from recpipe.data.checks import require_known_ids
 from recpipe.data.dataset import Dataset, Split
 from recpipe.embedding.capabilities import Planned
 from recpipe.embedding.planner import TierPlan, reorder
@@ -123,7 +123,7 @@ class TrainLoader:
         if batch is None:
             return None
         if isinstance(batch, BatchShare):
-            require_ids(batch.sparse, self.dataset.schema.sparse)
+            require_known_ids(batch.sparse, self.dataset.schema)
             return StagedBatch(on_device(batch, self.device), total=batch.total, alone=False)
         consumed = batch.size
         batch = self.assembly.transform(batch)
@@ -133,7 +133,7 @@ class TrainLoader:
         if self.tiers is not None:
             plan = self.tiers.plan(batch.sparse)  # checks the ids
         else:
-            require_ids(batch.sparse, self.dataset.schema.sparse)
+            require_known_ids(batch.sparse, self.dataset.schema)
         staged = self._share(batch, plan)
         staged.consumed = consumed
         if self.tiers is not None and self.tiers.prefetches and plan is not None:
@@ -186,7 +186,7 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Batch]:
         split: Split = "eval"
         for batch in self.dataset.batches(split, self.batch_size, part=self.ranks.part):
-            require_ids(batch.sparse, self.dataset.schema.sparse)
+            require_known_ids(batch.sparse, self.dataset.schema)
             yield on_device(batch, self.device)
 
 

@@ -41,8 +41,8 @@ def _has_own(value: object) -> bool:
 
 def batch_size(batch: object) -> int:
     """Samples in ``batch``: those of its jagged tensors; without any, the length of its first tensor."""
-    leaves = list(_leaves(batch))
-    jagged = {_stride(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)}
+    parts = list(leaves(batch))
+    jagged = {_stride(leaf) for leaf in parts if not isinstance(leaf, torch.Tensor)}
     if len(jagged) > 1:
         raise UserError(
             f"a batch of type {type(batch).__name__} has parts of {' and '.join(map(str, sorted(jagged)))} "
@@ -50,25 +50,26 @@ def batch_size(batch: object) -> int:
         )
     if jagged:
         return jagged.pop()
-    lengths = (len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+    lengths = (len(leaf) for leaf in parts if isinstance(leaf, torch.Tensor) and leaf.dim())
     size = next(lengths, None)
     if size is None:
         raise UserError(f"a batch of type {type(batch).__name__} holds no tensor")
     return size
 
 
-def _leaves(value: object) -> Iterator[torch.Tensor | JaggedTensor | KeyedJaggedTensor]:
+def leaves(value: object) -> Iterator[torch.Tensor | JaggedTensor | KeyedJaggedTensor]:
+    """All that a batch of any type is made of, in its order."""
     if isinstance(value, torch.Tensor | JaggedTensor | KeyedJaggedTensor):
         yield value
     elif isinstance(value, Mapping):
         for part in value.values():
-            yield from _leaves(part)
+            yield from leaves(part)
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _leaves(part)
+            yield from leaves(part)
     else:
         for part in _attributes(value).values():
-            yield from _leaves(part)
+            yield from leaves(part)
 
 
 def _attributes(value: object) -> dict[str, Any]:
