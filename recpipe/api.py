@@ -46,13 +46,14 @@ class Run:
 
         from recpipe.data.checks import require_known_ids
         from recpipe.launch import Process
+        from recpipe.quiet import quieted
 
         if not self._end.alive or Process.current().world > 1:
             why = "is closed" if not self._end.alive else "had several processes"
             raise UserError(f"the run {why}, and its tables with it: use recpipe.load(checkpoint)")
         assert self.model is not None
         require_known_ids(batch.sparse, self._schema)
-        with torch.no_grad():
+        with quieted(), torch.no_grad():
             scores: torch.Tensor = self.model.eval()(batch)
         return scores
 

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 

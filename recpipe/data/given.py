@@ -97,7 +97,7 @@ class GivenBatches(Dataset):
             yield batch if part is None else _share(batch, part)
         if given < length:
             raise UserError(
-                f"the data has {length:,} batches by its length, and gave {given:,}: correct its length"
+                f"the data has {length:,} batches by its length and gave {given:,}: correct its length"
             )
 
     def _read(self, split: Split) -> Iterator[Any]:
