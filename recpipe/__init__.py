@@ -4,6 +4,7 @@ Importing the package does not import torch.
 """
 
 import recpipe.clock  # noqa: F401  first of all: it notes the time
+from recpipe.api import Run, load, train
 from recpipe.errors import UserError
 from recpipe.plugin.api import (
     Context,
@@ -30,6 +31,7 @@ __all__ = [
     "Invariant",
     "Link",
     "Plugin",
+    "Run",
     "RunFigures",
     "Split",
     "TableClaim",
@@ -37,4 +39,6 @@ __all__ = [
     "TablePolicy",
     "UserError",
     "__version__",
+    "load",
+    "train",
 ]

@@ -2,7 +2,8 @@
 
     step-00000040.ckpt/
       MANIFEST.json            written last: every file's size and BLAKE2b digest
-      trainer.pt               dense parameters, optimizer, Lightning's loops, data position, random state
+      trainer.pt               dense parameters, optimizer, Lightning's loops, data position, random state,
+                               sizes of recpipe's own models
       tables/<t>.weight.npy    float32 [rows, D], whatever tier the rows were in
       tables/<t>.state.npy     float32 [rows, S]
       tables/*.safetensors     instead, for sharded tables: each rank's parts of <t>.weight and <t>.state
@@ -14,7 +15,7 @@ a kill at any moment leaves the checkpoint of before or the new one whole, under
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from recpipe.trainer_file import load_trainer, save_trainer
 
 SUFFIX = ".ckpt"
 PARTIAL = ".partial"
+MODEL = "model"
+"""Key of trainer.pt; older checkpoints lack it."""
 _NAMES = (f"*{SUFFIX}", f"*{SUFFIX}{PARTIAL}")
 
 
@@ -43,6 +46,7 @@ class TableCheckpointIO(CheckpointIO):
         shapes: Shapes,
         writes: bool = True,
         check: Callable[[dict[str, Any]], None] | None = None,
+        model: Mapping[str, Any] | None = None,
     ) -> None:
         self.storage = storage
         self.shapes = shapes
@@ -50,6 +54,8 @@ class TableCheckpointIO(CheckpointIO):
         """Whether this rank writes files; the others take part in reading the tables."""
         self.check = check
         """Raises ``UserError`` or ``Damaged`` on a trainer.pt that the run cannot go on from."""
+        self.model = model
+        """What ``recpipe.load`` makes the model by, plain values alone; None: it has to be told."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write ``path`` atomically; it is durable on return, on the rank that writes."""
@@ -59,7 +65,7 @@ class TableCheckpointIO(CheckpointIO):
             if self.writes:
                 shutil.rmtree(partial, ignore_errors=True)
                 (partial / TABLES).mkdir(parents=True)
-                save_trainer(checkpoint, partial / TRAINER)
+                save_trainer({**checkpoint, MODEL: self.model}, partial / TRAINER)
             self._save_tables(partial / TABLES)
             if not self.writes:
                 return

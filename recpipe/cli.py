@@ -224,14 +224,16 @@ def _run_hydra(argv: Sequence[str]) -> None:
             check(recipe)
             refuse_without_sweep()
             quiet_libraries()
-            log.info("this run's directory: %s", HydraConfig.get().runtime.output_dir)
+            hydra = HydraConfig.get()
+            log.info("this run's directory: %s", hydra.runtime.output_dir)
             log.info("loading torch")  # which takes seconds
             from recpipe.doctor import check_versions
 
             check_versions()
             from recpipe.run import run
+            from recpipe.tasks.compare_rows import command_line_overrides
 
-            run(recipe)
+            run(recipe, Path(hydra.runtime.output_dir), command_line_overrides(hydra))
 
     register()
     check_overrides(argv)

@@ -6,18 +6,23 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
-import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from packaging.version import Version
 from yaml import YAMLError
 
 from recpipe import launcher
@@ -29,8 +34,11 @@ from recpipe.validation import nearest_key, no_value
 from recpipe.words import CUSTOM, for_hydra
 
 CONFIG_NAME = "train"
+HYDRA = Version("1.3")
+"""``version_base`` of recpipe's yaml."""
 DEEPEST = 20
 """Levels of an override's value; OmegaConf recurses over them."""
+_composing = RLock()
 
 
 def conf_dir() -> Path:
@@ -61,24 +69,18 @@ def register() -> None:
     launcher.register()
 
 
-def compose(overrides: Sequence[str] = (), run_dir: Path | None = None) -> DictConfig:
-    """The recipe that ``python -m recpipe *overrides`` would run.
+def compose(overrides: Sequence[str] = ()) -> DictConfig:
+    """The recipe that ``python -m recpipe *overrides`` would run; ``recpipe.run.run`` carries it out.
 
-    With ``run_dir``, ``recpipe.run.run`` can carry it out in this process and writes there.
-    Raises ``UserError`` with one line that names the override and the nearest right one.
+    Hydra's state in this process (``GlobalHydra``, ``HydraConfig``) is neither used nor changed, so that a
+    program that runs under Hydra itself may call it. Raises ``UserError`` with one line that names the
+    override and the nearest right one.
     """
     register()
     check_overrides(overrides)
     overrides = model_opened(overrides)
-    with readable_errors(overrides), hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        if run_dir is None:
-            recipe = hydra.compose(CONFIG_NAME, overrides=list(overrides))
-        else:
-            recipe = hydra.compose(CONFIG_NAME, overrides=list(overrides), return_hydra_config=True)
-            with open_dict(recipe):
-                recipe.hydra.runtime.output_dir = str(run_dir)
-                HydraConfig.instance().set_config(recipe)
-                del recipe["hydra"]
+    with readable_errors(overrides):
+        recipe = _composed(overrides)
         check(recipe)
     return recipe
 
@@ -87,6 +89,33 @@ def model_opened(words: Sequence[str]) -> list[str]:
     """``words`` as Hydra is to get them: a model of the user's own may have any keys (``recpipe.words``)."""
     options = {file.stem for file in (conf_dir() / "model").glob("*.yaml")}
     return for_hydra(words, options - {CUSTOM}, lambda: offered("model"))
+
+
+def _composed(overrides: Sequence[str]) -> DictConfig:
+    """As ``hydra.compose``, without the singleton that ``hydra.initialize`` makes."""
+    setup_globals()  # resolvers, such as ${now:}
+    with _hydra_version():
+        loader = ConfigLoaderImpl(create_config_search_path(str(conf_dir())))
+        recipe = loader.load_configuration(CONFIG_NAME, list(overrides), RunMode.RUN, from_shell=False)
+    with open_dict(recipe):
+        del recipe["hydra"]
+    return recipe
+
+
+@contextmanager
+def _hydra_version() -> Iterator[None]:
+    """Hydra's behaviour as recpipe's yaml expects it; a program around may have chosen an older one.
+
+    What ``@hydra.main`` has noted of that program (its name) is not ours, and comes back at the end too.
+    """
+    base, job = VersionBase.instance(), JobRuntime.instance()
+    with _composing:
+        before = base.version_base, job.conf
+        base.version_base, job.conf = HYDRA, OmegaConf.create({"name": "recpipe"})
+        try:
+            yield
+        finally:
+            base.version_base, job.conf = before
 
 
 def check_overrides(words: Sequence[str]) -> None:
@@ -253,8 +282,7 @@ def _known_keys(overrides: Sequence[str]) -> list[str]:
     groups = [folder.name for folder in conf_dir().iterdir() if folder.is_dir()]
     for tried in (list(overrides), []):
         try:
-            with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-                recipe = hydra.compose(CONFIG_NAME, overrides=tried)
+            recipe = _composed(tried)
         except (HydraException, OmegaConfBaseException):
             continue
         return [*groups, *_dotted(OmegaConf.to_container(recipe, resolve=False), "")]

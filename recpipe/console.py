@@ -11,16 +11,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from io import StringIO, TextIOWrapper
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 
-from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
+
+from recpipe.shared_state import Shared
 
 LOG_FILE = "recpipe.log"
 LINE_SECONDS = 10.0
@@ -119,18 +121,30 @@ class LogFile(logging.FileHandler):
             super().close()
 
 
+_run: ContextVar[object] = ContextVar("recpipe_run", default=None)
+"""Whose lines are said in this thread; None: in a thread that does not know, so that all hear them."""
+_silent: ContextVar[bool] = ContextVar("recpipe_silent", default=False)
+"""Whether nothing is to be drawn on the terminal."""
+
+
 @contextmanager
-def heard(directory: Path) -> Iterator[None]:
-    """Within it a run that Hydra did not start is heard as others are: on the terminal and in recpipe.log."""
-    if HydraConfig.initialized() and HydraConfig.get().mode is not None:
-        yield  # hydra.job_logging has made the handlers
-        return
+def heard(directory: Path | None, screen: bool = True) -> Iterator[None]:
+    """Within it a run that Hydra did not start is heard as others are: on the terminal, where ``screen``,
+    and in recpipe.log in ``directory``, where there is one.
+
+    Of two runs in threads of one process each hears its own lines, and those of workers of both.
+    """
     root = logging.getLogger()
     for left in [h for h in root.handlers if isinstance(h, Screen | LogFile)]:
         root.removeHandler(left)  # of a run in this process that Hydra did start, and that has ended
         left.close()
-    handlers = [Screen(), LogFile(str(directory / LOG_FILE))]
+    handlers: list[logging.Handler] = [Screen()] if screen else []
+    if directory is not None:
+        handlers.append(LogFile(str(directory / LOG_FILE)))
+    run = object()
+    tokens = _run.set(run), _silent.set(not screen)
     for handler in handlers:
+        handler.addFilter(lambda record: _run.get() in (None, run))
         log.addHandler(handler)
     try:
         yield
@@ -138,12 +152,28 @@ def heard(directory: Path) -> Iterator[None]:
         for handler in handlers:
             log.removeHandler(handler)
             handler.close()
+        _run.reset(tokens[0])
+        _silent.reset(tokens[1])
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    before, log.propagate = log.propagate, False
+    try:
+        yield
+    finally:
+        log.propagate = before
+
+
+alone = Shared(_alone)
+"""Within it lines do not go to the handlers of the program around, which would say them once more."""
 
 
 def show(draw: Callable[[Console], None], console: Console | None = None) -> None:
     """Print what ``draw`` draws, in colours where the console has them, and plainly into recpipe.log."""
     out = console or Output()
-    draw(out)
+    if not _silent.get():
+        draw(out)
     text = StringIO()
     draw(Console(file=text, width=out.width))
     append_to_log(text.getvalue())
@@ -174,7 +204,7 @@ class Meter:
     def __init__(self, first: float = 0.0) -> None:
         self._first = first
         self._began = self._shown = perf_counter()
-        self._task = _bars.add() if on_terminal() else None
+        self._task = _bars.add() if on_terminal() and not _silent.get() else None
 
     @property
     def due(self) -> bool:

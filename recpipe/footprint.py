@@ -35,7 +35,9 @@ def require_inputs(cfg: Recipe, dataset: Dataset, ranks: Ranks, device: torch.de
         return
     needs = {"batches": batch_bytes(cfg, dataset, len(ranks.trainers))}
     if isinstance(cfg.model, ModelConfig):
-        needs["dense part"] = dense_bytes(cfg.model, len(dataset.schema.dense), len(dataset.schema.sparse))
+        needs["dense part"] = dense_bytes(
+            cfg.model, len(dataset.known_schema().dense), len(dataset.known_schema().sparse)
+        )
     memory.require(needs, device, REMEDIES[max(needs, key=lambda what: needs[what])])
 
 
@@ -100,8 +102,8 @@ def batch_bytes(cfg: Recipe, dataset: Dataset, trainers: int) -> int:
     """Of a trainer's share of a batch (ids, dense features, pooled rows) and of the batches read ahead."""
     size = min(cfg.data.batch_size, dataset.size("train")) // trainers
     pooling = getattr(cfg.data, "pooling", 1)
-    features = len(dataset.schema.sparse)
+    features = len(dataset.known_schema().sparse)
     ids = sum(pooling) if isinstance(pooling, list) else pooling * features
-    read = FLOAT_BYTES * (len(dataset.schema.dense) + ids)
+    read = FLOAT_BYTES * (len(dataset.known_schema().dense) + ids)
     ahead = min(cfg.data.read_ahead, dataset.num_batches("train", cfg.data.batch_size))
     return size * ((1 + ahead) * read + FLOAT_BYTES * features * (cfg.model.embedding_dim or 0))

@@ -5,6 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from recpipe.shared_state import Shared
 
 NOISE = (
     r".*does not have many workers.*",
@@ -24,6 +28,15 @@ NOISE = (
     r".*TypedStorage is deprecated.*",
 )
 """Warnings about things that recpipe does on purpose."""
+_LEVELS = {
+    "lightning.pytorch": logging.WARNING,
+    "lightning.fabric": logging.WARNING,
+    "torchrec": logging.WARNING,
+    "fbgemm_gpu": logging.WARNING,
+    # Its planner warns of every replicated table, and of a way to make topologies that is new in 1.8.
+    "torchrec.distributed": logging.ERROR,
+    "torch.fx._symbolic_trace": logging.ERROR,
+}
 
 
 def quiet_libraries() -> None:
@@ -35,14 +48,30 @@ def quiet_libraries() -> None:
     # Of several processes (torchrun) the first one tells; warnings are heard from all of them.
     leads = os.environ.get("RANK", "0") == "0"
     logging.getLogger("recpipe").setLevel(logging.INFO if leads else logging.WARNING)
-    for name in ("lightning.pytorch", "lightning.fabric", "torchrec", "fbgemm_gpu"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # Its planner warns of every replicated table, and of a way to make topologies that is new in 1.8.
-    logging.getLogger("torchrec.distributed").setLevel(logging.ERROR)
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    for name, level in _LEVELS.items():
+        logging.getLogger(name).setLevel(level)
     logging.getLogger().addFilter(_worth_saying)
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
+
+
+@contextmanager
+def _quieted() -> Iterator[None]:
+    names = ("", "recpipe", *_LEVELS)
+    before = {name: logging.getLogger(name).level for name in names}
+    filters = list(logging.getLogger().filters)
+    with warnings.catch_warnings():
+        quiet_libraries()
+        try:
+            yield
+        finally:
+            for name, level in before.items():
+                logging.getLogger(name).setLevel(level)
+            logging.getLogger().filters[:] = filters
+
+
+quieted = Shared(_quieted)
+"""``quiet_libraries`` within a block; after it the program has its own logging and warnings again."""
 
 
 def _worth_saying(record: logging.LogRecord) -> bool:

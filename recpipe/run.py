@@ -6,6 +6,8 @@ Read this file first. Each line that matters is a call into the folder of that n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from recpipe.embedding.groups import collections_of, group_tables
 from recpipe.embedding.inputs import Inputs
 from recpipe.errors import UserError
 from recpipe.footprint import require_inputs, require_memory
+from recpipe.given import NOTHING, Given, Outcome
 from recpipe.launch import Process, joined, require_same_data
 from recpipe.metrics import reset_peak_rss
 from recpipe.model.config import ModelConfig
@@ -32,10 +35,11 @@ from recpipe.model.matmul import require_bfloat16_units, vector_units
 from recpipe.model.module import RankingModule
 from recpipe.model.placed import PlacedModel, put_fronts
 from recpipe.model.resume import check_resumable
+from recpipe.model.sizes import sizes_of
 from recpipe.model.split import share_out
 from recpipe.optim import dense_optimizer, try_out
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
-from recpipe.quiet import quiet_libraries
+from recpipe.quiet import quieted
 from recpipe.ranks import Ranks
 from recpipe.recipe import Recipe
 from recpipe.report.files import ReportFiles
@@ -44,7 +48,6 @@ from recpipe.setup import (
     assemble_plugins,
     choose_device,
     closing_tiers,
-    output_dir,
     refuse_ranks,
     remove_left_stores,
     resume_from,
@@ -62,21 +65,44 @@ from recpipe.training.figures import FigureLogger
 from recpipe.training.loggers import make_logger
 from recpipe.training.recorder import Recorder
 from recpipe.training.signals import interruptible
-from recpipe.training.trainer import fit, make_callbacks, make_trainer
+from recpipe.training.trainer import fit, make_callbacks, make_trainer, saved_last
 
 
-def run(composed: DictConfig) -> dict[str, Any]:
-    """Carry out the recipe's task; returns the content of report.json (or compare.json, assembly.json)."""
-    quiet_libraries()
-    # 1. The recipe's values, typed and checked; the processes that share the work (mostly one).
-    cfg = Recipe.of(composed)
-    with hold(output_dir()) as run_dir, heard(run_dir.path):
-        return _run_task(cfg, run_dir)
+def run(composed: DictConfig, directory: Path, command_line: Sequence[str] | None = None) -> dict[str, Any]:
+    """Carry out the recipe's task in ``directory``; returns the content of report.json (or compare.json,
+    assembly.json).
+
+    ``command_line``: its overrides, where it started the run and Hydra has made the log's handlers.
+    """
+    return carry_out(composed, directory, command_line=command_line).report
 
 
-def _run_task(cfg: Recipe, run_dir: RunDir) -> dict[str, Any]:
+def carry_out(
+    composed: DictConfig,
+    directory: Path,
+    given: Given = NOTHING,
+    command_line: Sequence[str] | None = None,
+) -> Outcome:
+    """``run`` for a caller in Python, who may bring a model and data and keep the trained model open."""
+    with ExitStack() as stack:
+        stack.enter_context(quieted())
+        # 1. The recipe's values, typed and checked; the processes that share the work (mostly one).
+        cfg = Recipe.of(composed)
+        kept = stack.enter_context(ExitStack())
+        run_dir = kept.enter_context(hold(directory))
+        if command_line is None:
+            stack.enter_context(heard(run_dir.path if given.files else None, given.screen))
+        outcome = _run_task(cfg, run_dir, given, command_line)
+        if given.keeps:
+            run_dir.let_go()
+            kept.callback(outcome.kept.close)
+            outcome.kept = kept.pop_all()
+    return outcome
+
+
+def _run_task(cfg: Recipe, run_dir: RunDir, given: Given, command_line: Sequence[str] | None) -> Outcome:
     if isinstance(cfg.task, InstalledTask):
-        return run_installed(cfg, run_dir.path)
+        return Outcome(run_installed(cfg, run_dir.path))
     device = choose_device(cfg.trainer.device)
     try_out(cfg.optim.dense, device)
     with vector_units(device):
@@ -84,14 +110,21 @@ def _run_task(cfg: Recipe, run_dir: RunDir) -> dict[str, Any]:
             from recpipe.tasks.compare import compare
 
             refuse_ranks("task=compare")
-            return compare(cfg.compare, run_dir.path)
+            if command_line is None:
+                raise UserError(
+                    "task=compare starts runs from the command line's overrides: run python -m recpipe "
+                    "task=compare"
+                )
+            return Outcome(compare(cfg.compare, run_dir.path, command_line))
         if Process.current().rank == 0 and not isinstance(cfg.task, PlanConfig):
             remove_left_stores(cfg.tiers, run_dir, cfg.resume)
         with interruptible(), joined(cfg.topology, cfg.tiers.emulate, device) as ranks:
-            return run_on(ranks, cfg, run_dir, device)
+            return run_on(ranks, cfg, run_dir, device, given)
 
 
-def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> dict[str, Any]:
+def run_on(
+    ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device, given: Given = NOTHING
+) -> Outcome:
     """This rank's part of a run; reports are rank 0's."""
     started = run_start()
     trainer_config, model_config, tier_config = cfg.trainer, cfg.model, cfg.tiers
@@ -110,7 +143,7 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
     own_callbacks = make_callbacks(trainer_config.callbacks, checkpoints)
 
     # 2. Data: a schema, two splits in time order, batches from any position.
-    dataset = open_dataset(cfg.data, cfg.seed)
+    dataset = open_dataset(cfg.data, cfg.seed, given.dataset)
     require_same_data(dataset.fingerprint)
     log.info(f"{dataset.size('train'):,} samples to train, {dataset.size('eval'):,} held out")
     steps = trainer_config.steps(dataset.num_batches("train", cfg.data.batch_size))
@@ -118,7 +151,7 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
     # 3. The model with its tables still to be placed, and where the batches have their ids.
     L.seed_everything(cfg.seed, verbose=False)
     require_inputs(cfg, dataset, ranks, device)
-    called = make_called(model_config, dataset.schema, device)
+    called = make_called(model_config, dataset, device, given.model)
     tables = group_tables(collections_of(called.module), cfg.optim.of_table, cfg.seed)
     cfg.optim.check_tables([table.name for table in tables.tables])
     first_batch = next(dataset.batches("train", cfg.data.batch_size))
@@ -140,11 +173,12 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
         files.check()
     if isinstance(cfg.task, PlanConfig):
         print_plan(described, run_dir.path)
-        return described
+        return Outcome(described)
 
     require_memory(cfg, dataset, tables, called.module, described, ranks, device)
 
-    # 5. Tables in their tiers, and fronts in the model's collections' places. A rank that only holds rows serves them here.
+    # 5. Tables in their tiers, and fronts where the model had its collections. A rank that only holds rows
+    # serves them here.
     reset_peak_rss()
     log.info("building %d tables: %s", len(tables.tables), readable_bytes(tables.total_bytes))
     embeddings = build_embeddings(
@@ -159,10 +193,11 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
         partial(dataset.ids_per_bag, cfg.data.batch_size),
     )
     trainers = ranks.channel(ranks.trainers)
-    with closing_tiers(embeddings, inputs, ranks) as tiers:
+    with ExitStack() as open_tiers:
+        tiers = open_tiers.enter_context(closing_tiers(embeddings, inputs, ranks))
         if not ranks.trains:
             embeddings.serve()
-            return {}
+            return Outcome({})
         model = PlacedModel(called, put_fronts(called.module, tables, embeddings), embeddings, inputs)
 
         if model_config.pretrained:
@@ -180,7 +215,8 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
         # 7. Lightning runs the loop.
         recorder = Recorder(loader, started)
         resumable = partial(check_resumable, module)
-        checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), writes=leads, check=resumable)
+        noted = sizes_of(model_config, dataset)
+        checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), leads, resumable, noted)
         figures = FigureLogger(recorder)
         callbacks = [recorder, figures, *(owned.part for owned in assembly.callbacks), *own_callbacks]
         if cfg.task.nudge:
@@ -206,7 +242,7 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
             if profiler is not None:
                 assert isinstance(model_config, ModelConfig)
                 profiler.complete(
-                    report, model_config, len(dataset.schema.dense), tables.groups[0].tables, files
+                    report, model_config, len(dataset.known_schema().dense), tables.groups[0].tables, files
                 )
                 files.write_json("report.json", report.to_dict())
         if leads and stopped is None:
@@ -217,16 +253,20 @@ def run_on(ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device) -> 
         if cfg.task.export_parameters:
             target = Path(cfg.task.export_parameters)
             export_parameters(target, model, writes=leads)
-    content = report.to_dict()
-    if leads and stopped is None:  # whoever stops a run does not wait for plots
-        log.info("writing the report")
-        from recpipe.report import html
+        if not (given.keeps and ranks.world == 1):  # predictions of several ranks would take all of them
+            open_tiers.close()
+        content = report.to_dict()
+        if leads and stopped is None and given.files:  # whoever stops a run does not wait for plots
+            log.info("writing the report")
+            from recpipe.report import html
 
-        if files.write("report.html", lambda page: html.write(content, page.parent)):
-            terminal.print_place(run_dir.path / "report.html")
-    if stopped is not None:
-        log.info(stopped)
-    files.check()
-    if stopped is not None:
-        raise KeyboardInterrupt
-    return content
+            if files.write("report.html", lambda page: html.write(content, page.parent)):
+                terminal.print_place(run_dir.path / "report.html")
+        if stopped is not None:
+            log.info(stopped)
+        files.check()
+        if stopped is not None:
+            raise KeyboardInterrupt
+        checkpoint = saved_last(trainer) if recorder.step_seconds else resume
+        model.eval()
+        return Outcome(content, called.module, model.predict, checkpoint, open_tiers.pop_all())

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 LOCK = "run.lock"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What a write fails with where the disk or the quota is full."""
-ELSEWHERE = "choose another run directory, hydra.run.dir=DIRECTORY"
+ELSEWHERE = "choose another run directory, hydra.run.dir=DIRECTORY (from Python: output=DIRECTORY)"
 
 
 class RunDir:
@@ -37,6 +37,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._end = ExitStack()
+        self._due = False
         if os.environ.get("RANK", "0") == "0":
             self._hold()
 
@@ -63,7 +64,13 @@ class RunDir:
 
     def at_end(self, action: Callable[[], object]) -> None:
         """Have ``action`` carried out when the run ends, also after an error."""
+        self._due = True
         self._end.callback(action)
+
+    def let_go(self) -> None:
+        """Let other runs have the directory now, if nothing is left in it that the run's end removes."""
+        if not self._due:
+            self.close()
 
     def close(self) -> None:
         """Carry out what is due and let other runs have the directory. Twice is once."""

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 
 from recpipe.checkpoint import holds_checkpoint, newest
 from recpipe.data.cache import default_cache_dir
@@ -25,13 +24,6 @@ from recpipe.plugin.load import activate
 from recpipe.ranks import Ranks
 from recpipe.recipe import Recipe
 from recpipe.run_dir import RunDir
-
-
-def output_dir() -> Path:
-    """The Hydra run directory, or the current directory when Hydra was not the one who started the run."""
-    if HydraConfig.initialized():
-        return Path(HydraConfig.get().runtime.output_dir)
-    return Path.cwd()
 
 
 def refuse_ranks(task: str) -> None:

@@ -28,7 +28,7 @@ STEP = 5
 def saved(folder: Path, overrides: Sequence[str]) -> Path:
     """The checkpoint of a run of ``STEP`` steps."""
     steps = (f"trainer.max_steps={STEP}", f"trainer.checkpoint_every={STEP}")
-    run(compose([*RECIPE, *steps, *overrides], folder))
+    run(compose([*RECIPE, *steps, *overrides]), folder)
     return newest(folder)
 
 
@@ -52,4 +52,4 @@ def before_training(folder: Path, overrides: Sequence[str], work: Callable[[Any,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recpipe.run, "fit", fit)
         with pytest.raises(Stopped):
-            run(compose(going_on(overrides), folder))
+            run(compose(going_on(overrides)), folder)

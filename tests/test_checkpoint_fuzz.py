@@ -82,7 +82,7 @@ def test_a_run_goes_on_from_a_damaged_checkpoint_or_says_why_not(tmp_path: Path,
         copied = Path(shutil.copytree(whole, tmp_path / "bad" / whole.name))
         what = damage(random.Random(seed), copied, STEP)
         try:
-            run(compose(going_on([*WAYS[way], f"resume={copied}"]), tmp_path / "run"))
+            run(compose(going_on([*WAYS[way], f"resume={copied}"])), tmp_path / "run")
         except UserError as fault:
             one_line(fault)
         except BaseException as fault:

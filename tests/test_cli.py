@@ -97,14 +97,14 @@ def run_dir() -> Path:
 
 
 def raising(fault: BaseException):
-    def run(recipe) -> None:
+    def run(recipe, *_) -> None:
         raise fault
 
     return run
 
 
 def test_statuses_of_a_run(job, capsys: pytest.CaptureFixture[str]) -> None:
-    assert job(lambda recipe: None) == 0
+    assert job(lambda recipe, *_: None) == 0
     assert job(raising(UserError("row 3: bad label"))) == 2
     assert capsys.readouterr().err == "error: row 3: bad label\n"
     assert job(raising(KeyboardInterrupt())) == 130
@@ -122,7 +122,7 @@ def test_a_bug_keeps_its_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def test_a_sweep_runs_each_job_in_its_folder(job, tmp_path: Path) -> None:
     seen = []
-    assert job(lambda recipe: seen.append((recipe.seed, run_dir())), "-m", "seed=7,8") == 0
+    assert job(lambda recipe, *_: seen.append((recipe.seed, run_dir())), "-m", "seed=7,8") == 0
     assert [seed for seed, _ in seen] == [7, 8]
     assert len({folder for _, folder in seen}) == 2
     assert all((tmp_path / "multirun") in folder.parents for _, folder in seen)
@@ -131,7 +131,7 @@ def test_a_sweep_runs_each_job_in_its_folder(job, tmp_path: Path) -> None:
 def reported(*failing: BaseException) -> Callable[[DictConfig], None]:
     """A run that leaves a report; with seed=2, the first of ``failing``, and so on."""
 
-    def run(recipe: DictConfig) -> None:
+    def run(recipe: DictConfig, *_) -> None:
         if 2 <= recipe.seed < 2 + len(failing):
             raise failing[recipe.seed - 2]
         make_report().write(run_dir())
@@ -180,7 +180,7 @@ def test_no_table_where_no_sweep_ran(job, tmp_path: Path, capsys) -> None:
 
 
 def test_a_runs_log_has_what_was_shown(job, tmp_path: Path, capsys) -> None:
-    def run(recipe: DictConfig) -> None:
+    def run(recipe: DictConfig, *_) -> None:
         logging.getLogger("recpipe.anything").info("something")
         logging.getLogger("library").warning("careful")
         logging.getLogger("library").info("details")
@@ -200,7 +200,7 @@ def test_a_runs_log_has_what_was_shown(job, tmp_path: Path, capsys) -> None:
 
 def test_a_run_has_a_folder_of_its_own_and_the_users_environment(job, tmp_path: Path) -> None:
     seen = []
-    assert job(lambda recipe: seen.append((run_dir(), os.environ.get("HYDRA_FULL_ERROR")))) == 0
+    assert job(lambda recipe, *_: seen.append((run_dir(), os.environ.get("HYDRA_FULL_ERROR")))) == 0
     folder, full_error = seen[0]
     assert (tmp_path / "outputs") in folder.parents
     assert folder.is_dir()
@@ -208,7 +208,7 @@ def test_a_run_has_a_folder_of_its_own_and_the_users_environment(job, tmp_path: 
 
 
 def test_missing_value_names_the_key(job, capsys: pytest.CaptureFixture[str]) -> None:
-    assert job(lambda recipe: recipe.data.path, "++data.path=???") == 2
+    assert job(lambda recipe, *_: recipe.data.path, "++data.path=???") == 2
     assert (
         capsys.readouterr().err == "error: data.path has no value in this recipe: set it, data.path=VALUE\n"
     )

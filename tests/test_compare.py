@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 
@@ -29,7 +28,7 @@ from recpipe.errors import UserError
 from recpipe.run import run as run_recipe
 from recpipe.tasks import compare_run
 from recpipe.tasks.compare import compare
-from recpipe.tasks.compare_rows import carried_overrides, command_line_overrides, parse_rows, quoted
+from recpipe.tasks.compare_rows import carried_overrides, parse_rows, quoted
 from recpipe.tasks.config import CompareConfig
 from recpipe.validation import typed
 
@@ -409,7 +408,7 @@ def misdeclared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 @pytest.mark.usefixtures("misdeclared")
 def test_a_plugin_that_is_not_what_it_declares_is_found_and_hotline_passes(tmp_path: Path) -> None:
     def launch(arguments: list[str], directory: Path) -> dict[str, Any]:
-        return run_recipe(compose_recipe(arguments, run_dir=directory))
+        return run_recipe(compose_recipe(arguments), directory)
 
     small = ["data.samples=2000", "data.batch_size=64", "data.table_scale=0.01", "trainer.max_steps=8"]
     quiet = ["trainer.progress=false", "trainer.logger=null", "trainer.checkpoint_every=null"]
@@ -473,11 +472,9 @@ def test_overrides_that_contradict_the_rows(override: str, message: str) -> None
         carried_overrides([override], parse_rows(["lru", "hotline"], INSTALLED))
 
 
-def test_outside_the_command_line_there_are_no_overrides_to_carry(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Other tests of this process may have run recipes.
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+def test_outside_the_command_line_there_are_no_overrides_to_carry(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="run python -m recpipe task=compare"):
-        command_line_overrides()
+        run_recipe(compose_recipe(["task=compare"]), tmp_path)
 
 
 @pytest.mark.parametrize(

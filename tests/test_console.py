@@ -75,7 +75,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def train(folder: Path, *overrides: str) -> dict:
-    return run(compose([*SMALL, *overrides], run_dir=folder))
+    return run(compose([*SMALL, *overrides]), folder)
 
 
 def test_without_a_terminal_the_log_has_what_was_shown(tmp_path, capsys) -> None:

@@ -40,7 +40,7 @@ def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reported:
         monkeypatch.setattr(module, "sync", lambda path: None)
 
     def train(*overrides: str) -> dict[str, Any]:
-        return run(compose([*SMALL, "trainer.checkpoint_every=null", *overrides], run_dir=tmp_path))
+        return run(compose([*SMALL, "trainer.checkpoint_every=null", *overrides]), tmp_path)
 
     return train
 

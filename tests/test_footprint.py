@@ -53,7 +53,7 @@ def test_what_cannot_fit_is_refused(
     tmp_path: Path, little_memory: None, overrides: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(UserError) as caught:
-        run(compose([*SMALL, *overrides], tmp_path))
+        run(compose([*SMALL, *overrides]), tmp_path)
     for word in words:
         assert word in str(caught.value)
     assert not (tmp_path / "tiers").exists()
@@ -61,12 +61,12 @@ def test_what_cannot_fit_is_refused(
 
 def test_tables_on_disk_may_be_larger_than_memory(tmp_path: Path, little_memory: None) -> None:
     disk = ("tiers=ssd", "tiers.policy=lru", "tiers.resident_bytes=5%", "trainer.max_steps=1")
-    report = run(compose([*SMALL, *disk, "data.table_scale=0.3", "trainer.checkpoint_every=null"], tmp_path))
+    report = run(compose([*SMALL, *disk, "data.table_scale=0.3", "trainer.checkpoint_every=null"]), tmp_path)
     assert report["memory"]["cold_bytes"] > 8 << 20
 
 
 def test_a_plan_takes_no_memory(tmp_path: Path, little_memory: None) -> None:
-    run(compose([*SMALL, "task=plan", "model.embedding_dim=1024"], tmp_path))
+    run(compose([*SMALL, "task=plan", "model.embedding_dim=1024"]), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["dlrm", "dlrm_dcn"])

@@ -76,7 +76,7 @@ def trained(monkeypatch) -> list[Batch]:
 @pytest.mark.parametrize("store", ["host", "ssd"])
 @pytest.mark.parametrize("plugins", WORKING, ids="+".join)
 def test_together_they_train_as_plain_tables_would(tmp_path, monkeypatch, trained, plugins, store) -> None:
-    report = run(compose(recipe(plugins, tmp_path / "pair", f"tiers.store={store}"), tmp_path))
+    report = run(compose(recipe(plugins, tmp_path / "pair", f"tiers.store={store}")), tmp_path)
     batches = list(trained)
     samples = sum(batch.size for batch in batches)
     assert samples < report["data"]["train_samples"], "slipstream leaves some out, or the test shows nothing"
@@ -88,10 +88,10 @@ def test_together_they_train_as_plain_tables_would(tmp_path, monkeypatch, traine
     monkeypatch.setattr(TrainLoader, "_batches", again)
     monkeypatch.setattr(TrainLoader, "__len__", lambda self: len(batches))
     export = f"task.export_parameters={tmp_path / 'plain' / 'parameters'}"
-    run(compose([*RECIPE, "tiers.policy=nocache", export], tmp_path))
+    run(compose([*RECIPE, "tiers.policy=nocache", export]), tmp_path)
     assert _apart(tmp_path) <= TOLERANCE
     batches[1] = batches[0]
-    run(compose([*RECIPE, "tiers.policy=nocache", export], tmp_path))
+    run(compose([*RECIPE, "tiers.policy=nocache", export]), tmp_path)
     assert _apart(tmp_path) > TOLERANCE, "the check must see another batch"
 
 
@@ -99,16 +99,16 @@ def test_together_they_train_as_plain_tables_would(tmp_path, monkeypatch, traine
 @pytest.mark.parametrize("plugins", WORKING, ids="+".join)
 def test_slipstream_that_drops_nothing_changes_nothing(tmp_path, plugins) -> None:
     off = ("plugins.slipstream.drop=0",)
-    run(compose(recipe(plugins, tmp_path / "pair", *off), tmp_path))
+    run(compose(recipe(plugins, tmp_path / "pair", *off)), tmp_path)
     alone = tuple(name for name in plugins if name != "slipstream")
-    run(compose(recipe(alone, tmp_path / "plain"), tmp_path))
+    run(compose(recipe(alone, tmp_path / "plain")), tmp_path)
     assert _apart(tmp_path) == 0
 
 
 @pytest.mark.parametrize("plugins", REFUSED, ids="+".join)
 def test_the_others_are_refused_with_both_names_and_a_remedy(tmp_path, plugins) -> None:
     with pytest.raises(PluginError) as caught:
-        run(compose([*RECIPE, f"+plugin=[{','.join(plugins)}]", "task=plan"], tmp_path))
+        run(compose([*RECIPE, f"+plugin=[{','.join(plugins)}]", "task=plan"]), tmp_path)
     said = str(caught.value)
     assert sum(name in said for name in plugins) >= 2, said
     assert "Drop one of the two" in said, said

@@ -42,7 +42,7 @@ def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("recipe", [(), ("+plugin=hotline", "model=dlrm_dcn")], ids=["resident", "hotline"])
 @pytest.mark.usefixtures("real_plots")
 def test_a_run_leaves_phases_floors_and_a_trace(tmp_path: Path, recipe: tuple[str, ...]) -> None:
-    report = run(compose([*SMALL, *recipe], run_dir=tmp_path))
+    report = run(compose([*SMALL, *recipe]), tmp_path)
     assert report == json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert report["task"] == "profile"
     assert report["data"]["train_samples"] > 0
@@ -76,7 +76,7 @@ def test_a_run_leaves_phases_floors_and_a_trace(tmp_path: Path, recipe: tuple[st
 
 
 def test_other_tasks_have_no_profile(tmp_path: Path) -> None:
-    report = run(compose([*SMALL[3:], "trainer.max_steps=2", "trainer.logger=null"], run_dir=tmp_path))
+    report = run(compose([*SMALL[3:], "trainer.max_steps=2", "trainer.logger=null"]), tmp_path)
     assert report["profile"] is None
     assert "Where a step" not in html.render(report)
 
@@ -84,7 +84,7 @@ def test_other_tasks_have_no_profile(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", ["task.steps=0", "task.warmup=-1", "task.steps=many", "resume=ckpt"])
 def test_wrong_settings_are_one_line(tmp_path: Path, wrong: str) -> None:
     with pytest.raises(UserError, match=wrong.partition("=")[0]) as refused:
-        run(compose([*SMALL, wrong], run_dir=tmp_path))
+        run(compose([*SMALL, wrong]), tmp_path)
     assert "\n" not in str(refused.value)
 
 

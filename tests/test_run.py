@@ -48,7 +48,7 @@ KEYS = {
 
 
 def trained(folder: Path, *overrides: str) -> dict:
-    return run(compose([*SMALL, *overrides], run_dir=folder))
+    return run(compose([*SMALL, *overrides]), folder)
 
 
 @pytest.mark.parametrize("recipe", [(), ("+plugin=hotline", "tiers.store=ssd")], ids=["resident", "hotline"])
@@ -156,7 +156,7 @@ def test_plan_builds_nothing(tmp_path, monkeypatch, capsys) -> None:
 
     for name in ("build_embeddings", "Ranker", "TrainLoader", "make_trainer", "fit"):
         monkeypatch.setattr(run_module, name, built)
-    plan = run(compose(["task=plan", "+plugin=hotline", "data.table_scale=1e4"], run_dir=tmp_path))
+    plan = run(compose(["task=plan", "+plugin=hotline", "data.table_scale=1e4"]), tmp_path)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["assembly.json", "recpipe.log"]
     assert json.loads((tmp_path / "assembly.json").read_text(encoding="utf-8")) == json.loads(
         json.dumps(plan)
@@ -259,7 +259,7 @@ def test_the_figures_are_safe_before_anything_else_can_fail(tmp_path, monkeypatc
 @pytest.mark.parametrize("policy", ["resident", "lru"])
 def test_the_last_checkpoint_on_a_full_disk_costs_no_report(tmp_path, monkeypatch, capsys, policy) -> None:
     small = [*SMALL, f"tiers.policy={policy}", "data.tables={a: 12, b: 700}", "data.samples=500"]
-    whole = run(compose(small, run_dir=tmp_path / "whole"))
+    whole = run(compose(small), tmp_path / "whole")
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -268,7 +268,7 @@ def test_the_last_checkpoint_on_a_full_disk_costs_no_report(tmp_path, monkeypatc
     with pytest.raises(
         UserError, match=r"^cannot write the checkpoint .*step-0{7}7.ckpt: No space[^;]*; free"
     ):
-        run(compose([*small, "trainer.checkpoint_every=1.0"], run_dir=tmp_path / "full"))
+        run(compose([*small, "trainer.checkpoint_every=1.0"]), tmp_path / "full")
     report = json.loads((tmp_path / "full" / "report.json").read_text(encoding="utf-8"))
     assert report["quality"] == whole["quality"]
     assert report["data"] == whole["data"]

@@ -51,7 +51,7 @@ def _no_page(monkeypatch) -> None:
 
 
 def trained(folder: Path, *overrides: str) -> dict:
-    return run(compose([*SMALL, *overrides], run_dir=folder))
+    return run(compose([*SMALL, *overrides]), folder)
 
 
 def left_by_a_killed_run(directory: Path) -> None:

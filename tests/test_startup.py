@@ -66,7 +66,7 @@ def test_first_step_is_timed_from_the_start(tmp_path: Path, monkeypatch: pytest.
     began = perf_counter()
     monkeypatch.setattr(clock, "_imported", began - 100)
     seconds = [
-        run(compose([*SMALL], run_dir=tmp_path / name))["throughput"]["first_step_seconds"]
+        run(compose([*SMALL]), tmp_path / name)["throughput"]["first_step_seconds"]
         for name in ("first", "second")
     ]
     assert 100 < seconds[0] < 100 + perf_counter() - began
@@ -75,6 +75,6 @@ def test_first_step_is_timed_from_the_start(tmp_path: Path, monkeypatch: pytest.
 
 def test_without_steps_there_is_no_first_one(tmp_path: Path) -> None:
     recipe = [*SMALL, "trainer.checkpoint_every=1", f"trainer.checkpoint_dir={tmp_path / 'ckpt'}"]
-    run(compose(recipe, run_dir=tmp_path / "a"))
-    report = run(compose([*recipe, f"resume={tmp_path / 'ckpt'}"], run_dir=tmp_path / "b"))
+    run(compose(recipe), tmp_path / "a")
+    report = run(compose([*recipe, f"resume={tmp_path / 'ckpt'}"]), tmp_path / "b")
     assert report["throughput"]["first_step_seconds"] is None

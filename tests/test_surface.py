@@ -46,6 +46,7 @@ EXPORTS = [
     "Invariant",
     "Link",
     "Plugin",
+    "Run",
     "RunFigures",
     "Split",
     "TableClaim",
@@ -53,6 +54,8 @@ EXPORTS = [
     "TablePolicy",
     "UserError",
     "__version__",
+    "load",
+    "train",
 ]
 
 

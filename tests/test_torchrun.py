@@ -65,7 +65,7 @@ def torchrun(folder: Path, ranks: int, *overrides: str, base: Recipe = SMALL) ->
 def alone(folder: Path, *overrides: str, base: Recipe = SMALL) -> dict:
     """The report of one process with one thread, as torchrun's have: with two, products round differently."""
     with one_thread():
-        return run(compose([*base, f"task.export_parameters={folder / 'parameters'}", *overrides], folder))
+        return run(compose([*base, f"task.export_parameters={folder / 'parameters'}", *overrides]), folder)
 
 
 def together(folder: Path, ranks: int, *overrides: str, base: Recipe = SMALL) -> dict:
@@ -217,7 +217,7 @@ def test_one_process_refuses_what_needs_several(tmp_path) -> None:
     ):
         pass
     with pytest.raises(UserError, match="torchrun --nproc-per-node"):
-        run(compose([*SMALL, "topology.embedding_ranks=[1]"], tmp_path))
+        run(compose([*SMALL, "topology.embedding_ranks=[1]"]), tmp_path)
 
 
 def test_ranks_with_other_data_are_refused(monkeypatch) -> None:
@@ -235,4 +235,4 @@ def test_tasks_that_start_processes_refuse_torchrun(tmp_path, monkeypatch) -> No
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert Process.current().world == 2
     with pytest.raises(UserError, match="task=compare runs in one process"):
-        run(compose(["task=compare"], tmp_path))
+        run(compose(["task=compare"]), tmp_path)

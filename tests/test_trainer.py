@@ -57,7 +57,7 @@ def trained(tmp_path, monkeypatch) -> Trained:
     def train(name: str, *overrides: str) -> Parameters:
         folder = tmp_path / name
         export = f"task.export_parameters={folder}/parameters"
-        run(compose([*SMALL, *overrides, export], run_dir=folder))
+        run(compose([*SMALL, *overrides, export]), folder)
         return parameters(folder / "parameters")
 
     return train

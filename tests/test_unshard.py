@@ -34,7 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``saved`` checkpoints, ``parameters`` and ``all.safetensors`` of one short run."""
     folder = tmp_path_factory.mktemp("trained")
     saved = f"trainer.checkpoint_dir={folder / 'saved'}"
-    run(compose([*RECIPE, saved, f"task.export_parameters={folder / 'parameters'}"], folder))
+    run(compose([*RECIPE, saved, f"task.export_parameters={folder / 'parameters'}"]), folder)
     unshard(folder / "saved", folder / "all.safetensors")
     return folder
 
@@ -43,7 +43,7 @@ def start(folder: Path, file: Path, *overrides: str) -> dict[str, np.ndarray]:
     """The tables after one step with hardly any learning rate, from ``file``."""
     still = ("optim.tables.lr=1e-30", "optim.dense.lr=1e-30", "trainer.max_steps=1", "trainer.eval_every=1")
     export = f"task.export_parameters={folder / 'parameters'}"
-    run(compose([*RECIPE, *still, f"model.pretrained={file}", export, *overrides], folder))
+    run(compose([*RECIPE, *still, f"model.pretrained={file}", export, *overrides]), folder)
     return {
         "a": np.load(folder / "parameters" / "a.npy"),
         "b/c": np.load(folder / "parameters" / "b%2Fc.npy"),
@@ -73,12 +73,12 @@ def test_tables_keep_their_names_through_sharding(tmp_path: Path) -> None:
     """A checkpoint of sharded tables, unsharded, and gone on from by whole tables."""
     parts = [f"trainer.checkpoint_dir={tmp_path / 'saved'}", "trainer.checkpoint_every=10"]
     export = [f"task.export_parameters={tmp_path / 'parameters'}"]
-    run(compose([*RECIPE, "tiers.sharded=true", "trainer.max_steps=10", *parts, *export], tmp_path))
+    run(compose([*RECIPE, "tiers.sharded=true", "trainer.max_steps=10", *parts, *export]), tmp_path)
     unshard(tmp_path / "saved", tmp_path / "all.safetensors")
     tensors = load_file(tmp_path / "all.safetensors")
     for name, file in (("a", "a"), ("b/c", "b%2Fc"), ("d.e", "d.e")):
         np.testing.assert_array_equal(tensors[name], np.load(tmp_path / "parameters" / f"{file}.npy"))
-    report = run(compose([*RECIPE, "trainer.max_steps=12", f"resume={tmp_path / 'saved'}"], tmp_path / "on"))
+    report = run(compose([*RECIPE, "trainer.max_steps=12", f"resume={tmp_path / 'saved'}"]), tmp_path / "on")
     assert report["quality"]["auc"] is not None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from recpipe.data.batch import Batch
+from recpipe.data.parts import leaves, tensors_in
 from recpipe_bagpipe.oracle import BatchPlan, Rows
 
 S = TypeVar("S")
@@ -115,6 +116,5 @@ class Ahead(Generic[S]):
 
 def size_of(batch: Batch) -> int:
     """Bytes of a batch's tensors."""
-    sparse = batch.sparse
-    parts = (batch.dense, batch.labels, sparse.values(), sparse.offsets())
+    parts = (part for leaf in leaves(batch) for part in tensors_in(leaf))
     return sum(part.numel() * part.element_size() for part in parts)

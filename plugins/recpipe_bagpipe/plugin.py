@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from recpipe.data.batch import Batch
 from recpipe.embedding.collection import TableCollection
@@ -10,7 +10,6 @@ from recpipe.embedding.parts import TierParts
 from recpipe.embedding.policies import CachePolicy, RowSpace
 from recpipe.embedding.stores.base import ColdStore
 from recpipe.embedding.stores.bulk import BulkStore
-from recpipe.embedding.tables import TableSet
 from recpipe.plugin.api import (
     Context,
     Contribution,
@@ -73,65 +72,74 @@ class PlannedTables(TablePolicy):
 
     def __init__(self, knobs: BagPipe, trainers: int) -> None:
         self.knobs, self.trainers = knobs, trainers
-        self.policy: Lookahead | None = None
-        self.replicas: Replicas | None = None
-        self._tables: TableSet | None = None
-        self._bulk: BulkStore | None = None
+        # Of each group of tables:
+        self.policies: list[Lookahead] = []
+        self.replicas: list[Replicas] = []
+        self._parts: list[TierParts] = []
+        self._bulk: list[BulkStore] = []
 
     def store(self, store: ColdStore) -> ColdStore:
         """One trainer moves rows in bulk; several make rounds of their own."""
         if self.trainers > 1:
             return store
-
-        self._bulk = BulkStore(store, write_rows=max(65_536, store.layout.total_rows // 80))
-        return self._bulk
+        self._bulk.append(BulkStore(store, write_rows=max(65_536, store.layout.total_rows // 80)))
+        return self._bulk[-1]
 
     def collection(self, parts: TierParts) -> TableCollection | None:
         """Replicas where several ranks train."""
-        self._tables = parts.tables
-        if self.trainers > 1:
-            self.replicas = replicas(
-                parts,
-                lookahead=self.knobs.lookahead,
-                cleanup=self.knobs.cleanup,
-                increase=self.knobs.increase,
-                decrease=self.knobs.decrease,
-            )
-        return self.replicas
+        self._parts.append(parts)
+        if self.trainers == 1:
+            return None
+        made = replicas(
+            parts,
+            lookahead=self.knobs.lookahead,
+            cleanup=self.knobs.cleanup,
+            increase=self.knobs.increase,
+            decrease=self.knobs.decrease,
+        )
+        if made is not None:
+            self.replicas.append(made)
+        return made
 
     def cache(self, space: RowSpace) -> CachePolicy:
         """The policy of a single trainer."""
-        assert self._tables is not None, "collection() is called first"
-        assert self._bulk is not None, "store() is called first"
+        parts, bulk = self._parts[space.group], self._bulk[space.group]  # store() and collection() come first
         knobs = self.knobs
-        self.policy = Lookahead(
-            space, self._tables, self._bulk, knobs.lookahead, knobs.cleanup, knobs.increase, knobs.decrease
+        policy = Lookahead(
+            space, parts.lookups, bulk, knobs.lookahead, knobs.cleanup, knobs.increase, knobs.decrease
         )
-        return self.policy
+        self.policies.append(policy)
+        return policy
 
     def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Read and plan ahead."""
-        planner = self.replicas or self.policy
-        assert planner is not None, "tables are built before batches are read"
-        return planner.stream(batches)
+        """Read and plan ahead, each group of tables in front of the one before."""
+        planners = self.replicas or self.policies
+        assert planners, "tables are built before batches are read"
+        for planner in planners:
+            batches = planner.stream(batches)
+        return batches
 
     def figures(self, run: RunFigures) -> dict[str, Figure]:
         """What was moved and how far ahead."""
-        if self.replicas is not None:
-            return dict(self.replicas.figures())
-        policy, bulk = self.policy, self._bulk
-        assert policy is not None
-        assert bulk is not None
+        if self.replicas:
+            return _summed([tables.figures() for tables in self.replicas])
+        policies, bulks = self.policies, self._bulk
         return {
-            "rows_fetched": policy.announced_rows,
-            "rows_expired": policy.evicted,
+            "rows_fetched": sum(p.announced_rows for p in policies),
+            "rows_expired": sum(p.evicted for p in policies),
             "rows_written": run.io.rows_written,
-            "fetch_groups": bulk.announced,
+            "fetch_groups": sum(b.announced for b in bulks),
             # What training read itself, beside the bulk reads.
-            "critical_misses": run.io.rows_read - bulk.background().rows_read,
-            "lookahead_mean": policy.window_sum / max(1, policy.step),
-            "lookahead_least": policy.window_least,
-            "lookahead_bytes": policy.peak_bytes,
-            "buffer_bytes": bulk.peak_bytes,
-            "wait_seconds": bulk.waited,
+            "critical_misses": run.io.rows_read - sum(b.background().rows_read for b in bulks),
+            "lookahead_mean": sum(p.window_sum for p in policies) / max(1, sum(p.step for p in policies)),
+            "lookahead_least": min(p.window_least for p in policies),
+            "lookahead_bytes": sum(p.peak_bytes for p in policies),
+            "buffer_bytes": sum(b.peak_bytes for b in bulks),
+            "wait_seconds": sum(b.waited for b in bulks),
         }
+
+
+def _summed(groups: Sequence[Mapping[str, int]]) -> dict[str, Figure]:
+    """Of all groups of tables; their number of replicas is the same."""
+    total: dict[str, Figure] = {name: sum(group[name] for group in groups) for name in groups[0]}
+    return total | {"replicas": groups[0]["replicas"]}

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.data.batch import Batch
-from recpipe.embedding.planner import table_bags
+from recpipe.embedding.planner import Bags
 from recpipe.embedding.policies import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe.embedding.stores.bulk import BulkStore
-from recpipe.embedding.tables import TableSet
 from recpipe.saved import Damaged, within
 from recpipe_bagpipe.ahead import Ahead
 from recpipe_bagpipe.oracle import BatchPlan, Rows, plan
@@ -33,7 +32,7 @@ class Lookahead(CachePolicy):
     def __init__(
         self,
         space: RowSpace,
-        tables: TableSet,
+        lookups: Callable[[Any], Bags],
         bulk: BulkStore,
         lookahead: int,
         cleanup: int,
@@ -41,7 +40,7 @@ class Lookahead(CachePolicy):
         decrease: int,
     ) -> None:
         super().__init__(space)
-        self.tables, self.bulk = tables, bulk
+        self.lookups, self.bulk = lookups, bulk
         self.lookahead, self.cleanup = lookahead, cleanup
         self.increase, self.decrease = increase, decrease
         self.step = 0
@@ -78,7 +77,7 @@ class Lookahead(CachePolicy):
             return plan(lookups, self.lookahead, self.cleanup, 1, self.space.slots, **knobs)
 
         def rows(batch: Batch) -> tuple[Rows, ...]:
-            return (table_bags(self.tables, batch.sparse).rows,)
+            return (self.lookups(batch).rows,)
 
         self._ahead = Ahead(source, rows, planned, lambda made: made, 2 * self.cleanup)
         return self._ahead.batches()

@@ -16,7 +16,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.batch import Batch
 from recpipe.embedding.collection import RowCollection, TierFigures
 from recpipe.embedding.parts import TierParts
-from recpipe.embedding.planner import table_bags
 from recpipe.embedding.rowtable import RowBags, row_bags
 from recpipe.embedding.store_thread import TierTimes
 from recpipe.embedding.stores.sharded import ShardedStore
@@ -68,7 +67,7 @@ class Replicas(RowCollection):
         self.sync = RowSync(self.replica, parts.tables.optimizer, parts.tables.dim, *channels)
         self.rows_expired = 0
         self.rows_fetched = 0
-        self._ranks = parts.ranks
+        self._ranks, self._batch_lookups = parts.ranks, parts.lookups
         self._oracle, self._cleanup, self._early = oracle, cleanup, early
         self._ahead: Ahead[Step] | None = None
         self._running: Ahead[Step] | None = None
@@ -94,8 +93,8 @@ class Replicas(RowCollection):
 
     def _lookups(self, batch: Batch) -> Lookups:
         """The rows that each trainer's share looks up."""
-        bags = table_bags(self.tables, batch.sparse)
-        shares = self._ranks.shares(0, batch.size)
+        bags = self._batch_lookups(batch)
+        shares = self._ranks.shares(0, bags.batch_size)
         return tuple(bags.permuted(np.arange(part.start, part.stop)).rows for part in shares)
 
     # -- a batch -----------------------------------------------------------------------------

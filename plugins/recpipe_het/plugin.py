@@ -67,6 +67,11 @@ class CachedTables(TablePolicy):
             raise PluginError(
                 f"trainer.device={parts.device}: het keeps its caches in host memory; use trainer.device=cpu"
             )
+        if parts.group:
+            raise PluginError(
+                "het serves one group of tables, and the model's differ in dimension, optimizer or collection: "
+                "give them one of each, or use another plugin"
+            )
         layout = parts.tables.layout
         updates = np.array([self.bounds.get(name, self.bound) for name in layout.tables], np.int64)
         bounds = Bounds(layout.bases, updates)

@@ -13,15 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.data.batch import Batch
-from recpipe.embedding.planner import TierPlan
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.model.module import RankingModule
+from recpipe.pipeline.tiers import BatchPlan
 from recpipe.plugin.errors import PluginError
 from recpipe.saved import Damaged, entries, within
 from recpipe_slipstream.classifier import InputClassifier, Marks
 from recpipe_slipstream.freeze import FrozenRows
 from recpipe_slipstream.snapshot import Changes, Snapshot, changes, count_touches
 from recpipe_slipstream.threshold import SEARCHES, input_scores, stale_share
+from recpipe_slipstream.tiers import HotTiers
 
 FILLED = 0.01
 """Hot rows have settled when a batch adds less than this share to them, or when no slot is empty."""
@@ -100,21 +101,21 @@ class StaleInputs(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the tiers; without them no row is hot, and nothing could ever be left out."""
         assert isinstance(pl_module, RankingModule)
-        embeddings = pl_module.ranker.embeddings
-        tiers = embeddings.offers(TieredEmbeddingBagCollection)
-        if tiers is None:
+        embeddings = pl_module.model.embeddings
+        groups = embeddings.each(TieredEmbeddingBagCollection)
+        if not groups:
             raise PluginError(
-                f"plugin slipstream compares rows that are resident in tiers; {type(embeddings).__name__} "
-                "has none: drop the plugin that brings tables of its own, or slipstream"
+                "plugin slipstream compares rows that are resident in tiers; "
+                f"{type(embeddings.collections[0]).__name__} has none: drop the plugin that brings tables of "
+                "its own, or slipstream"
             )
-        self.start(tiers)
+        self.start(HotTiers(groups, pl_module.model.inputs.lookups))
 
-    def start(self, tiers: TieredEmbeddingBagCollection) -> None:
+    def start(self, tiers: HotTiers) -> None:
         """Go on after ``done`` batches with ``tiers``."""
         self.classifier.tiers = tiers
         self.classifier.restart(self.done)
-        with tiers.quiesced():
-            self._resident = int((tiers.planner.row_of_slot >= 0).sum())
+        self._resident = tiers.resident()
         if self.frozen is not None:
             self.frozen.switch(tiers, self.classifier.in_force(self.done))
 
@@ -124,12 +125,12 @@ class StaleInputs(L.Callback):
         """Count the batch, and do what is due before the next one."""
         self.after_batch(batch.plan)
 
-    def after_batch(self, plan: TierPlan) -> None:
+    def after_batch(self, plan: BatchPlan) -> None:
         """One more batch has been trained, that of ``plan``."""
         classifier, tiers = self.classifier, self.classifier.tiers
         assert tiers is not None
         # Counted along: to look into the tiers would stop the pipeline at every batch.
-        self._gained = len(plan.placed) - int(np.count_nonzero(plan.evicted >= 0))
+        self._gained = sum(len(p.placed) - int(np.count_nonzero(p.evicted >= 0)) for p in plan.planned)
         self._resident += self._gained
         seen = classifier.trained(self.done)
         self._count(seen.samples, seen.hot, seen.dropped, seen.seconds)
@@ -155,7 +156,7 @@ class StaleInputs(L.Callback):
 
     # -- blocks ------------------------------------------------------------------------------
 
-    def _advance(self, tiers: TieredEmbeddingBagCollection) -> None:
+    def _advance(self, tiers: HotTiers) -> None:
         """Open a window, begin it or end it, when batch ``done`` is the next one."""
         window = self.classifier.window
         start = perf_counter()
@@ -175,13 +176,13 @@ class StaleInputs(L.Callback):
             return
         self.totals.snapshot_seconds += perf_counter() - start
 
-    def _settled(self, tiers: TieredEmbeddingBagCollection) -> bool:
+    def _settled(self, tiers: HotTiers) -> bool:
         """Whether hot rows have their slots: a window in which they still come would see few of them."""
         resident = self._resident
-        full = resident == tiers.planner.space.slots
+        full = resident == tiers.slots
         return resident > 0 and (full or self._gained < FILLED * resident)
 
-    def _mark(self, tiers: TieredEmbeddingBagCollection, window: tuple[int, int]) -> None:
+    def _mark(self, tiers: HotTiers, window: tuple[int, int]) -> None:
         """The window is over: take the second snapshot, find the threshold, mark rows."""
         assert self.before is not None
         after = Snapshot.take(tiers)
@@ -201,7 +202,7 @@ class StaleInputs(L.Callback):
         totals.snapshots += 1
         totals.marked_hot = totals.marked_dropped = 0
         stale = moved.stale(totals.threshold)
-        marks = Marks(self.done + 1, moved.rows, stale, tiers.planner.space.rows)
+        marks = Marks(self.done + 1, moved.rows, stale, tiers.rows)
         self.classifier.marks = (*self.classifier.marks[-1:], marks)
         seconds = perf_counter() - start
         totals.search_seconds += seconds
@@ -217,7 +218,7 @@ class StaleInputs(L.Callback):
         scores = [np.empty(0, np.float32)]
         for number in chosen.tolist():
             batch = next(self.batches(number))
-            scores.append(input_scores(moved, tiers.bags(batch.sparse), self.method.stale_lookups))
+            scores.append(input_scores(moved, tiers.bags(batch), self.method.stale_lookups))
         return np.concatenate(scores)
 
     # -- checkpoints -------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from recpipe.data.batch import Batch
 from recpipe.embedding.planner import Bags
 from recpipe.embedding.policies import RowIds
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.pipeline.select import select
 from recpipe_slipstream.threshold import samples_of
+from recpipe_slipstream.tiers import HotTiers
 
 COLD, HOT, STALE = 0, 1, 2
 
@@ -79,7 +79,7 @@ class InputClassifier:
 
     def __init__(self, stale_lookups: int | None) -> None:
         self.stale_lookups = stale_lookups
-        self.tiers: TieredEmbeddingBagCollection | None = None
+        self.tiers: HotTiers | None = None
         self.window: tuple[int, int] | None = None
         """Batches [first, end) whose inputs are all trained: two snapshots are taken around them."""
         self.marks: tuple[Marks, ...] = ()
@@ -103,17 +103,17 @@ class InputClassifier:
         assert self.tiers is not None, "training has begun"
         number, self._next = self._next, self._next + 1
         start = perf_counter()
-        marks, bags = self.in_force(number), self.tiers.bags(batch.sparse)
+        marks, bags = self.in_force(number), self.tiers.bags(batch)
         if marks is None:
-            self._seen[number] = Seen(number, bags.rows, batch.size, seconds=perf_counter() - start)
+            self._seen[number] = Seen(number, bags.rows, bags.batch_size, seconds=perf_counter() - start)
             return batch
         hot, stale = classify(marks, bags, self.stale_lookups)
         keep = np.flatnonzero(~stale)
-        dropped = batch.size - len(keep) if len(keep) else 0
+        dropped = bags.batch_size - len(keep) if len(keep) else 0
         if dropped:
             batch, bags = select(batch, keep), bags.permuted(keep)
         self._seen[number] = Seen(
-            number, bags.rows, batch.size + dropped, int(hot.sum()), dropped, perf_counter() - start
+            number, bags.rows, bags.batch_size + dropped, int(hot.sum()), dropped, perf_counter() - start
         )
         return batch
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from recpipe.embedding.policies import NOTHING, RowIds
 from recpipe.embedding.stores.base import Records
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe_slipstream.classifier import Marks
+from recpipe_slipstream.tiers import HotTiers
 
 
 class FrozenRows:
@@ -24,19 +24,17 @@ class FrozenRows:
         self.records: Records = np.empty((0, 0), np.float32)
         """Their records, float32 [n, width]."""
 
-    def switch(self, tiers: TieredEmbeddingBagCollection, marks: Marks | None) -> None:
+    def switch(self, tiers: HotTiers, marks: Marks | None) -> None:
         """``marks`` (None: none) are in force from the next batch on: rows freeze as they are now."""
         if marks is self.marks:
             return
         self.marks = marks
         self.rows = NOTHING.rows if marks is None else marks.stale_rows
         if len(self.rows):
-            with tiers.quiesced():
-                self.records = tiers.read_rows(self.rows).cpu().numpy().copy()
+            self.records = tiers.read_rows(self.rows)
 
-    def put_back(self, tiers: TieredEmbeddingBagCollection, looked_up: RowIds) -> None:
+    def put_back(self, tiers: HotTiers, looked_up: RowIds) -> None:
         """Undo what the batch that looked up ``looked_up`` (repeats included) did to frozen rows."""
         touched = np.flatnonzero(np.isin(self.rows, looked_up))
         if len(touched):
-            with tiers.quiesced():
-                tiers.write_rows(self.rows[touched], self.records[touched])
+            tiers.write_rows(self.rows[touched], self.records[touched])

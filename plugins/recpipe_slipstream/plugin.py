@@ -86,7 +86,7 @@ class Slipstream(Plugin):
             freeze=self.freeze_stale_rows,
         )
         tables = ctx.tables.values()
-        rows, dim = sum(table.rows for table in tables), next(iter(tables)).dim
+        rows, dim = sum(table.rows for table in tables), max(table.dim for table in tables)
         callback = StaleInputs(method, ctx.batches, ctx.seed, rows, dim)
         return Contribution(
             batch=[Link(callback.classifier)],

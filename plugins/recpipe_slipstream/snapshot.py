@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from recpipe.embedding.policies import RowIds
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe_slipstream.tiers import HotTiers
 
 
 @dataclass(frozen=True)
@@ -22,11 +21,9 @@ class Snapshot:
     """Their weights, without optimizer state, float32 [n, dim]."""
 
     @classmethod
-    def take(cls, tiers: TieredEmbeddingBagCollection) -> Snapshot:
+    def take(cls, tiers: HotTiers) -> Snapshot:
         """The rows that are resident after the last trained batch."""
-        rows, records = tiers.resident_rows()
-        weights = records[:, : tiers.tables.dim].clone(memory_format=torch.contiguous_format)
-        return cls(rows, weights.cpu().numpy())
+        return cls(*tiers.resident_weights())
 
 
 @dataclass(frozen=True)

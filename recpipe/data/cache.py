@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,8 +48,24 @@ class Source(Protocol):
         """Samples in time order, in blocks of bounded size."""
 
 
+_chosen: ContextVar[Path | None] = ContextVar("recpipe_cache_dir", default=None)
+
+
+@contextmanager
+def cached_in(directory: Path | None) -> Iterator[None]:
+    """Within it ``directory`` is the ``default_cache_dir`` of this thread; None: the usual one."""
+    token = _chosen.set(directory)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
 def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/recpipe``, by default ``~/.cache/recpipe``."""
+    """``$XDG_CACHE_HOME/recpipe``, by default ``~/.cache/recpipe``; within ``cached_in`` another place."""
+    chosen = _chosen.get()
+    if chosen is not None:
+        return chosen
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "recpipe"
 
 

@@ -108,11 +108,19 @@ class ParquetConfig(FileConfig):
                 raise UserError(f"column '{shown(column)}' is named twice in {where}")
 
 
+@dataclasses.dataclass
+class GivenConfig(DataConfig):
+    """Data that a caller in Python brings; ``batch_size`` is that of the batches, where they come made."""
+
+    name: str = "given"
+
+
 CONFIGS: dict[str, type[DataConfig]] = {
     "synthetic": SyntheticConfig,
     "criteo": CriteoConfig,
     "npy": NpyConfig,
     "parquet": ParquetConfig,
+    "given": GivenConfig,
 }
 
 

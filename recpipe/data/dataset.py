@@ -10,7 +10,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from recpipe.data.batch import Batch, BatchShare
-from recpipe.errors import DataError, shown
+from recpipe.errors import DataError, UserError, shown
 from recpipe.ranks import part_of
 
 Split = Literal["train", "eval"]
@@ -56,13 +56,24 @@ class Dataset(ABC):
     ``rejected_rows`` counts input rows that ``data.on_bad_row=skip`` left out.
     """
 
-    schema: Schema
+    schema: Schema | None
+    """Its columns; None: not known, as of batches of a type of the user's own."""
     fingerprint: str
-    rejected_rows: int
+    rejected_rows: int = 0
     dropped_samples: int = 0
     """Training samples that no epoch has, because ``data.last_batch=drop`` left their short batch out."""
     read_ahead: int = 0
     """Training batches that a thread of its own is to read in advance (``data.read_ahead``)."""
+
+    def known_schema(self) -> Schema:
+        """``schema``, for whoever cannot do without; ``UserError`` where it is not known."""
+        if self.schema is None:
+            raise UserError(
+                "the data does not say its columns and the rows of their tables, which recpipe's own models "
+                "are made by: hand over a recpipe.data.given.GivenBatches(batches, schema=...), a path, or "
+                "batches together with a model of your own"
+            )
+        return self.schema
 
     @abstractmethod
     def size(self, split: Split) -> int:
@@ -92,6 +103,8 @@ class Dataset(ABC):
 
 class NumberedDataset(Dataset):
     """A data set that makes samples by their numbers, 0 to N - 1 in time order, training before held out."""
+
+    schema: Schema
 
     def __init__(self, samples: int, eval_fraction: float) -> None:
         self.samples = samples

@@ -16,6 +16,7 @@ from recpipe.data.config import (
     CriteoConfig,
     DataConfig,
     FileConfig,
+    GivenConfig,
     NpyConfig,
     ParquetConfig,
     SyntheticConfig,
@@ -33,12 +34,23 @@ from recpipe.errors import UserError
 log = logging.getLogger(__name__)
 
 
-def open_dataset(cfg: DictConfig | Mapping[str, Any] | DataConfig, seed: int) -> Dataset:
+def open_dataset(
+    cfg: DictConfig | Mapping[str, Any] | DataConfig, seed: int, given: Dataset | None = None
+) -> Dataset:
     """The data set of a ``data`` node; files are prepared into the cache unless they are there already.
 
-    ``seed`` matters for generated data alone. ``UserError`` for a recipe or a file that cannot be used.
+    ``seed`` matters for generated data alone; ``given`` is what a caller has brought, for ``data=given``.
+    ``UserError`` for a recipe or a file that cannot be used.
     """
     config = parse_config(cfg)
+    if isinstance(config, GivenConfig):
+        if given is None:
+            raise UserError(
+                "data=given stands for data handed over in Python, recpipe.train(model, data): choose "
+                "data=criteo, npy, parquet or synthetic"
+            )
+        given.read_ahead = config.read_ahead
+        return given
     dataset = _open(config, seed)
     dataset.read_ahead = config.read_ahead
     if config.last_batch == "drop":

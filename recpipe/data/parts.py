@@ -47,8 +47,8 @@ def _jagged(value: object, place: Place) -> Iterator[tuple[Place, KeyedJaggedTen
 
 def batch_size(batch: object) -> int:
     """Samples in ``batch``: those of its jagged tensors; without any, the length of its first tensor."""
-    leaves = list(_leaves(batch))
-    jagged = {_stride(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)}
+    found = list(leaves(batch))
+    jagged = {_stride(leaf) for leaf in found if not isinstance(leaf, torch.Tensor)}
     if len(jagged) > 1:
         raise UserError(
             f"a batch of type {type(batch).__name__} has parts of {' and '.join(map(str, sorted(jagged)))} "
@@ -56,7 +56,7 @@ def batch_size(batch: object) -> int:
         )
     if jagged:
         return jagged.pop()
-    lengths = (len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+    lengths = (len(leaf) for leaf in found if isinstance(leaf, torch.Tensor) and leaf.dim())
     size = next(lengths, None)
     if size is None:
         raise UserError(f"a batch of type {type(batch).__name__} holds no tensor")
@@ -82,18 +82,27 @@ def tensors_of(value: object, name: str = "values") -> Iterator[tuple[str, torch
             yield from tensors_of(part, key)
 
 
-def _leaves(value: object) -> Iterator[torch.Tensor | JaggedTensor | KeyedJaggedTensor]:
+def leaves(value: object) -> Iterator[torch.Tensor | JaggedTensor | KeyedJaggedTensor]:
+    """The tensors and jagged tensors that ``value`` is made of."""
     if isinstance(value, torch.Tensor | JaggedTensor | KeyedJaggedTensor):
         yield value
     elif isinstance(value, Mapping):
         for part in value.values():
-            yield from _leaves(part)
+            yield from leaves(part)
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _leaves(part)
+            yield from leaves(part)
     else:
         for part in attributes(value).values():
-            yield from _leaves(part)
+            yield from leaves(part)
+
+
+def tensors_in(leaf: torch.Tensor | JaggedTensor | KeyedJaggedTensor) -> list[torch.Tensor]:
+    """What one of ``leaves`` keeps: itself, or ids, lengths and weights."""
+    if isinstance(leaf, torch.Tensor):
+        return [leaf]
+    weights = leaf.weights_or_none()
+    return [leaf.values(), leaf.lengths(), *([] if weights is None else [weights])]
 
 
 def attributes(value: object) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from annotated_types import Interval, MinLen, MultipleOf
 from pydantic import AfterValidator
 
-from recpipe.errors import UserError
 from recpipe.plugin.conf import TARGET
 from recpipe.plugin.offers import is_offered, offered
 from recpipe.validation import FilePath, Positive, Text, chosen, fitted, mapping, one_of, typed_part
@@ -83,15 +82,18 @@ class UserModel(ModelKeys):
         return f"model={self.name}" if self.target is None else f"model.{TARGET}={self.target}"
 
 
+def _others(group: str, name: object) -> bool:
+    """Whether ``model=name`` is no model of recpipe's own: an installed package's, or one that is given."""
+    return name == CUSTOM or is_offered(group, name)
+
+
 def parse_model(values: object) -> ModelConfig | UserModel:
     """The ``model`` section, typed; ``UserError`` names the first wrong key. Nothing is imported."""
     section = dict(mapping(values, "model"))
     target = section.pop(TARGET, None)
-    if target is None and section.get("name") == CUSTOM:
-        raise UserError(f"model={CUSTOM}: say which class, model.{TARGET}=package.module.Class")
     if target is not None:
         target = fitted(Annotated[str, AfterValidator(_importable)], target, f"model.{TARGET}")
-    elif section.get("name") in [*BUILT_IN] or not is_offered("model", section.get("name")):
+    elif section.get("name") in [*BUILT_IN] or not _others("model", section.get("name")):
         return chosen(BUILT_IN, section, "model", also=offered("model"))
     keys, arguments = typed_part(ModelKeys, section, "model")
     return UserModel(**vars(keys), target=target, arguments=arguments)

@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from recpipe.data.dataset import Schema
 from recpipe.embedding.tables import module_name
-from recpipe.model.config import ModelConfig
+from recpipe.model.sizes import DlrmSizes
+
+META = torch.device("meta")
 
 
-def make_dlrm(config: ModelConfig, schema: Schema, device: torch.device) -> nn.Module:
-    """The model of ``config``, its tables on the meta device.
+def make_dlrm(sizes: DlrmSizes, device: torch.device, tables: torch.device = META) -> DLRM:
+    """The model of these ``sizes``, its dense part on ``device``; tables elsewhere than on the meta device
+    have no values yet.
 
     Without dense features the bottom MLP's input is one constant 1 (``Batch.dense_features``), and its output
     one learned vector for all samples: its products with the pooled rows weigh each feature for itself.
     """
-    dim = config.embedding_dim
-    tables = [
+    dim = sizes.embedding_dim
+    # A table's module cannot have every name that a table can.
+    configs = [
         EmbeddingBagConfig(
-            name=module_name(f.name), embedding_dim=dim, num_embeddings=f.rows, feature_names=[f.name]
+            name=module_name(name), embedding_dim=dim, num_embeddings=rows, feature_names=[name]
         )
-        for f in schema.sparse
+        for name, rows in sizes.tables
     ]
-    collection = EmbeddingBagCollection(tables, device=torch.device("meta"))
-    dense, bottom, top = max(1, len(schema.dense)), [*config.bottom, dim], [*config.top, 1]
-    if config.name == "dlrm":
-        model: nn.Module = DLRM(collection, dense, bottom, top, dense_device=device)
+    collection = EmbeddingBagCollection(configs, device=META)
+    if tables != META:
+        collection = collection.to_empty(device=tables)
+    dense, bottom, top = max(1, sizes.dense_features), [*sizes.bottom, dim], [*sizes.top, 1]
+    if sizes.name == "dlrm":
+        model = DLRM(collection, dense, bottom, top, dense_device=device)
     else:
-        model = DLRM_DCN(
-            collection, dense, bottom, top, config.cross_layers, config.cross_rank, dense_device=device
-        )
+        layers, rank = sizes.cross_layers, sizes.cross_rank
+        model = DLRM_DCN(collection, dense, bottom, top, layers, rank, dense_device=device)
     for name, part in model.named_children():
         if name != "sparse_arch":
             part.to(device)

@@ -12,18 +12,20 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from recpipe.data.dataset import Schema
+from recpipe.data.dataset import Dataset, Schema
 from recpipe.embedding.tables import module_name
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig, ModelKeys, UserModel
 from recpipe.model.dlrm import make_dlrm
 from recpipe.model.loss import parse_loss
+from recpipe.model.sizes import DlrmSizes
 from recpipe.model.target import locate, told
 from recpipe.plugin.conf import TARGET
 from recpipe.plugin.offers import entry, imported, offered
 from recpipe.targets import made_within
 from recpipe.validation import no_value
+from recpipe.words import CUSTOM
 
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
@@ -58,11 +60,21 @@ def _move(module: nn.Module, device: torch.device) -> None:
     move(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
-def make_called(config: ModelConfig | UserModel, schema: Schema, device: torch.device) -> Called:
-    """The model of the recipe, as training calls it."""
+def make_called(
+    config: ModelConfig | UserModel,
+    dataset: Dataset,
+    device: torch.device,
+    given: nn.Module | None = None,
+) -> Called:
+    """The model of the recipe, or the one ``given`` by a caller in Python, as training calls it."""
+    if given is not None:
+        assert isinstance(config, UserModel), "whoever gives a model chooses model=custom"
+        _move(given, device)
+        return Called.of(given, config)
+    schema = dataset.known_schema()
     if isinstance(config, UserModel):
         return Called.of(make_model(config, schema, device), config)
-    module = make_dlrm(config, schema, device)
+    module = make_dlrm(DlrmSizes.of(config, schema), device)
     return Called(module, parse_loss("binary_cross_entropy"), low_precision=config.precision == "bfloat16")
 
 
@@ -120,6 +132,8 @@ _META = torch.device("meta")
 
 def _maker(config: UserModel) -> Callable[..., Any]:
     """The class or function: an entry point's, or what ``_target_`` names."""
+    if config.target is None and config.name == CUSTOM:
+        raise UserError(f"model={CUSTOM}: say which class, model.{TARGET}=package.module.Class")
     if config.target is None:
         found = imported("model", entry("model", config.name, offered("model")))
     else:

@@ -78,6 +78,13 @@ class PlacedModel(nn.Module):
         """The model's prediction, logits float32 [B], without a loss."""
         return self.called.predict(batch)
 
+    def predict(self, batch: Any) -> torch.Tensor:
+        """``forward`` without gradients, for whoever has a trained model; ``DataError`` on an id of no row."""
+        self.inputs.require_ids(batch)
+        with torch.no_grad():
+            scores: torch.Tensor = self(batch)
+        return scores
+
     def dense_parameters(self) -> dict[str, nn.Parameter]:
         """Everything that the dense optimizer trains; the tables train themselves in their backward pass."""
         return dict(self.module.named_parameters())

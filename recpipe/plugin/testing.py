@@ -146,7 +146,7 @@ def train(overrides: Sequence[str], folder: Path) -> Trained:
     from recpipe.run import run
 
     export = folder / "parameters"
-    run(compose([*overrides, f"task.export_parameters={export}"], run_dir=folder))
+    run(compose([*overrides, f"task.export_parameters={export}"]), folder)
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     return Trained(report, dict(_arrays(export)))
 

@@ -20,7 +20,7 @@ from recpipe.report.environment import environment
 from recpipe.report.files import ReportFiles
 from recpipe.report.remarks import faults
 from recpipe.tasks import compare_run
-from recpipe.tasks.compare_rows import Row, carried_overrides, command_line_overrides, parse_rows, quoted
+from recpipe.tasks.compare_rows import Row, carried_overrides, parse_rows, quoted
 from recpipe.tasks.config import CompareConfig
 
 UNTIMED = ("trainer.checkpoint_every=null", "trainer.eval_every=1.0")
@@ -32,15 +32,15 @@ Launch = Callable[[list[str], Path], dict[str, Any]]
 def compare(
     config: CompareConfig,
     out_dir: Path,
+    overrides: Sequence[str],
     *,
     launch: Launch | None = None,
-    overrides: Sequence[str] | None = None,
     installed: Collection[str] | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Run the rows of ``config`` and leave compare.json and compare.html in ``out_dir``.
 
-    ``overrides`` are the user's own, carried over to every run (default: those of this command line);
+    ``overrides`` are the user's own, carried over to every run;
     ``installed`` the plugins a row may name (default: all installed). Returns compare.json's content.
 
     Raises UserError, before any training, for unknown names and for rows that cannot be assembled; and when
@@ -50,7 +50,7 @@ def compare(
     """
     launch = launch or partial(compare_run.launch, ranks=config.ranks)
     rows = parse_rows(config.plugins, _installed() if installed is None else installed)
-    carried = carried_overrides(command_line_overrides() if overrides is None else overrides, rows)
+    carried = carried_overrides(overrides, rows)
     plan = _Comparison(rows, carried, config, out_dir.absolute(), launch, console or Output())
     with compare_run.interrupt_on_sigterm():
         try:

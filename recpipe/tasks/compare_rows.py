@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
@@ -58,13 +57,9 @@ def _parse_row(name: str, installed: Collection[str]) -> Row:
     return Row(name, policies[0] if policies else None, tuple(part for part in parts if part not in POLICIES))
 
 
-def command_line_overrides() -> list[str]:
-    """The overrides given to this run, and the config directory and name if the user chose them."""
-    if not HydraConfig.initialized():
-        raise UserError(
-            "task=compare starts runs from the command line's overrides: run python -m recpipe task=compare"
-        )
-    hydra = HydraConfig.get()
+def command_line_overrides(hydra: Any) -> list[str]:
+    """The overrides given to the run of this ``hydra`` section, and the config directory and name if the user
+    chose them."""
     return chosen_config(hydra) + list(hydra.overrides.task)
 
 

@@ -4,7 +4,9 @@ and ``model.pretrained=FILE``, which starts a run from such a file."""
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,11 +29,7 @@ def unshard(checkpoint: Path, target: Path) -> int:
     memory.
     """
     directory = newest(checkpoint.expanduser())
-    trainer = open_checkpoint(directory)
-    with naming(directory):
-        dense = entries({"state_dict": dict[str, torch.Tensor]}, trainer)["state_dict"]
-        for name, value in dense.items():
-            tensor(value, torch.float32, tuple(value.shape), name)
+    dense = saved_dense(directory, open_checkpoint(directory))
     tensors: dict[str, Streamed] = {name: (value.shape, [to_numpy(value)]) for name, value in dense.items()}
     for name, weights in saved_weights(directory / TABLES).items():
         if name in tensors:
@@ -47,6 +45,17 @@ def unshard(checkpoint: Path, target: Path) -> int:
         raise UserError(f"cannot write {target}: {fault.strerror}; choose another file") from fault
     print(f"wrote {target}: {len(tensors)} tensors of {directory}")
     return 0
+
+
+def saved_dense(directory: Path, trainer: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The dense parameters, float32, by name, in the ``trainer`` of the checkpoint ``directory``."""
+    with naming(directory):
+        dense: dict[str, torch.Tensor] = entries({"state_dict": dict[str, torch.Tensor]}, trainer)[
+            "state_dict"
+        ]
+        for name, value in dense.items():
+            tensor(value, torch.float32, tuple(value.shape), name)
+    return dense
 
 
 def load_pretrained(file: Path, model: PlacedModel) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -29,9 +30,9 @@ def interruptible() -> Iterator[None]:
     """Ctrl-C and SIGTERM leave it with KeyboardInterrupt, where ``StopOnSignal`` has not taken them over.
 
     Nothing of the sort where there are several processes: one that waits for a message of another could not
-    hear SIGTERM any more, by which torchrun ends it.
+    hear SIGTERM any more, by which torchrun ends it. Nor in a thread: signals are the main one's.
     """
-    if Process.current().world > 1:
+    if Process.current().world > 1 or not _hears_signals():
         yield
         return
 
@@ -44,8 +45,17 @@ def interruptible() -> Iterator[None]:
     except _Interrupted:
         raise KeyboardInterrupt from None
     finally:
-        for number, handler in before.items():
+        _put_back(before)
+
+
+def _put_back(handlers: Mapping[Any, Any]) -> None:
+    for number, handler in handlers.items():
+        if handler is not None:  # of a program that is not Python
             signal.signal(number, handler)
+
+
+def _hears_signals() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 class StopOnSignal(L.Callback):
@@ -75,7 +85,7 @@ class StopOnSignal(L.Callback):
     def _take_over(self, module: L.LightningModule) -> None:
         assert isinstance(module, RankingModule)
         self._module = module
-        if not self._before:
+        if not self._before and _hears_signals():
             for number in NUMBERS:
                 self._before[number] = signal.signal(number, self._receive)
 
@@ -152,6 +162,5 @@ class StopOnSignal(L.Callback):
             trainer.save_checkpoint(self.saved)
 
     def _give_back(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        _put_back(self._before)
         self._before.clear()

@@ -118,7 +118,7 @@ def fit(
     if resume is not None:
         log.info("resuming from %s", resume)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    stop = next(c for c in callbacks if isinstance(c, StopOnSignal))
+    stop = _stop(trainer)
     try:
         with suppress(EvaluationStopped):
             trainer.fit(module, loader, evaluation, ckpt_path=resume)
@@ -150,6 +150,16 @@ def fit(
         else " (no checkpoint: trainer.checkpoint_every=null)"
     )
     return f"stopped by {signal.Signals(stop.received).name} after step {trainer.global_step}{where}"
+
+
+def saved_last(trainer: L.Trainer) -> Path | None:
+    """The checkpoint of the last step that ``fit`` has trained; None where none is to be written."""
+    return _stop(trainer).saved
+
+
+def _stop(trainer: L.Trainer) -> StopOnSignal:
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next(c for c in callbacks if isinstance(c, StopOnSignal))
 
 
 def _say_why_early(callbacks: Sequence[L.Callback], step: int) -> None:

@@ -63,7 +63,7 @@ def train(folder: Path, source: str, model: str, precision: str, tables: str, ro
         f"model.precision={precision}",
         "model.emulate_bfloat16=true",
     ]
-    report = run(compose([*overrides, *more], run_dir=folder / "run"))
+    report = run(compose([*overrides, *more]), folder / "run")
     assert report["data"]["train_samples"] + report["data"]["eval_samples"] == rows
     assert report["data"]["train_samples"] >= 1
 
@@ -89,4 +89,4 @@ def test_every_combination_trains(tmp_path, case, split) -> None:
 )
 def test_a_model_has_at_least_one_table(tmp_path, change, words) -> None:
     with pytest.raises(UserError, match=words):
-        run(compose([*QUIET, *change], run_dir=tmp_path))
+        run(compose([*QUIET, *change]), tmp_path)

@@ -118,7 +118,7 @@ def wrap(monkeypatch: pytest.MonkeyPatch) -> Wrap:
 
 def train(folder: Path, *overrides: str) -> dict[str, Any]:
     export = f"task.export_parameters={folder / 'parameters'}"
-    return run(compose([*SMALL, export, *overrides], run_dir=folder))
+    return run(compose([*SMALL, export, *overrides]), folder)
 
 
 def apart(folder: Path, one: str, other: str) -> float:

@@ -58,8 +58,8 @@ def test_a_cpu_without_bfloat16_units_is_refused(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": False})
     recipe = ["model.precision=bfloat16", "data.samples=300", "data.batch_size=64", "data.table_scale=0.01"]
     with pytest.raises(UserError, match=r"this CPU has no bfloat16 units .* model.emulate_bfloat16=true"):
-        run(compose(["model.precision=bfloat16", "data=criteo", "data.path=nowhere"], tmp_path))
-    assert run(compose([*recipe, "model.emulate_bfloat16=true"], tmp_path))["altered"] == ["EXACT_GRADIENT"]
+        run(compose(["model.precision=bfloat16", "data=criteo", "data.path=nowhere"]), tmp_path)
+    assert run(compose([*recipe, "model.emulate_bfloat16=true"]), tmp_path)["altered"] == ["EXACT_GRADIENT"]
     require_bfloat16_units(torch.device("cuda"))
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     require_bfloat16_units(CPU)

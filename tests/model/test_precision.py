@@ -39,8 +39,8 @@ def test_logits_are_float32_and_near() -> None:
 def test_a_run_declares_it(tmp_path: Path) -> None:
     recipe = ["data.samples=3000", "data.batch_size=128", "data.table_scale=0.01", "trainer.progress=false"]
     recipe += ["trainer.checkpoint_every=null", "trainer.logger=null"]
-    exact = run(compose(recipe, tmp_path / "exact"))
-    low = run(compose([*recipe, "model.precision=bfloat16", "model.emulate_bfloat16=true"], tmp_path / "low"))
+    exact = run(compose(recipe), tmp_path / "exact")
+    low = run(compose([*recipe, "model.precision=bfloat16", "model.emulate_bfloat16=true"]), tmp_path / "low")
     assert exact["altered"] == []
     assert low["altered"] == ["EXACT_GRADIENT"]
     assert low["quality"]["logloss"] == pytest.approx(exact["quality"]["logloss"], abs=5e-3)

@@ -159,4 +159,4 @@ def test_a_run_says_it_in_one_line_with_the_file(checkpoint: Path, tmp_path: Pat
     with pytest.raises(
         UserError, match=rf"^{copied}/trainer\.pt is damaged or of another.*: it lacks 'loops'"
     ):
-        run(compose(going_on([*OVERRIDES, f"resume={copied}"]), tmp_path / "again"))
+        run(compose(going_on([*OVERRIDES, f"resume={copied}"])), tmp_path / "again")

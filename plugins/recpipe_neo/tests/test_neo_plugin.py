@@ -153,6 +153,6 @@ def test_tables_in_lower_precision_conflict_with_who_relies_on_their_layout(othe
 
 def test_a_plan_from_a_file_names_no_planner(tmp_path: Path) -> None:
     recipe = [*SMALL, "task=plan", "+plugin=neo", "plugins.neo.planner=torchrec"]
-    assert run(compose(recipe, tmp_path))["planner"] == "neo"
+    assert run(compose(recipe), tmp_path)["planner"] == "neo"
     by_file = [*recipe, f"tiers.plan={tmp_path / 'plan.json'}"]
-    assert run(compose(by_file, tmp_path / "again"))["planner"] is None
+    assert run(compose(by_file), tmp_path / "again")["planner"] is None

@@ -1,0 +1,224 @@
+"""recpipe from Python and notebooks: ``train`` and ``load``. Importing this does not import torch."""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from threading import main_thread
+from typing import TYPE_CHECKING, Any
+
+from recpipe.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from omegaconf import DictConfig
+    from torch import nn
+
+    from recpipe.data.dataset import Dataset
+    from recpipe.data.given import Batches
+    from recpipe.given import Outcome
+    from recpipe.recipe import Recipe
+
+WITHOUT_FILES = ("trainer.logger=null", "trainer.checkpoint_every=null")
+"""Ahead of the caller's overrides where there is no output directory."""
+
+
+class Run:
+    """A finished training. Its tables stay open, for ``predict``, until it is closed or nobody has it."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.model = outcome.model
+        """The trained model, over its tiers, in eval mode."""
+        self.report = outcome.report
+        """What report.json has."""
+        self.checkpoint = outcome.checkpoint
+        """The checkpoint of the last step; None where none was asked for."""
+        self._predict = outcome.predict
+        self._end = weakref.finalize(self, _close, outcome.kept)
+
+    def predict(self, batch: Any) -> torch.Tensor:
+        """The model's scores of ``batch``, without gradient, rows as they were trained (a DLRM's: logits
+        float32 [B]). ``UserError`` on an id that is not in its table, and when the run is closed."""
+        from recpipe.launch import Process
+        from recpipe.quiet import quieted
+
+        if not self._end.alive or Process.current().world > 1:
+            why = "is closed" if not self._end.alive else "had several processes"
+            raise UserError(f"the run {why}, and its tables with it: use recpipe.load(checkpoint)")
+        assert self._predict is not None
+        with quieted():
+            return self._predict(batch)
+
+    def close(self) -> None:
+        """Release the tables, with their memory and files. Twice is once."""
+        self._end()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        data, quality = self.report["data"], self.report["quality"]
+        return f"<recpipe.Run: {data['train_samples']:,} samples trained, AUC {quality['auc']}>"
+
+
+def _close(kept: ExitStack) -> None:
+    try:
+        kept.close()
+    except RuntimeError:
+        # At the interpreter's end no thread writes rows back any more; everything else has been released.
+        if main_thread().is_alive():
+            raise
+
+
+def train(
+    model: nn.Module | None = None,
+    data: Dataset | Batches | str | Path | None = None,
+    *overrides: str,
+    held_out: Batches | None = None,
+    output: str | Path | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Train as ``python -m recpipe *overrides`` does, in this process.
+
+    Args:
+        model: None: the recipe's (``model=dlrm``).
+        data: None: the recipe's. A path: a parquet file or folder, as ``data=parquet data.path=...``. A
+            ``recpipe.data.dataset.Dataset``. Or batches, made already: a list, a DataLoader, a function
+            ``epoch -> iterator``; see ``recpipe.data.given.GivenBatches`` for what holds of them.
+        overrides: words of the command line: ``"tiers=ssd"``, ``"+plugin=hotline"``.
+        held_out: batches to evaluate on, where ``data`` are batches.
+        output: a directory for what the command line leaves: report, log, checkpoints. None: nothing is
+            written but what an override asks for by its path; scratch files are in a temporary directory.
+        quiet: nothing goes to the terminal.
+
+    Raises ``UserError`` for a mistake of the caller, ``KeyboardInterrupt`` when Ctrl-C has stopped it after a
+    batch.
+    """
+    _prepare_process()
+    from recpipe.config import compose, readable_errors
+    from recpipe.recipe import Recipe
+
+    with readable_errors(overrides):
+        composed = compose([*_words(data, held_out, overrides, output), *overrides])
+        dataset = _given_data(data, held_out, composed)
+        _check(Recipe.of(composed), output)
+        with ExitStack() as stack:
+            directory = stack.enter_context(_directory(output))
+            outcome = _carried_out(composed, directory, model, dataset, output is not None, quiet)
+            stack.callback(outcome.kept.close)
+            outcome.kept = stack.pop_all()
+    return Run(outcome)
+
+
+def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
+    """The model of a ``checkpoint`` (or the newest in that folder, or of that run's): all tables in memory,
+    in eval mode, in modules of torch and TorchRec alone.
+
+    ``model`` None: recpipe's own, which takes a ``recpipe.data.batch.Batch`` and gives logits float32 [B].
+    Else ``model``, of the class that was trained, with its parameters replaced. Nothing that a checkpoint
+    names is imported or executed. ``UserError`` where it is damaged or of another model.
+    """
+    _prepare_process()
+    from recpipe.tasks.load import load_checkpoint
+
+    return load_checkpoint(Path(checkpoint), model)
+
+
+def _prepare_process() -> None:
+    """What the command line does first, as far as it is not too late."""
+    from recpipe.allocator import bound_kernel_caches, tune_allocator
+    from recpipe.doctor import check_versions
+    from recpipe.quiet import calm_threads
+
+    calm_threads()
+    tune_allocator()
+    bound_kernel_caches()
+    check_versions()
+
+
+def _words(
+    data: Any, held_out: Batches | None, overrides: Sequence[str], output: str | Path | None
+) -> list[str]:
+    """Overrides ahead of the caller's own."""
+    from recpipe.tasks.compare_rows import quoted
+
+    words = [] if output is not None else list(WITHOUT_FILES)
+    if held_out is not None and not _are_batches(data):
+        raise UserError("held_out goes with data that are batches; else data.eval_fraction holds a part out")
+    if data is None:
+        return words
+    if isinstance(data, str | Path):
+        return [*words, "data=parquet", quoted("data.path", Path(data).expanduser().absolute())]
+    sized = next((word for word in overrides if word.lstrip("+").startswith("data.batch_size=")), None)
+    if sized is not None and _are_batches(data):
+        raise UserError(f"{sized}: the batches handed over are made already; leave it out")
+    return [*words, "data=given"]
+
+
+def _are_batches(data: Any) -> bool:
+    from recpipe.data.dataset import Dataset
+
+    return data is not None and not isinstance(data, str | Path | Dataset)
+
+
+def _given_data(data: Any, held_out: Batches | None, composed: DictConfig) -> Dataset | None:
+    """The data set that the caller has handed over; the recipe's batch size becomes that of made batches."""
+    from recpipe.data.dataset import Dataset
+    from recpipe.data.given import GivenBatches
+
+    if _are_batches(data):
+        data = GivenBatches(data, () if held_out is None else held_out, steps=composed.trainer.max_steps)
+    if isinstance(data, GivenBatches):
+        composed.data.batch_size = data.batch_size
+    return data if isinstance(data, Dataset) else None
+
+
+def _check(cfg: Recipe, output: str | Path | None) -> None:
+    if cfg.task.name != "train":
+        raise UserError(
+            f"task={cfg.task.name}: recpipe.train trains; run python -m recpipe task={cfg.task.name}"
+        )
+    if output is None and cfg.trainer.checkpoint_every is not None and cfg.trainer.checkpoint_dir is None:
+        raise UserError(
+            f"trainer.checkpoint_every={cfg.trainer.checkpoint_every}: checkpoints need a place, "
+            "output=DIRECTORY or trainer.checkpoint_dir=DIRECTORY"
+        )
+
+
+@contextmanager
+def _directory(output: str | Path | None) -> Iterator[Path]:
+    """The run's: ``output``, or one that is gone with the block."""
+    if output is not None:
+        yield Path(output).expanduser().absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="recpipe-") as scratch:
+        yield Path(scratch)
+
+
+def _carried_out(
+    composed: DictConfig,
+    directory: Path,
+    model: nn.Module | None,
+    dataset: Dataset | None,
+    files: bool,
+    quiet: bool,
+) -> Outcome:
+    from recpipe.console import alone
+    from recpipe.data.cache import cached_in
+    from recpipe.given import Given
+    from recpipe.launch import Process
+    from recpipe.run import carry_out
+
+    screen = not quiet and Process.current().rank == 0
+    given = Given(model, dataset, screen, files, keeps=True)
+    with alone(), cached_in(None if files else directory / "cache"):
+        try:
+            return carry_out(composed, directory, given)
+        except SystemExit as stop:  # by a second signal
+            raise KeyboardInterrupt from stop

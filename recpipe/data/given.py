@@ -1,0 +1,176 @@
+"""A data set of batches that a caller in Python has made: a DataLoader's, a list's, of any type."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from recpipe.data.batch import Batch, BatchShare
+from recpipe.data.dataset import Dataset, Schema, Split
+from recpipe.data.parts import batch_size as samples_in
+from recpipe.data.parts import leaves, tensors_in
+from recpipe.errors import UserError
+from recpipe.pipeline.select import select
+from recpipe.ranks import part_of
+
+Batches = Iterable[Any] | Callable[[int], Iterator[Any]]
+"""Batches that can be had again: something that can be iterated anew, or a function of the epoch, from 0."""
+
+
+class GivenBatches(Dataset):
+    """Batches as they come, each trained whole: ``trained`` in every epoch, ``held_out`` for evaluation.
+
+    Their number is ``len(trained)``. Of something without a length, and of a function of the epoch, it is
+    ``steps``: epochs follow each other within the one that the run sees, until so many batches have come.
+    ``held_out`` must have a length.
+
+    - Starting at batch n, as a resumed run does, reads n batches and leaves them out.
+    - ``fingerprint`` is a hash of the first batch's tensors and of the number of batches: of a DataLoader
+      that shuffles it is the same if torch's random numbers are. A run resumes on the same fingerprint alone.
+    - ``size`` counts the samples of lists; of anything else it is the number of batches times the samples
+      of the first, which a short last batch makes a little less.
+
+    ``schema``: the columns, where batches are ``recpipe.data.batch.Batch``; recpipe's own models need it. Of
+    batches of a type of the user's own it is not known, and the tables check the ids.
+    """
+
+    def __init__(
+        self,
+        trained: Batches,
+        held_out: Batches = (),
+        schema: Schema | None = None,
+        steps: int | None = None,
+    ) -> None:
+        self.schema = schema
+        self._sources = {
+            "train": _require_batches(trained, "the training data"),
+            "eval": _require_batches(held_out, "the held-out data"),
+        }
+        held = _length(held_out)
+        if held is None:
+            raise UserError("the held-out data has no length: hand over a list or a DataLoader of batches")
+        length = _length(trained)
+        self._follows_on = length is None
+        if length is None:
+            length = steps
+        if length is None:
+            raise UserError(
+                "the number of training batches is not known: hand over something with a length, or set "
+                "trainer.max_steps"
+            )
+        self._lengths = {"train": length, "eval": held}
+        first = next(self._read("train"), None)
+        if first is None:
+            raise UserError("the training data has no batch")
+        self.batch_size = samples_in(first)
+        """Samples of the first batch."""
+        self._ids_per_bag = _ids_per_bag(first)
+        self.fingerprint = _fingerprint(first, length)
+
+    def size(self, split: Split) -> int:
+        """Number of samples in ``split``, or a little more (see above)."""
+        source = self._sources[split]
+        if isinstance(source, Sequence):
+            return sum(map(samples_in, source))
+        return self._lengths[split] * self.batch_size
+
+    def num_batches(self, split: Split, batch_size: int) -> int:
+        """How many batches there are; they have their own size."""
+        return self._lengths[split]
+
+    def ids_per_bag(self, batch_size: int) -> float:
+        """Mean number of ids of a bag in the first training batch; 0 where it holds none."""
+        return self._ids_per_bag
+
+    def batches(
+        self, split: Split, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
+    ) -> Iterator[Any]:
+        """Batches ``first``, ``first + 1``, ... of ``split``; those before are read, too."""
+        length, given = self._lengths[split], first
+        for batch in islice(self._read(split), first, length):
+            given += 1
+            yield batch if part is None else _share(batch, part)
+        if given < length:
+            raise UserError(
+                f"the data has {length:,} batches by its length and gave {given:,}: correct its length"
+            )
+
+    def _read(self, split: Split) -> Iterator[Any]:
+        source, endless = self._sources[split], split == "train" and self._follows_on
+        for epoch in count() if endless else range(1):
+            some = False
+            for batch in iter(source) if isinstance(source, Iterable) else source(epoch):
+                some = True
+                yield self._checked(batch)
+            if not some:
+                return
+
+    def _checked(self, batch: Any) -> Any:
+        """``batch``; ``UserError`` where it is not what the schema says."""
+        if self.schema is None:
+            return batch
+        if not isinstance(batch, Batch):
+            raise UserError(
+                f"a batch is a {type(batch).__name__}, and a schema is of recpipe.data.batch.Batch alone: "
+                "make it one, or leave the schema out"
+            )
+        names = [feature.name for feature in self.schema.sparse]
+        if sorted(batch.sparse.keys()) != sorted(names) or batch.dense.shape[1] != len(self.schema.dense):
+            raise UserError(
+                f"a batch has {batch.dense.shape[1]} dense features and ids of "
+                f"{', '.join(batch.sparse.keys())}, and the schema {len(self.schema.dense)} and "
+                f"{', '.join(names)}: they must be the same"
+            )
+        return batch
+
+
+def _require_batches(source: Batches, what: str) -> Batches:
+    if isinstance(source, Iterator):
+        raise UserError(
+            f"{what} is a {type(source).__name__}, which can be read once: hand over a list, a DataLoader, "
+            "or a function that gives the batches of an epoch (epoch -> iterator)"
+        )
+    if not isinstance(source, Iterable) and not callable(source):
+        raise UserError(
+            f"{what} is a {type(source).__name__}: hand over a path, a recpipe Dataset, or batches: a list, "
+            "a DataLoader, a function epoch -> iterator"
+        )
+    return source
+
+
+def _length(source: Batches) -> int | None:
+    try:
+        return len(source)  # type: ignore[arg-type]
+    except TypeError:  # a DataLoader over an iterable has __len__, too
+        return None
+
+
+def _share(batch: Any, part: tuple[int, int]) -> BatchShare:
+    if not isinstance(batch, Batch):
+        raise UserError(
+            f"several ranks train batches of recpipe.data.batch.Batch alone, not of {type(batch).__name__}: "
+            "start one process"
+        )
+    own = part_of(0, batch.size, part)
+    return BatchShare.of(select(batch, np.arange(own.start, own.stop)), batch.size)
+
+
+def _ids_per_bag(batch: Any) -> float:
+    jagged = [part for part in leaves(batch) if isinstance(part, JaggedTensor | KeyedJaggedTensor)]
+    bags = sum(part.lengths().numel() for part in jagged)
+    return sum(part.values().shape[0] for part in jagged) / bags if bags else 0.0
+
+
+def _fingerprint(first: Any, length: int) -> str:
+    digest = hashlib.blake2b(f"{length} {type(first).__name__}".encode(), digest_size=16)
+    for part in leaves(first):
+        for tensor in tensors_in(part):
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,110 @@
+"""``recpipe.load``: a checkpoint as a model that torch and TorchRec run, with all tables in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from recpipe.checkpoint import MODEL, naming, newest, open_checkpoint
+from recpipe.embedding.tables import module_name
+from recpipe.errors import UserError
+from recpipe.manifest import TABLES
+from recpipe.model.dlrm import META, make_dlrm
+from recpipe.model.sizes import DlrmSizes
+from recpipe.saved import typed_as
+from recpipe.table_files import saved_weights
+from recpipe.tasks.unshard import saved_dense
+from recpipe.tensor_writer import Streamed
+
+
+def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Module:
+    """The ``checkpoint`` (or the newest in that folder) as a module in eval mode; no optimizer state.
+
+    ``model`` None: recpipe's own, made by the sizes in the checkpoint. Else ``model`` with its parameters
+    replaced: those of embedding collections are named after their tables, all others as they were trained.
+    ``UserError`` where the two do not fit, before a parameter is changed.
+    """
+    directory = newest(checkpoint.expanduser())
+    trainer = open_checkpoint(directory)
+    dense, tables = saved_dense(directory, trainer), saved_weights(directory / TABLES)
+    if model is not None:
+        _fill(model, dense, tables, _parameters_of_tables(model, dense, tables, directory))
+        return model.eval()
+    with naming(directory):
+        noted = trainer.get(MODEL)
+        sizes = None if noted is None else typed_as(DlrmSizes, noted, MODEL)
+    if sizes is None:
+        raise UserError(
+            f"{directory} does not say how its model is made (it is of an earlier version, or not of "
+            "recpipe's own): pass the model, recpipe.load(checkpoint, model=MODULE); for model=dlrm that is "
+            "TorchRec's DLRM over an EmbeddingBagCollection of these tables"
+        )
+    # Before memory is taken for them, sizes are compared with what is there.
+    names = _parameters_of_tables(make_dlrm(sizes, META), dense, tables, directory)
+    cpu = torch.device("cpu")
+    made: nn.Module = make_dlrm(sizes, cpu, tables=cpu)
+    _fill(made, dense, tables, names)
+    return made.eval()
+
+
+def _parameters_of_tables(
+    model: nn.Module, dense: Mapping[str, torch.Tensor], tables: Mapping[str, Streamed], directory: Path
+) -> dict[str, str]:
+    """By table, the name of its parameter; ``UserError`` where ``model`` has others than the checkpoint."""
+    own = dict(model.named_parameters())
+    names = {table: _table_parameter(table, own, directory) for table in tables}
+    left, extra = own.keys() - names.values() - dense.keys(), dense.keys() - own.keys()
+    if left or extra:
+        name, what = (min(left), "the checkpoint lacks") if left else (min(extra), "the model has no")
+        raise UserError(f"{directory} is of another model: {what} '{name}'; pass the model that was trained")
+    shapes = {name: tuple(value.shape) for name, value in dense.items()}
+    shapes |= {names[table]: tuple(shape) for table, (shape, _) in tables.items()}
+    for name, shape in shapes.items():
+        if own[name].shape != shape:
+            raise UserError(
+                f"{directory} is of another model: '{name}' is {shape} there and {tuple(own[name].shape)} "
+                "here; pass the model that was trained"
+            )
+    return names
+
+
+def _fill(
+    model: nn.Module,
+    dense: Mapping[str, torch.Tensor],
+    tables: Mapping[str, Streamed],
+    names: Mapping[str, str],
+) -> None:
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in dense.items():
+            parameters[name].copy_(value)
+        for table, (_, blocks) in tables.items():
+            start, target = 0, parameters[names[table]]
+            for block in blocks:
+                target[start : start + len(block)] = torch.from_numpy(np.array(block))
+                start += len(block)
+
+
+_KINDS = ("embedding_bags", "embeddings")
+"""What TorchRec's collections call their tables."""
+
+
+def _table_parameter(table: str, parameters: Mapping[str, nn.Parameter], directory: Path) -> str:
+    """The one parameter that an embedding collection has for ``table``, whose name begins with its
+    collection's where several have a table of that name."""
+    path, _, own = table.rpartition(".")
+    names = [f"{kind}.{module_name(table)}.weight" for kind in _KINDS]
+    found = [name for name in parameters if name.endswith(tuple(names))]
+    if not found:
+        names = [f"{path}.{kind}.{own}.weight" for kind in _KINDS]
+        found = [name for name in parameters if name in names]
+    if len(found) != 1:
+        raise UserError(
+            f"{directory} is of another model: {len(found) or 'none'} of the model's embedding collections "
+            f"{'have' if len(found) > 1 else 'has'} a table '{table}'; pass the model that was trained"
+        )
+    return found[0]
