@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,13 @@ from markupsafe import Markup  # noqa: E402
 from recpipe.data.criteo import SPARSE  # noqa: E402
 from recpipe.data.dataset import Dataset  # noqa: E402
 from recpipe.data.make import open_dataset  # noqa: E402
+from recpipe.plugin.offers import GROUPS  # noqa: E402
 from recpipe.report import plots  # noqa: E402
+from tests.plugin.samples import FakeEntryPoint, write_package  # noqa: E402
 from tests.processes import ROOT, Child, Cli  # noqa: E402
 
+Install = Callable[..., Path]
+"""What the fixture ``install`` is."""
 torch.set_num_threads(1)
 """Two tests run at a time, each on a core of its own. Tests of several threads ask for them."""
 
@@ -79,6 +85,39 @@ def real_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots are drawn."""
     for name, draw in DRAWN.items():
         monkeypatch.setattr(plots, name, draw)
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """``install(name, yaml, code, kind)``: a package of ``write_package``, installed for this test."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+    made: list[str] = []
+
+    def make(name: str, yaml: str | None = None, code: str | None = None, kind: str = "plugin") -> Path:
+        made.append(f"{name}_pkg")
+        return write_package(site, name, yaml, code, kind)
+
+    yield make
+    for module in [module for module in sys.modules if module.partition(".")[0] in made]:
+        del sys.modules[module]
+
+
+@pytest.fixture
+def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, object], None]:
+    """``offer(kind, name, part)``: as if an installed package, which has no yaml, offered ``part``."""
+    real = importlib.metadata.entry_points
+    parts: dict[str, list[FakeEntryPoint]] = {}
+
+    def found(group: str) -> list[Any]:
+        return [*real(group=group), *parts.get(group, ())]
+
+    def add(kind: str, name: str, part: object) -> None:
+        parts.setdefault(GROUPS[kind], []).append(FakeEntryPoint(name, part))
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", found)
+    return add
 
 
 @pytest.fixture

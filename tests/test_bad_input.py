@@ -18,7 +18,6 @@ import pytest
 
 from recpipe import Context, Contribution, Plugin, Split
 from recpipe import cli as command_line
-from recpipe.plugin import load
 from tests.processes import Cli
 
 Run = Callable[..., str]
@@ -372,19 +371,9 @@ class Other(Plugin):
         return Contribution(splitter=lambda batch, cold: Split(np.arange(batch.size), (batch.size,)))
 
 
-class Entry:
-    """An entry point as ``importlib.metadata`` gives it, for a class of this file."""
-
-    name, value, module, dist = "other", "tests.test_bad_input:Other", "recpipe_other", None
-
-    def load(self) -> type[Plugin]:
-        return Other
-
-
 @pytest.fixture
-def other_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    found = load.installed()
-    monkeypatch.setattr(load, "installed", lambda: {**found, "other": Entry()})
+def other_plugin(offer: Callable[[str, str, object], None]) -> str:
+    offer("plugin", "other", Other)
     return "other"
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -376,7 +376,7 @@ MISDECLARED = """
 import lightning as L
 from recpipe.plugin.api import Contribution, Plugin
 
-class Off(Plugin):
+class P(Plugin):
     api = (1, 0)
 
     def contribute(self, ctx):
@@ -389,20 +389,9 @@ class ChangesAWeight(L.Callback):
 
 
 @pytest.fixture
-def misdeclared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def misdeclared(install: Callable[..., Path]) -> None:
     """A package with a plugin ``off`` that alters training and does not say so."""
-    package, info = tmp_path / "off_pkg", tmp_path / "off_pkg-1.0.dist-info"
-    (package / "conf" / "plugin").mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "plugin.py").write_text(MISDECLARED)
-    (package / "conf" / "plugin" / "off.yaml").write_text("# @package plugins.off\n{}\n")
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: off_pkg\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[recpipe.plugins]\noff = off_pkg.plugin:Off\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield
-    for name in [name for name in sys.modules if name.startswith("off_pkg")]:
-        del sys.modules[name]
+    install("off", "# @package plugins.off\n{}\n", MISDECLARED)
 
 
 @pytest.mark.usefixtures("misdeclared")

@@ -30,6 +30,18 @@ def _of_two_classes(prediction: torch.Tensor) -> torch.Tensor:
     return prediction[:, 1] - prediction[:, 0] if two else prediction
 
 
+def _probability_loss(prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Not finite where a prediction is not; ``UserError`` for one that is no probability."""
+    if bool(((prediction < 0) | (prediction > 1)).any()):
+        raise UserError(
+            "model.loss=binary_cross_entropy_of_probabilities: the model's output is not within [0, 1]; "
+            "model.loss=binary_cross_entropy takes logits"
+        )
+    if not bool(prediction.isfinite().all()):
+        return prediction.sum()
+    return F.binary_cross_entropy(prediction, labels)
+
+
 @dataclass(frozen=True)
 class Loss:
     """One loss: its ``name`` for messages, its ``function``, and what makes logits of a prediction."""
@@ -79,7 +91,7 @@ LOSSES: dict[str, Loss] = {
     loss.name: loss
     for loss in (
         Loss("binary_cross_entropy", F.binary_cross_entropy_with_logits),
-        Loss("binary_cross_entropy_of_probabilities", F.binary_cross_entropy, logits=_of_probability),
+        Loss("binary_cross_entropy_of_probabilities", _probability_loss, logits=_of_probability),
         Loss("cross_entropy", F.cross_entropy, "classes", logits=_of_two_classes),
         Loss("mean_squared_error", F.mse_loss),
         Loss("mean_absolute_error", F.l1_loss),

@@ -1,9 +1,10 @@
-"""``recpipe plugins``: what is installed, which extension points each plugin uses, what it alters."""
+"""``recpipe plugins``: what packages offer; which extension points each plugin uses, what it alters."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Never
@@ -11,12 +12,13 @@ from typing import Never
 from rich.markup import escape
 from rich.table import Table
 
+from recpipe.config import conf_dir
 from recpipe.console import Output
 from recpipe.plugin.api import Context, Contribution, GroupInfo, Origin, Plugin, TableInfo
 from recpipe.plugin.conf import knobs_in, package_conf
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import installed, instantiate
-from recpipe.plugin.offers import origin_of
+from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, imported, offered, origin_of
 
 _TABLES = {f"C{i}": TableInfo(f"C{i}", 1000, 16) for i in range(1, 27)}
 
@@ -83,10 +85,30 @@ def describe(ep: EntryPoint) -> Listed:
     return Listed(origin, doc[0] if doc else "", points(contribution), alters)
 
 
+def describe_part(kind: str, ep: EntryPoint) -> Listed:
+    """A model, data source or task; one that no recipe can choose is listed with the reason."""
+    origin, folder = origin_of(ep), package_conf(ep)
+    try:
+        doc = (inspect.getdoc(imported(kind, ep)) or "").splitlines()
+    except PluginError as fault:
+        return Listed(origin, fault=str(fault))
+    if folder is None or not (folder / kind / f"{ep.name}.yaml").is_file():
+        return Listed(origin, fault=f"its package brings no conf/{kind}/{ep.name}.yaml")
+    if (conf_dir() / kind / f"{ep.name}.yaml").is_file():
+        return Listed(origin, fault=f"recpipe has a {WORDS[kind]} of this name; its author must rename it")
+    return Listed(origin, doc[0] if doc else "")
+
+
 def print_plugins() -> int:
-    """Print the table; 0 even where a plugin is broken, which its row says."""
+    """Print the tables; 0 even where a plugin is broken, which its row says."""
     rows = [describe(ep) for ep in installed().values()]
-    if not rows:
+    parts = {
+        f"{kind}={ep.name}": describe_part(kind, ep)
+        for kind in GROUPS
+        if kind != PLUGIN
+        for ep in offered(kind).values()
+    }
+    if not rows and not parts:
         print("no plugins are installed; recpipe's own appear after: pip install -e .")
         return 0
     table = Table(show_lines=True)
@@ -100,10 +122,25 @@ def print_plugins() -> int:
         table.add_row(row.origin.plugin, source, escape(does), ", ".join(row.uses), alters)
     console = Output()
     console.print(table)
-    for row in filter(lambda row: row.fault, rows):
-        print(f"broken: {row.origin.plugin}: {row.fault}")
+    if parts:
+        console.print(_table_of(parts))
+    named = {**{row.origin.plugin: row for row in rows}, **parts}
+    for name, row in named.items():
+        if row.fault:
+            print(f"broken: {name}: {row.fault}")
     print(
         "Shown for the values of each plugin's yaml; what other knobs make of it: task=plan +plugin=NAME ..."
     )
     console.print("Switch one on: python -m recpipe +plugin=NAME. Two: '+plugin=[a,b]'.", markup=False)
     return 0
+
+
+def _table_of(parts: Mapping[str, Listed]) -> Table:
+    """Models, data sources and tasks, by the word that chooses each."""
+    table = Table(show_lines=True)
+    for title in ("chosen by", "from", "what it is"):
+        table.add_column(title, overflow="fold")
+    for word, row in parts.items():
+        source = f"{row.origin.distribution} {row.origin.version}"
+        table.add_row(word, source, "BROKEN, see below" if row.fault else escape(row.doc))
+    return table

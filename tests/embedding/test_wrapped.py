@@ -13,7 +13,6 @@ from recpipe.config import compose
 from recpipe.embedding.capabilities import CAPABILITIES, Placed, Planned, SavedByRanks, SendsAhead
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.wrapped import WrappedCollection
-from recpipe.plugin import load
 from recpipe.plugin.api import Contribution, Plugin, TableClaim, TablePolicy
 from recpipe.plugin.errors import PluginError
 from recpipe.run import run
@@ -89,7 +88,7 @@ Wrap = Callable[[Callable[[TableCollection], Any]], tuple[str, ...]]
 
 
 @pytest.fixture
-def wrap(monkeypatch: pytest.MonkeyPatch) -> Wrap:
+def wrap(offer: Callable[[str, str, object], None]) -> Wrap:
     """``wrap(cls)``: overrides under which a plugin puts ``cls`` around the tables."""
 
     def overrides(cls: Callable[[TableCollection], Any]) -> tuple[str, ...]:
@@ -103,14 +102,7 @@ def wrap(monkeypatch: pytest.MonkeyPatch) -> Wrap:
             def contribute(self, ctx: Any) -> Contribution:
                 return Contribution(tables=[TableClaim("*", frozenset({"update"}), Policy())])
 
-        class Entry:
-            name, value, module, dist = "wraps", "tests.wraps:Wraps", "recpipe_wraps", None
-
-            def load(self) -> type[Plugin]:
-                return Wraps
-
-        found = load.installed()
-        monkeypatch.setattr(load, "installed", lambda: {**found, "wraps": Entry()})
+        offer("plugin", "wraps", Wraps)
         return ("+plugins.wraps={}",)
 
     return overrides

@@ -11,6 +11,7 @@ from typing import Any
 
 from recpipe.plugin.api import Context, Contribution, Invariant, Origin, Plugin, RunFigures, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble
+from recpipe.plugin.offers import GROUPS
 from recpipe.report.record import Io
 
 HOTLINE = Origin("hotline", "recpipe", "0.1.0")
@@ -60,17 +61,22 @@ class FakeEntryPoint:
         return self.cls
 
 
-def write_package(site: Path, name: str, yaml: str | None = None, code: str | None = None) -> Path:
-    """A distribution in ``site`` with a plugin; without ``code``, one whose module fails when imported."""
+def write_package(
+    site: Path, name: str, yaml: str | None = None, code: str | None = None, kind: str = "plugin"
+) -> Path:
+    """A distribution in ``site`` that offers ``P`` of its module ``NAME_pkg.plugin`` as ``name``, a ``kind``.
+
+    Without ``code``, its module fails when imported.
+    """
     package = site / f"{name}_pkg"
     write(package / "__init__.py", "" if code else "raise RuntimeError('imported')\n")
     if code:
         write(package / "plugin.py", code)
     knobs = f"# @package plugins.{name}\n{name}_knob: 1\n" if yaml is None else yaml
-    write(package / "conf" / "plugin" / f"{name}.yaml", knobs)
+    write(package / "conf" / kind / f"{name}.yaml", knobs)
     info = site / f"{name}_pkg-1.0.dist-info"
     write(info / "METADATA", f"Metadata-Version: 2.1\nName: {name}_pkg\nVersion: 1.0\n")
-    write(info / "entry_points.txt", f"[recpipe.plugins]\n{name} = {name}_pkg.plugin:P\n")
+    write(info / "entry_points.txt", f"[{GROUPS[kind]}]\n{name} = {name}_pkg.plugin:P\n")
     importlib.invalidate_caches()
     return package
 

@@ -14,7 +14,7 @@ from recpipe.plugin import conf
 from recpipe.plugin.listing import describe
 from recpipe.plugin.load import installed
 from recpipe.tasks.compare_rows import parse_rows
-from tests.plugin.samples import write, write_package
+from tests.plugin.samples import write
 
 
 @pytest.fixture
@@ -25,19 +25,6 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(conf / "data" / "core.yaml", "name: core\n")
     monkeypatch.setattr(config, "conf_dir", lambda: conf)
     return conf
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """``install(name, yaml)``: a distribution with a plugin whose module fails when imported."""
-    site = tmp_path / "site"
-    site.mkdir()
-    monkeypatch.syspath_prepend(str(site))
-
-    def make(name: str, yaml: str | None = None) -> Path:
-        return write_package(site, name, yaml)
-
-    return make
 
 
 def test_yaml_of_several_plugins_in_command_line_order(framework: Path, install) -> None:

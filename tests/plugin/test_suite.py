@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from recpipe.plugin.api import Context, Contribution, Invariant
 from recpipe.plugin.listing import describe
 from recpipe.plugin.load import installed
 from recpipe.plugin.testing import PluginSuite, Trained
-from tests.plugin.samples import Good, write_package
+from tests.plugin.samples import Good
 
 
 class Suite(PluginSuite):
@@ -114,7 +113,7 @@ def test_figures_and_alterations_must_arrive() -> None:
 
 
 @pytest.fixture
-def poison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def poison(install) -> None:
     """An installed plugin that flips labels without saying so."""
     code = """
 from recpipe import Contribution, Link, Plugin
@@ -126,11 +125,7 @@ class P(Plugin):
         batch.labels = 1 - batch.labels
         return batch
 """
-    write_package(tmp_path, "poison", "# @package plugins.poison\n{}\n", code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield
-    for name in [name for name in sys.modules if name.startswith(("poison_pkg", "broken_pkg"))]:
-        del sys.modules[name]
+    install("poison", "# @package plugins.poison\n{}\n", code)
 
 
 @pytest.mark.usefixtures("poison")
@@ -143,10 +138,10 @@ class P(Plugin):
         ("# @package plugins.broken\n{}\n", "1 / 0"),
     ],
 )
-def test_a_broken_package_of_others_fails_nobodys_suite(tmp_path, monkeypatch, yaml, code) -> None:
+def test_a_broken_package_of_others_fails_nobodys_suite(install, monkeypatch, yaml, code) -> None:
     imports = "from recpipe import Contribution, Plugin\n"
     plugin = f"{imports}class P(Plugin):\n    def contribute(self, ctx): return {code}\n"
-    write_package(tmp_path, "broken", yaml, code and plugin)
+    install("broken", yaml, code and plugin)
     found = {name: ep for name, ep in installed().items() if name in ("broken", "poison")}
     monkeypatch.setattr(testing, "installed", lambda: found)
 

@@ -1,0 +1,1 @@
+"""A two-tower model that recpipe finds by its entry point."""

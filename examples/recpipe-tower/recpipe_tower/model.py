@@ -1,0 +1,64 @@
+"""A two-tower: users and items each have tables of their own dimension and end in a vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mlp import MLP
+
+from recpipe.data.batch import Batch
+from recpipe.data.dataset import Schema
+
+
+class TwoTower(nn.Module):
+    """Two towers, of dense features and users' ids and of items' ids; a click's logit is their product."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        user_dim: int,
+        item_dim: int,
+        hidden: list[int],
+        user: list[str] | None = None,
+        item: list[str] | None = None,
+    ) -> None:
+        super().__init__()
+        names = [feature.name for feature in schema.sparse]
+        half = (len(names) + 1) // 2
+        users, items = user or names[:half], item or names[half:]
+        # On the meta device: recpipe makes the rows, and puts them where its tiers are.
+        self.user_tables = _tables(schema, users, user_dim, PoolingType.MEAN)
+        self.item_tables = _tables(schema, items, item_dim, PoolingType.SUM)
+        self.user_tower = MLP(len(schema.dense) + len(users) * user_dim, hidden)
+        self.item_tower = MLP(len(items) * item_dim, hidden)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits float32 [B]; the recipe's loss, model.loss, is over them."""
+        user = torch.cat([batch.dense, self.user_tables(batch.sparse).values()], dim=1)
+        item = self.item_tables(batch.sparse).values()
+        product: torch.Tensor = self.user_tower(user) * self.item_tower(item)
+        return product.sum(dim=1)
+
+
+def _tables(schema: Schema, names: Sequence[str], dim: int, pooling: PoolingType) -> EmbeddingBagCollection:
+    rows = {feature.name: feature.rows for feature in schema.sparse}
+    absent = [name for name in names if name not in rows]
+    if absent or not names:
+        raise ValueError(f"no sparse feature {absent or 'is left'} in the data, which has {', '.join(rows)}")
+    return EmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(
+                name=f"t_{name}",
+                embedding_dim=dim,
+                num_embeddings=rows[name],
+                feature_names=[name],
+                pooling=pooling,
+            )
+            for name in names
+        ],
+        device=torch.device("meta"),
+    )
