@@ -17,9 +17,8 @@ SMALL = ["data.samples=20000", "data.table_scale=0.02", "data.batch_size=512", "
 
 # %% A training. What follows model and data are words of the command line.
 run = recpipe.train(None, None, *SMALL, "+plugin=hotline", "tiers=ssd", quiet=True)
-print(
-    f"AUC {run.report['quality']['auc']:.4f}, popular lookups {run.report['plugins']['hotline']['popular_lookup_share']:.0%}"
-)
+quality, hotline = run.report["quality"], run.report["plugins"]["hotline"]
+print(f"AUC {quality['auc']:.4f}, lookups of popular rows {hotline['popular_lookup_share']:.0%}")
 run.close()  # or: with recpipe.train(...) as run
 
 # %% Several in a row, to compare.

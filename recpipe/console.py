@@ -132,7 +132,7 @@ def heard(directory: Path | None, screen: bool = True) -> Iterator[None]:
     """Within it a run that Hydra did not start is heard as others are: on the terminal, where ``screen``,
     and in recpipe.log in ``directory``, where there is one.
 
-    Of two runs in threads of one process each hears its own lines, and those of workers of both.
+    Of two runs in threads of one process each hears its own lines, and those of both runs' worker threads.
     """
     root = logging.getLogger()
     for left in [h for h in root.handlers if isinstance(h, Screen | LogFile)]:
