@@ -28,9 +28,10 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from recpipe.data.parts import in_order
 from recpipe.embedding.collection import RowCollection, TableCollection
 from recpipe.embedding.groups import Group
-from recpipe.embedding.planner import in_order, table_bags
+from recpipe.embedding.planner import table_bags
 from recpipe.embedding.policies import RowIds
 from recpipe.embedding.rowtable import looked_up, updated
 from recpipe.embedding.tables import row_chunks

@@ -98,7 +98,7 @@ class PlacedModel(nn.Module):
     @property
     def bound(self) -> list[Front]:
         """The fronts whose ids the batch has; the others' are made by the model."""
-        return [f for f, groups in self._groups_of.items() if self.inputs.places[groups[0]] is not None]
+        return [f for f, groups in self._groups_of.items() if self.inputs.bound(groups[0])]
 
     def lookups(self, batch: Any, plan: BatchPlan | None, sent: Mapping[int, Any]) -> BatchLookups:
         """``batch``'s lookups in all groups; ``sent``: what ``send`` gave for it."""

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.data.parts import in_order
 from recpipe.embedding.capabilities import Planned, SendsAhead
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.front import BagFront, Front
-from recpipe.embedding.planner import TierPlan, in_order
+from recpipe.embedding.planner import TierPlan
 from recpipe.phases import phase
 from recpipe.threads import one_thread
 
