@@ -13,11 +13,11 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from recpipe.backend.dense import interact, mlp
 from recpipe.data.batch import Batch
 from recpipe.embedding.capabilities import SendsAhead
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.shard import Sent
-from recpipe.model.dense import interact, mlp
 from recpipe.model.matmul import has_onednn
 from recpipe.phases import phase, ranged
 from recpipe.validation import FilePath, Positive, one_of
@@ -59,7 +59,7 @@ class Ranker(nn.Module):
         super().__init__()
         self.low_precision = config.precision == "bfloat16"
         self.fused = device.type == "cpu" and has_onednn()
-        """Whether the dense part runs by ``recpipe.model.dense`` instead of TorchRec's modules."""
+        """Whether the dense part runs by ``recpipe.backend.dense`` instead of TorchRec's modules."""
         collection = cast(EmbeddingBagCollection, embeddings)
         self._has_dense = dense_features > 0
         dense_features = max(1, dense_features)
