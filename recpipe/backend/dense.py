@@ -56,9 +56,9 @@ def chain(
 def interact(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Tensor:
     """Dot products of all pairs of features (Naumov et al., 2019), ordered as TorchRec does.
 
-    ``bottom`` is the dense vector [B, D]; ``pooled`` float32 [B, F * D] or, with ``room`` for the dense
-    vector in front, [B, (1 + F) * D]: it is then written there. Returns [B, D + F (F + 1) / 2] of bottom's
-    type: the dense vector, then the products.
+    ``bottom`` is the dense vector [B, D]; ``pooled`` float32 [B, F * D] or [B, F, D]. With ``room`` for the
+    dense vector in front, which is then written there, it is [B, (1 + F) * D], or a [B, F, D] that
+    ``room.has_room``. Returns [B, D + F (F + 1) / 2] of bottom's type: the dense vector, then the products.
     """
     out: torch.Tensor = _Interaction.apply(bottom, pooled, room)  # type: ignore[no-untyped-call]
     return out
@@ -89,7 +89,7 @@ def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if x.shape[1] <= gradient.shape[1] or x.dtype == torch.bfloat16 or torch.get_num_threads() == 1:
         return (gradient.t() @ x).float()
     # Shared out to threads, the product whose rows are more takes oneDNN up to a fifth less.
-    out = torch.empty((gradient.shape[1], x.shape[1]))
+    out = x.new_empty((gradient.shape[1], x.shape[1]))
     return out.copy_((x.t() @ gradient).t())
 
 
@@ -118,7 +118,7 @@ class _Chain(torch.autograd.Function):
         count = len(ctx.relus)
         x, parameters = ctx.saved_tensors[0], ctx.saved_tensors[1 : 1 + 2 * count]
         if torch.is_grad_enabled():
-            found = _differentiable(
+            found = differentiable(
                 lambda x, *p: _plain(x, p, ctx.relus, ctx.dtype), (x, *parameters), gradient
             )
             return found[0], None, None, None, *found[1:]
@@ -166,8 +166,8 @@ class _Interaction(torch.autograd.Function):
             def plain(bottom: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
                 return _plain_interaction(bottom, pooled.view(batch, -1, dim)[:, inside:])
 
-            return *_differentiable(plain, (bottom, pooled), gradient), None
-        with phase("interaction backward"):
+            return *differentiable(plain, (bottom, pooled), gradient), None
+        with phase("interaction backward"), torch.autocast("cpu", enabled=False):
             # In float32 under bfloat16 too: columns are taken faster, and the tables want float32.
             both = _columns(gradient.float(), _symmetric(count, dim)).view(batch, count, count)
             both.diagonal(dim1=1, dim2=2).zero_()
@@ -184,6 +184,7 @@ def _joined(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Ten
     if not room:
         return torch.cat((bottom.float(), pooled.reshape(batch, -1)), dim=1).view(batch, -1, dim)
     wide = widened(pooled.view(batch, -1), dim) if pooled.ndim == 3 else pooled
+    assert wide is not None, "rows that are marked lie so"
     features = wide.view(batch, -1, dim)
     features[:, 0] = bottom
     return features
@@ -192,15 +193,16 @@ def _joined(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Ten
 def _columns(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """values [B, N] at ``columns`` int64 [M] -> [B, M]."""
     if torch.get_num_threads() <= SERIAL:
-        return values.index_select(1, columns)
+        return torch.index_select(values, 1, columns)
     return values.gather(1, columns.expand(len(values), -1))
 
 
 @cache
 def _triangle(count: int) -> torch.Tensor:
     """Which of ``count`` x ``count`` products lie above the diagonal, by rows, int64."""
-    row, column = torch.triu_indices(count, count, offset=1)
-    return row * count + column
+    row, column = torch.triu_indices(count, count, offset=1, device="cpu")
+    found: torch.Tensor = row * count + column
+    return found
 
 
 @cache
@@ -209,18 +211,18 @@ def _symmetric(count: int, dim: int) -> torch.Tensor:
 
     A product and its mirror image are one column; the diagonal, which is not there, is any.
     """
-    row, column = torch.triu_indices(count, count, offset=1)
-    where = torch.full((count, count), dim)
-    where[row, column] = where[column, row] = torch.arange(dim, dim + len(row))
+    row, column = torch.triu_indices(count, count, offset=1, device="cpu")
+    where = torch.full((count, count), dim, device="cpu")
+    where[row, column] = where[column, row] = torch.arange(dim, dim + len(row), device="cpu")
     return where.view(-1)
 
 
 def _graph_is_kept() -> bool:
     """Whether ``retain_graph`` was asked for, so that saved tensors must stay as they are."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def _differentiable(
+def differentiable(
     plain: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor | None, ...], gradient: torch.Tensor
 ) -> Gradients:
     """Gradients that can be differentiated themselves (``create_graph=True``), by torch's own operators."""
