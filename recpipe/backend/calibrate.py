@@ -18,9 +18,9 @@ from torchrec.models.dlrm import InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
 
 from recpipe.backend import choices as names
-from recpipe.backend.chain import is_plain, signature, steps
+from recpipe.backend.chain import CHAINS, is_plain, signature, steps
 from recpipe.backend.choices import Choices
-from recpipe.backend.convert import CHAINS, convert
+from recpipe.backend.convert import convert
 from recpipe.backend.host import Host, load, save
 
 SMALLEST = 16
@@ -28,9 +28,7 @@ SMALLEST = 16
 ROUNDS = 5
 """Interleaved, of which the median counts."""
 SHORTEST = 0.002
-"""Seconds that a round's repetitions take at least ..."""
-LONGEST = 0.5
-"""... and, where one call takes long, about as many that all rounds of it take: then there are three."""
+"""Seconds that the repetitions of a round take at least."""
 MARGIN = 1.02
 """A part is converted where it is so much faster: less cannot be told from noise."""
 Run = Callable[[], object]
@@ -109,12 +107,12 @@ def measure(part: str, samples: int, choices: Choices) -> str:
     return "cpu" if after * MARGIN < before else "plain"
 
 
-def medians(runs: Sequence[Run]) -> list[float]:
-    """Seconds of each, median over interleaved rounds."""
+def medians(runs: Sequence[Run], rounds: int = ROUNDS) -> list[float]:
+    """Seconds of each, median over interleaved rounds; each round takes SHORTEST or one call."""
     times: list[list[float]] = [[] for _ in runs]
-    once = [max(_seconds(run, 1) for _ in range(2)) for run in runs]
+    once = [min(_seconds(run, 1) for _ in range(2)) for run in runs]
     count = max(1, int(SHORTEST / max(min(once), 1e-9)))
-    for _ in range(ROUNDS if ROUNDS * sum(once) < LONGEST else 3):
+    for _ in range(rounds):
         for run, found in zip(runs, times, strict=True):
             found.append(_seconds(run, count))
     return [median(found) for found in times]

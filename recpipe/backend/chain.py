@@ -14,28 +14,36 @@ from recpipe.backend.dense import Layer
 
 Step = list[Layer] | nn.Module
 """A chain, or a module that is called as it is."""
+CHAINS = (nn.Linear, Perceptron, MLP, nn.Sequential)
+"""Modules that may be chains of linear layers, or hold some."""
 _RELUS = (torch.relu, torch.relu_, nn.functional.relu, torch.Tensor.relu)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CONVERTED = "recpipe.backend."
-"""Where the functions come from that stand in converted modules' ``forward``."""
+
+
+class Converted(partial[Any]):
+    """What stands in a converted module's ``forward``: a function of the back end, with the module."""
 
 
 def is_converted(module: nn.Module) -> bool:
     """Whether ``module.forward`` is one of the back end's."""
-    own = module.__dict__.get("forward")
-    return isinstance(own, partial) and own.func.__module__.startswith(_CONVERTED)
+    return isinstance(module.__dict__.get("forward"), Converted)
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether ``module`` computes what ``kind`` does: its forward is neither overridden nor replaced."""
     if not isinstance(module, kind) or type(module).forward is not kind.forward:
         return False
-    return "forward" not in module.__dict__ or is_converted(module)
+    own = module.__dict__.get("forward")
+    return own is None or isinstance(own, Converted)
 
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether a hook wants to see what goes into or out of ``module``."""
-    return any(module.__dict__.get(hooks) for hooks in _HOOKS)
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def any_global_hook() -> bool:
@@ -87,11 +95,10 @@ def _add_member(module: nn.Module, found: list[Step]) -> None:
         found.append(module)
     elif is_plain(module, nn.ReLU) and found and isinstance(found[-1], list):
         found[-1][-1] = found[-1][-1]._replace(relu=True)
+    elif isinstance(module, CHAINS) and any(is_plain(module, kind) for kind in CHAINS):
+        _add(module, found)
     elif not is_plain(module, nn.Identity):
-        if any(is_plain(module, kind) for kind in (nn.Linear, Perceptron, MLP, nn.Sequential)):
-            _add(module, found)
-        else:
-            found.append(module)
+        found.append(module)
 
 
 def _add_perceptron(module: Any, found: list[Step]) -> None:

@@ -11,7 +11,6 @@ batches, while a program is traced, and where a hook wants to see what a member 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +19,18 @@ from torchrec.models.deepfm import FMInteractionArch
 from torchrec.models.dlrm import InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.deepfm import DeepFM, FactorizationMachine
-from torchrec.modules.mlp import MLP, Perceptron
 
 from recpipe.backend import choices as names
-from recpipe.backend.chain import any_global_hook, is_converted, is_hooked, is_plain, signature, steps
+from recpipe.backend.chain import (
+    CHAINS,
+    Converted,
+    any_global_hook,
+    is_converted,
+    is_hooked,
+    is_plain,
+    signature,
+    steps,
+)
 from recpipe.backend.choices import Chooser
 from recpipe.backend.crosses import cross, factorize
 from recpipe.backend.dense import Layer, chain, interact
@@ -46,7 +53,7 @@ def convert(
     for module in model.modules():
         for kind, forward in _FORWARDS.items():
             if is_plain(module, kind):
-                module.forward = partial(forward, module, chooser)
+                module.forward = Converted(forward, module, chooser)
 
 
 def revert(model: nn.Module) -> None:
@@ -99,9 +106,6 @@ def _chains(module: nn.Module, chooser: Chooser, input: Any) -> Any:
     found = steps(module)
     if not any(isinstance(step, list) for step in found):
         return _as_it_is(module, input)
-    # Where nothing goes the back end's way, the module's own way is taken in whole.
-    if len(found) == 1 and not _pays(found[0], input, chooser, dtype):
-        return _as_it_is(module, input)
     x = input
     for step in found:
         if not isinstance(step, list):
@@ -110,6 +114,7 @@ def _chains(module: nn.Module, chooser: Chooser, input: Any) -> Any:
             sizes = ((layer.linear.in_features, layer.linear.out_features) for layer in step)
             x = chain(x, step, [chooser.onednn(*size, len(x)) for size in sizes], dtype)
         else:
+            # What the members' own forwards do; none of them has a hook.
             for layer in step:
                 x = nn.functional.linear(x, layer.linear.weight, layer.linear.bias)
                 x = torch.relu(x) if layer.relu else x
@@ -214,8 +219,6 @@ def _sparse(module: Any, chooser: Chooser, features: Any) -> Any:
     return marked(rows) if has_room(values) else rows
 
 
-CHAINS = (nn.Linear, Perceptron, MLP, nn.Sequential)
-"""Modules that may be chains of linear layers, or hold some."""
 _FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
     **dict.fromkeys(CHAINS, _chains),
     InteractionArch: _interaction,

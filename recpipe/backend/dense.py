@@ -64,66 +64,69 @@ def interact(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Te
     return out
 
 
-def _affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Kind) -> torch.Tensor:
-    """x W^T + b, then ReLU if the layer has one."""
+def _affine(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, relu: bool, onednn: bool
+) -> torch.Tensor:
+    """x W^T + b, then ReLU if asked for."""
     low = x.dtype == torch.bfloat16
     out: torch.Tensor
-    if not layer.onednn or (low and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+    if not onednn or (low and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         out = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
-        return out.relu_() if layer.relu else out
+        return out.relu_() if relu else out
     # The operator that TorchInductor emits: it adds the bias as it writes, where ``addmm`` first copies it.
     # Its ReLU makes zeros of NaN, which must be seen; its leaky one does not. In bfloat16, where a pass over
     # the output is slow, that is worth a leak of nothing.
-    leaky = ("leaky_relu", [LEAK], "") if low and layer.relu else ("none", [], "")
+    leaky = ("leaky_relu", [LEAK], "") if low and relu else ("none", [], "")
     out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, *leaky)
-    return out.relu_() if layer.relu and not low else out
-
-
-class _Kind(NamedTuple):
-    relu: bool
-    onednn: bool
+    return out.relu_() if relu and not low else out
 
 
 def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """gradient^T x, float32 [out, in]."""
     if x.shape[1] <= gradient.shape[1] or x.dtype == torch.bfloat16 or torch.get_num_threads() == 1:
-        return (gradient.t() @ x).float()
+        return _float32(gradient.t() @ x)
     # Shared out to threads, the product whose rows are more takes oneDNN up to a fifth less.
     out = x.new_empty((gradient.shape[1], x.shape[1]))
     return out.copy_((x.t() @ gradient).t())
+
+
+def _float32(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float32 else x.float()
 
 
 class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
+        given: torch.Tensor,
         relus: Sequence[bool],
         onednn: Sequence[bool],
         dtype: torch.dtype,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
         with phase("MLP forward"):
-            cast = [None if p is None else p.to(dtype) for p in parameters]
-            weights = [weight for weight in cast[0::2] if weight is not None]
-            outputs = [x.to(dtype)]
-            ctx.relus, ctx.dtype = relus, dtype
-            for weight, bias, *kind in zip(weights, cast[1::2], relus, onednn, strict=True):
-                outputs.append(_affine(outputs[-1], weight, bias, _Kind(*kind)))
-            ctx.save_for_backward(x, *parameters, *weights, *outputs)
+            x, cast = given, parameters
+            if dtype != torch.float32:
+                x, cast = x.to(dtype), tuple(None if p is None else p.to(dtype) for p in parameters)
+            ctx.relus, ctx.dtype, ctx.input = relus, dtype, given.dtype
+            outputs = [x]
+            for layer, kind in enumerate(zip(relus, onednn, strict=True)):
+                weight, bias = cast[2 * layer : 2 * layer + 2]
+                assert weight is not None
+                outputs.append(_affine(outputs[-1], weight, bias, *kind))
+            ctx.save_for_backward(given, *parameters, *cast[0::2], *outputs)
             return outputs[-1]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         count = len(ctx.relus)
-        x, parameters = ctx.saved_tensors[0], ctx.saved_tensors[1 : 1 + 2 * count]
+        saved = ctx.saved_tensors
         if torch.is_grad_enabled():
-            found = differentiable(
-                lambda x, *p: _plain(x, p, ctx.relus, ctx.dtype), (x, *parameters), gradient
-            )
+            relus, dtype = ctx.relus, ctx.dtype
+            found = differentiable(lambda x, *p: _plain(x, p, relus, dtype), saved[: 1 + 2 * count], gradient)
             return found[0], None, None, None, *found[1:]
         with phase("MLP backward"):
-            weights, outputs = ctx.saved_tensors[-2 * count - 1 : -count - 1], ctx.saved_tensors[-count - 1 :]
+            weights, outputs = saved[1 + 2 * count : 1 + 3 * count], saved[1 + 3 * count :]
             wanted = ctx.needs_input_grad
             kept = _graph_is_kept()
             grads: list[torch.Tensor | None] = []
@@ -132,16 +135,18 @@ class _Chain(torch.autograd.Function):
                     # Into a hidden layer's own output, which is not wanted any more and still in the cache.
                     own = layer + 1 < count and not kept
                     into = outputs[layer + 1] if own else torch.empty_like(gradient)
-                    torch.ops.aten.threshold_backward(gradient, outputs[layer + 1], 0, grad_input=into)
+                    torch.ops.aten.threshold_backward.grad_input(
+                        gradient, outputs[layer + 1], 0, grad_input=into
+                    )
                     gradient = into
                 weight, bias = wanted[4 + 2 * layer : 6 + 2 * layer]
                 grads[:0] = [
                     _weight_gradient(gradient, outputs[layer]) if weight else None,
-                    gradient.sum(0).float() if bias else None,
+                    _float32(gradient.sum(0)) if bias else None,
                 ]
                 if layer or wanted[0]:
                     gradient = gradient @ weights[layer]
-            return gradient.to(x.dtype) if wanted[0] else None, None, None, None, *grads
+            return gradient.to(ctx.input) if wanted[0] else None, None, None, None, *grads
 
 
 class _Interaction(torch.autograd.Function):
