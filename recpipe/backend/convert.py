@@ -3,8 +3,8 @@
     convert(model, choices)   # in place; revert(model) takes it back
 
 Modules get a ``forward`` of their own, as an attribute of the object, beside that of their class. It takes
-the back end's way where the module trains on float32 [B, N] in the CPU's memory (or under autocast to
-bfloat16), and that of the class in all other cases: in evaluation, for other shapes, types, devices and empty
+the back end's way where the module runs on float32 [B, N] in the CPU's memory (or under autocast to
+bfloat16), and that of the class in all other cases: for other shapes, types, devices and empty
 batches, while a program is traced, and where a hook wants to see what a member gets or gives.
 """
 
@@ -70,12 +70,10 @@ def precision() -> torch.dtype | None:
     return torch.bfloat16 if torch.get_autocast_dtype("cpu") == torch.bfloat16 else None
 
 
-def _trains(module: nn.Module) -> bool:
-    """Whether ``module`` is called for a training step, in a program that nobody traces."""
+def _runs(module: nn.Module) -> bool:
+    """Whether ``module`` is called in a program that nobody traces."""
     return (
-        module.training
-        and torch.is_grad_enabled()
-        and not any_global_hook()
+        not any_global_hook()
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         and not torch._C._are_functorch_transforms_active()
@@ -101,7 +99,7 @@ def _as_it_is(module: nn.Module, *inputs: Any) -> Any:
 def _chains(module: nn.Module, chooser: Chooser, input: Any) -> Any:
     """Of a linear layer, a ``Perceptron``, an ``MLP`` or a ``Sequential``."""
     dtype = precision()
-    if dtype is None or not _trains(module):
+    if dtype is None or not _runs(module):
         return _as_it_is(module, input)
     found = steps(module)
     if not any(isinstance(step, list) for step in found):
@@ -137,7 +135,7 @@ def _interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_feat
     """Of ``InteractionArch``."""
     dense, sparse = dense_features, sparse_features
     if (
-        _trains(module)
+        _runs(module)
         and _fits(dense, 2, precision() or torch.float32)
         and _fits(sparse, 3)
         and precision() is not None
@@ -152,7 +150,7 @@ def _cross_net(module: Any, chooser: Chooser, input: Any) -> Any:
     """Of ``LowRankCrossNet``."""
     parameters = [*module.W_kernels, *module.V_kernels, *module.bias]
     if (
-        _trains(module)
+        _runs(module)
         and precision() is torch.float32
         and _fits(input)
         and all(_fits(p, p.ndim) for p in parameters)
@@ -165,7 +163,7 @@ def _cross_net(module: Any, chooser: Chooser, input: Any) -> Any:
 def _factorization_machine(module: Any, chooser: Chooser, embeddings: Any) -> Any:
     """Of ``FactorizationMachine``, which joins the tensors of a list that often has one."""
     fits = precision() is torch.float32 and all(type(x) in _PLAIN_TENSORS for x in embeddings)
-    if fits and _trains(module):
+    if fits and _runs(module):
         flat = _flat(embeddings)
         if _fits(flat):
             return factorize(flat)
@@ -175,7 +173,7 @@ def _factorization_machine(module: Any, chooser: Chooser, embeddings: Any) -> An
 
 def _deep_fm(module: Any, chooser: Chooser, embeddings: Any) -> Any:
     """Of ``DeepFM``: one tensor is not joined with nothing, which would copy it."""
-    if _trains(module) and len(embeddings) == 1 and _fits(embeddings[0]):
+    if _runs(module) and len(embeddings) == 1 and _fits(embeddings[0]):
         return module.dense_module(embeddings[0])
     return _as_it_is(module, embeddings)
 
@@ -189,7 +187,7 @@ def _fm_interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_f
     """Of ``FMInteractionArch``: features are joined once for both parts, and not cut apart before."""
     members = module.deep_fm, module.fm
     if (
-        _trains(module)
+        _runs(module)
         and _fits(dense_features)
         and module.sparse_feature_names
         and sparse_features.keys() == module.sparse_feature_names
@@ -206,7 +204,7 @@ def _sparse(module: Any, chooser: Chooser, features: Any) -> Any:
 
     Their room, if they have it, goes on to the interaction.
     """
-    if not _trains(module):
+    if not _runs(module):
         return _as_it_is(module, features)
     pooled = module.embedding_bag_collection(features)
     if list(pooled.keys()) != module.sparse_feature_names:

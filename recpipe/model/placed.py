@@ -104,7 +104,7 @@ class PlacedModel(nn.Module):
         """``batch``'s lookups in all groups; ``sent``: what ``send`` gave for it."""
         made: dict[Front, list[GroupLookup]] = {}
         for front in self.bound:
-            room = isinstance(front, BagFront) and front.wants_room and front.can_have_room
+            roomy = isinstance(front, BagFront) and front.wants_room and front.can_have_room
             made[front] = []
             for number in self._groups_of[front]:
                 ids = self.inputs.ids(batch, number)
@@ -116,7 +116,7 @@ class PlacedModel(nn.Module):
                         None if plan is None else plan.groups[number],
                         sent.get(number),
                         self.embeddings.tables.groups[number].tables.pooled,
-                        room,
+                        self.embeddings.tables.groups[number].tables.dim if roomy else 0,
                     )
                 )
         return BatchLookups(made)
