@@ -13,8 +13,9 @@ from torchrec.datasets.utils import Batch as TorchRecBatch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recpipe.data.batch import Batch, BatchShare
+from recpipe.data.parts import batch_size
 from recpipe.errors import UserError
-from recpipe.pipeline.select import batch_size, select
+from recpipe.pipeline.select import select
 
 SIZE = 9
 KEYS = ["a", "b", "c"]
