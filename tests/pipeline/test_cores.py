@@ -1,112 +1,167 @@
-"""Two cores that share a batch's samples: the same gradients, reproducible, and nobody left waiting."""
+"""Cores that share a batch's samples: the same gradients, reproducible, and nobody left waiting."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from recpipe.embedding.resident import ResidentCollection
-from recpipe.model.ranker import ModelConfig, Ranker
-from recpipe.pipeline import two_cores
+from recpipe.model.placed import PlacedModel
+from recpipe.pipeline import cores as cores_module
+from recpipe.pipeline import step as step_module
+from recpipe.pipeline.cores import LEAST_SAMPLES, LEAST_SHARE, ROWS, Cores
+from recpipe.pipeline.lookups import GroupLookup
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
-from recpipe.pipeline.two_cores import LEAST_SAMPLES, TwoCores, own_share
-from tests.embedding.samples import CPU, DIM, dump, identical, table_set
+from tests.embedding.samples import dump, identical
 from tests.pipeline.samples import (
-    DENSE,
     SIZE,
     Listed,
     collection_of,
     furthest,
+    model_config,
+    model_over,
     parameters_after,
     random_batch,
-    ranker_over,
+    staged_of,
 )
+from tests.pipeline.test_step import AnySplit
 
-SHARE = 13
 POLICIES = ["resident", "nocache", "lru"]
 
 
-@pytest.fixture
-def cores():
-    cores = TwoCores()
-    yield cores
-    cores.close()
+class FewSamples(Cores):
+    """Shares out whatever has two samples or more, in uneven parts."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count, 1, torch.float32)
+        self.shared_out = 0
+
+    def shares(self, samples: int, ids: int) -> list[int]:
+        ends = {samples * (2 * core + 1) // (2 * self.count) for core in range(1, self.count)}
+        found = [*sorted(ends - {0, samples}), samples]
+        self.shared_out += len(found) > 1
+        return found
 
 
-def trained(cores: TwoCores, policy: str, optimizer: str, folder) -> dict[str, np.ndarray]:
-    """Every parameter after an epoch in which two cores share each batch that has enough samples."""
-
-    def step(ranker, staged, times):
-        if staged.batch.size <= SHARE:
-            return accumulate(ranker, staged, times)
-        return cores.accumulate(ranker, list(ranker.dense_parameters().values()), staged, SHARE)
-
-    return parameters_after(policy, optimizer, folder, Listed(), step)
+@pytest.fixture(params=[2, 3])
+def cores(request) -> Iterator[FewSamples]:
+    made = FewSamples(request.param)
+    yield made
+    made.close()
 
 
+def trained(cores: FewSamples, policy: str, optimizer: str, folder: Path, **parts: object):
+    """Every parameter after an epoch in which cores share each batch or micro-batch."""
+    folder.mkdir(exist_ok=True)
+    return parameters_after(policy, optimizer, folder, Listed(), partial(accumulate, cores=cores), **parts)
+
+
+@pytest.mark.parametrize("parts", ["whole", "micro-batches"])
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_two_cores_equal_one(cores, tmp_path, policy, optimizer) -> None:
-    (tmp_path / "one").mkdir()
-    one = parameters_after(policy, optimizer, tmp_path / "one", Listed())
-    two = trained(cores, policy, optimizer, tmp_path)
-    assert furthest(one, two) < 1e-5
+def test_cores_equal_one(cores, tmp_path, policy, optimizer, parts) -> None:
+    one = parameters_after(policy, optimizer, tmp_path, Listed())
+    split = {"splitter": AnySplit(1, True)} if parts == "micro-batches" else {}
+    several = trained(cores, policy, optimizer, tmp_path / "several", **split)
+    assert cores.shared_out > 20 if split else cores.shared_out == 10
+    assert furthest(one, several) < 1e-5
 
 
-def test_without_the_others_gradients_it_is_not_equal(cores, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("splitter", [None, AnySplit(1, True)])
+def test_without_the_others_gradients_it_is_not_equal(cores, tmp_path, monkeypatch, splitter) -> None:
     """The check above must see a part that is left out, of the dense gradients or of the tables'."""
     one = parameters_after("resident", "sgd", tmp_path, Listed())
+    add, gradient = step_module._Step._add, GroupLookup._gradient
 
-    def only_mine(dense, mine, others) -> None:
-        for parameter, gradient in zip(dense, mine.gradients, strict=True):
-            parameter.grad = gradient
+    def only_mine(self, gradients) -> None:
+        mine = any(parts[0].gradients is gradients for parts, _ in self._shared)
+        if mine:
+            add(self, gradients)
 
     with monkeypatch.context() as patch:
-        patch.setattr(two_cores, "_add_up", only_mine)
-        assert furthest(one, trained(cores, "resident", "sgd", tmp_path)) > 1e-3
-    update = two_cores.update_tables
+        patch.setattr(step_module._Step, "_add", only_mine)
+        others = trained(cores, "resident", "sgd", tmp_path, splitter=splitter)
+        assert furthest(one, others) > 1e-4
 
-    def first_rows_only(staged, pooled, gradient) -> None:
-        gradient[SHARE:] = 0
-        update(staged, pooled, gradient)
+    def without_the_last(self) -> torch.Tensor:
+        self._given.remove(max(self._given, key=lambda part: part[:2]))
+        return gradient(self)
 
-    monkeypatch.setattr(two_cores, "update_tables", first_rows_only)
-    assert furthest(one, trained(cores, "resident", "sgd", tmp_path)) > 1e-3
+    monkeypatch.setattr(GroupLookup, "_gradient", without_the_last)
+    assert furthest(one, trained(cores, "resident", "sgd", tmp_path, splitter=splitter)) > 1e-4
 
 
-def test_it_is_reproducible_to_the_bit(cores, tmp_path) -> None:
-    first, second = (trained(cores, "resident", "rowwise_adagrad", tmp_path) for _ in range(2))
+@pytest.mark.parametrize("split", [False, True])
+def test_it_is_reproducible_to_the_bit(cores, tmp_path, split) -> None:
+    first, second = (
+        trained(
+            cores, "lru", "rowwise_adagrad", tmp_path / name, splitter=AnySplit(1, True) if split else None
+        )
+        for name in ("first", "second")
+    )
     assert identical(first, second)
 
 
-@pytest.mark.parametrize("model", ["dlrm", "dlrm_dcn"])
+@pytest.mark.parametrize("bounds", [(), (8, SIZE)])
+@pytest.mark.parametrize("name", ["dlrm", "dlrm_dcn"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_loss_logits_and_gradients_are_those_of_one_core(cores, model, precision) -> None:
-    torch.manual_seed(3)
-    config = ModelConfig(model, DIM, [16], [16], cross_layers=2, cross_rank=4, precision=precision)
-    ranker = Ranker(config, ResidentCollection(table_set("sgd", lr=1e-20), CPU), DENSE, CPU)
-    dense = list(ranker.dense_parameters().values())
-    staged = StagedBatch(random_batch(np.random.default_rng(0), SIZE, True))
+def test_loss_and_gradients_are_those_of_one_core(cores, tmp_path, name, precision, bounds) -> None:
+    embeddings = collection_of("nocache", "sgd", tmp_path)
+    model = model_over(embeddings, model_config(name, precision), seed=3)
+    dense = list(model.dense_parameters().values())
+    batch = random_batch(np.random.default_rng(0), SIZE, True)
+    before = dump(embeddings)
     found = []
-    for step in (
-        lambda: accumulate(ranker, staged, StepTimes()),
-        lambda: cores.accumulate(ranker, dense, staged, SHARE),
-    ):
+    for shared in (None, cores):
         for parameter in dense:
             parameter.grad = None
-        loss, logits = step()
+        loss = accumulate(model, staged_of(embeddings, batch, bounds), StepTimes(), shared)
         assert not loss.requires_grad
-        assert not logits.requires_grad
-        found.append((loss, logits, *(parameter.grad for parameter in dense)))
+        found.append((loss, *(parameter.grad for parameter in dense)))
+        for region in embeddings.regions():
+            rows = before[region.table][region.start : region.stop]
+            embeddings.write(region, (rows[:, : embeddings.tables.dim], rows[:, embeddings.tables.dim :]))
     tolerance = {"float32": 1e-6, "bfloat16": 2e-2}[precision]
-    for one, two in zip(*found, strict=True):
-        torch.testing.assert_close(two, one, rtol=tolerance, atol=tolerance)
+    for one, several in zip(*found, strict=True):
+        torch.testing.assert_close(several, one, rtol=tolerance, atol=tolerance)
+    embeddings.close()
+
+
+class Tied(torch.nn.Module):
+    """Gradients that share memory: of two parameters that are added, and of one that is summed."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.left, self.right = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+        self.scale = torch.nn.Parameter(torch.full((4,), 0.25))
+
+    def forward(self, dense_features, sparse_features):
+        weights = self.left + self.right
+        return self.inner(dense_features * weights, sparse_features) * self.scale.sum()
+
+
+def test_gradients_that_share_memory_are_added_once(cores, tmp_path) -> None:
+    model = model_over(collection_of("resident", "sgd", tmp_path))
+    model.called.module = model.module = tied = Tied(model.module)
+    found = []
+    for shared in (None, cores):
+        tied.zero_grad()
+        batch = random_batch(np.random.default_rng(0), SIZE, True)
+        accumulate(model, StagedBatch(batch), StepTimes(), shared)
+        found.append([p.grad.clone() for p in (tied.left, tied.right, tied.scale)])
+        model.embeddings.collections[0].fill_first_values()
+    for one, several in zip(*found, strict=True):
+        assert one.abs().max() > 1e-4
+        torch.testing.assert_close(several, one, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("row", [3, SIZE - 1])
@@ -114,135 +169,119 @@ def test_loss_logits_and_gradients_are_those_of_one_core(cores, model, precision
 def test_a_loss_that_is_no_number_changes_no_table(cores, tmp_path, policy, row) -> None:
     """Whichever core's sample it is."""
     embeddings = collection_of(policy, "adagrad", tmp_path)
-    ranker = ranker_over(embeddings)
-    dense = list(ranker.dense_parameters().values())
+    model = model_over(embeddings)
     before = dump(embeddings)
     for value in (float("nan"), 1.0):
         batch = random_batch(np.random.default_rng(0), SIZE, True)
         batch.dense[row, 1] = value
-        plan = None
-        if policy != "resident":
-            plan = embeddings.plan(batch.sparse)
-            embeddings.advance(plan)
-        loss, _ = cores.accumulate(ranker, dense, StagedBatch(batch, plan), SHARE)
+        loss = accumulate(model, staged_of(embeddings, batch), StepTimes(), cores)
         assert bool(torch.isnan(loss)) == (value != 1.0)
         assert identical(dump(embeddings), before) == (value != 1.0)
+    embeddings.close()
 
 
-@pytest.mark.parametrize("where", ["other bottom", "own bottom", "look up", "other backward", "adding up"])
-def test_a_fault_on_one_core_is_raised_and_leaves_no_one_waiting(cores, tmp_path, monkeypatch, where) -> None:
-    ranker = ranker_over(collection_of("resident", "sgd", tmp_path))
-    staged = StagedBatch(random_batch(np.random.default_rng(0), SIZE, True))
-    dense = list(ranker.dense_parameters().values())
-    main, bottom, threads = threading.current_thread(), ranker.bottom, torch.get_num_threads()
+FAULTS = ["other forward", "own forward", "look up", "other backward", "own backward", "adding up"]
+
+
+@pytest.mark.parametrize("bounds", [(), (8, SIZE)])
+@pytest.mark.parametrize("where", FAULTS)
+def test_a_fault_on_one_core_is_raised_and_leaves_no_one_waiting(
+    cores, tmp_path, monkeypatch, where, bounds
+) -> None:
+    embeddings = collection_of("resident", "sgd", tmp_path)
+    model = model_over(embeddings)
+    staged = StagedBatch(random_batch(np.random.default_rng(0), SIZE, True), bounds=bounds)
+    main, threads = threading.current_thread(), torch.get_num_threads()
 
     def failing(*_: object) -> torch.Tensor:
         raise RuntimeError(where)
 
-    def failing_bottom(features):
-        if (threading.current_thread() is main) != (where == "own bottom"):
-            return bottom(features)
-        if where != "other backward":
-            failing()
-        out = bottom(features)
-        out.register_hook(failing)
-        return out
+    def hook(module, inputs, output):
+        mine = threading.current_thread() is main
+        if where.startswith("own") == mine and where.endswith("ward"):
+            if where.endswith("forward"):
+                failing()
+            output.register_hook(failing)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, model.module.dense_arch.register_forward_hook(hook):
         if where == "look up":
-            patch.setattr(two_cores, "look_up", failing)
+            patch.setattr(embeddings, "lookup", failing)
         elif where == "adding up":
-            patch.setattr(two_cores, "_add_up", failing)
-        else:
-            patch.setattr(ranker, "bottom", failing_bottom)
+            patch.setattr(step_module._Step, "_add", failing)
         with pytest.raises(RuntimeError, match=where):
-            cores.accumulate(ranker, dense, staged, SHARE)
+            accumulate(model, staged, StepTimes(), cores)
     assert torch.get_num_threads() == threads
-    loss, _ = cores.accumulate(ranker, dense, staged, SHARE)
-    assert torch.isfinite(loss)
+    for parameter in model.dense_parameters().values():
+        parameter.grad = None
+    assert torch.isfinite(accumulate(model, staged, StepTimes(), cores))
 
 
 def test_a_step_leaves_nothing_in_memory(cores, tmp_path, monkeypatch) -> None:
     """A cycle through autograd's graph would keep a batch's activations until the end."""
     kept: list[weakref.ref] = []
-    made = two_cores._Part.__init__
+    made = step_module._CorePart.__init__
 
     def remembered(self, *arguments: object) -> None:
         made(self, *arguments)
         kept.append(weakref.ref(self))
 
-    monkeypatch.setattr(two_cores._Part, "__init__", remembered)
-    ranker = ranker_over(collection_of("resident", "sgd", tmp_path))
-    dense = list(ranker.dense_parameters().values())
+    monkeypatch.setattr(step_module._CorePart, "__init__", remembered)
+    model = model_over(collection_of("resident", "sgd", tmp_path))
     gc.collect()
     gc.disable()
     try:
         for seed in range(3):
-            staged = StagedBatch(random_batch(np.random.default_rng(seed), SIZE, True))
-            cores.accumulate(ranker, dense, staged, SHARE)
+            batch = random_batch(np.random.default_rng(seed), SIZE, True)
+            accumulate(model, StagedBatch(batch), StepTimes(), cores)
     finally:
         gc.enable()
-    assert len(kept) == 6
-    # The other thread may still hold what it did last.
-    assert not [part for part in kept[:4] if part() is not None]
+    assert len(kept) == 3 * cores.count
+    # Another thread may still hold what it did last.
+    assert not [part for part in kept[: -cores.count] if part() is not None]
 
 
-# -- who shares ------------------------------------------------------------------------------
+# -- how many samples each takes ---------------------------------------------------------------
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+def shares(count: int, samples: int, precision: torch.dtype = torch.float32, flops: int = 100_000):
+    made = Cores(count, flops, precision)
+    try:
+        return made.shares(samples, 3 * samples)
+    finally:
+        made.close()
 
 
-def large(size: int = LEAST_SAMPLES, **rest: object) -> StagedBatch:
-    return StagedBatch(random_batch(np.random.default_rng(0), size, False), **rest)
+def dense_flops(folder: Path) -> int:
+    model: PlacedModel = model_over(collection_of("resident", "sgd", folder), model_config(width=64))
+    return model.dense_flops
 
 
-def wide_ranker(precision: str = "float32", groups: int = 1) -> Ranker:
-    config = ModelConfig("dlrm", DIM, [64, 64], [64, 64], precision=precision)
-    return Ranker(config, ResidentCollection(table_set("sgd"), CPU, groups), DENSE, CPU)
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_the_core_with_the_tables_takes_a_little_less(count, tmp_path) -> None:
+    samples = LEAST_SAMPLES * count
+    own = {}
+    for precision in (torch.float32, torch.bfloat16):
+        ends = shares(count, samples, precision, dense_flops(tmp_path))
+        sizes = [high - low for low, high in pairwise([0, *ends])]
+        assert ends[-1] == samples
+        assert len(sizes) == count
+        assert all(size % ROWS == 0 for size in ends[:-1])
+        assert min(sizes) == sizes[0] < samples / count
+        assert max(sizes[1:-1], default=sizes[-1]) >= sizes[-1]
+        own[precision] = sizes[0]
+    assert samples / count * LEAST_SHARE - ROWS < own[torch.bfloat16] <= own[torch.float32]
 
 
-@pytest.mark.usefixtures("two_threads")
-def test_the_core_with_the_tables_takes_a_little_less() -> None:
-    shares = [own_share(wide_ranker(precision), large()) for precision in ("float32", "bfloat16")]
-    assert LEAST_SAMPLES * two_cores.LEAST_SHARE - two_cores.ROWS < shares[1] <= shares[0] < LEAST_SAMPLES / 2
-    assert all(share % two_cores.ROWS == 0 for share in shares)
+@pytest.mark.parametrize("count", [2, 3])
+def test_too_few_samples_are_not_shared(count) -> None:
+    samples = LEAST_SAMPLES * count
+    assert len(shares(count, samples)) == count
+    assert shares(count, samples - 1) == [samples - 1]
+    assert shares(count, 0) == [0]
 
 
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(
-    ("why", "staged"),
-    [
-        ("too few samples", large(LEAST_SAMPLES - 1)),
-        ("micro-batches", large(bounds=(100, LEAST_SAMPLES))),
-        ("a share of a batch", large(alone=False)),
-        ("ids on their way", large(upcoming=large())),
-    ],
-)
-def test_some_batches_are_not_shared(why, staged) -> None:
-    assert own_share(wide_ranker(), large()) > 0
-    assert own_share(wide_ranker(), staged) == 0, why
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_lookups_that_have_threads_of_their_own_keep_both_cores() -> None:
-    ranker = wide_ranker(groups=2)
-    assert own_share(ranker, large()) == 0
-    ranker.embeddings.close()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_only_two_threads_share(threads) -> None:
-    def share() -> int:
-        torch.set_num_threads(threads)
-        return own_share(wide_ranker(), large())
-
-    before = torch.get_num_threads()
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(share).result() == 0
-    torch.set_num_threads(before)
+def test_more_of_the_tables_is_less_of_the_rest(monkeypatch) -> None:
+    monkeypatch.setattr(cores_module, "LEAST_SHARE", 0.0)
+    samples = LEAST_SAMPLES * 2
+    little, much = (shares(2, samples, flops=flops)[0] for flops in (10**9, 10**5))
+    assert much < little <= samples / 2
