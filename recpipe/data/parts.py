@@ -84,23 +84,22 @@ def batch_size(batch: object) -> int:
     return size
 
 
-def tensors_of(value: object, name: str = "values") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of ``value`` that have fractions, each with the name that it has there."""
+def tensors_of(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of ``value`` that have fractions, each with its dotted path from ``name`` on."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
-            yield name, value
-    elif isinstance(value, JaggedTensor | KeyedJaggedTensor):
-        weights = value.weights_or_none()
-        yield from () if weights is None else tensors_of(weights, f"{name}' weights")
+            yield name or "values", value
+        return
+    if isinstance(value, JaggedTensor | KeyedJaggedTensor):
+        parts: Mapping[Any, Any] = {"values": value.values(), "weights": value.weights_or_none()}
     elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from tensors_of(part, str(key))
+        parts = value
     elif isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        for position, part in enumerate(value):
-            yield from tensors_of(part, f"{name} {position}")
+        parts = dict(enumerate(value))
     else:
-        for key, part in attributes(value).items():
-            yield from tensors_of(part, key)
+        parts = attributes(value)
+    for key, part in parts.items():
+        yield from tensors_of(part, f"{name}.{key}" if name else str(key))
 
 
 def leaves(value: object) -> Iterator[torch.Tensor | JaggedTensor | KeyedJaggedTensor]:

@@ -146,6 +146,7 @@ class RankingModule(L.LightningModule):
             was_training = self.model.training
             self.model.eval()
             named += [("the rows of its ids", rows) for rows in self.model.look_up(batch)]
+            named += self._outputs(batch)
             self.model.train(was_training)
         bad = next(
             (name for name, t in named if not torch.isfinite(t).all()), "the loss (all inputs are finite)"
@@ -154,6 +155,14 @@ class RankingModule(L.LightningModule):
             f"the loss is not finite at step {self.global_step + 1}; first bad tensor: {bad}. "
             "Lower optim.tables.lr or optim.dense.lr, or check the data"
         )
+
+    def _outputs(self, batch: Any) -> list[tuple[str, torch.Tensor]]:
+        """What the model gives, by name; of a share without samples nothing, but its lookups are made."""
+        if not batch_size(batch):
+            self.model.look_up(batch)
+            return []
+        _, output = self.model.called(batch)
+        return [(f"the model's {name}", tensor) for name, tensor in tensors_of(output, "output")]
 
     # -- evaluation --------------------------------------------------------------------------
 
