@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torchrec.models.dlrm import DLRM
 
 from recpipe.backend.calibrate import calibrated
@@ -46,9 +47,8 @@ class Backend:
             return
         revert(self.model.module)
         convert(self.model.module, choices, measured_only=self.kind == "auto")
-        for module in self.model.module.modules():
-            front = module.sparse_arch.embedding_bag_collection if type(module) is DLRM else None
-            if isinstance(front, BagFront):
+        for front in map(_written_before, self.model.module.modules()):
+            if front is not None:
                 front.wants_room = True
 
     def state(self) -> dict[str, Any]:
@@ -105,6 +105,12 @@ def equip(
     if kind != "plain":
         choices = calibrated(model.module, batch_size, {threads, 1 if cores > 1 else threads}, cache_dir)
     return Backend(kind, model, choices, cores)
+
+
+def _written_before(module: nn.Module) -> BagFront | None:
+    """The front in a DLRM, whose interaction writes the dense vector in front of the pooled rows."""
+    front = module.get_submodule("sparse_arch.embedding_bag_collection") if type(module) is DLRM else None
+    return front if isinstance(front, BagFront) else None
 
 
 def _alone(model: PlacedModel) -> bool:
