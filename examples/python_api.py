@@ -52,4 +52,5 @@ with tempfile.TemporaryDirectory() as folder:
         scores = run.predict(held_out[0])
     model = recpipe.load(run.checkpoint)  # a module of torch and TorchRec alone
     with torch.no_grad():
-        print(f"largest difference after loading: {(model(held_out[0]) - scores).abs().max():.1e}")
+        again = model(held_out[0].dense_features, held_out[0].sparse_features).squeeze(1)
+        print(f"largest difference after loading: {(again - scores).abs().max():.1e}")

@@ -87,7 +87,8 @@ def train(
     """Train as ``python -m recpipe *overrides`` does, in this process.
 
     Args:
-        model: None: the recipe's (``model=dlrm``).
+        model: an ``nn.Module`` that holds collections of TorchRec's and is called as ``docs/guide.md`` ("Your
+            own model") says; it is trained in place. None: the recipe's (``model=dlrm``).
         data: None: the recipe's. A path: a parquet file or folder, as ``data=parquet data.path=...``. A
             ``recpipe.data.dataset.Dataset``. Or batches, made already: a list, a DataLoader, a function
             ``epoch -> iterator``; see ``recpipe.data.given.GivenBatches`` for what holds of them.
@@ -105,7 +106,10 @@ def train(
     from recpipe.recipe import Recipe
 
     with readable_errors(overrides):
-        composed = compose([*_words(data, held_out, overrides, output), *overrides])
+        words = _words(data, held_out, overrides, output)
+        if model is not None:
+            words.append("model=custom")
+        composed = compose([*words, *overrides])
         dataset = _given_data(data, held_out, composed)
         _check(Recipe.of(composed), output)
         with ExitStack() as stack:
@@ -120,7 +124,8 @@ def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
     """The model of a ``checkpoint`` (or the newest in that folder, or of that run's): all tables in memory,
     in eval mode, in modules of torch and TorchRec alone.
 
-    ``model`` None: recpipe's own, which takes a ``recpipe.data.batch.Batch`` and gives logits float32 [B].
+    ``model`` None: recpipe's own, TorchRec's ``DLRM`` or ``DLRM_DCN``, which takes dense and sparse features and
+    gives logits float32 [B, 1].
     Else ``model``, of the class that was trained, with its parameters replaced. Nothing that a checkpoint
     names is imported or executed. ``UserError`` where it is damaged or of another model.
     """

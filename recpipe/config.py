@@ -38,6 +38,8 @@ HYDRA = Version("1.3")
 """``version_base`` of recpipe's yaml."""
 DEEPEST = 20
 """Levels of an override's value; OmegaConf recurses over them."""
+LONGEST_LINE = 1000
+"""Characters of what Hydra says, which echoes values whole."""
 _composing = RLock()
 
 
@@ -302,8 +304,9 @@ def _one_line(fault: BaseException) -> str:
     if text.startswith("Error merging override") and fault.__cause__ is not None:
         text += f": {fault.__cause__}"
     lines = [line.strip() for line in text.splitlines()]
-    return " ".join(
+    kept = " ".join(
         line
         for line in lines
         if line and not line.startswith(("full_key:", "object_type=", "reference_type="))
     )
+    return shown(kept, LONGEST_LINE)

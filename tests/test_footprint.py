@@ -11,10 +11,9 @@ from recpipe import memory
 from recpipe.config import compose
 from recpipe.errors import UserError
 from recpipe.footprint import dense_bytes
-from recpipe.model.ranker import ModelConfig
 from recpipe.run import run
-from tests.embedding.samples import CPU, DIM, FEATURES
-from tests.pipeline.samples import DENSE, collection_of, ranker_over
+from tests.embedding.samples import CPU, FEATURES
+from tests.pipeline.samples import DENSE, collection_of, model_config, model_over
 
 SMALL = ("data.samples=600", "data.batch_size=64", "trainer.progress=false", "trainer.logger=null")
 
@@ -72,10 +71,9 @@ def test_a_plan_takes_no_memory(tmp_path: Path, little_memory: None) -> None:
 @pytest.mark.parametrize("name", ["dlrm", "dlrm_dcn"])
 def test_dense_bytes_are_the_modules(name: str, tmp_path: Path) -> None:
     """All but the biases."""
-    ranker = ranker_over(collection_of("resident", "sgd", tmp_path), name)
-    weights = sum(p.nbytes for p in ranker.dense_parameters().values() if p.ndim == 2)
-    model = ModelConfig(name, DIM, [16], [16], cross_layers=2, cross_rank=4)
-    assert dense_bytes(model, DENSE, len(FEATURES)) == 2 * weights
+    model = model_over(collection_of("resident", "sgd", tmp_path), name)
+    weights = sum(p.nbytes for p in model.dense_parameters().values() if p.ndim == 2)
+    assert dense_bytes(model_config(name), DENSE, len(FEATURES)) == 2 * weights
 
 
 def test_this_machine_has_memory() -> None:

@@ -18,6 +18,7 @@ from recpipe.config import compose
 from recpipe.errors import UserError
 from recpipe.report import html, record
 from recpipe.run import run
+from recpipe.run_dir import ELSEWHERE
 
 SMALL = (
     "data.samples=2000",
@@ -154,7 +155,7 @@ def test_plan_builds_nothing(tmp_path, monkeypatch, capsys) -> None:
     def built(*args, **kwargs):
         raise AssertionError("task=plan built something")
 
-    for name in ("build_embeddings", "Ranker", "TrainLoader", "make_trainer", "fit"):
+    for name in ("build_embeddings", "PlacedModel", "TrainLoader", "make_trainer", "fit"):
         monkeypatch.setattr(run_module, name, built)
     plan = run(compose(["task=plan", "+plugin=hotline", "data.table_scale=1e4"]), tmp_path)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["assembly.json", "recpipe.log"]
@@ -176,7 +177,7 @@ def test_plan_builds_nothing(tmp_path, monkeypatch, capsys) -> None:
         (["trainer.device=cuda:99"], "cuda:99: torch sees"),
         (["tiers.policy=lur"], "tiers.policy=lur is unknown; did you mean lru"),
         (["tiers.policy=lru", "tiers.store=hots"], "tiers.store=hots.*did you mean host"),
-        (["tiers.policy=lru", "tiers.resident_bytes=10"], "not even one; raise it"),
+        (["tiers.policy=lru", "tiers.resident_bytes=10"], "leaves not even one row, of 68 bytes: raise it"),
         (["tiers.policy=lru", "tiers.resident_bytes=much"], "tiers.resident_bytes=much: give bytes"),
         (["+plugin=hotline", "tiers.policy=lru"], "hotline .* decides .* and so does tiers.policy=lru"),
         (["model.embedding_dim=5"], "multiple of 4"),
@@ -226,7 +227,7 @@ def test_a_full_disk_at_the_end_costs_neither_table_nor_the_other_file(
     with pytest.raises(UserError) as caught:
         trained(tmp_path, "trainer.max_steps=3")
     paths = ", ".join(str(tmp_path / name) for name in lost)
-    remedy = "No space left on device; free space, or choose another run directory, hydra.run.dir=DIRECTORY"
+    remedy = f"No space left on device; free space, or {ELSEWHERE}"
     assert str(caught.value) == f"cannot write {paths}: {remedy}"
     printed = capsys.readouterr().out
     assert "samples/s" in printed

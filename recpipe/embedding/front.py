@@ -28,9 +28,10 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from recpipe.data.parts import in_order
 from recpipe.embedding.collection import RowCollection, TableCollection
 from recpipe.embedding.groups import Group
-from recpipe.embedding.planner import in_order, table_bags
+from recpipe.embedding.planner import table_bags
 from recpipe.embedding.policies import RowIds
 from recpipe.embedding.rowtable import looked_up, updated
 from recpipe.embedding.tables import row_chunks
@@ -217,15 +218,6 @@ def _write_weights(group: Group, collection: TableCollection, table: str, weight
             collection.write(region, (part, np.zeros((len(part), state_width), np.float32)))
 
 
-class RoomyKeyedTensor(KeyedTensor):  # type: ignore[misc]
-    """Pooled rows that lie behind room for one more feature, for a model that wants to fill it.
-
-    ``with_room``: float32 [B, (1 + F) * D], whose first D columns are zero; ``values()`` are the others.
-    """
-
-    with_room: torch.Tensor
-
-
 class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
     """In the place of an ``EmbeddingBagCollection``. Sums come from the groups; a mean is a sum divided."""
 
@@ -238,7 +230,7 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         means = [table.pooling == PoolingType.MEAN for table in self.configs for _ in table.feature_names]
         self._means = np.array(means)
         self.wants_room = False
-        """Whether the model makes use of ``RoomyKeyedTensor``."""
+        """Whether the model writes one more feature in front of the pooled rows (``recpipe.backend.room``)."""
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """As TorchRec's collection."""
@@ -255,11 +247,6 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
 
     def shaped(self, rows: Sequence[torch.Tensor], features: KeyedJaggedTensor) -> KeyedTensor:
         """By feature, float32 [B, D of its table] each."""
-        width = sum(self.dims)
-        if len(rows) == 1 and rows[0].shape[1] > width:
-            roomy = RoomyKeyedTensor(self.names, self.dims, rows[0][:, -width:])
-            roomy.with_room = rows[0]
-            return roomy
         by_feature: dict[int, torch.Tensor] = {}
         for group, pooled in zip(self.groups, rows, strict=True):
             values = self._meant(group, pooled, features)

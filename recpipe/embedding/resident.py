@@ -14,9 +14,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.data.parts import in_order
 from recpipe.embedding import seams
 from recpipe.embedding.collection import RowCollection, fused_tbe
-from recpipe.embedding.planner import in_order
 from recpipe.embedding.policies import RowIds
 from recpipe.embedding.tables import Region, Table, TableSet, Values, to_numpy
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from recpipe.backend.equip import Backend
 from recpipe.data.parts import batch_size, tensors_of
 from recpipe.embedding.capabilities import Placed
 from recpipe.errors import UserError
@@ -58,7 +59,7 @@ class RankingModule(L.LightningModule):
         assembly: Assembly,
         loader: TrainLoader,
         trainers: Channel | None = None,
-        cores: Cores | None = None,
+        backend: Backend | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -76,7 +77,7 @@ class RankingModule(L.LightningModule):
         self.figures: Quality | None = None
         """Of the latest evaluation that came to its end; the same on all trainers."""
         self.step_times = StepTimes()
-        self.cores = cores
+        self.backend = backend
         self._loss_sum = torch.zeros((), dtype=torch.float64)
         self._losses = 0
         self.samples: int | None = 0
@@ -125,8 +126,13 @@ class RankingModule(L.LightningModule):
 
     def close(self) -> None:
         """End the threads of the cores that share a batch."""
-        if self.cores is not None:
-            self.cores.close()
+        if self.backend is not None:
+            self.backend.close()
+
+    @property
+    def cores(self) -> Cores | None:
+        """Those that share a batch."""
+        return None if self.backend is None else self.backend.cores
 
     def loss_total(self) -> LossTotal:
         """Of the steps that this process has trained; waits for a GPU."""
@@ -140,6 +146,7 @@ class RankingModule(L.LightningModule):
             was_training = self.model.training
             self.model.eval()
             named += [("the rows of its ids", rows) for rows in self.model.look_up(batch)]
+            named += self._outputs(batch)
             self.model.train(was_training)
         bad = next(
             (name for name, t in named if not torch.isfinite(t).all()), "the loss (all inputs are finite)"
@@ -148,6 +155,14 @@ class RankingModule(L.LightningModule):
             f"the loss is not finite at step {self.global_step + 1}; first bad tensor: {bad}. "
             "Lower optim.tables.lr or optim.dense.lr, or check the data"
         )
+
+    def _outputs(self, batch: Any) -> list[tuple[str, torch.Tensor]]:
+        """What the model gives, by name; of a share without samples nothing, but its lookups are made."""
+        if not batch_size(batch):
+            self.model.look_up(batch)
+            return []
+        _, output = self.model.called(batch)
+        return [(f"the model's {name}", tensor) for name, tensor in tensors_of(output, "output")]
 
     # -- evaluation --------------------------------------------------------------------------
 
@@ -238,6 +253,7 @@ class RankingModule(L.LightningModule):
             "random": random_state(),
             "fingerprint": self.loader.dataset.fingerprint,
             "placement": None if placed is None else placed.placement_state(),
+            "backend": None if self.backend is None else self.backend.state(),
         }
 
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
@@ -267,6 +283,8 @@ class RankingModule(L.LightningModule):
         self.loader.first = int(saved["batches_done"])
         self.samples = saved.get("samples")  # older checkpoints lack it
         self._random_state = saved["random"]
+        if self.backend is not None and saved.get("backend") is not None:  # older checkpoints lack it
+            self.backend.restore(saved["backend"])
         placed = self.model.embeddings.offers(Placed)
         if placed is not None:
             placed.load_placement_state(saved["placement"])

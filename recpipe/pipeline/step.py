@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -105,6 +106,7 @@ class _Step:
             self.model.update_late()
         if added is not None:
             added.result()
+            self._shared.clear()  # its parts hold this step
         self._count(started)
         return loss
 
@@ -212,7 +214,8 @@ class _Step:
     def _add(self, gradients: list[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self.dense, gradients, strict=True):
             if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                # Not in place: autograd may give one tensor for two parameters, or a single number for many.
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 class _CorePart:
@@ -246,9 +249,12 @@ class _CorePart:
             if not waited:
                 self.rows_done.set_result(loss.detach())
 
-        for leaf in leaves:
-            leaf.register_hook(lambda gradient, leaf=leaf: arrived(leaf, gradient))  # type: ignore[no-untyped-call]
-        found = torch.autograd.grad(loss, [*leaves, *self.step.dense], allow_unused=True)
+        hooks = [leaf.register_hook(partial(arrived, leaf)) for leaf in leaves]  # type: ignore[no-untyped-call]
+        try:
+            found = torch.autograd.grad(loss, [*leaves, *self.step.dense], allow_unused=True)
+        finally:
+            for hook in hooks:  # which hold their leaves, and are held by them
+                hook.remove()
         self.gradients = list(found[len(leaves) :])
         if not self.rows_done.done():
             self.rows_done.set_result(loss.detach())

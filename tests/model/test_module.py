@@ -12,9 +12,16 @@ import torch
 from recpipe.errors import UserError
 from recpipe.metrics import quality
 from recpipe.model.module import LossTotal, RankingModule, random_state, set_random_state
-from recpipe.pipeline.loader import EvalLoader
-from tests.embedding.samples import CPU, dump, identical
-from tests.pipeline.samples import SIZE, Listed, assembly_of, collection_of, loader_of, ranker_over
+from tests.embedding.samples import dump, identical
+from tests.pipeline.samples import (
+    SIZE,
+    Listed,
+    assembly_of,
+    collection_of,
+    eval_loader_of,
+    loader_of,
+    model_over,
+)
 
 
 def module_of(dataset, embeddings, lr=0.1, name="dlrm") -> RankingModule:
@@ -22,7 +29,7 @@ def module_of(dataset, embeddings, lr=0.1, name="dlrm") -> RankingModule:
         return torch.optim.SGD(parameters, lr=lr)
 
     return RankingModule(
-        ranker_over(embeddings, name), optimizer, assembly_of(), loader_of(dataset, embeddings)
+        model_over(embeddings, name), optimizer, assembly_of(), loader_of(dataset, embeddings)
     )
 
 
@@ -37,7 +44,7 @@ def fit(module: RankingModule, dataset=None) -> L.Trainer:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, module.loader, EvalLoader(dataset, SIZE, CPU) if dataset else None)
+    trainer.fit(module, module.loader, eval_loader_of(dataset) if dataset else None)
     return trainer
 
 
@@ -50,11 +57,11 @@ def spoil_labels(dataset, module) -> None:
 
 
 def spoil_parameter(dataset, module) -> None:
-    name = next(n for n in module.ranker.dense_parameters() if n.startswith("over_arch"))
+    name = next(n for n in module.model.dense_parameters() if n.startswith("over_arch"))
 
     def fill(batch, index) -> None:
         if index == 4:
-            module.ranker.dense_parameters()[name].data.fill_(float("nan"))
+            module.model.dense_parameters()[name].data.fill_(float("nan"))
 
     module.on_train_batch_start = fill
 
@@ -62,7 +69,7 @@ def spoil_parameter(dataset, module) -> None:
 def spoil_tables(dataset, module) -> None:
     def fill(batch, index) -> None:
         if index == 4:
-            storage = module.ranker.embeddings
+            storage = module.model.embeddings
             for region in storage.regions():
                 weights, state = storage.read(region)
                 storage.write(region, (np.full_like(weights, np.nan), state))
@@ -73,11 +80,11 @@ def spoil_tables(dataset, module) -> None:
 @pytest.mark.parametrize(
     ("policy", "spoil", "words"),
     [
-        ("resident", spoil_dense, "the batch's dense features"),
-        ("hot", spoil_dense, "the batch's dense features"),
+        ("resident", spoil_dense, "the batch's dense"),
+        ("hot", spoil_dense, "the batch's dense"),
         ("resident", spoil_labels, "the batch's labels"),
         ("hot", spoil_parameter, "parameter over_arch"),
-        ("resident", spoil_tables, "the pooled embeddings"),
+        ("resident", spoil_tables, "the rows of its ids"),
     ],
 )
 def test_a_loss_that_is_no_number_stops_and_names_the_tensor(tmp_path, policy, spoil, words) -> None:
@@ -101,7 +108,7 @@ def test_a_bad_step_leaves_tables_and_dense_part_as_they_were(tmp_path, policy) 
                 fit(module)
         else:
             fit(module)
-        parameters.append((dump(module.ranker.embeddings), module.state_dict()))
+        parameters.append((dump(module.model.embeddings), module.state_dict()))
     (tables, dense), (others, other_dense) = parameters
     assert identical(tables, others)
     assert all(torch.equal(dense[name], value) for name, value in other_dense.items())
@@ -126,9 +133,9 @@ def test_an_evaluation_ends_with_the_figures_of_all_its_samples(tmp_path) -> Non
     dataset = Listed()
     module = module_of(dataset, collection_of("resident", "sgd", tmp_path), lr=1e-9)
     fit(module, dataset)
-    batches = list(EvalLoader(dataset, SIZE, CPU))
+    batches = list(eval_loader_of(dataset))
     with torch.no_grad():
-        logits = torch.cat([module.ranker(batch) for batch in batches])
+        logits = torch.cat([module.model(batch) for batch in batches])
     assert len(logits) == SIZE + 5
     assert module.figures == quality(torch.cat([batch.labels for batch in batches]), logits)
 

@@ -7,16 +7,27 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, Schema, Split
+from recpipe.embedding.capabilities import Planned
+from recpipe.embedding.collection import RowCollection
+from recpipe.embedding.grouped import GroupedCollection
+from recpipe.embedding.groups import ModelTables
+from recpipe.embedding.inputs import Inputs
 from recpipe.embedding.resident import ResidentCollection
+from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
-from recpipe.model.ranker import ModelConfig, Ranker
-from recpipe.pipeline.loader import TrainLoader
+from recpipe.model.call import Called
+from recpipe.model.config import ModelConfig
+from recpipe.model.dlrm import make_dlrm
+from recpipe.model.loss import parse_loss
+from recpipe.model.placed import PlacedModel, put_fronts
+from recpipe.model.sizes import DlrmSizes
+from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.pipeline.select import select
-from recpipe.pipeline.step import StepTimes, accumulate
+from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.pipeline.tiers import BatchPlan, Tiers
 from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks, part_of
@@ -25,6 +36,7 @@ from tests.plugin.samples import ACME, merged
 
 SIZE = 32
 DENSE = 3
+SCHEMA = Schema(tuple("xyz"), FEATURES)
 
 
 class Listed(Dataset):
@@ -34,7 +46,7 @@ class Listed(Dataset):
         rng = np.random.default_rng(seed)
         sizes = {"train": [SIZE] * (count - 1) + [last], "eval": [SIZE, 5]}
         self.lists = {name: [random_batch(rng, n, multi) for n in numbers] for name, numbers in sizes.items()}
-        self.schema = Schema(tuple("xyz"), FEATURES)
+        self.schema = SCHEMA
         self.fingerprint, self.rejected_rows = f"listed {count} {last} {multi} {seed}", 0
 
     def size(self, split: Split) -> int:
@@ -59,9 +71,50 @@ def random_batch(rng: np.random.Generator, size: int, multi: bool) -> Batch:
     )
 
 
-def ranker_over(embeddings: nn.Module, name: str = "dlrm", seed: int = 8) -> Ranker:
+def model_config(name: str = "dlrm", precision: str = "float32", width: int = 16) -> ModelConfig:
+    return ModelConfig(name, DIM, [width], [width], cross_layers=2, cross_rank=4, precision=precision)
+
+
+def model_over(
+    embeddings: RowCollection, config: ModelConfig | str = "dlrm", seed: int = 8
+) -> PlacedModel:
+    """recpipe's own model with ``embeddings`` in its collection's place."""
+    config = model_config(config) if isinstance(config, str) else config
     torch.manual_seed(seed)
-    return Ranker(ModelConfig(name, DIM, [16], [16], cross_layers=2, cross_rank=4), embeddings, DENSE, CPU)
+    module = make_dlrm(DlrmSizes.of(config, SCHEMA), CPU)
+    called = Called(
+        module, parse_loss("binary_cross_entropy"), low_precision=config.precision == "bfloat16"
+    )
+    tables = ModelTables.single(embeddings.tables, "sparse_arch.embedding_bag_collection")
+    grouped = GroupedCollection(tables, [embeddings])
+    return PlacedModel(called, put_fronts(module, tables, grouped), grouped, Inputs(tables, [("sparse",)]))
+
+
+def inputs_of(dataset: Dataset, embeddings: RowCollection | None = None) -> Inputs:
+    """What the dataset's batches look up in a table for each feature."""
+    features = dataset.known_schema().sparse
+    tables = TableSet.one_each(features, DIM, TableOptimizer("sgd", 0.1), 0)
+    return Inputs(ModelTables.single(tables if embeddings is None else embeddings.tables), [("sparse",)])
+
+
+def tiers_of(embeddings: RowCollection, dataset: Dataset) -> Tiers | None:
+    """As the pipeline drives them; None where all rows are resident."""
+    return None if embeddings.offers(Planned) is None else Tiers(inputs_of(dataset, embeddings), [embeddings])
+
+
+def planned(embeddings: RowCollection, batch: Batch) -> BatchPlan | None:
+    """The plan of a batch whose turn has come; None where all rows are resident."""
+    tiers = tiers_of(embeddings, Listed(count=1))
+    if tiers is None:
+        return None
+    plan = tiers.plan(batch)
+    tiers.advance(plan)
+    return plan
+
+
+def staged_of(embeddings: RowCollection, batch: Batch, bounds: tuple[int, ...] = ()) -> StagedBatch:
+    """The batch as the loader would hand it out, in micro-batches that end at ``bounds``."""
+    return StagedBatch(batch, planned(embeddings, batch), bounds)
 
 
 def collection_of(
@@ -77,13 +130,18 @@ def assembly_of(**parts: object) -> Assembly:
 
 def loader_of(
     dataset: Dataset,
-    embeddings: nn.Module | None = None,
+    embeddings: RowCollection | None = None,
     ranks: Ranks | None = None,
     batch_size: int = SIZE,
     **parts: object,
 ) -> TrainLoader:
-    tiered = embeddings if isinstance(embeddings, TieredEmbeddingBagCollection) else None
-    return TrainLoader(dataset, batch_size, assembly_of(**parts), tiered, CPU, ranks)
+    tiers = None if embeddings is None else tiers_of(embeddings, dataset)
+    inputs = inputs_of(dataset, embeddings)
+    return TrainLoader(dataset, batch_size, assembly_of(**parts), inputs, tiers, CPU, ranks)
+
+
+def eval_loader_of(dataset: Dataset, ranks: Ranks | None = None) -> EvalLoader:
+    return EvalLoader(dataset, SIZE, inputs_of(dataset), CPU, ranks)
 
 
 def parameters_after(
@@ -91,16 +149,15 @@ def parameters_after(
 ) -> dict[str, np.ndarray]:
     """Train one epoch; every parameter and the tables' optimizer state."""
     embeddings = collection_of(policy, optimizer, folder)
-    ranker = ranker_over(embeddings)
-    dense = torch.optim.SGD(ranker.dense_parameters().values(), lr=0.1)
-    for staged in loader_of(dataset, embeddings, **parts):
+    model = model_over(embeddings)
+    dense = torch.optim.SGD(model.dense_parameters().values(), lr=0.1)
+    for batch in loader_of(dataset, embeddings, **parts):
         dense.zero_grad()
-        step(ranker, staged, StepTimes())
+        step(model, batch, StepTimes())
         dense.step()
     values = dump(embeddings)
-    if isinstance(embeddings, TieredEmbeddingBagCollection):
-        embeddings.close()
-    return values | {n: p.detach().numpy().copy() for n, p in ranker.dense_parameters().items()}
+    embeddings.close()
+    return values | {n: p.detach().numpy().copy() for n, p in model.dense_parameters().items()}
 
 
 def furthest(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:

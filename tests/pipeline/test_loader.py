@@ -11,12 +11,18 @@ import pytest
 import torch
 
 from recpipe.errors import DataError
-from recpipe.pipeline.loader import EvalLoader
 from recpipe.pipeline.select import select
 from recpipe.pipeline.share import in_steps
 from recpipe.plugin.api import Link, Split, micro_batch_step
-from tests.embedding.samples import CPU, FEATURES
-from tests.pipeline.samples import SIZE, Listed, collection_of, loader_of, parameters_after
+from tests.embedding.samples import FEATURES
+from tests.pipeline.samples import (
+    SIZE,
+    Listed,
+    collection_of,
+    eval_loader_of,
+    loader_of,
+    parameters_after,
+)
 
 
 def same(left, right) -> bool:
@@ -211,7 +217,7 @@ def test_an_epoch_left_early_ends_its_thread() -> None:
 
 def test_eval_loader_yields_the_held_out_part() -> None:
     dataset = Listed()
-    loader = EvalLoader(dataset, SIZE, CPU)
+    loader = eval_loader_of(dataset)
     assert len(loader) == 2
     for _ in range(2):
         assert all(map(same, loader, dataset.lists["eval"]))
@@ -237,7 +243,7 @@ def test_an_id_that_is_not_in_its_table_is_an_error(tmp_path, wrong) -> None:
         dataset.lists[split][1].sparse.values()[-1] = wrong
     name = FEATURES[-1].name
     expected = f"id {wrong} of feature {name} is not in its table of {FEATURES[-1].rows} rows"
-    for loader in (loader_of(dataset), EvalLoader(dataset, SIZE, CPU)):
+    for loader in (loader_of(dataset), eval_loader_of(dataset)):
         batches = iter(loader)
         next(batches)
         with pytest.raises(DataError, match=expected):

@@ -11,12 +11,10 @@ import torch
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_dataset
-from recpipe.pipeline.loader import EvalLoader
 from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.api import EpochOrder, Link, Split
 from recpipe.ranks import Ranks
-from tests.embedding.samples import CPU
-from tests.pipeline.samples import Listed, collection_of, loader_of
+from tests.pipeline.samples import Listed, collection_of, eval_loader_of, loader_of
 from tests.pipeline.test_loader import fail, same
 
 TRAINERS = (2, 3, 4, 7)
@@ -117,7 +115,7 @@ def test_whole_batches_are_read_where_something_looks_at_them(tmp_path, monkeypa
 @pytest.mark.parametrize("count", TRAINERS)
 def test_evaluation_scores_every_held_out_sample_once(count) -> None:
     dataset = generated(last_batch="drop")
-    loaders = [EvalLoader(dataset, SIZE, CPU, ranks) for ranks in several(count)]
+    loaders = [eval_loader_of(dataset, ranks) for ranks in several(count)]
     assert {len(loader) for loader in loaders} == {3}
     shares = [share for batch in zip(*loaders, strict=True) for share in batch]
     held_out = next(dataset.batches("eval", 1000))

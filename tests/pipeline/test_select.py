@@ -13,8 +13,9 @@ from torchrec.datasets.utils import Batch as TorchRecBatch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recpipe.data.batch import Batch, BatchShare
+from recpipe.data.parts import batch_size, tensors_of
 from recpipe.errors import UserError
-from recpipe.pipeline.select import batch_size, select
+from recpipe.pipeline.select import select
 
 SIZE = 9
 KEYS = ["a", "b", "c"]
@@ -174,3 +175,13 @@ def test_what_cannot_be_cut_is_refused() -> None:
     )
     with pytest.raises(UserError, match="keys have different numbers of samples cannot be cut by sample"):
         select(uneven, ORDERS["one"])
+
+
+def test_tensors_have_the_names_by_which_a_user_finds_them() -> None:
+    towers = Towers(keyed(1, 2, False), keyed(2, 2, True), {"click": torch.rand(SIZE)}, torch.tensor(0.5))
+    pair = Pair(towers, [torch.rand(SIZE), torch.arange(SIZE)])
+    named = dict(tensors_of(pair))
+    assert [*named] == ["towers.candidate.weights", "towers.labels.click", "towers.temperature", "extra.0"]
+    assert named["towers.candidate.weights"] is towers.candidate.weights()
+    assert [name for name, _ in tensors_of(jagged(3), "history")] == ["history.values"]
+    assert [name for name, _ in tensors_of(torch.rand(2))] == ["values"]

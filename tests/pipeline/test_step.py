@@ -19,9 +19,10 @@ from tests.pipeline.samples import (
     collection_of,
     furthest,
     loader_of,
+    model_over,
     parameters_after,
     random_batch,
-    ranker_over,
+    staged_of,
 )
 
 TOLERANCE = {"sgd": 1e-6, "rowwise_adagrad": 1e-5, "adagrad": 1e-5}
@@ -80,12 +81,11 @@ def test_tiers_equal_resident_tables(whole, tmp_path, policy) -> None:
 def test_one_update_per_micro_batch_is_wrong(whole, tmp_path) -> None:
     """The naive way: the tables' fused optimizer steps once for each part."""
 
-    def naive(ranker, staged, times):
+    def naive(model, staged, times):
         low = 0
         for high in staged.bounds:
             part = select(staged.batch, np.arange(low, high))
-            loss = binary_cross_entropy_with_logits(ranker(part), part.labels, reduction="sum")
-            (loss / staged.batch.size).backward()
+            accumulate(model, StagedBatch(part, total=staged.size), times)
             low = high
 
     splitter = AnySplit(1, False)
@@ -96,19 +96,23 @@ def test_one_update_per_micro_batch_is_wrong(whole, tmp_path) -> None:
 def test_micro_batches_see_every_sample_once(tmp_path) -> None:
     dataset = Listed(count=3)
     embeddings = collection_of("lru", "sgd", tmp_path)
-    ranker = ranker_over(embeddings)
+    model = model_over(embeddings)
+    parts: list[torch.Tensor] = []
     for staged, batch in zip(
         loader_of(dataset, embeddings, splitter=AnySplit(3, True)), dataset.lists["train"], strict=True
     ):
-        expected = ranker.eval()(staged.batch).detach()
-        ranker.train()
-        loss, logits = accumulate(ranker, staged, StepTimes())
+        expected = model.eval()(staged.batch).detach()
+        model.train()
+        parts.clear()
+        with model.module.register_forward_hook(lambda *call: parts.append(call[2].detach().squeeze(1))):
+            loss = accumulate(model, staged, StepTimes())
+        assert len(parts) == len(staged.bounds) > 1
+        logits = torch.cat(parts)
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
         mean = binary_cross_entropy_with_logits(logits, staged.batch.labels)
         torch.testing.assert_close(loss, mean, rtol=1e-5, atol=1e-6)
         assert torch.equal(staged.batch.dense.sum(0).round(decimals=3), batch.dense.sum(0).round(decimals=3))
         assert not loss.requires_grad
-        assert not logits.requires_grad
     embeddings.close()
 
 
@@ -116,30 +120,23 @@ def test_micro_batches_see_every_sample_once(tmp_path) -> None:
 @pytest.mark.parametrize("policy", ["resident", "lru", "hot"])
 def test_a_loss_that_is_no_number_changes_nothing(tmp_path, policy, bounds) -> None:
     embeddings = collection_of(policy, "adagrad", tmp_path)
-    ranker = ranker_over(embeddings)
+    model = model_over(embeddings)
     before = dump(embeddings)
     batch = random_batch(np.random.default_rng(0), 32, True)
     batch.dense[3, 1] = float("nan")
-    plan = None
-    if policy != "resident":
-        plan = embeddings.plan(batch.sparse)
-        embeddings.advance(plan)
-    loss, _ = accumulate(ranker, StagedBatch(batch, plan, bounds), StepTimes())
+    loss = accumulate(model, staged_of(embeddings, batch, bounds), StepTimes())
     assert torch.isnan(loss)
     assert identical(dump(embeddings), before)
     good = random_batch(np.random.default_rng(1), 32, True)
-    if policy != "resident":
-        plan = embeddings.plan(good.sparse)
-        embeddings.advance(plan)
-    accumulate(ranker, StagedBatch(good, plan, bounds), StepTimes())
+    accumulate(model, staged_of(embeddings, good, bounds), StepTimes())
     assert not identical(dump(embeddings), before), "the check must see an update"
 
 
 def test_times_are_split_where_cold_rows_are_waited_for(tmp_path) -> None:
     embeddings = collection_of("hot", "sgd", tmp_path)
-    ranker, times = ranker_over(embeddings), StepTimes()
+    model, times = model_over(embeddings), StepTimes()
     for staged in loader_of(Listed(), embeddings, splitter=AnySplit(3, True)):
-        accumulate(ranker, staged, times)
+        accumulate(model, staged, times)
     assert times.before_cold > 0
     assert times.after_cold > 0
     embeddings.close()

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from recpipe.backend import dense
 from recpipe.embedding.resident import ResidentCollection
-from recpipe.model import dense
 from recpipe.model.ranker import ModelConfig, Ranker
 from tests.embedding.samples import CPU, FEATURES, table_set
 
