@@ -124,7 +124,9 @@ def test_an_id_beyond_its_table_is_named(ctx: Context) -> None:
     infos = list(ctx.tables.values())
     infos[0] = TableInfo(infos[0].name, 1, 8)
     tables = {info.name: info for info in infos}
-    small = TableSet.one_each([SparseFeature(t.name, t.rows) for t in infos], 8, TableOptimizer("sgd", 0.1), 1)
+    small = TableSet.one_each(
+        [SparseFeature(t.name, t.rows) for t in infos], 8, TableOptimizer("sgd", 0.1), 1
+    )
     with pytest.raises(DataError, match=rf"feature {infos[0].name} is not in its table of 1 rows"):
         load_profile(replace(ctx, tables=tables, lookups=inputs_of(small).lookups), 1.0)
 

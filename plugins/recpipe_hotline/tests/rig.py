@@ -21,8 +21,8 @@ from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.stores import make_store
 from recpipe.embedding.tables import TableOptimizer, TableSet, to_numpy
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
-from recpipe.optim import dense_optimizer
 from recpipe.model.config import ModelConfig
+from recpipe.optim import dense_optimizer
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch, StepTimes
