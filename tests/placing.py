@@ -1,4 +1,5 @@
-"""recpipe's own model, its tables and what drives them, put together without a recipe: one group of tables."""
+"""recpipe's own model, its tables and what drives them, put together without a recipe: one group of
+tables."""
 
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ def bags(dim: int, features: Sequence[str] = FLAT) -> EmbeddingBagCollection:
 
 
 class TwoTower(nn.Module):
-    """Two collections of different dimensions; the user's takes means, over a table that two features share."""
+    """Two collections of different dimensions; the user's takes means, over a table that two features
+    share."""
 
     def __init__(self) -> None:
         super().__init__()
