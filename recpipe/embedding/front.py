@@ -126,9 +126,10 @@ class Front(ABC, nn.Module):
         """``rows`` of each group as TorchRec's collection returns them for ``features``."""
 
     def look_up(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
-        """Rows of each group, from its collection."""
+        """Rows of each group as they are, from its collection; nothing is trained, planned or moved."""
         pairs = zip(self.groups, self.collections, strict=True)
-        return [c.lookup(in_order(features, g.tables.features)) for g, c in pairs]
+        with torch.no_grad():
+            return [c.lookup(in_order(features, g.tables.features)) for g, c in pairs]
 
     # -- ids that are not the batch's own ----------------------------------------------------
 
