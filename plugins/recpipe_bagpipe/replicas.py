@@ -46,7 +46,8 @@ class _Fetching:
 class Replicas(RowCollection):
     """This trainer's replicas, driven by the oracle's plans of the stream that ``stream`` wraps.
 
-    ``cleanup`` is the oracle's interval, ``lookahead`` its window; ``early`` moves the prefetch gate by so many batches and is for
+    ``cleanup`` is the oracle's interval, ``lookahead`` its window; ``early`` moves the prefetch gate by so
+    many batches and is for
     tests: anything but 0 is wrong.
     """
 

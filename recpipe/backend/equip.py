@@ -114,7 +114,8 @@ def _written_before(module: nn.Module) -> BagFront | None:
 
 
 def _alone(model: PlacedModel) -> bool:
-    """Whether nothing else wants cores or ranks in a step: neither lookups nor sharded tables nor ids that the
+    """Whether nothing else wants cores or ranks in a step: neither lookups nor sharded tables nor ids that
+    the
     model makes."""
     bound = len(model.bound) == len(model.fronts)
     return bound and model.embeddings.threads == 1 and not model.embeddings.each(SendsAhead)

@@ -183,7 +183,8 @@ def plan_shards(
     """
     if len(tables.groups) > 1 or not tables.groups[0].tables.pooled:
         raise UserError(
-            "sharded tables must be one EmbeddingBagCollection of one dimension and optimizer, and this model's "
+            "sharded tables must be one EmbeddingBagCollection of one dimension and optimizer, and this "
+            "model's "
             f"are {len(tables.groups)} groups: leave tiers.sharded, tiers.plan and plugins that shard out"
         )
     if len(ranks.trainers) < ranks.world or len(ranks.holders) < ranks.world:

@@ -1,9 +1,9 @@
 """Fronts: what stands in a model where a collection of TorchRec's stood, with the same interface and names.
 
 A front owns no rows. Its tables are in groups (see ``groups``), and a group's rows in whatever tiers its
-collection has. While a batch is trained, rows are looked up once and a front hands them out (``handing_out``):
-called with the batch's own ids it gives the rows of the samples at hand. Called with any other ids, such as the
-model has computed, it looks those up there and then, and their update follows at the end of the step.
+collection has. While a batch is trained, rows are looked up once and a front hands them out: called with the
+batch's own ids it gives the rows of the samples at hand. Called with any other ids, such as the model has
+computed, it looks those up there and then, and their update follows at the end of the step.
 """
 
 from __future__ import annotations
@@ -126,9 +126,10 @@ class Front(ABC, nn.Module):
         """``rows`` of each group as TorchRec's collection returns them for ``features``."""
 
     def look_up(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
-        """Rows of each group, from its collection."""
+        """Rows of each group as they are, from its collection; nothing is trained, planned or moved."""
         pairs = zip(self.groups, self.collections, strict=True)
-        return [c.lookup(in_order(features, g.tables.features)) for g, c in pairs]
+        with torch.no_grad():
+            return [c.lookup(in_order(features, g.tables.features)) for g, c in pairs]
 
     # -- ids that are not the batch's own ----------------------------------------------------
 
@@ -145,7 +146,8 @@ class Front(ABC, nn.Module):
         return found
 
     def update_late(self) -> None:
-        """One update of all rows that were looked up late since the last call, each by its summed gradient."""
+        """One update of all rows that were looked up late since the last call, each by its summed
+        gradient."""
         late, self._late = [one for one in self._late if one.weights.grad is not None], []
         for number, group in enumerate(self.groups):
             mine = [one for one in late if one.group == number]
@@ -204,7 +206,8 @@ def _rows_of(collection: TableCollection, path: str) -> RowCollection:
     if not isinstance(collection, RowCollection):
         raise UserError(
             f"the model calls its collection '{path}' with ids that are not the batch's own, which "
-            f"{type(collection).__name__} cannot look up: use tiers.policy=resident, or hand the batch's ids on"
+            f"{type(collection).__name__} cannot look up: use tiers.policy=resident, or hand the batch's "
+            f"ids on"
         )
     return collection
 
@@ -230,7 +233,8 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         means = [table.pooling == PoolingType.MEAN for table in self.configs for _ in table.feature_names]
         self._means = np.array(means)
         self.wants_room = False
-        """Whether the model writes one more feature in front of the pooled rows (``recpipe.backend.room``)."""
+        """Whether the model writes one more feature in front of the pooled rows
+        (``recpipe.backend.room``)."""
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """As TorchRec's collection."""
@@ -314,7 +318,8 @@ class SequenceFront(Front, EmbeddingCollectionInterface):  # type: ignore[misc]
 
 
 def front_of(path: str, collection: nn.Module) -> Front | None:
-    """The front that can stand where ``collection`` stands; None where that is no collection of TorchRec's."""
+    """The front that can stand where ``collection`` stands; None where that is no collection of
+    TorchRec's."""
     if isinstance(collection, EmbeddingBagCollection):
         return BagFront(path, collection)
     if isinstance(collection, EmbeddingCollection):

@@ -50,7 +50,8 @@ class EvaluationStopped(BaseException):
 
 
 class RankingModule(L.LightningModule):
-    """Trains a ``PlacedModel``: the tables in their own backward pass, the dense part by ``make_optimizer``."""
+    """Trains a ``PlacedModel``: the tables in their own backward pass, the dense part by
+    ``make_optimizer``."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""A model whose collections recpipe has replaced: the user's module, its fronts, and the tables behind them."""
+"""A model whose collections recpipe has replaced: the user's module, its fronts, and the tables behind
+them."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class PlacedModel(nn.Module):
         return self.called.predict(batch)
 
     def predict(self, batch: Any) -> torch.Tensor:
-        """``forward`` without gradients, for whoever has a trained model; ``DataError`` on an id of no row."""
+        """``forward`` without gradients, for whoever has a trained model; ``DataError`` on an id of no
+        row."""
         self.inputs.require_ids(batch)
         with torch.no_grad():
             scores: torch.Tensor = self(batch)

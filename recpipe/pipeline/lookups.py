@@ -114,7 +114,7 @@ class GroupLookup:
             (int(offsets[key * samples + low]), int(offsets[key * samples + high])) for key in range(keys)
         ]
 
-    def backward(self, alone: bool) -> None:
+    def backward(self, alone: bool, scale: float = 1.0) -> None:
         """One backward pass, and so one fused update, for each tier.
 
         FBGEMM's CPU update enters a parallel region for every table, which costs more than its threads gain.
@@ -122,6 +122,7 @@ class GroupLookup:
         """
         self.arrive()
         gradient = self._gradient()
+        gradient = gradient if scale == 1 else gradient * scale
         with one_thread() if alone else nullcontext():
             torch.autograd.backward(self.warm, gradient)
             if self.cold is not None:
@@ -223,11 +224,11 @@ class BatchLookups:
         self._ready.result()
         return [lookup.leaf(low, high) for lookup in self.groups[front]]
 
-    def backward(self, alone: bool) -> None:
-        """The tables' update."""
+    def backward(self, alone: bool, scale: float = 1.0) -> None:
+        """The tables' update, from the leaves' gradients times ``scale``."""
         with phase("embedding backward and update"):
             for lookup in self._all:
-                lookup.backward(alone)
+                lookup.backward(alone, scale)
 
 
 class Part:

@@ -65,18 +65,28 @@ def events(dataset: Dataset, count: int, first: int = 0) -> list[Events]:
 
 def bags(dim: int, features: Sequence[str] = FLAT) -> EmbeddingBagCollection:
     """A table for each feature."""
-    return EmbeddingBagCollection([EmbeddingBagConfig(name=f"t_{f}", embedding_dim=dim, num_embeddings=ROWS, feature_names=[f]) for f in features])
+    return EmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(name=f"t_{f}", embedding_dim=dim, num_embeddings=ROWS, feature_names=[f])
+            for f in features
+        ]
+    )
 
 
 class TwoTower(nn.Module):
-    """Two collections of different dimensions; the user's takes means, over a table that two features share."""
+    """Two collections of different dimensions; the user's takes means, over a table that two features
+    share."""
 
     def __init__(self) -> None:
         super().__init__()
         self.user = EmbeddingBagCollection(
             [
                 EmbeddingBagConfig(
-                    name="goods", embedding_dim=8, num_embeddings=ROWS, feature_names=["clicked", "carted"], pooling=PoolingType.MEAN
+                    name="goods",
+                    embedding_dim=8,
+                    num_embeddings=ROWS,
+                    feature_names=["clicked", "carted"],
+                    pooling=PoolingType.MEAN,
                 ),
             ]
         )
@@ -99,7 +109,9 @@ class Din(nn.Module):
         super().__init__()
         self.sequences = EmbeddingCollection(
             [
-                EmbeddingConfig(name="goods", embedding_dim=8, num_embeddings=ROWS, feature_names=["clicked", "c0"]),
+                EmbeddingConfig(
+                    name="goods", embedding_dim=8, num_embeddings=ROWS, feature_names=["clicked", "c0"]
+                ),
                 EmbeddingConfig(name="shops", embedding_dim=8, num_embeddings=ROWS, feature_names=["c1"]),
             ]
         )
@@ -199,7 +211,9 @@ def by_hand(model: nn.Module, batches: Iterable[Events], optimizer: str) -> Trai
         kept = [v for k, v in optimizers[0].state[table].items() if "sum" in str(k) or "momentum" in str(k)]
         kept = [v for v in kept if isinstance(v, torch.Tensor)]
         states[name] = kept[0].reshape(len(table), -1) if kept else torch.zeros(len(table), 0)
-    return Trained({n: p.detach().clone() for n, p in model.named_parameters()}, copy.deepcopy(states), losses)
+    return Trained(
+        {n: p.detach().clone() for n, p in model.named_parameters()}, copy.deepcopy(states), losses
+    )
 
 
 def furthest(mine: Trained, theirs: Trained) -> float:
