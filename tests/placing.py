@@ -1,5 +1,4 @@
-"""recpipe's own model, its tables and what drives them, put together without a recipe: one group of
-tables."""
+"""recpipe's own model, its tables and what drives them, made without a recipe: one group of tables."""
 
 from __future__ import annotations
 
