@@ -92,7 +92,7 @@ def main(how: str) -> float:
         )  # the dense part; tables have optim.tables
         for _ in range(2):
             for batch in placed.loader:
-                loss, logits = model(batch)
+                loss, _ = model(batch)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

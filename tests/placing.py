@@ -28,7 +28,7 @@ PLACE = "sparse_arch.embedding_bag_collection"
 
 def inputs_of(tables: TableSet) -> Inputs:
     """The lookups that recpipe's batches make in ``tables``."""
-    return Inputs(ModelTables.single(tables, PLACE), [("sparse",)])
+    return Inputs(ModelTables.single(tables, PLACE), [[("sparse",)]])
 
 
 def model_over(
