@@ -79,7 +79,8 @@ class Placed:
 def place(
     composed: DictConfig, directory: Path, model: nn.Module, data: GivenBatches, outer: ExitStack
 ) -> Placed:
-    """``recpipe.place`` with its overrides composed; scratch files go to ``directory``, which ``outer`` ends."""
+    """``recpipe.place`` with its overrides composed; scratch files go to ``directory``, which goes with
+    ``outer``."""
     cfg = Recipe.of(composed)
     if Process.current().world > 1:
         raise UserError("recpipe.place works in one process; several ranks train by recpipe.train")
@@ -100,8 +101,8 @@ def place(
                 {o.origin.plugin for o in assembly.callbacks} | {o.origin.plugin for o in assembly.step}
             )
             raise PluginError(
-                f"{', '.join(names)} takes part in Lightning's loop or in the step itself, which are yours here: "
-                "train by recpipe.train, or drop it"
+                f"{', '.join(names)} takes part in Lightning's loop or in the step itself, which are yours "
+                "here: train by recpipe.train, or drop it"
             )
         embeddings = build_embeddings(
             inputs,

@@ -83,6 +83,10 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
         self._slab_rows: RowIds = np.empty(0, np.int64)
         self._slab_written = True
         self._arriving: tuple[TierPlan, torch.Tensor] | None = None
+        self._ahead: RowIds = np.empty(0, np.int64)
+        """Rows of the latest fetch ..."""
+        self._rewritten: list[RowIds] = []
+        """... and those of them that were replaced in the store since a batch's rows last came."""
 
     # -- the four calls ----------------------------------------------------------------------
 
@@ -100,7 +104,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
 
     def prefetch(self, plan: TierPlan) -> None:
         """Start fetching the plan's rows, once ``advance`` of the batch before it has been called."""
-        plan.fetched = self.cold.fetch(plan.fetch)
+        self._ahead = plan.fetch
+        plan.fetched = self.cold.fetch(self._ahead)
 
     def forget(self) -> None:
         """Take back a plan whose batch will not be trained: the epoch was left early."""
@@ -150,7 +155,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
         self._arriving = None
         start = perf_counter()
         assert plan.fetched is not None, "advance has started the fetch"
-        fetched = plan.fetched.result().use()
+        fetched = self._not_stale(plan.fetch, plan.fetched.result().use())
         plan.fetched = None
         self.times.wait += perf_counter() - start
         from_store = plan.carried_from < 0
@@ -161,6 +166,14 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
         put(self.slab, self._index(np.flatnonzero(slab_fetched)), fetched[len(fetched_slots) :])
         put(self.slab, self._index(np.flatnonzero(~slab_fetched)), carried)
         self._slab_written = False
+
+    def _not_stale(self, rows: RowIds, fetched: torch.Tensor) -> torch.Tensor:
+        """``fetched`` records of ``rows``, but for those that have been replaced since."""
+        rewritten, self._rewritten = self._rewritten, []
+        stale = np.flatnonzero(np.isin(rows, np.concatenate(rewritten))) if rewritten else []
+        if len(stale):
+            fetched[self._index(stale)] = self.cold.fetch_now(rows[stale])
+        return fetched
 
     def _index(self, positions: NDArray[np.integer[Any]]) -> torch.Tensor:
         """Positions as torch takes them: int64 on the device."""
@@ -183,8 +196,16 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
         Not pooled, rows float32 [L, D], zero where a row is resident.
         """
         if plan.shared is not None:
-            return self._shared_lookup(self.slab, *plan.shared.slab)
-        return self._lookup(self.slab, plan.slab_indices, plan.slab_offsets, plan.slab_weights)
+            rows = self._shared_lookup(self.slab, *plan.shared.slab)
+        else:
+            rows = self._lookup(self.slab, plan.slab_indices, plan.slab_offsets, plan.slab_weights)
+        if rows.requires_grad:
+            rows.register_hook(self._slab_changes)  # type: ignore[no-untyped-call]
+        return rows
+
+    def _slab_changes(self, _gradient: torch.Tensor) -> None:
+        """Who has written the slab back in the middle of a step, to read rows, is not the last one."""
+        self._slab_written = False
 
     def _lookup(
         self, tbe: nn.Module, indices: RowIds, offsets: RowIds, weights: Weights | None
@@ -277,6 +298,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
         positions = torch.from_numpy(-2 - where[held].astype(np.int64)).to(self.device)
         put(self.slab, positions, torch.from_numpy(records[held]).to(self.device))
         self.cold.write_now(rows[cold], records[cold])
+        if len(self._ahead):
+            self._rewritten.append(np.intersect1d(rows[cold], self._ahead))
 
     def read(self, region: Region) -> Values:
         """Current weights and optimizer state of ``region``."""

@@ -71,7 +71,8 @@ class InLoop:
         cut = staged is not None and len(staged.bounds) > 1
         if not cut or not torch.is_grad_enabled() or named or len(arguments) != 1:
             return self._forward(*arguments, **named)
-        assert staged is not None and self._lookups is not None
+        assert staged is not None
+        assert self._lookups is not None
         if arguments[0] is not staged.batch:
             return self._forward(*arguments)
         return self._in_parts(staged, self._lookups)

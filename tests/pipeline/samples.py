@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, Schema, Split
 from recpipe.embedding.capabilities import Planned
 from recpipe.embedding.collection import RowCollection
 from recpipe.embedding.grouped import GroupedCollection
-from recpipe.embedding.groups import ModelTables
+from recpipe.embedding.groups import ModelTables, collections_of, group_tables
 from recpipe.embedding.inputs import Inputs
 from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.tables import TableOptimizer, TableSet
@@ -84,6 +85,17 @@ def model_over(embeddings: RowCollection, config: ModelConfig | str = "dlrm", se
     tables = ModelTables.single(embeddings.tables, "sparse_arch.embedding_bag_collection")
     grouped = GroupedCollection(tables, [embeddings])
     return PlacedModel(called, put_fronts(module, tables, grouped), grouped, Inputs(tables, [[("sparse",)]]))
+
+
+def placed(
+    module: nn.Module, batch: object, collection_over=None, optimizer: str = "sgd", lr: float = 0.1
+) -> PlacedModel:
+    """Any module with its collections replaced; ``collection_over`` makes the rows' of each group."""
+    over = collection_over or (lambda tables: ResidentCollection(tables, CPU))
+    tables = group_tables(collections_of(module), lambda name, weights: TableOptimizer(optimizer, lr), 0)
+    grouped = GroupedCollection(tables, [over(group.tables) for group in tables.groups])
+    called = Called(module, parse_loss("binary_cross_entropy"))
+    return PlacedModel(called, put_fronts(module, tables, grouped), grouped, Inputs.of(tables, batch))
 
 
 def inputs_of(dataset: Dataset, embeddings: RowCollection | None = None) -> Inputs:
