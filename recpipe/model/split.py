@@ -45,6 +45,6 @@ def share_out(
         if several:
             log.warning("each rank trains its share as a batch of its own: %s", parts.refused)
         return None
-    if not shares:
+    if not shares or not parts.own_ids:
         return None
     return Cores(threads, model.dense_flops, torch.bfloat16 if model.called.low_precision else torch.float32)
