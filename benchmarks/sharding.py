@@ -97,7 +97,9 @@ def train_by_hand(directory: Path, out: Path, size: str) -> None:
     speed = (steps - SKIPPED) * BATCH / (perf_counter() - started)
     if rank == 0:
         features = tuple(SparseFeature(n, r) for n, r in rows.items())
-        tables = TableSet.one_each(features, SETTINGS[size].dim, TableOptimizer("rowwise_adagrad", 0.02), seed=1)
+        tables = TableSet.one_each(
+            features, SETTINGS[size].dim, TableOptimizer("rowwise_adagrad", 0.02), seed=1
+        )
         (out / "plan.json").write_text(json.dumps(from_torchrec(by_hand.plan, tables, {}, world).to_dict()))
         (out / "by_hand.json").write_text(json.dumps({"speed": speed}))
     dist.barrier()

@@ -4,7 +4,7 @@ Importing the package does not import torch.
 """
 
 import recpipe.clock  # noqa: F401  first of all: it notes the time
-from recpipe.api import Run, load, train
+from recpipe.api import Run, load, place, train
 from recpipe.errors import UserError
 from recpipe.plugin.api import (
     Context,
@@ -40,5 +40,6 @@ __all__ = [
     "UserError",
     "__version__",
     "load",
+    "place",
     "train",
 ]

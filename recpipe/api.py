@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from recpipe.data.dataset import Dataset
     from recpipe.data.given import Batches
     from recpipe.given import Outcome
+    from recpipe.loop import Placed
     from recpipe.recipe import Recipe
 
 WITHOUT_FILES = ("trainer.logger=null", "trainer.checkpoint_every=null")
@@ -87,7 +88,8 @@ def train(
     """Train as ``python -m recpipe *overrides`` does, in this process.
 
     Args:
-        model: None: the recipe's (``model=dlrm``).
+        model: an ``nn.Module`` that holds collections of TorchRec's and is called as ``docs/guide.md`` ("Your
+            own model") says; it is trained in place. None: the recipe's (``model=dlrm``).
         data: None: the recipe's. A path: a parquet file or folder, as ``data=parquet data.path=...``. A
             ``recpipe.data.dataset.Dataset``. Or batches, made already: a list, a DataLoader, a function
             ``epoch -> iterator``; see ``recpipe.data.given.GivenBatches`` for what holds of them.
@@ -105,7 +107,10 @@ def train(
     from recpipe.recipe import Recipe
 
     with readable_errors(overrides):
-        composed = compose([*_words(data, held_out, overrides, output), *overrides])
+        words = _words(data, held_out, overrides, output)
+        if model is not None:
+            words.append("model=custom")
+        composed = compose([*words, *overrides])
         dataset = _given_data(data, held_out, composed)
         _check(Recipe.of(composed), output)
         with ExitStack() as stack:
@@ -116,11 +121,46 @@ def train(
     return Run(outcome)
 
 
+def place(model: nn.Module, loader: Batches, *overrides: str) -> Placed:
+    """Move a module's tables to tiers for a training loop of your own, as ``DistributedModelParallel`` does
+    to shards::
+
+        placed = recpipe.place(model, loader, "+plugin=hotline", "tiers.resident_bytes=10%")
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.02)  # of the dense part
+        for batch in placed.loader:
+            loss, output = model(batch)
+            optimizer.zero_grad()
+            loss.backward()  # also updates the tables, by optim.tables
+            optimizer.step()
+
+    ``model`` is changed in place: its collections are replaced, and give back what TorchRec's would. Each
+    batch of ``placed.loader`` must have been trained before the next is asked for; a plugin may have put its
+    samples into another order. A plugin that cuts batches (Hotline) does so where ``model(batch)`` gives
+    ``(loss, output)`` and the loss is a mean or a sum over samples; the output is then detached. Overrides of
+    ``data``, ``trainer`` and ``optim.dense`` have no effect. Files go to a temporary directory until
+    ``placed.close()``, or to ``tiers.dir``.
+
+    Raises ``UserError`` for a plugin that needs Lightning's loop (FAE, Slipstream) and for several ranks.
+    """
+    _prepare_process()
+    from recpipe.config import compose, readable_errors
+    from recpipe.data.given import GivenBatches
+    from recpipe.loop import place as placed_in
+
+    with readable_errors(overrides), ExitStack() as stack:
+        composed = compose([*WITHOUT_FILES, "data=given", "model=custom", *overrides])
+        data = loader if isinstance(loader, GivenBatches) else GivenBatches(loader)
+        composed.data.batch_size = data.batch_size
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recpipe-")))
+        return placed_in(composed, scratch, model, data, stack)
+
+
 def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
     """The model of a ``checkpoint`` (or the newest in that folder, or of that run's): all tables in memory,
     in eval mode, in modules of torch and TorchRec alone.
 
-    ``model`` None: recpipe's own, TorchRec's ``DLRM`` or ``DLRM_DCN``, which takes dense and sparse features and
+    ``model`` None: recpipe's own, TorchRec's ``DLRM`` or ``DLRM_DCN``, which takes dense and sparse features
+    and
     gives logits float32 [B, 1].
     Else ``model``, of the class that was trained, with its parameters replaced. Nothing that a checkpoint
     names is imported or executed. ``UserError`` where it is damaged or of another model.

@@ -196,7 +196,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
         check,
         check_overrides,
         conf_dir,
-        model_opened,
+        hydra_words,
         readable_errors,
         register,
     )
@@ -237,7 +237,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
 
     register()
     check_overrides(argv)
-    sys.argv[1:] = argv = model_opened(argv)
+    sys.argv[1:] = argv = hydra_words(argv)
     TorchrunLauncher.environment = dict(os.environ)
     if "task=compare" in argv:
         # The comparison itself runs no plugin: knobs are handed on to the rows that have theirs.

@@ -29,15 +29,17 @@ from recpipe import launcher
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.plugin.conf import PluginSearchPath, PluginSource, package_confs
 from recpipe.plugin.load import installed
-from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, offered
+from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, is_offered, offered
 from recpipe.validation import nearest_key, no_value
-from recpipe.words import CUSTOM, for_hydra
+from recpipe.words import CUSTOM, for_hydra, named, opened
 
 CONFIG_NAME = "train"
 HYDRA = Version("1.3")
 """``version_base`` of recpipe's yaml."""
 DEEPEST = 20
 """Levels of an override's value; OmegaConf recurses over them."""
+LONGEST_LINE = 1000
+"""Characters of what Hydra says, which echoes values whole."""
 _composing = RLock()
 
 
@@ -78,17 +80,22 @@ def compose(overrides: Sequence[str] = ()) -> DictConfig:
     """
     register()
     check_overrides(overrides)
-    overrides = model_opened(overrides)
+    overrides = hydra_words(overrides)
     with readable_errors(overrides):
         recipe = _composed(overrides)
         check(recipe)
     return recipe
 
 
-def model_opened(words: Sequence[str]) -> list[str]:
-    """``words`` as Hydra is to get them: a model of the user's own may have any keys (``recpipe.words``)."""
-    options = {file.stem for file in (conf_dir() / "model").glob("*.yaml")}
-    return for_hydra(words, options - {CUSTOM}, lambda: offered("model"))
+def hydra_words(words: Sequence[str]) -> list[str]:
+    """``words`` as Hydra is to get them: a model of the user's own may have any keys (``recpipe.words``).
+
+    So may a data source of an installed package, whose typed keys the recipe is held against.
+    """
+    models = {file.stem for file in (conf_dir() / "model").glob("*.yaml")} - {CUSTOM}
+    if any(is_offered("data", source) for source in named(words, "data")):
+        words = opened(words, "data")
+    return for_hydra(words, models, lambda: offered("model"))
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
@@ -302,8 +309,9 @@ def _one_line(fault: BaseException) -> str:
     if text.startswith("Error merging override") and fault.__cause__ is not None:
         text += f": {fault.__cause__}"
     lines = [line.strip() for line in text.splitlines()]
-    return " ".join(
+    kept = " ".join(
         line
         for line in lines
         if line and not line.startswith(("full_key:", "object_type=", "reference_type="))
     )
+    return shown(kept, LONGEST_LINE)

@@ -99,11 +99,15 @@ def dense_bytes(model: ModelConfig, dense_features: int, sparse_features: int) -
 
 
 def batch_bytes(cfg: Recipe, dataset: Dataset, trainers: int) -> int:
-    """Of a trainer's share of a batch (ids, dense features, pooled rows) and of the batches read ahead."""
+    """Of a trainer's share of a batch (ids, dense features, pooled rows) and of the batches read ahead; 0
+    where
+    the columns are not known."""
+    if dataset.schema is None:  # batches that are made already
+        return 0
     size = min(cfg.data.batch_size, dataset.size("train")) // trainers
     pooling = getattr(cfg.data, "pooling", 1)
-    features = len(dataset.known_schema().sparse)
+    features = len(dataset.schema.sparse)
     ids = sum(pooling) if isinstance(pooling, list) else pooling * features
-    read = FLOAT_BYTES * (len(dataset.known_schema().dense) + ids)
+    read = FLOAT_BYTES * (len(dataset.schema.dense) + ids)
     ahead = min(cfg.data.read_ahead, dataset.num_batches("train", cfg.data.batch_size))
     return size * ((1 + ahead) * read + FLOAT_BYTES * features * (cfg.model.embedding_dim or 0))

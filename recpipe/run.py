@@ -16,9 +16,11 @@ import lightning as L
 import torch
 from omegaconf import DictConfig
 
+from recpipe.backend.equip import equip
 from recpipe.checkpoint import TableCheckpointIO
 from recpipe.clock import run_start
 from recpipe.console import heard, log
+from recpipe.data.cache import default_cache_dir
 from recpipe.data.make import open_dataset
 from recpipe.embedding.build import build_embeddings, is_sharded, plan_shards
 from recpipe.embedding.capabilities import SendsAhead
@@ -36,7 +38,6 @@ from recpipe.model.module import RankingModule
 from recpipe.model.placed import PlacedModel, put_fronts
 from recpipe.model.resume import check_resumable
 from recpipe.model.sizes import sizes_of
-from recpipe.model.split import share_out
 from recpipe.optim import dense_optimizer, try_out
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.quiet import quieted
@@ -209,8 +210,17 @@ def run_on(
         loader = TrainLoader(dataset, cfg.data.batch_size, assembly, inputs, tiers, device, ranks, ahead)
         evaluation = EvalLoader(dataset, cfg.data.batch_size, inputs, device, ranks)
         make_optimizer = partial(dense_optimizer, cfg.optim.dense)
-        cores = share_out(model, assembly, first_batch, device, ranks, shards is not None)
-        module = RankingModule(model, make_optimizer, assembly, loader, trainers, cores)
+        backend = equip(
+            trainer_config.backend,
+            model,
+            assembly,
+            first_batch,
+            cfg.data.batch_size,
+            device,
+            ranks,
+            default_cache_dir() / "backend",
+        )
+        module = RankingModule(model, make_optimizer, assembly, loader, trainers, backend)
 
         # 7. Lightning runs the loop.
         recorder = Recorder(loader, started)

@@ -32,7 +32,7 @@ def for_hydra(
     if not any(word.lstrip("+").startswith("model.") for word in words):
         return words
     targets = [word for word in words if word.lstrip("+").startswith("model._target_=")]
-    chosen = list(_options(words))
+    chosen = list(named(words, "model"))
     known = [option for option in chosen if option in built_in]
     if targets and chosen:
         classed = next((option for option in chosen if option in {*built_in, *installed()}), None)
@@ -41,20 +41,27 @@ def for_hydra(
                 f"model={shown(classed)} and {shown(targets[0])} each choose a model: leave one of them out"
             )
     if targets and not chosen and not _given(words, *_PATH, *_NAME):
-        words = [f"model={CUSTOM}", *words]
+        # Among the overrides: Hydra's parser wants them in one piece.
+        words.insert(words.index(targets[0]), f"model={CUSTOM}")
     own_yaml = _given(words, *_DIRECTORY, *_PATH, *_NAME, "hydra.searchpath", "+hydra.searchpath")
     if not (targets or own_yaml or len(known) < len(chosen)):
         return words
-    return [f"++{word}" if word.startswith("model.") and "=" in word else word for word in words]
+    return opened(words, "model")
 
 
-def _options(words: Sequence[str]) -> Iterator[str]:
-    """The models that ``model=a`` and ``model=a,b`` name."""
+def opened(words: Sequence[str], section: str) -> list[str]:
+    """``words`` with ``++SECTION.KEY`` for ``SECTION.KEY``: a key that no yaml has is let through."""
+    start = f"{section}."
+    return [f"++{word}" if word.startswith(start) and "=" in word else word for word in words]
+
+
+def named(words: Sequence[str], group: str) -> Iterator[str]:
+    """What ``group=a`` and ``group=a,b`` name."""
     for word in words:
-        if word.lstrip("+").startswith("model="):
+        if word.lstrip("+").startswith(f"{group}="):
             override = OverridesParser.create().parse_override(word)
-            named = override.sweep_iterator() if override.is_choice_sweep() else [override.value()]
-            yield from map(str, named)
+            options = override.sweep_iterator() if override.is_choice_sweep() else [override.value()]
+            yield from map(str, options)
 
 
 def _given(words: Sequence[str], *names: str) -> bool:

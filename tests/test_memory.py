@@ -33,7 +33,9 @@ BYTES = 4 * ROWS * DIM
 @pytest.fixture(scope="module")
 def collection() -> ResidentCollection:
     """One table of 256 MB."""
-    return ResidentCollection(TableSet.one_each((SparseFeature("a", ROWS),), DIM, TableOptimizer("sgd", 0.1), 3), CPU)
+    return ResidentCollection(
+        TableSet.one_each((SparseFeature("a", ROWS),), DIM, TableOptimizer("sgd", 0.1), 3), CPU
+    )
 
 
 def growth(work: Callable[[], None]) -> int:

@@ -20,7 +20,7 @@ from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.pipeline.tiers import Tiers
 from recpipe.recipe import Recipe
 from tests.embedding.samples import FEATURES, tiers
-from tests.model.models import Mean
+from tests.model.in_parts import Mean
 from tests.pipeline.samples import Listed, placed
 
 

@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HELLO = ROOT / "examples" / "recpipe-hello"
+TOWER = ROOT / "examples" / "recpipe-tower"
 
 
 def build(project: Path, folder: Path) -> Path:
@@ -28,14 +29,14 @@ def build(project: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
     pytest.importorskip("hatchling", reason="building wheels needs the test extra: pip install -e '.[test]'")
-    return build(ROOT, tmp_path_factory.mktemp("core")), build(HELLO, tmp_path_factory.mktemp("hello"))
+    return tuple(build(project, tmp_path_factory.mktemp("wheel")) for project in (ROOT, HELLO, TOWER))
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory, wheels: tuple[Path, Path]) -> Path:
-    """The Python of a new venv that holds the two wheels and sees this one's other packages.
+def fresh(tmp_path_factory: pytest.TempPathFactory, wheels: tuple[Path, ...]) -> Path:
+    """The Python of a new venv that holds the wheels and sees this one's other packages.
 
     A path file adds this environment's site-packages as a plain folder: the path files in it, recpipe's
     editable install among them, have no effect there.
@@ -70,7 +71,7 @@ def recpipe(python: Path, folder: Path, *arguments: str) -> subprocess.Completed
     return subprocess.run(command, cwd=folder, env={**env, "COLUMNS": "200"}, capture_output=True, text=True)
 
 
-def test_wheel_holds_conf_and_plugins_and_nothing_else(wheels: tuple[Path, Path]) -> None:
+def test_wheel_holds_conf_and_plugins_and_nothing_else(wheels: tuple[Path, ...]) -> None:
     names = zipfile.ZipFile(wheels[0]).namelist()
     assert {"recpipe/conf/train.yaml", "recpipe/py.typed", "recpipe/plugin/api.py"} <= set(names)
     assert "recpipe_hotline/conf/plugin/hotline.yaml" in names
@@ -92,6 +93,7 @@ def test_it_runs_from_another_folder_with_a_third_party_plugin(fresh: Path, tmp_
     assert listed.returncode == 0, listed.stderr
     assert "hello" in listed.stdout
     assert "recpipe-hello 0.1.0" in listed.stdout
+    assert "model=two_tower" in listed.stdout
     assert "hotline" in listed.stdout
     assert "broken:" not in listed.stdout
     small = ["data.samples=2000", "data.table_scale=0.01", "data.batch_size=64", "trainer.max_steps=5"]
@@ -106,7 +108,8 @@ def test_it_runs_from_another_folder_with_a_third_party_plugin(fresh: Path, tmp_
     assert refused.stderr == "error: plugins.hello.top=2: must be in (0, 1], for example 0.01\n"
 
 
-def test_the_examples_own_tests_pass(fresh: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("example", [HELLO, TOWER], ids=lambda p: p.name)
+def test_the_examples_own_tests_pass(fresh: Path, tmp_path: Path, example: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "HYDRA_FULL_ERROR")}
     command = [
         str(fresh),
@@ -115,8 +118,8 @@ def test_the_examples_own_tests_pass(fresh: Path, tmp_path: Path) -> None:
         "-p",
         "no:cacheprovider",
         "--rootdir",
-        str(HELLO),
-        str(HELLO / "tests"),
+        str(example),
+        str(example / "tests"),
     ]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

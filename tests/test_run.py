@@ -18,6 +18,7 @@ from recpipe.config import compose
 from recpipe.errors import UserError
 from recpipe.report import html, record
 from recpipe.run import run
+from recpipe.run_dir import ELSEWHERE
 
 SMALL = (
     "data.samples=2000",
@@ -226,10 +227,7 @@ def test_a_full_disk_at_the_end_costs_neither_table_nor_the_other_file(
     with pytest.raises(UserError) as caught:
         trained(tmp_path, "trainer.max_steps=3")
     paths = ", ".join(str(tmp_path / name) for name in lost)
-    remedy = (
-        "No space left on device; free space, or choose another run directory, hydra.run.dir=DIRECTORY "
-        "(from Python: output=DIRECTORY)"
-    )
+    remedy = f"No space left on device; free space, or {ELSEWHERE}"
     assert str(caught.value) == f"cannot write {paths}: {remedy}"
     printed = capsys.readouterr().out
     assert "samples/s" in printed

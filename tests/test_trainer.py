@@ -335,6 +335,7 @@ VALUES = {
         ({"eval_every": 1.5}, "eval_every=1.5"),
         ({"checkpoint_every": -0.1}, "checkpoint_every=-0.1"),
         ({"keep_checkpoints": 0}, "keep_checkpoints=0: must be greater than or equal to 1"),
+        ({"backend": "gpu"}, "backend=gpu is unknown; did you mean cpu"),
         ({"logger": "comet"}, "logger=comet is unknown; choose csv, tensorboard, wandb, mlflow"),
     ],
 )

@@ -75,12 +75,12 @@ def eager_model(setting: Setting, batch: int) -> Callable[[Batch], object]:
 def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Batch], object]:
     """recpipe's, its tables resident in one TBE."""
     import torch
+    from recpipe.model.ranker import ModelConfig, Ranker
 
     from recpipe.data.batch import Batch as OurBatch
     from recpipe.data.dataset import SparseFeature
     from recpipe.embedding.resident import ResidentCollection
     from recpipe.embedding.tables import TableOptimizer, TableSet
-    from recpipe.model.ranker import ModelConfig, Ranker
 
     cpu = torch.device("cpu")
     features = tuple(SparseFeature(name, rows) for name, rows in TABLES.items())

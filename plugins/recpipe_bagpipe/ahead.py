@@ -16,6 +16,12 @@ Lookups = tuple[Rows, ...]
 """Per trainer, the rows that its share of a batch looks up."""
 
 
+def slack(lookahead: int, cleanup: int, around: int) -> int:
+    """Planned batches that may wait to be asked for; ``around`` other streams read from this one, each a
+    window ahead of training and what it lets wait itself."""
+    return 2 * cleanup + around * (lookahead + 3 * cleanup + 2)
+
+
 class Ahead(Generic[S]):
     """One stream of batches: ``batches`` is what training gets, ``steps`` what is made
     of the plans.

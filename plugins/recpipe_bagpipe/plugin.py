@@ -103,7 +103,7 @@ class PlannedTables(TablePolicy):
 
     def cache(self, space: RowSpace) -> CachePolicy:
         """The policy of a single trainer."""
-        parts, bulk = self._parts[space.group], self._bulk[space.group]  # store() and collection() come first
+        parts, bulk = self._parts[-1], self._bulk[-1]  # store() and collection() of the group came first
         knobs = self.knobs
         policy = Lookahead(
             space, parts.lookups, bulk, knobs.lookahead, knobs.cleanup, knobs.increase, knobs.decrease
@@ -113,10 +113,10 @@ class PlannedTables(TablePolicy):
 
     def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Read and plan ahead, each group of tables in front of the one before."""
-        planners = self.replicas or self.policies
+        planners: Sequence[Replicas | Lookahead] = self.replicas or self.policies
         assert planners, "tables are built before batches are read"
-        for planner in planners:
-            batches = planner.stream(batches)
+        for number, planner in enumerate(planners, 1):
+            batches = planner.stream(batches, around=len(planners) - number)
         return batches
 
     def figures(self, run: RunFigures) -> dict[str, Figure]:

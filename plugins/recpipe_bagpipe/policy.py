@@ -14,7 +14,7 @@ from recpipe.embedding.planner import Bags
 from recpipe.embedding.policies import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe.embedding.stores.bulk import BulkStore
 from recpipe.saved import Damaged, within
-from recpipe_bagpipe.ahead import Ahead
+from recpipe_bagpipe.ahead import Ahead, slack
 from recpipe_bagpipe.oracle import BatchPlan, Rows, plan
 
 COLD, RESIDENT, COMING = 0, 1, 2
@@ -69,8 +69,8 @@ class Lookahead(CachePolicy):
 
     # -- the stream --------------------------------------------------------------------------
 
-    def stream(self, source: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches of ``source``, read and planned ahead."""
+    def stream(self, source: Iterator[Batch], around: int = 0) -> Iterator[Batch]:
+        """The batches of ``source``, read and planned ahead; ``around`` other streams read from this one."""
 
         def planned(lookups: Iterator[tuple[Rows, ...]]) -> Iterator[BatchPlan]:
             knobs = {"increase": self.increase, "decrease": self.decrease}
@@ -79,7 +79,9 @@ class Lookahead(CachePolicy):
         def rows(batch: Batch) -> tuple[Rows, ...]:
             return (self.lookups(batch).rows,)
 
-        self._ahead = Ahead(source, rows, planned, lambda made: made, 2 * self.cleanup)
+        self._ahead = Ahead(
+            source, rows, planned, lambda made: made, slack(self.lookahead, self.cleanup, around)
+        )
         return self._ahead.batches()
 
     def _begin(self) -> BatchPlan:

@@ -22,7 +22,7 @@ from recpipe.embedding.stores.sharded import ShardedStore
 from recpipe.embedding.tables import Region, Values
 from recpipe.errors import UserError
 from recpipe.ranks import Channel
-from recpipe_bagpipe.ahead import Ahead, Lookups
+from recpipe_bagpipe.ahead import Ahead, Lookups, slack
 from recpipe_bagpipe.oracle import BatchPlan, plan
 from recpipe_bagpipe.replica import Replica
 from recpipe_bagpipe.rounds import Rounds, RoundStore
@@ -46,7 +46,8 @@ class _Fetching:
 class Replicas(RowCollection):
     """This trainer's replicas, driven by the oracle's plans of the stream that ``stream`` wraps.
 
-    ``cleanup`` is the oracle's interval; ``early`` moves the prefetch gate by so many batches and is for
+    ``cleanup`` is the oracle's interval, ``lookahead`` its window; ``early`` moves the prefetch gate by so
+    many batches and is for
     tests: anything but 0 is wrong.
     """
 
@@ -58,6 +59,7 @@ class Replicas(RowCollection):
         cleanup: int,
         channels: tuple[Channel, Channel],
         early: int = 0,
+        lookahead: int = 0,
     ) -> None:
         super().__init__(parts.tables)
         layout = parts.tables.layout
@@ -69,6 +71,7 @@ class Replicas(RowCollection):
         self.rows_fetched = 0
         self._ranks, self._batch_lookups = parts.ranks, parts.lookups
         self._oracle, self._cleanup, self._early = oracle, cleanup, early
+        self._lookahead = lookahead
         self._ahead: Ahead[Step] | None = None
         self._running: Ahead[Step] | None = None
         self._peak_bytes = 0
@@ -79,15 +82,16 @@ class Replicas(RowCollection):
 
     # -- the stream --------------------------------------------------------------------------
 
-    def stream(self, source: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches of ``source``, which are those of all trainers, read and planned ahead."""
+    def stream(self, source: Iterator[Batch], around: int = 0) -> Iterator[Batch]:
+        """The batches of ``source``, which are those of all trainers, read and planned ahead; ``around``
+        other streams read from this one."""
         trainer, trainers = self._ranks.trainer, len(self._ranks.trainers)
         self._ahead = Ahead(
             source,
             self._lookups,
             self._oracle,
             lambda plan: step_of(plan, trainer, trainers),
-            2 * self._cleanup,
+            slack(self._lookahead, self._cleanup, around),
         )
         return self._ahead.batches()
 
@@ -291,4 +295,4 @@ def replicas(
             decrease=decrease,
         )
 
-    return Replicas(parts, parts.store, oracle, cleanup, channels)
+    return Replicas(parts, parts.store, oracle, cleanup, channels, lookahead=lookahead)

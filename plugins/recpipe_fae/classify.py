@@ -8,16 +8,14 @@ from functools import cached_property
 from hashlib import blake2b
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.batch import Batch
 from recpipe.data.parts import batch_size
 from recpipe.embedding.planner import Bags
 from recpipe.embedding.policies import RowIds
 from recpipe.embedding.profile import table_bases
-from recpipe.pipeline.select import select
+from recpipe.pipeline.select import join, select
 from recpipe.plugin.api import Context
 
 
@@ -101,26 +99,7 @@ def class_batches(ctx: Context, classes: Classes, hot: bool, first: int) -> Iter
             parts.append(select(batch, taken))
             held += len(taken)
             if held == classes.batch_size:
-                yield joined(parts)
+                yield join(parts)
                 parts, held = [], 0
     if parts:
-        yield joined(parts)
-
-
-def joined(parts: list[Batch]) -> Batch:
-    """One batch of all samples of ``parts``, in order."""
-    if len(parts) == 1:
-        return parts[0]
-    keys = parts[0].sparse.keys()
-    bounds = [part.sparse.offset_per_key() for part in parts]
-    values = [
-        part.sparse.values()[bound[f] : bound[f + 1]]
-        for f in range(len(keys))
-        for part, bound in zip(parts, bounds, strict=True)
-    ]
-    lengths = torch.cat([part.sparse.lengths().view(len(keys), -1) for part in parts], dim=1)
-    return Batch(
-        torch.cat([part.dense for part in parts]),
-        KeyedJaggedTensor(keys, torch.cat(values), lengths=lengths.reshape(-1)),
-        torch.cat([part.labels for part in parts]),
-    )
+        yield join(parts)

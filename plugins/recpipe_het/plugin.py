@@ -69,7 +69,8 @@ class CachedTables(TablePolicy):
             )
         if parts.group:
             raise PluginError(
-                "het serves one group of tables, and the model's differ in dimension, optimizer or collection: "
+                "het serves one group of tables, and the model's differ in dimension, optimizer or "
+                "collection: "
                 "give them one of each, or use another plugin"
             )
         layout = parts.tables.layout

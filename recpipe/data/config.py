@@ -21,21 +21,30 @@ Rows = Annotated[int, Interval(ge=2, le=2**31 - 1)]
 
 @dataclasses.dataclass
 class DataConfig:
-    """What every source has. ``eval_fraction`` in [0, 1): the later share of the samples, held out.
+    """What every source has.
 
-    ``last_batch``: an epoch's short last batch is trained (``keep``) or left out (``drop``).
     ``read_ahead``: batches that a thread of its own reads in advance; 0: the loader's thread reads one.
     """
 
     name: str = "?"
     batch_size: Positive = 2048
-    eval_fraction: Annotated[float, Interval(ge=0.0, lt=1.0)] = 0.2
-    last_batch: Annotated[str, one_of("keep", "drop")] = "keep"
     read_ahead: Count = 0
 
 
 @dataclasses.dataclass
-class SyntheticConfig(DataConfig):
+class SamplesConfig(DataConfig):
+    """Of sources of which recpipe makes the batches.
+
+    ``eval_fraction`` in [0, 1): the later share of the samples, held out. ``last_batch``: an epoch's short
+    last batch is trained (``keep``) or left out (``drop``).
+    """
+
+    eval_fraction: Annotated[float, Interval(ge=0.0, lt=1.0)] = 0.2
+    last_batch: Annotated[str, one_of("keep", "drop")] = "keep"
+
+
+@dataclasses.dataclass
+class SyntheticConfig(SamplesConfig):
     """Generated data: ``samples`` in all (both splits), ``tables`` null for the built-in 26."""
 
     name: str = "synthetic"
@@ -46,7 +55,7 @@ class SyntheticConfig(DataConfig):
 
 
 @dataclasses.dataclass
-class FileConfig(DataConfig):
+class FileConfig(SamplesConfig):
     """Data from files, prepared once into ``cache_dir`` (null: ``$XDG_CACHE_HOME/recpipe``).
 
     ``path``: a file, a directory, or a list of files in time order. ``on_bad_row``: ``error`` or ``skip``.

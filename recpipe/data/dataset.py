@@ -62,6 +62,8 @@ class Dataset(ABC):
     rejected_rows: int = 0
     dropped_samples: int = 0
     """Training samples that no epoch has, because ``data.last_batch=drop`` left their short batch out."""
+    gives_parts: bool = True
+    """Whether ``batches`` reads a ``part`` alone; else it gives whole batches whatever ``part`` is."""
     read_ahead: int = 0
     """Training batches that a thread of its own is to read in advance (``data.read_ahead``)."""
 

@@ -7,17 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
-import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from recpipe.data.batch import Batch, BatchShare
+from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset, Schema, Split
 from recpipe.data.parts import batch_size as samples_in
 from recpipe.data.parts import leaves, tensors_in
 from recpipe.errors import UserError
-from recpipe.pipeline.select import select
-from recpipe.ranks import part_of
 
 Batches = Iterable[Any] | Callable[[int], Iterator[Any]]
 """Batches that can be had again: something that can be iterated anew, or a function of the epoch, from 0."""
@@ -36,9 +33,13 @@ class GivenBatches(Dataset):
     - ``size`` counts the samples of lists; of anything else it is the number of batches times the samples
       of the first, which a short last batch makes a little less.
 
+    Every rank reads whole batches.
+
     ``schema``: the columns, where batches are ``recpipe.data.batch.Batch``; recpipe's own models need it. Of
     batches of a type of the user's own it is not known, and the tables check the ids.
     """
+
+    gives_parts = False
 
     def __init__(
         self,
@@ -91,11 +92,11 @@ class GivenBatches(Dataset):
     def batches(
         self, split: Split, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
     ) -> Iterator[Any]:
-        """Batches ``first``, ``first + 1``, ... of ``split``; those before are read, too."""
+        """Batches ``first``, ``first + 1``, ... of ``split``, whole; those before are read, too."""
         length, given = self._lengths[split], first
         for batch in islice(self._read(split), first, length):
             given += 1
-            yield batch if part is None else _share(batch, part)
+            yield batch
         if given < length:
             raise UserError(
                 f"the data has {length:,} batches by its length and gave {given:,}: correct its length"
@@ -149,16 +150,6 @@ def _length(source: Batches) -> int | None:
         return len(source)  # type: ignore[arg-type]
     except TypeError:  # a DataLoader over an iterable has __len__, too
         return None
-
-
-def _share(batch: Any, part: tuple[int, int]) -> BatchShare:
-    if not isinstance(batch, Batch):
-        raise UserError(
-            f"several ranks train batches of recpipe.data.batch.Batch alone, not of {type(batch).__name__}: "
-            "start one process"
-        )
-    own = part_of(0, batch.size, part)
-    return BatchShare.of(select(batch, np.arange(own.start, own.stop)), batch.size)
 
 
 def _ids_per_bag(batch: Any) -> float:

@@ -19,6 +19,7 @@ from recpipe.data.config import (
     GivenConfig,
     NpyConfig,
     ParquetConfig,
+    SamplesConfig,
     SyntheticConfig,
     installed_source,
     parse_config,
@@ -51,6 +52,7 @@ def open_dataset(
             )
         given.read_ahead = config.read_ahead
         return given
+    assert isinstance(config, SamplesConfig)
     dataset = _open(config, seed)
     dataset.read_ahead = config.read_ahead
     if config.last_batch == "drop":

@@ -15,14 +15,36 @@ Place = tuple[str | int, ...]
 """Attributes, keys and positions that lead from a batch to one of its parts."""
 
 
-def find_ids(batch: object, features: Sequence[str]) -> Place | None:
-    """The first ``KeyedJaggedTensor`` of ``batch`` that has all of ``features``; None where none has."""
-    wanted = set(features)
-    return next((place for place, found in _jagged(batch, ()) if wanted <= set(found.keys())), None)
+def find_ids(batch: object, features: Sequence[str]) -> tuple[Place, ...]:
+    """The ``KeyedJaggedTensor``s of ``batch`` that have ``features``: one, if one has them all; none, if some
+    feature is nowhere."""
+    found, missing = [], set(features)
+    for place, ids in _jagged(batch, ()):
+        keys = set(ids.keys())
+        if set(features) <= keys:
+            return (place,)
+        if missing & keys:
+            found.append(place)
+            missing -= keys
+    return () if missing else tuple(found)
 
 
-def ids_at(batch: object, place: Place) -> KeyedJaggedTensor:
-    """What lies at ``place``."""
+def ids_at(batch: object, places: Sequence[Place], features: Sequence[str]) -> KeyedJaggedTensor:
+    """The ids of ``features``, in their order, from what lies at ``places``; as it is, where it has no
+    others."""
+    parts = [_at(batch, place) for place in places]
+    ids = parts[0] if len(parts) == 1 else KeyedJaggedTensor.concat(parts)
+    return in_order(ids, features)
+
+
+def in_order(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
+    """``ids`` with these features, in this order: itself, where it has no others."""
+    if ids.keys() == list(features):
+        return ids
+    return ids.permute([ids.keys().index(name) for name in features])
+
+
+def _at(batch: object, place: Place) -> KeyedJaggedTensor:
     found: Any = batch
     for step in place:
         keyed = isinstance(found, Mapping | list | tuple) and not hasattr(found, "_fields")

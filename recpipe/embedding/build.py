@@ -183,7 +183,8 @@ def plan_shards(
     """
     if len(tables.groups) > 1 or not tables.groups[0].tables.pooled:
         raise UserError(
-            "sharded tables must be one EmbeddingBagCollection of one dimension and optimizer, and this model's "
+            "sharded tables must be one EmbeddingBagCollection of one dimension and optimizer, and this "
+            "model's "
             f"are {len(tables.groups)} groups: leave tiers.sharded, tiers.plan and plugins that shard out"
         )
     if len(ranks.trainers) < ranks.world or len(ranks.holders) < ranks.world:
@@ -250,7 +251,10 @@ def build_embeddings(
             module = ResidentCollection(group.tables, device, tbes)
         else:
             lookups = partial(inputs.bags, group=number)
-            part = _Tier(number, group, owner, slots[number], len(tables.groups) > 1, lookups)
+            # Of ids that the model makes nothing can be planned: their rows stay in the store.
+            bound = inputs.bound(number)
+            cached = owner if bound else "nocache"
+            part = _Tier(number, group, cached, slots[number], len(tables.groups) > 1, lookups, bound)
             module = _tiered(part, config, assembly, device, run_dir, batch_size, ranks)
         names = group.tables.layout.tables
         made.append(_rewritten(module, assembly, ranks, names))
@@ -269,6 +273,8 @@ class _Tier:
     """Whether there are more groups."""
     lookups: Callable[[Any], Bags]
     """A batch's lookups, as rows of the group."""
+    bound: bool
+    """Whether batches have its ids."""
 
 
 def _rewritten(
@@ -350,7 +356,7 @@ def _tiered(
     trainers = ranks.channel(ranks.trainers)
     store = _store(tier, config, device, run_dir, batch_size, ranks)
     space = RowSpace(tables.layout.bases, slots, tier.number)
-    claimed = assembly.policies("cache")
+    claimed = assembly.policies("cache") if tier.bound else []
     if claimed:
         owned = claimed[0][0].part
         if ranks.trains:

@@ -1,9 +1,9 @@
 """Fronts: what stands in a model where a collection of TorchRec's stood, with the same interface and names.
 
 A front owns no rows. Its tables are in groups (see ``groups``), and a group's rows in whatever tiers its
-collection has. While a batch is trained, rows are looked up once and a front hands them out (``handing_out``):
-called with the batch's own ids it gives the rows of the samples at hand. Called with any other ids, such as the
-model has computed, it looks those up there and then, and their update follows at the end of the step.
+collection has. While a batch is trained, rows are looked up once and a front hands them out: called with the
+batch's own ids it gives the rows of the samples at hand. Called with any other ids, such as the model has
+computed, it looks those up there and then, and their update follows at the end of the step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from recpipe.data.parts import in_order
 from recpipe.embedding.collection import RowCollection, TableCollection
 from recpipe.embedding.groups import Group
-from recpipe.embedding.planner import in_order, table_bags
+from recpipe.embedding.planner import table_bags
 from recpipe.embedding.policies import RowIds
 from recpipe.embedding.rowtable import looked_up, updated
 from recpipe.embedding.tables import row_chunks
@@ -125,9 +126,10 @@ class Front(ABC, nn.Module):
         """``rows`` of each group as TorchRec's collection returns them for ``features``."""
 
     def look_up(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
-        """Rows of each group, from its collection."""
+        """Rows of each group as they are, from its collection; nothing is trained, planned or moved."""
         pairs = zip(self.groups, self.collections, strict=True)
-        return [c.lookup(in_order(features, g.tables.features)) for g, c in pairs]
+        with torch.no_grad():
+            return [c.lookup(in_order(features, g.tables.features)) for g, c in pairs]
 
     # -- ids that are not the batch's own ----------------------------------------------------
 
@@ -144,7 +146,8 @@ class Front(ABC, nn.Module):
         return found
 
     def update_late(self) -> None:
-        """One update of all rows that were looked up late since the last call, each by its summed gradient."""
+        """One update of all rows that were looked up late since the last call, each by its summed
+        gradient."""
         late, self._late = [one for one in self._late if one.weights.grad is not None], []
         for number, group in enumerate(self.groups):
             mine = [one for one in late if one.group == number]
@@ -203,7 +206,8 @@ def _rows_of(collection: TableCollection, path: str) -> RowCollection:
     if not isinstance(collection, RowCollection):
         raise UserError(
             f"the model calls its collection '{path}' with ids that are not the batch's own, which "
-            f"{type(collection).__name__} cannot look up: use tiers.policy=resident, or hand the batch's ids on"
+            f"{type(collection).__name__} cannot look up: use tiers.policy=resident, or hand the batch's "
+            f"ids on"
         )
     return collection
 
@@ -215,15 +219,6 @@ def _write_weights(group: Group, collection: TableCollection, table: str, weight
         if region.table == table:
             part = array[region.start : region.stop]
             collection.write(region, (part, np.zeros((len(part), state_width), np.float32)))
-
-
-class RoomyKeyedTensor(KeyedTensor):  # type: ignore[misc]
-    """Pooled rows that lie behind room for one more feature, for a model that wants to fill it.
-
-    ``with_room``: float32 [B, (1 + F) * D], whose first D columns are zero; ``values()`` are the others.
-    """
-
-    with_room: torch.Tensor
 
 
 class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
@@ -238,7 +233,8 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         means = [table.pooling == PoolingType.MEAN for table in self.configs for _ in table.feature_names]
         self._means = np.array(means)
         self.wants_room = False
-        """Whether the model makes use of ``RoomyKeyedTensor``."""
+        """Whether the model writes one more feature in front of the pooled rows
+        (``recpipe.backend.room``)."""
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """As TorchRec's collection."""
@@ -255,11 +251,6 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
 
     def shaped(self, rows: Sequence[torch.Tensor], features: KeyedJaggedTensor) -> KeyedTensor:
         """By feature, float32 [B, D of its table] each."""
-        width = sum(self.dims)
-        if len(rows) == 1 and rows[0].shape[1] > width:
-            roomy = RoomyKeyedTensor(self.names, self.dims, rows[0][:, -width:])
-            roomy.with_room = rows[0]
-            return roomy
         by_feature: dict[int, torch.Tensor] = {}
         for group, pooled in zip(self.groups, rows, strict=True):
             values = self._meant(group, pooled, features)
@@ -327,7 +318,8 @@ class SequenceFront(Front, EmbeddingCollectionInterface):  # type: ignore[misc]
 
 
 def front_of(path: str, collection: nn.Module) -> Front | None:
-    """The front that can stand where ``collection`` stands; None where that is no collection of TorchRec's."""
+    """The front that can stand where ``collection`` stands; None where that is no collection of
+    TorchRec's."""
     if isinstance(collection, EmbeddingBagCollection):
         return BagFront(path, collection)
     if isinstance(collection, EmbeddingCollection):

@@ -10,16 +10,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.checks import require_ids
 from recpipe.data.parts import Place, batch_size, find_ids, ids_at
 from recpipe.embedding.groups import ModelTables
-from recpipe.embedding.planner import Bags, in_order, table_bags
+from recpipe.embedding.planner import Bags, table_bags
 
 
 class Inputs:
     """The lookups that batches of one kind make in a model's tables, without the model.
 
-    ``places``: where the ids of each group's front lie in a batch; None where the model makes its ids itself.
+    ``places``: where the ids of each group's front lie in a batch; none where the model makes its ids itself.
     """
 
-    def __init__(self, tables: ModelTables, places: Sequence[Place | None]) -> None:
+    def __init__(self, tables: ModelTables, places: Sequence[Sequence[Place]]) -> None:
         self.tables, self.places = tables, tuple(places)
 
     @classmethod
@@ -33,12 +33,16 @@ class Inputs:
 
     def front_ids(self, batch: object, group: int, features: Sequence[str]) -> KeyedJaggedTensor | None:
         """Where a group's ids lie, those of ``features``, in their order."""
-        place = self.places[group]
-        return None if place is None else in_order(ids_at(batch, place), features)
+        places = self.places[group]
+        return ids_at(batch, places, features) if places else None
 
     def ids(self, batch: object, group: int) -> KeyedJaggedTensor | None:
         """The ids of a group's features, in their order; None where the model makes them."""
         return self.front_ids(batch, group, self.tables.groups[group].tables.features)
+
+    def bound(self, group: int) -> bool:
+        """Whether a batch has the ids of a group."""
+        return bool(self.places[group])
 
     def bags(self, batch: object, group: int) -> Bags:
         """A group's lookups, as rows of its table set; none where the model makes its ids."""
@@ -63,7 +67,8 @@ class Inputs:
                 require_ids(ids, rows)
 
     def lookups(self, batch: object) -> Bags:
-        """All groups' lookups by the rows' numbers among those of all tables; ``DataError`` on an unknown id."""
+        """All groups' lookups by the rows' numbers among those of all tables; ``DataError`` on an unknown
+        id."""
         found = [self.bags(batch, group) for group in range(len(self.places))]
         if len(found) == 1:
             return found[0]

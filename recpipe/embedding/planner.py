@@ -6,7 +6,6 @@ here touches weights. Runs ahead of training, one batch early, in the loader's t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.data.checks import unknown_id
+from recpipe.data.parts import in_order
 from recpipe.embedding.policies import CachePolicy, RowIds, RowSpace, Slots
 
 if TYPE_CHECKING:
@@ -123,13 +123,6 @@ def places_of(offsets: Offsets, batch_size: int, samples: NDArray[np.int64]) -> 
     lengths = np.diff(offsets)[bags]
     new = np.concatenate(([0], np.cumsum(lengths)))
     return np.arange(new[-1]) + np.repeat(offsets[bags] - new[:-1], lengths), new
-
-
-def in_order(sparse: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
-    """``sparse`` with these features, in this order: itself, where it has no others."""
-    if sparse.keys() == list(features):
-        return sparse
-    return sparse.permute([sparse.keys().index(name) for name in features])
 
 
 def table_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> Bags:

@@ -14,9 +14,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.data.parts import in_order
 from recpipe.embedding import seams
 from recpipe.embedding.collection import RowCollection, fused_tbe
-from recpipe.embedding.planner import in_order
 from recpipe.embedding.policies import RowIds
 from recpipe.embedding.tables import Region, Table, TableSet, Values, to_numpy
 
@@ -98,7 +98,8 @@ class ResidentCollection(RowCollection):
         return list(self._threads.map(work, range(len(self.tbes))))
 
     def group_lookup(self, group: int, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Rows of one group's features: pooled, float32 [B, F of the group * D], or float32 [L of them, D]."""
+        """Rows of one group's features: pooled, float32 [B, F of the group * D], or float32 [L of them,
+        D]."""
         batch, offsets = sparse.stride(), sparse.offsets().long()
         first, last = (cut * batch for cut in self._cuts[group : group + 2])
         mine = offsets[first : last + 1]

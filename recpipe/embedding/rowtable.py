@@ -92,7 +92,8 @@ def distinct(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def looked_up(tables: TableSet, weights: torch.Tensor, which: NDArray[np.int64], bags: Bags) -> torch.Tensor:
-    """What a lookup gives where lookup i of ``bags`` finds row ``which[i]`` of ``weights`` (float32 [U, D])."""
+    """What a lookup gives where lookup i of ``bags`` finds row ``which[i]`` of ``weights`` (float32 [U,
+    D])."""
     at = torch.from_numpy(which).to(weights.device)
     if not tables.pooled:
         return weights[at]
@@ -107,7 +108,8 @@ def pool(
     batch_size: int,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sums of ``weights[at]`` (weights [.., D], at int64 [L], times ``scale`` [L]) per bag, float32 [B, F * D].
+    """Sums of ``weights[at]`` (weights [.., D], at int64 [L], times ``scale`` [L]) per bag, float32 [B, F *
+    D].
 
     Bags are feature-major as in a KJT, ``offsets`` int64 [F * B + 1]. Without samples: [0, 0].
     """

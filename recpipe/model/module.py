@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from recpipe.backend.equip import Backend
 from recpipe.data.parts import batch_size, tensors_of
 from recpipe.embedding.capabilities import Placed
 from recpipe.errors import UserError
@@ -49,7 +50,8 @@ class EvaluationStopped(BaseException):
 
 
 class RankingModule(L.LightningModule):
-    """Trains a ``PlacedModel``: the tables in their own backward pass, the dense part by ``make_optimizer``."""
+    """Trains a ``PlacedModel``: the tables in their own backward pass, the dense part by
+    ``make_optimizer``."""
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class RankingModule(L.LightningModule):
         assembly: Assembly,
         loader: TrainLoader,
         trainers: Channel | None = None,
-        cores: Cores | None = None,
+        backend: Backend | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -76,7 +78,7 @@ class RankingModule(L.LightningModule):
         self.figures: Quality | None = None
         """Of the latest evaluation that came to its end; the same on all trainers."""
         self.step_times = StepTimes()
-        self.cores = cores
+        self.backend = backend
         self._loss_sum = torch.zeros((), dtype=torch.float64)
         self._losses = 0
         self.samples: int | None = 0
@@ -125,8 +127,13 @@ class RankingModule(L.LightningModule):
 
     def close(self) -> None:
         """End the threads of the cores that share a batch."""
-        if self.cores is not None:
-            self.cores.close()
+        if self.backend is not None:
+            self.backend.close()
+
+    @property
+    def cores(self) -> Cores | None:
+        """Those that share a batch."""
+        return None if self.backend is None else self.backend.cores
 
     def loss_total(self) -> LossTotal:
         """Of the steps that this process has trained; waits for a GPU."""
@@ -247,6 +254,7 @@ class RankingModule(L.LightningModule):
             "random": random_state(),
             "fingerprint": self.loader.dataset.fingerprint,
             "placement": None if placed is None else placed.placement_state(),
+            "backend": None if self.backend is None else self.backend.state(),
         }
 
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
@@ -276,6 +284,8 @@ class RankingModule(L.LightningModule):
         self.loader.first = int(saved["batches_done"])
         self.samples = saved.get("samples")  # older checkpoints lack it
         self._random_state = saved["random"]
+        if self.backend is not None and saved.get("backend") is not None:  # older checkpoints lack it
+            self.backend.restore(saved["backend"])
         placed = self.model.embeddings.offers(Placed)
         if placed is not None:
             placed.load_placement_state(saved["placement"])

@@ -1,4 +1,5 @@
-"""A model whose collections recpipe has replaced: the user's module, its fronts, and the tables behind them."""
+"""A model whose collections recpipe has replaced: the user's module, its fronts, and the tables behind
+them."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class PlacedModel(nn.Module):
         return self.called.predict(batch)
 
     def predict(self, batch: Any) -> torch.Tensor:
-        """``forward`` without gradients, for whoever has a trained model; ``DataError`` on an id of no row."""
+        """``forward`` without gradients, for whoever has a trained model; ``DataError`` on an id of no
+        row."""
         self.inputs.require_ids(batch)
         with torch.no_grad():
             scores: torch.Tensor = self(batch)
@@ -100,13 +102,13 @@ class PlacedModel(nn.Module):
     @property
     def bound(self) -> list[Front]:
         """The fronts whose ids the batch has; the others' are made by the model."""
-        return [f for f, groups in self._groups_of.items() if self.inputs.places[groups[0]] is not None]
+        return [f for f, groups in self._groups_of.items() if self.inputs.bound(groups[0])]
 
     def lookups(self, batch: Any, plan: BatchPlan | None, sent: Mapping[int, Any]) -> BatchLookups:
         """``batch``'s lookups in all groups; ``sent``: what ``send`` gave for it."""
         made: dict[Front, list[GroupLookup]] = {}
         for front in self.bound:
-            room = isinstance(front, BagFront) and front.wants_room and front.can_have_room
+            roomy = isinstance(front, BagFront) and front.wants_room and front.can_have_room
             made[front] = []
             for number in self._groups_of[front]:
                 ids = self.inputs.ids(batch, number)
@@ -118,7 +120,7 @@ class PlacedModel(nn.Module):
                         None if plan is None else plan.groups[number],
                         sent.get(number),
                         self.embeddings.tables.groups[number].tables.pooled,
-                        room,
+                        self.embeddings.tables.groups[number].tables.dim if roomy else 0,
                     )
                 )
         return BatchLookups(made)

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from packaging.version import InvalidVersion, Version
 from torch import nn
 
+from recpipe.backend.equip import Backend
 from recpipe.checkpoint import SUFFIX
 from recpipe.embedding.capabilities import Placed
 from recpipe.errors import UserError
@@ -91,6 +92,8 @@ def _check_own(module: RankingModule, recpipe: Mapping[str, Any]) -> None:
             f"the checkpoint counts batches in the order of {theirs or 'the data'}, this run in that of "
             f"{mine or 'the data'}: resume with the same plugin, or start anew"
         )
+    if recpipe.get("backend") is not None:  # checkpoints of earlier versions lack it
+        Backend.check(entries({"backend": dict[str, Any]}, recpipe, "recpipe")["backend"])
     _check_random(saved["random"])
     placed = module.model.embeddings.offers(Placed)
     if placed is not None and saved["placement"] is not None:

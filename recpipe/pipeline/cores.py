@@ -1,7 +1,8 @@
 """Parts of a batch on several cores, each of which takes its own samples through the whole dense part.
 
-Where OpenMP shares out every operator, cores meet at the end of each, fetch what the others have just computed
-out of their caches, and wait while one looks up rows, updates tables or runs Python. Here they meet twice::
+Where OpenMP shares out every operator, cores meet at the end of each, fetch what the others have just
+computed out of their caches, and wait while one looks up rows, updates tables or runs Python. Here they meet
+twice::
 
     this core     look up | forward, and all the way back | update the tables
     other cores   forward ........ | and all the way back ..................

@@ -21,13 +21,13 @@ from recpipe.data.parts import batch_size
 from recpipe.embedding.inputs import Inputs
 from recpipe.errors import DataError
 from recpipe.phases import phase
-from recpipe.pipeline.select import select
+from recpipe.pipeline.select import between, select
 from recpipe.pipeline.share import cut, in_steps
 from recpipe.pipeline.step import StagedBatch
 from recpipe.pipeline.tiers import BatchPlan, Tiers
 from recpipe.plugin.api import micro_batch_step
 from recpipe.plugin.assembly import Assembly
-from recpipe.ranks import Ranks
+from recpipe.ranks import Ranks, part_of
 
 
 class TrainLoader:
@@ -75,7 +75,8 @@ class TrainLoader:
         """This rank's part of every batch, where nothing in the run looks at whole batches."""
         plugins = self.assembly
         lookers = [plugins.order, *plugins.stream, *plugins.batch, plugins.splitter, self.tiers]
-        return self.ranks.part if all(looker is None for looker in lookers) else None
+        unseen = self.dataset.gives_parts and all(looker is None for looker in lookers)
+        return self.ranks.part if unseen else None
 
     def __iter__(self) -> Iterator[StagedBatch]:
         first, self.first = self.first, 0
@@ -196,6 +197,9 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Any]:
         split: Split = "eval"
         for batch in self.dataset.batches(split, self.batch_size, part=self.ranks.part):
+            if not self.dataset.gives_parts:
+                own = part_of(0, batch_size(batch), self.ranks.part)
+                batch = between(batch, own.start, own.stop)
             self.inputs.require_ids(batch)
             yield on_device(batch, self.device)
 

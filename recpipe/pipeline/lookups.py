@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.backend.room import widened, with_room
+from recpipe.data.parts import in_order
 from recpipe.embedding.capabilities import Planned, SendsAhead
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.front import BagFront, Front
-from recpipe.embedding.planner import TierPlan, in_order
+from recpipe.embedding.planner import TierPlan
 from recpipe.phases import phase
 from recpipe.threads import one_thread
 
@@ -33,14 +35,15 @@ class GroupLookup:
         plan: TierPlan | None,
         sent: Any,
         pooled: bool,
-        room: bool,
+        room: int,
     ) -> None:
         self.collection, self.ids, self.plan, self.sent = collection, ids, plan, sent
         self.pooled, self.room = pooled, room
         self.warm = torch.empty(0)
         self.cold: torch.Tensor | None = None
+        self.dim = 0
+        """Columns in front of the rows that belong to no feature."""
         self._given: list[tuple[int, int, torch.Tensor]] = []
-        self._id_places: list[list[int]] | None = None
 
     @property
     def _tiers(self) -> Planned:
@@ -62,6 +65,7 @@ class GroupLookup:
         else:
             roomy = self.collection.pooled_with_room(self.ids) if self.room else None
             self.warm = self.collection.lookup(self.ids) if roomy is None else roomy
+            self.dim = 0 if roomy is None else self.room
 
     def look_up_cold(self) -> None:
         """What this batch alone needs, once it has arrived."""
@@ -72,12 +76,21 @@ class GroupLookup:
 
     def leaf(self, low: int, high: int) -> torch.Tensor:
         """Rows of samples [low, high) as a leaf of the graph: [high - low, F * D], or one for each id."""
+        if self.dim:
+            return self._roomy(low, high)
         rows = self._cut(self.warm.detach(), low, high)
         if self.cold is not None and low < high:
             first = self.plan.cold_first if self.plan is not None and self.pooled else 0
             if low >= first:
                 rows = rows + self._cut(self.cold.detach(), low - first, high - first)
         leaf = rows.detach().requires_grad_()
+        self._given.append((low, high, leaf))
+        return leaf
+
+    def _roomy(self, low: int, high: int) -> torch.Tensor:
+        """As ``leaf``, with room in front of the rows. Parts write there at the same time, which torch would
+        take for a change of each other's rows, were it not for ``.data``."""
+        leaf = with_room(self.warm.data[low:high], self.dim).requires_grad_()
         self._given.append((low, high, leaf))
         return leaf
 
@@ -101,7 +114,7 @@ class GroupLookup:
             (int(offsets[key * samples + low]), int(offsets[key * samples + high])) for key in range(keys)
         ]
 
-    def backward(self, alone: bool) -> None:
+    def backward(self, alone: bool, scale: float = 1.0) -> None:
         """One backward pass, and so one fused update, for each tier.
 
         FBGEMM's CPU update enters a parallel region for every table, which costs more than its threads gain.
@@ -109,6 +122,7 @@ class GroupLookup:
         """
         self.arrive()
         gradient = self._gradient()
+        gradient = gradient if scale == 1 else gradient * scale
         with one_thread() if alone else nullcontext():
             torch.autograd.backward(self.warm, gradient)
             if self.cold is not None:
@@ -118,6 +132,8 @@ class GroupLookup:
     def _gradient(self) -> torch.Tensor:
         """Of all rows; zero where no part has looked."""
         given = sorted(self._given, key=lambda part: part[:2])
+        if self.dim:
+            return self._wide_gradient(given)
         if len(given) == 1 and given[0][2].grad is not None and given[0][2].shape == self.warm.shape:
             return given[0][2].grad
         if self.pooled and [low for low, _, _ in given] == [0, *(high for _, high, _ in given[:-1])]:
@@ -129,6 +145,18 @@ class GroupLookup:
         for low, high, leaf in given:
             if leaf.grad is not None:
                 self._put(gradient, low, high, leaf.grad)
+        return gradient
+
+    def _wide_gradient(self, given: list[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
+        """With columns for the room, whose values do not matter."""
+        if len(given) == 1 and given[0][2].grad is not None and given[0][1] == len(self.warm):
+            wide = widened(given[0][2].grad.flatten(1), self.dim)
+            if wide is not None:
+                return wide
+        gradient = torch.zeros_like(self.warm)
+        for low, high, leaf in given:
+            if leaf.grad is not None:
+                gradient[low:high, self.dim :] = leaf.grad
         return gradient
 
     def _put(self, gradient: torch.Tensor, low: int, high: int, part: torch.Tensor) -> None:
@@ -196,11 +224,11 @@ class BatchLookups:
         self._ready.result()
         return [lookup.leaf(low, high) for lookup in self.groups[front]]
 
-    def backward(self, alone: bool) -> None:
-        """The tables' update."""
+    def backward(self, alone: bool, scale: float = 1.0) -> None:
+        """The tables' update, from the leaves' gradients times ``scale``."""
         with phase("embedding backward and update"):
             for lookup in self._all:
-                lookup.backward(alone)
+                lookup.backward(alone, scale)
 
 
 class Part:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,6 +43,57 @@ def between(batch: T, low: int, high: int) -> T:
         return select(batch, np.arange(low, high))
     cut: T = _Range(low, high, size).of(batch)
     return cut
+
+
+def join(batches: Sequence[T]) -> T:
+    """One batch of all samples of ``batches``, in order: the reverse of ``select``.
+
+    Tensors that have a sample in each row are put one below the other; what samples share is the first's.
+    """
+    sizes = [batch_size(batch) for batch in batches]
+    joined: T = batches[0] if len(batches) == 1 else _joined(batches, sizes)
+    return joined
+
+
+def _joined(parts: Sequence[Any], sizes: list[int]) -> Any:
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        by_sample = all(p.dim() and len(p) == size for p, size in zip(parts, sizes, strict=True))
+        return torch.cat(list(parts)) if by_sample else first
+    if isinstance(first, KeyedJaggedTensor):
+        return KeyedJaggedTensor(first.keys(), **_joined_ids(parts, sizes, len(first.keys())))
+    if isinstance(first, JaggedTensor):
+        return JaggedTensor(**_joined_ids(parts, sizes, 1))
+    if isinstance(first, Mapping):
+        made = {name: _joined([part[name] for part in parts], sizes) for name in first}
+        return type(first)(made)  # type: ignore[call-arg]
+    if isinstance(first, list | tuple):
+        each = (_joined(values, sizes) for values in zip(*parts, strict=True))
+        return type(first)(*each) if hasattr(first, "_fields") else type(first)(each)
+    names = attributes(first)
+    if not names:
+        return first
+    made = copy.copy(first)
+    for name in names:
+        object.__setattr__(made, name, _joined([getattr(part, name) for part in parts], sizes))
+    return made
+
+
+def _joined_ids(parts: Sequence[Any], sizes: list[int], keys: int) -> dict[str, torch.Tensor | None]:
+    """Key by key the ids of all parts, one after the other."""
+    per_key = [part.lengths().view(keys, size) for part, size in zip(parts, sizes, strict=True)]
+    counts = [lengths.sum(1).tolist() for lengths in per_key]
+
+    def by_key(values: list[torch.Tensor]) -> torch.Tensor:
+        split = [torch.split(value, count) for value, count in zip(values, counts, strict=True)]
+        return torch.cat([part[key] for key in range(keys) for part in split])
+
+    weights = [part.weights_or_none() for part in parts]
+    return {
+        "values": by_key([part.values() for part in parts]),
+        "weights": None if any(w is None for w in weights) else by_key(weights),
+        "lengths": torch.cat(per_key, dim=1).reshape(-1),
+    }
 
 
 def _has_own(value: object) -> bool:

@@ -46,8 +46,7 @@ class Tiers:
 
     def __init__(self, inputs: Inputs, collections: Sequence[TableCollection]) -> None:
         self.inputs = inputs
-        places = enumerate(zip(collections, inputs.places, strict=True))
-        planned = {number: c.offers(Planned) for number, (c, place) in places if place is not None}
+        planned = {n: c.offers(Planned) for n, c in enumerate(collections) if inputs.bound(n)}
         self.groups = {number: tier for number, tier in planned.items() if tier is not None}
         self._count = len(collections)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator
 
-from recpipe.validation import FilePath, Positive
+from recpipe.validation import FilePath, Positive, one_of
 
 
 def _device(value: Any) -> Any:
@@ -57,6 +57,8 @@ class TrainerConfig:
     callbacks: list[dict[str, Any]]
     """Of which it makes Lightning callbacks."""
     progress: bool
+    backend: Annotated[str, one_of("auto", "plain", "cpu")] = "auto"
+    """Whether the model's dense parts run by ``recpipe.backend`` on a CPU."""
 
     def interval(self, every: int | float, steps_per_epoch: int) -> int:
         """``every`` as a number of steps, at most an epoch's; shares are of the run when that is shorter."""

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from recpipe.embedding.build import TierConfig, build_embeddings, cache_owner
+from recpipe.embedding.groups import ModelTables
+from recpipe.embedding.inputs import Inputs
 from recpipe.embedding.resident import ResidentCollection
 from recpipe.errors import UserError
 from recpipe.plugin.api import Aspect, Contribution, Origin, TableClaim, TableInfo, TablePolicy
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.ranks import Emulation, Ranks
+from recpipe.run_dir import hold
 from tests.embedding.samples import CPU, DIM, FEATURES, table_set
 from tests.plugin.samples import Good
 
@@ -62,10 +65,14 @@ def assembly(policy: TablePolicy, *claims: tuple[str, Aspect]) -> Assembly:
 
 
 NOTHING = assembly(TablePolicy())
+TABLES = ModelTables.single(table_set())
 
 
-def build(parts: Assembly) -> object:
-    return build_embeddings(table_set(), TIERS, parts, CPU, Path(), 32, Ranks())
+def build(parts: Assembly, folder: Path) -> object:
+    """The only group's collection."""
+    with hold(folder) as run_dir:
+        made = build_embeddings(Inputs(TABLES, [("sparse",)]), TIERS, parts, CPU, run_dir, 32, Ranks())
+    return made.collections[0]
 
 
 @pytest.mark.parametrize(
@@ -73,15 +80,15 @@ def build(parts: Assembly) -> object:
 )
 def test_settings_of_sharded_tables_need_sharded_tables(setting: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=rf"tiers.{said} is about sharded tables, and this run shards none"):
-        cache_owner(replace(TIERS, **setting), NOTHING, table_set())
-    cache_owner(replace(TIERS, **setting, sharded=True), NOTHING, table_set())
+        cache_owner(replace(TIERS, **setting), NOTHING, TABLES)
+    cache_owner(replace(TIERS, **setting, sharded=True), NOTHING, TABLES)
 
 
 def test_a_slower_network_is_not_played_to_sharded_tables() -> None:
     emulated = replace(TIERS, emulate=Emulation(latency_us=5))
-    cache_owner(emulated, NOTHING, table_set())
+    cache_owner(emulated, NOTHING, TABLES)
     with pytest.raises(UserError, match="tiers.emulate delays recpipe's own messages and not TorchRec's"):
-        cache_owner(replace(emulated, sharded=True), NOTHING, table_set())
+        cache_owner(replace(emulated, sharded=True), NOTHING, TABLES)
 
 
 @pytest.mark.parametrize(
@@ -94,29 +101,29 @@ def test_a_slower_network_is_not_played_to_sharded_tables() -> None:
 )
 def test_sharded_tables_and_a_cache_are_refused(config: TierConfig, parts: Assembly, who: str) -> None:
     with pytest.raises(PluginConflict, match=f"{who} keeps all rows resident, but lru decides"):
-        cache_owner(replace(config, policy="lru"), parts, table_set())
+        cache_owner(replace(config, policy="lru"), parts, TABLES)
 
 
 def test_a_cache_of_some_tables_is_refused() -> None:
     with pytest.raises(PluginConflict, match=r"acme \(.*\) claims the cache of b alone.*must claim '\*'"):
-        cache_owner(TIERS, assembly(Cached(), ("b", "cache")), table_set())
-    assert cache_owner(TIERS, assembly(Cached(), ("*", "cache")), table_set()) == "acme"
+        cache_owner(TIERS, assembly(Cached(), ("b", "cache")), TABLES)
+    assert cache_owner(TIERS, assembly(Cached(), ("*", "cache")), TABLES) == "acme"
 
 
-def test_a_policy_rewrites_once_for_all_that_it_claims() -> None:
+def test_a_policy_rewrites_once_for_all_that_it_claims(tmp_path: Path) -> None:
     policy = Rewrites()
-    made = build(assembly(policy, ("b", "update"), ("*", "precision")))
+    made = build(assembly(policy, ("b", "update"), ("*", "precision")), tmp_path)
     assert isinstance(made, Wrapped)
     assert policy.asked == [("a", "b", "c")]
 
 
 @pytest.mark.parametrize("aspect", ["precision", "update"])
-def test_a_rewrite_that_changes_nothing_is_refused(aspect: Aspect) -> None:
+def test_a_rewrite_that_changes_nothing_is_refused(aspect: Aspect, tmp_path: Path) -> None:
     with pytest.raises(
         PluginError, match=rf"acme \(.*\) claims the {aspect} of tables, but its rewrite\(\) ret"
     ):
-        build(assembly(Returns(), ("*", aspect)))
+        build(assembly(Returns(), ("*", aspect)), tmp_path)
 
 
-def test_a_policy_that_leaves_tables_in_float32_need_not_rewrite_them() -> None:
-    assert isinstance(build(assembly(Chooses(), ("*", "precision"))), ResidentCollection)
+def test_a_policy_that_leaves_tables_in_float32_need_not_rewrite_them(tmp_path: Path) -> None:
+    assert isinstance(build(assembly(Chooses(), ("*", "precision")), tmp_path), ResidentCollection)

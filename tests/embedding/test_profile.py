@@ -15,24 +15,24 @@ import pytest
 
 from recpipe.data.batch import Batch
 from recpipe.data.config import SyntheticConfig
+from recpipe.data.dataset import SparseFeature
 from recpipe.data.make import open_dataset
-from recpipe.embedding.profile import global_rows, load_profile, table_bases
+from recpipe.embedding.profile import load_profile, table_bases
+from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.errors import DataError, UserError
 from recpipe.plugin.api import Context, TableInfo
+from tests.placing import context_of, inputs_of
 
 
 @pytest.fixture
 def ctx(tmp_path: Path) -> Context:
     dataset = open_dataset(SyntheticConfig(samples=2000, table_scale=0.01), seed=1)
-    return Context(
-        tables={f.name: TableInfo(f.name, f.rows, 8) for f in dataset.schema.sparse},
-        device="cpu",
+    tables = TableSet.one_each(dataset.schema.sparse, 8, TableOptimizer("rowwise_adagrad", 0.1), 1)
+    return context_of(
+        tables,
+        27,
+        dataset,
         batch_size=64,
-        resident_bytes=1000,
-        record_bytes=36,
-        seed=1,
-        data_fingerprint=dataset.fingerprint,
-        steps=1,
         epoch_samples=dataset.size("train"),
         cache_dir=tmp_path,
         batches=lambda first: dataset.batches("train", 64, first),
@@ -43,7 +43,8 @@ def test_a_full_sample_counts_every_lookup(ctx: Context) -> None:
     bases = table_bases(ctx)
     truth = np.zeros(int(bases[-1]), np.int32)
     for batch in ctx.batches(0):
-        np.add.at(truth, global_rows(batch, bases), 1)
+        for table, name in enumerate(ctx.tables):
+            np.add.at(truth, bases[table] + batch.sparse[name].values().numpy(), 1)
     assert np.array_equal(load_profile(ctx, 1.0).dense(len(truth)), truth)
 
 
@@ -120,11 +121,14 @@ def test_a_full_disk_leaves_no_half_file(
 
 
 def test_an_id_beyond_its_table_is_named(ctx: Context) -> None:
-    tables = dict(ctx.tables)
-    name = next(iter(tables))
-    tables[name] = TableInfo(name, 1, 8)
-    with pytest.raises(DataError, match=rf"feature {name} is not in its table of 1 rows"):
-        load_profile(replace(ctx, tables=tables), 1.0)
+    infos = list(ctx.tables.values())
+    infos[0] = TableInfo(infos[0].name, 1, 8)
+    tables = {info.name: info for info in infos}
+    small = TableSet.one_each(
+        [SparseFeature(t.name, t.rows) for t in infos], 8, TableOptimizer("sgd", 0.1), 1
+    )
+    with pytest.raises(DataError, match=rf"feature {infos[0].name} is not in its table of 1 rows"):
+        load_profile(replace(ctx, tables=tables, lookups=inputs_of(small).lookups), 1.0)
 
 
 def test_nothing_is_saved_where_there_is_no_folder(ctx: Context, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torchrec.distributed.types import CommOp, KeyValueParams
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from recpipe.embedding.build import TierConfig, is_sharded, plan_shards
+from recpipe.embedding.groups import ModelTables
 from recpipe.embedding.shard import ShardedCollection, join_group
 from recpipe.embedding.sharding import Sharding
 from recpipe.errors import UserError
@@ -184,7 +185,7 @@ def test_sharders_that_cannot_be_used_are_refused(kind: type[nn.Module], sharder
     """By ``plan_shards``, before a planner sees them."""
     parts = assembly(sharders={kind: sharder})
     with pytest.raises(PluginError) as refused:
-        plan_shards(table_set("adagrad"), TIERS, parts, CPU, SIZE, Ranks(), 1)
+        plan_shards(ModelTables.single(table_set("adagrad")), TIERS, parts, CPU, SIZE, Ranks(), 1)
     assert f"plugin {Origin('acme')}: " in str(refused.value)
     assert message in str(refused.value)
 

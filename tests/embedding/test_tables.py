@@ -16,13 +16,12 @@ from recpipe.errors import UserError
 from recpipe.validation import typed
 from tests.embedding.samples import CPU, table_set
 
-LARGE = TableSet.one_each(
-    (SparseFeature("one", 1), SparseFeature("big", 2 * FILL_ROWS + 7)), 4, TableOptimizer("adagrad", 0.1), 11
-)
+FEATURES = (SparseFeature("one", 1), SparseFeature("big", 2 * FILL_ROWS + 7))
+LARGE = TableSet.one_each(FEATURES, 4, TableOptimizer("adagrad", 0.1), 11)
 
 
 def test_fill_does_not_depend_on_chunks() -> None:
-    rows = LARGE.features[1].rows
+    rows = FEATURES[1].rows
     whole = LARGE.fill("big", 0, rows)
     cuts = [0, 1, 100, FILL_ROWS - 1, FILL_ROWS, FILL_ROWS + 3, 2 * FILL_ROWS + 2, rows]
     parts = [LARGE.fill("big", low, high) for low, high in pairwise(cuts)]
@@ -34,17 +33,17 @@ def test_fill_does_not_depend_on_chunks() -> None:
 
 def test_fill_depends_on_seed_table_and_chunk() -> None:
     def first(seed: int, table: str, start: int = 0) -> np.ndarray:
-        return TableSet.one_each(LARGE.features, 4, LARGE.optimizer, seed).fill(table, start, start + 1)
+        return TableSet.one_each(FEATURES, 4, LARGE.optimizer, seed).fill(table, start, start + 1)
 
     rows = [first(1, "big"), first(2, "big"), first(1, "big", FILL_ROWS), first(1, "big", 1)]
     assert len({row.tobytes() for row in rows}) == len(rows)
     np.testing.assert_array_equal(first(1, "big"), first(1, "big"))
-    scale = LARGE.features[1].rows ** 0.5
+    scale = FEATURES[1].rows ** 0.5
     assert not np.allclose(first(1, "one"), first(1, "big") * scale, rtol=1e-3)
 
 
 def test_fill_is_uniform_within_its_bound_and_state_is_zero() -> None:
-    rows = LARGE.features[1].rows
+    rows = FEATURES[1].rows
     records = LARGE.fill("big", 0, rows)
     weights, state = records[:, :4], records[:, 4:]
     bound = (1 / rows) ** 0.5
@@ -100,7 +99,7 @@ def test_any_table_name_has_a_module_name_of_its_own() -> None:
 
 
 def test_chunks_cover_every_row_once() -> None:
-    regions = row_chunks(LARGE.features, 4)
+    regions = row_chunks(LARGE)
     covered = [(r.table, row) for r in regions for row in range(r.start, r.stop)]
     assert len(covered) == len(set(covered)) == LARGE.layout.total_rows
     assert {(r.left, r.right) for r in regions} == {(0, 4)}

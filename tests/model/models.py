@@ -1,77 +1,64 @@
-"""Models whose losses can, or cannot, be put together from those of parts of a batch."""
+"""Models of a user's own, named by ``_target_`` in the tests beside this file."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+HERE = __name__
 
 
-class Mean(nn.Module):
-    """Pooled rows of all features, a layer, and a loss that is a mean over samples."""
-
-    reduction = "mean"
-
-    def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
+class Tower(nn.Module):
+    def __init__(self, schema: Any, hidden: int, activation: Any = None) -> None:
         super().__init__()
-        torch.manual_seed(7)
-        self.rows = embedding_bag_collection
-        self.width = sum(c.embedding_dim for c in embedding_bag_collection.embedding_bag_configs())
-        self.over = nn.Linear(self.width, 1)
+        self.layer = nn.Linear(len(schema.dense), hidden)
+        self.activation = activation
 
-    def hidden(self, batch):
-        return self.rows(batch.sparse).values()
-
-    def forward(self, batch):
-        logits = self.over(self.hidden(batch)).squeeze(1)
-        return binary_cross_entropy_with_logits(logits, batch.labels, reduction=self.reduction), logits
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.layer(batch.dense).sum(dim=1)
 
 
-class Sum(Mean):
-    """The loss is a sum over samples."""
-
-    reduction = "sum"
-
-
-class Output(Mean):
-    """Without a loss of its own."""
-
-    def forward(self, batch):
-        return super().forward(batch)[1]
-
-
-class InBatch(Mean):
-    """Every sample's first feature against the second feature of all samples."""
-
-    def forward(self, batch):
-        first, second, *_ = self.hidden(batch).chunk(len(self.rows.embedding_bag_configs()), dim=1)
-        loss = cross_entropy(10 * first @ second.t(), torch.arange(len(first)))
-        return loss + 0 * self.over.weight.sum(), self.over(self.hidden(batch)).squeeze(1)
+class Asks(nn.Module):
+    def __init__(
+        self,
+        schema: Any,
+        hidden: int,
+        embedding_dim: int,
+        embedding_bag_collection: nn.Module,
+        embedding_collection: nn.Module,
+        num_dense_features: int,
+        dense_in_features: int,
+        *,
+        dense_device: torch.device | None = None,
+        device: torch.device,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__()
+        self.bags, self.rows = given.pop("embedding_bag_collection"), given.pop("embedding_collection")
+        self.given = given
 
 
-class Normed(Mean):
-    """Keeps the statistics of its batches."""
-
-    def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
-        super().__init__(embedding_bag_collection)
-        self.norm = nn.BatchNorm1d(self.width)
-
-    def hidden(self, batch):
-        return self.norm(super().hidden(batch))
+class Defaults(nn.Module):
+    def __init__(
+        self, num_dense_features: int = 3, embedding_dim: int = 32, embedding_bag_collection: Any = None
+    ) -> None:
+        super().__init__()
+        self.given = {"num_dense_features": num_dense_features, "embedding_dim": embedding_dim}
 
 
-class Dropped(Mean):
-    """Draws random numbers."""
-
-    def hidden(self, batch):
-        return nn.functional.dropout(super().hidden(batch), 0.3, self.training)
+class Raises(nn.Module):
+    def __init__(self) -> None:
+        raise ValueError("two\nlines")
 
 
-class Shifted(Mean):
-    """Looks up ids that it makes."""
+def make_tower(schema: Any, activations: list[nn.Module]) -> nn.Module:
+    return Tower(schema, 4, activations[0])
 
-    def hidden(self, batch):
-        ids = batch.sparse
-        made = type(ids)(ids.keys(), ids.values() // 2, lengths=ids.lengths())
-        return self.rows(made).values()
+
+def not_a_module(hidden: int = 3) -> int:
+    return hidden
+
+
+a_module = nn.Linear(1, 1)

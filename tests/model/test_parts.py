@@ -25,7 +25,7 @@ from recpipe.plugin.errors import PluginError
 from recpipe.ranks import Ranks
 from recpipe.run import run
 from tests.embedding.samples import CPU, DIM, FEATURES, dump
-from tests.model import models
+from tests.model import in_parts
 from tests.pipeline.samples import Listed, assembly_of, collection_of, model_over, placed, random_batch
 
 REFUSED = {
@@ -47,7 +47,7 @@ def bags() -> EmbeddingBagCollection:
 
 
 def model_of(kind: str, **more: object) -> PlacedModel:
-    return placed(getattr(models, kind)(bags()), BATCH, **more)
+    return placed(getattr(in_parts, kind)(bags()), BATCH, **more)
 
 
 # -- found out -----------------------------------------------------------------------------------
@@ -122,7 +122,11 @@ def gradients(model: PlacedModel, parts: Parts, bounds: tuple[int, ...]) -> list
     model.parts = parts
     loss = accumulate(model, StagedBatch(BATCH, bounds=bounds), StepTimes())
     (collection,) = model.embeddings.collections
-    return [loss, *(p.grad for p in model.module.parameters()), *map(torch.from_numpy, dump(collection).values())]
+    return [
+        loss,
+        *(p.grad for p in model.module.parameters()),
+        *map(torch.from_numpy, dump(collection).values()),
+    ]
 
 
 @pytest.mark.parametrize("kind", ["Mean", "Sum"])
@@ -151,7 +155,9 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-def shared(model: PlacedModel, ranks: Ranks | None = None, device=CPU, sharded=False, **parts) -> Cores | None:
+def shared(
+    model: PlacedModel, ranks: Ranks | None = None, device=CPU, sharded=False, **parts
+) -> Cores | None:
     return share_out(model, assembly_of(**parts), BATCH, device, ranks or Ranks(), sharded)
 
 
@@ -221,7 +227,7 @@ SMALL = (
 
 
 def quality(kind: str, folder: Path, *overrides: str) -> dict[str, float]:
-    target = f"model._target_=tests.model.models.{kind}"
+    target = f"model._target_=tests.model.in_parts.{kind}"
     return run(compose([*SMALL, "model=custom", target, *overrides]), folder)["quality"]
 
 

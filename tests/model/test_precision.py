@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from recpipe.model.ranker import ModelConfig, Ranker
 
 from recpipe.config import compose
 from recpipe.embedding.resident import ResidentCollection
 from recpipe.errors import UserError
-from recpipe.model.ranker import ModelConfig, Ranker
 from recpipe.recipe import Recipe
 from recpipe.run import run
 from tests.embedding.samples import CPU, FEATURES, table_set

@@ -76,16 +76,12 @@ def model_config(name: str = "dlrm", precision: str = "float32", width: int = 16
     return ModelConfig(name, DIM, [width], [width], cross_layers=2, cross_rank=4, precision=precision)
 
 
-def model_over(
-    embeddings: RowCollection, config: ModelConfig | str = "dlrm", seed: int = 8
-) -> PlacedModel:
+def model_over(embeddings: RowCollection, config: ModelConfig | str = "dlrm", seed: int = 8) -> PlacedModel:
     """recpipe's own model with ``embeddings`` in its collection's place."""
     config = model_config(config) if isinstance(config, str) else config
     torch.manual_seed(seed)
     module = make_dlrm(DlrmSizes.of(config, SCHEMA), CPU)
-    called = Called(
-        module, parse_loss("binary_cross_entropy"), low_precision=config.precision == "bfloat16"
-    )
+    called = Called(module, parse_loss("binary_cross_entropy"), low_precision=config.precision == "bfloat16")
     tables = ModelTables.single(embeddings.tables, "sparse_arch.embedding_bag_collection")
     grouped = GroupedCollection(tables, [embeddings])
     return PlacedModel(called, put_fronts(module, tables, grouped), grouped, Inputs(tables, [("sparse",)]))

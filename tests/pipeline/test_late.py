@@ -36,9 +36,7 @@ class TwoLooks(nn.Module):
         super().__init__()
         torch.manual_seed(5)
         configs = [
-            EmbeddingBagConfig(
-                name=f.name, embedding_dim=DIM, num_embeddings=f.rows, feature_names=[f.name]
-            )
+            EmbeddingBagConfig(name=f.name, embedding_dim=DIM, num_embeddings=f.rows, feature_names=[f.name])
             for f in FEATURES
         ]
         self.own, self.rows = own, EmbeddingBagCollection(configs)

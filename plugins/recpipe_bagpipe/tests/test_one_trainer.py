@@ -23,16 +23,17 @@ from recpipe.embedding.stores import make_store
 from recpipe.embedding.stores.bulk import BulkStore
 from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
-from recpipe.model.ranker import ModelConfig, Ranker
+from recpipe.model.config import ModelConfig
 from recpipe.optim import dense_optimizer
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StepTimes
-from recpipe.plugin.api import Context, RunFigures, TableInfo
+from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import activate
 from recpipe.ranks import Ranks
+from tests.placing import context_of, inputs_of, model_over, tiers_of
 
 BATCH, STEPS = 64, 40
 WRITE_ROWS = 500
@@ -66,16 +67,7 @@ class Run:
         self.tables = TableSet.one_each(data.schema.sparse, 4, TableOptimizer(optimizer, 0.1), seed=1)
         layout = self.tables.layout
         slots = int(layout.total_rows * resident)
-        context = Context(
-            tables={f.name: TableInfo(f.name, f.rows, 4) for f in self.tables.features},
-            device="cpu",
-            batch_size=BATCH,
-            resident_bytes=slots * self.tables.record_bytes,
-            record_bytes=self.tables.record_bytes,
-            seed=1,
-            data_fingerprint=data.fingerprint,
-            steps=STEPS,
-        )
+        context = context_of(self.tables, slots, data, batch_size=BATCH, steps=STEPS)
         plugins = {} if knobs is None else {"bagpipe": {"increase": 1, "decrease": 2} | knobs}
         self.assembly = assemble(gather(activate(plugins), context), context.tables)
         cold = make_store(store, layout, self.tables.fill, directory=folder / "store", pinned=False)
@@ -87,23 +79,23 @@ class Run:
             # The plugin's own buffer would hold every write of tables this small.
             cold._capacity = WRITE_ROWS
             cold._active = cold._new_writes()
-            parts = TierParts(self.tables, slots, cold, device, True, Ranks())
+            lookups = inputs_of(self.tables).lookups
+            parts = TierParts(self.tables, slots, cold, device, True, Ranks(), lookups)
             assert owner.collection(parts) is None
             policy = owner.cache(space)
         self.policy = policy
         self.tiers = TieredEmbeddingBagCollection(self.tables, policy, slots, cold, device, prefetch=True)
-        torch.manual_seed(1)
-        model = ModelConfig("dlrm", 4, [8], [8], cross_layers=1, cross_rank=4)
-        self.ranker = Ranker(model, self.tiers, len(data.schema.dense), device)
-        self.optimizer = dense_optimizer(DENSE[optimizer], self.ranker.dense_parameters().values())
-        self.loader = TrainLoader(data, BATCH, self.assembly, self.tiers, device)
+        sizes = ModelConfig("dlrm", 4, [8], [8], cross_layers=1, cross_rank=4)
+        self.model = model_over(self.tiers, data.schema, sizes, seed=1)
+        self.optimizer = dense_optimizer(DENSE[optimizer], self.model.dense_parameters().values())
+        self.loader = TrainLoader(data, BATCH, self.assembly, self.model.inputs, tiers_of(self.tiers), device)
 
     def train(self, steps: int, after: Callable[[int], None] = lambda number: None) -> Run:
         """``steps`` steps from the loader's first batch; ``after`` each with its number."""
         staged: Iterator[Any] = iter(self.loader)
         for number, batch in enumerate(islice(staged, steps)):
             self.optimizer.zero_grad()
-            step.accumulate(self.ranker, batch, StepTimes())
+            step.accumulate(self.model, batch, StepTimes())
             self.optimizer.step()
             after(number)
         staged.close()  # type: ignore[attr-defined]
@@ -111,7 +103,7 @@ class Run:
 
     def parameters(self) -> Parameters:
         """Dense parameters, tables and their optimizer state."""
-        found = {n: p.detach().numpy().copy() for n, p in self.ranker.dense_parameters().items()}
+        found = {n: p.detach().numpy().copy() for n, p in self.model.dense_parameters().items()}
         for region in self.tiers.regions():
             for kind, values in zip(("weights", "state"), self.tiers.read(region), strict=True):
                 found[f"{region.table}[{region.start}].{kind}"] = values.copy()
@@ -202,7 +194,7 @@ def test_a_resumed_run_equals_an_undisturbed_one(clicks: Dataset, tmp_path: Path
 
     def save(number: int) -> None:
         if number == 16:
-            saved["dense"] = copy.deepcopy(first.ranker.dense_parameters())
+            saved["dense"] = copy.deepcopy(first.model.dense_parameters())
             saved["optimizer"] = copy.deepcopy(first.optimizer.state_dict())
             saved["tables"] = [(r, first.tiers.read(r)) for r in first.tiers.regions()]
             saved["placement"] = first.tiers.placement_state()
@@ -210,7 +202,7 @@ def test_a_resumed_run_equals_an_undisturbed_one(clicks: Dataset, tmp_path: Path
     first.train(17, save).finish()
     second = Run(clicks, tmp_path / "second", knobs, resident=0.08)
     with torch.no_grad():
-        for name, parameter in second.ranker.dense_parameters().items():
+        for name, parameter in second.model.dense_parameters().items():
             parameter.copy_(saved["dense"][name])
     second.optimizer.load_state_dict(saved["optimizer"])
     for region, values in saved["tables"]:

@@ -25,7 +25,7 @@ from recpipe_bagpipe.tests.trainers import (
 from recpipe_bagpipe.worker import Worker
 
 from recpipe.data.batch import Batch
-from recpipe.embedding.planner import global_bags
+from recpipe.embedding.planner import table_bags
 from recpipe.embedding.tables import to_numpy
 from recpipe.errors import UserError
 
@@ -86,7 +86,7 @@ def test_evaluation_and_reads_change_nothing_and_see_the_last_batch() -> None:
         for rank, one in enumerate(trained):
             trainer = make_threads(plan, 3)[rank]
             share = share_of(BATCHES[after], trainer.ranks, rank)
-            bags = global_bags(plan.tables, share.sparse)
+            bags = table_bags(plan.tables, share.sparse)
             sums = torch.nn.functional.embedding_bag(
                 torch.from_numpy(bags.rows),
                 torch.from_numpy(records[:, :8].copy()),

@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import SparseFeature
 from recpipe.embedding.parts import TierParts
-from recpipe.embedding.planner import global_bags
+from recpipe.embedding.planner import table_bags
 from recpipe.embedding.rowtable import RowBags, updated
 from recpipe.embedding.stores.base import IoCounters
 from recpipe.embedding.stores.host import HostStore
@@ -30,6 +30,7 @@ from recpipe.embedding.stores.sharded import ShardedStore
 from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.pipeline.select import select
 from recpipe.ranks import Channel, Emulation, PeerLost, Ranks
+from tests.placing import inputs_of
 from tests.ranks import joined
 
 Bits = dict[str, NDArray[np.float32]]
@@ -108,11 +109,11 @@ def synchronous(plan: Plan, trainers: int) -> Bits:
     records = torch.from_numpy(np.concatenate([tables.fill(f.name, 0, f.rows) for f in plan.features]))
     weights = first_weights(plan)
     for batch in plan.batches * plan.epochs:
-        touched = np.unique(global_bags(tables, batch.sparse).rows)
+        touched = np.unique(table_bags(tables, batch.sparse).rows)
         dense, sparse = [], []
         for trainer in range(trainers):
             share = share_of(batch, ranks, trainer)
-            bags = RowBags.of(global_bags(tables, share.sparse))
+            bags = RowBags.of(table_bags(tables, share.sparse))
             rows = records[torch.from_numpy(bags.distinct)][:, :DIM].contiguous()
             pooled = bags.pooled(rows).requires_grad_()
             dense.append(gradients(weights, share, pooled, batch.size)[0])
@@ -157,7 +158,8 @@ class Trainer:
         self, plan: Plan, ranks: Ranks, store: RoundStore, channels: tuple[Channel, Channel, Channel]
     ) -> None:
         self.plan, self.ranks, self.sums = plan, ranks, channels[2]
-        parts = TierParts(plan.tables, plan.slots, store, CPU, True, ranks)  # type: ignore[arg-type]
+        lookups = inputs_of(plan.tables).lookups
+        parts = TierParts(plan.tables, plan.slots, store, CPU, True, ranks, lookups)  # type: ignore[arg-type]
         self.tables = Replicas(parts, store, self.oracle, plan.cleanup, channels[:2], early=plan.early)
         self.steps: list[Step] = []
         self.logits: list[NDArray[np.float32]] = []

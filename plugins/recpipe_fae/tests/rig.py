@@ -20,13 +20,13 @@ from recpipe.embedding.stores import make_store
 from recpipe.embedding.stores.base import IoCounters
 from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
-from recpipe.model.ranker import ModelConfig, Ranker
+from recpipe.model.config import ModelConfig
 from recpipe.optim import dense_optimizer
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StepTimes
-from recpipe.plugin.api import Context, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble, gather
 from recpipe.plugin.load import activate
+from tests.placing import context_of, model_over, tiers_of
 
 SIZE = 256
 
@@ -48,15 +48,11 @@ class Run(Rig):
         self.tables = TableSet.one_each(dataset.schema.sparse, 8, TableOptimizer(optimizer, 0.1), seed=1)
         total = self.tables.layout.total_rows
         slots = total if resident else max(1, int(total * share))
-        self.ctx = Context(
-            tables={f.name: TableInfo(f.name, f.rows, 8) for f in self.tables.features},
-            device="cpu",
+        self.ctx = context_of(
+            self.tables,
+            slots,
+            dataset,
             batch_size=SIZE,
-            resident_bytes=slots * self.tables.record_bytes,
-            record_bytes=self.tables.record_bytes,
-            seed=1,
-            data_fingerprint=dataset.fingerprint,
-            steps=60,
             epoch_samples=dataset.size("train"),
             cache_dir=folder,
             batches=lambda first: dataset.batches("train", SIZE, first),
@@ -76,12 +72,13 @@ class Run(Rig):
             "host", self.tables.layout, self.tables.fill, directory=folder / "store", pinned=False
         )
         self.embeddings = TieredEmbeddingBagCollection(self.tables, policy, slots, store, self.device, True)
-        torch.manual_seed(1)
-        model = ModelConfig("dlrm", 8, [16], [16])
-        self.ranker = Ranker(model, self.embeddings, len(dataset.schema.dense), self.device)
+        sizes = ModelConfig("dlrm", 8, [16], [16])
+        self.model = model_over(self.embeddings, dataset.schema, sizes, seed=1)
         dense = DENSE["sgd" if optimizer == "sgd" else "rowwise_adagrad"]
-        self.optimizer = dense_optimizer(dense, self.ranker.dense_parameters().values())
-        self.loader = TrainLoader(dataset, SIZE, self.assembly, self.embeddings, self.device)
+        self.optimizer = dense_optimizer(dense, self.model.dense_parameters().values())
+        self.loader = TrainLoader(
+            dataset, SIZE, self.assembly, self.model.inputs, tiers_of(self.embeddings), self.device
+        )
         self.times, self.micro, self.evicted = StepTimes(), [], 0
         self.seen: list[Batch] = []
         self.cold_rows: list[int] = []
@@ -98,13 +95,14 @@ class Run(Rig):
         callback = next((c.part for c in self.assembly.callbacks), None)
         for staged in self.staged(10_000):
             assert staged.plan is not None
+            (plan,) = staged.plan.planned
             self.seen.append(staged.batch)
-            self.cold_rows.append(len(staged.plan.slab) + int((staged.plan.evicted >= 0).sum()))
+            self.cold_rows.append(len(plan.slab) + int((plan.evicted >= 0).sum()))
             self.update(staged)
             self.tiers.cold.fetch_now(np.empty(0, np.int64))  # after all that is queued
             self.io.append(replace(self.tiers.store.io))
             if isinstance(callback, ShuffleScheduler):
-                callback.batch_done(self.ranker)
+                callback.batch_done(self.model)
         return self
 
 

@@ -7,24 +7,18 @@ import pytest
 import torch
 from recpipe_fae.classify import class_batches, classify, joined
 from recpipe_fae.prepare import choose
-from recpipe_hotline.tests.rig import Random
+from recpipe_hotline.tests.rig import Fixed, Random
 
 from recpipe.data.batch import Batch
-from recpipe.plugin.api import Context, TableInfo
+from recpipe.embedding.tables import TableOptimizer, TableSet
+from recpipe.plugin.api import Context
+from tests.placing import context_of
 
 
 def context(batches: list[Batch]) -> Context:
-    return Context(
-        tables={name: TableInfo(name, 200, 8) for name in ("a", "b")},
-        device="cpu",
-        batch_size=32,
-        resident_bytes=3600,
-        record_bytes=36,
-        seed=1,
-        data_fingerprint="fixed",
-        steps=1,
-        batches=lambda first: iter(batches[first:]),
-    )
+    data = Fixed(batches)
+    tables = TableSet.one_each(data.schema.sparse, 8, TableOptimizer("rowwise_adagrad", 0.1), 1)
+    return context_of(tables, 100, data, batch_size=32, batches=lambda first: iter(batches[first:]))
 
 
 @pytest.mark.parametrize("hot_rows", [0, 20, 400])

@@ -13,7 +13,7 @@ from recpipe_fae.tests.rig import Run, pair
 from recpipe_hotline.tests.rig import difference
 
 from recpipe.data.dataset import Dataset
-from recpipe.embedding.profile import global_rows, table_bases
+from recpipe.embedding.planner import table_bags
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 
 
@@ -57,8 +57,8 @@ def test_partition_order_and_no_cold_row_in_a_hot_phase(synthetic: Dataset, tmp_
     hot, cold = classes.batches(True), classes.batches(False)
     assert hot > 1, "nothing is tested without hot batches"
     assert cold > 1
-    bases, resident = table_bases(run.ctx), run.order.prepared.hot_rows
-    is_hot = [bool(np.isin(global_rows(batch, bases), resident).all()) for batch in run.seen]
+    resident = run.order.prepared.hot_rows
+    is_hot = [bool(np.isin(table_bags(run.tables, batch.sparse).rows, resident).all()) for batch in run.seen]
     assert sum(is_hot) == hot
     assert all(rows == 0 for rows, h in zip(run.cold_rows, is_hot, strict=True) if h)
     labels = np.concatenate([b.dense.numpy() for b in run.seen])

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from recpipe.model.ranker import ModelConfig, Ranker
 from recpipe_hotline.policy import PopularRows
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -22,14 +21,16 @@ from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.stores import make_store
 from recpipe.embedding.tables import TableOptimizer, TableSet, to_numpy
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.model.config import ModelConfig
 from recpipe.optim import dense_optimizer
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch, StepTimes
-from recpipe.plugin.api import Context, Figure, RunFigures, TableInfo
+from recpipe.plugin.api import Figure, RunFigures
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.load import activate
 from recpipe.report.record import Io
+from tests.placing import context_of, model_over, tiers_of
 
 TOLERANCE = {"sgd": 1e-6, "rowwise_adagrad": 1e-5, "adagrad": 1e-5}
 DENSE = {"sgd": {"name": "SGD", "lr": 0.1}, "rowwise_adagrad": {"name": "Adagrad", "lr": 0.02}}
@@ -69,26 +70,24 @@ class Rig:
             dataset.schema.sparse, 8, TableOptimizer(setting.optimizer, 0.1), seed=1
         )
         slots = int(self.tables.layout.total_rows * setting.resident)
-        context = Context(
-            tables={f.name: TableInfo(f.name, f.rows, 8) for f in self.tables.features},
-            device=setting.device,
-            batch_size=setting.batch_size,
-            resident_bytes=slots * self.tables.record_bytes,
-            record_bytes=self.tables.record_bytes,
-            seed=1,
-            data_fingerprint=dataset.fingerprint,
-            steps=60,
+        context = context_of(
+            self.tables, slots, dataset, device=setting.device, batch_size=setting.batch_size
         )
         plugins = {} if setting.knobs is None else {"hotline": default_knobs() | setting.knobs}
         self.assembly = assemble(gather(activate(plugins), context), context.tables)
         self.embeddings = self._embeddings(setting, slots, folder)
-        torch.manual_seed(1)
-        model = ModelConfig(setting.model, 8, [16], [16], cross_layers=2, cross_rank=8)
-        self.ranker = Ranker(model, self.embeddings, len(dataset.schema.dense), self.device)
-        parameters = self.ranker.dense_parameters().values()
+        sizes = ModelConfig(setting.model, 8, [16], [16], cross_layers=2, cross_rank=8)
+        self.model = model_over(self.embeddings, dataset.schema, sizes, seed=1, device=setting.device)
+        parameters = self.model.dense_parameters().values()
         self.optimizer = dense_optimizer(DENSE[setting.optimizer], parameters)
-        tiers = self.embeddings if isinstance(self.embeddings, TieredEmbeddingBagCollection) else None
-        self.loader = TrainLoader(dataset, setting.batch_size, self.assembly, tiers, self.device)
+        self.loader = TrainLoader(
+            dataset,
+            setting.batch_size,
+            self.assembly,
+            self.model.inputs,
+            tiers_of(self.embeddings),
+            self.device,
+        )
         self.times = StepTimes()
         self.micro: list[tuple[int, ...]] = []
         self.evicted = 0
@@ -128,13 +127,13 @@ class Rig:
         for _, staged in zip(range(steps), self.loader, strict=False):
             self.micro.append(staged.bounds)
             if staged.plan is not None:
-                self.evicted += int((staged.plan.evicted >= 0).sum())
+                self.evicted += sum(int((plan.evicted >= 0).sum()) for plan in staged.plan.planned)
             yield staged
 
     def update(self, staged: StagedBatch) -> None:
         """One training step."""
         self.optimizer.zero_grad()
-        step.accumulate(self.ranker, staged, self.times)
+        step.accumulate(self.model, staged, self.times)
         self.optimizer.step()
 
     def train(self, steps: int) -> Rig:
@@ -146,7 +145,7 @@ class Rig:
     def parameters(self) -> dict[str, NDArray[np.float32]]:
         """Every parameter there is: dense ones and their optimizer's state, tables and theirs."""
         found = {}
-        for name, parameter in self.ranker.dense_parameters().items():
+        for name, parameter in self.model.dense_parameters().items():
             found[name] = to_numpy(parameter).copy()
             for key, value in self.optimizer.state[parameter].items():
                 found[f"{name}.{key}"] = to_numpy(torch.as_tensor(value)).copy()

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from recpipe_hotline.tests.rig import QUICK, TOLERANCE, Rig, Setting, difference, train
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.dataset import Dataset
+from recpipe.embedding.front import handing_out
 from recpipe.embedding.planner import Bags
-from recpipe.model.ranker import Ranker
+from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.model.placed import PlacedModel
 from recpipe.pipeline import step
+from recpipe.pipeline.select import between
 from recpipe.pipeline.step import StagedBatch, StepTimes
 
 STEPS = 60
@@ -73,37 +76,50 @@ def test_a_mean_loss_per_micro_batch_is_noticed(
     """The scale 1/N dropped: each micro-batch with the mean over its own samples."""
     setting = Setting(optimizer=optimizer)
 
-    def unscaled(scores: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-        loss = binary_cross_entropy_with_logits(scores, labels)
-        return loss * setting.batch_size if reduction == "sum" else loss
+    train_part = PlacedModel.train_part
+
+    def unscaled(self: PlacedModel, rows: Any, batch: Any, share: float) -> torch.Tensor:
+        return train_part(self, rows, batch, 1)
 
     without = baseline(synthetic, setting, tmp_path)
-    monkeypatch.setattr(step, "binary_cross_entropy_with_logits", unscaled)
+    monkeypatch.setattr(PlacedModel, "train_part", unscaled)
     _, parameters = hotline(synthetic, setting, tmp_path)
     assert difference(parameters, without) > 100 * TOLERANCE[optimizer]
 
 
-def update_each_micro_batch(
-    ranker: Ranker, staged: StagedBatch, times: StepTimes
-) -> tuple[torch.Tensor, torch.Tensor]:
+class Pooled:
+    """Rows in the graph of their tables, whatever ids they are asked for by."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+
+    def holds(self, sparse: KeyedJaggedTensor) -> bool:
+        return True
+
+    def rows(self) -> list[torch.Tensor]:
+        return [self._rows]
+
+
+def update_each_micro_batch(model: PlacedModel, staged: StagedBatch, times: StepTimes) -> torch.Tensor:
     """The naive step: forward, backward and so a fused update for each micro-batch."""
-    batch, plan = staged.batch, staged.plan
-    assert plan is not None
-    tiers = ranker.embeddings
-    tiers.arrive()  # type: ignore[operator]
+    assert staged.plan is not None
+    (plan,), (front,) = staged.plan.planned, model.bound
+    (tiers,) = model.embeddings.each(TieredEmbeddingBagCollection)
+    tiers.arrive()
     resident = Bags(plan.indices, plan.offsets, plan.batch_size)
     low, total = 0, torch.zeros(())
     for high in staged.bounds:
         part = resident.permuted(torch.arange(low, high).numpy())
-        pooled = tiers.lookup_resident(replace(plan, indices=part.rows, offsets=part.offsets))  # type: ignore[operator]
+        pooled = tiers.lookup_resident(replace(plan, indices=part.rows, offsets=part.offsets))
         if high > plan.cold_first and len(plan.slab):
-            pooled = pooled + tiers.lookup_slab(plan)  # type: ignore[operator]
-        scores = ranker.score(batch.dense[low:high], pooled)
-        loss = binary_cross_entropy_with_logits(scores, batch.labels[low:high], reduction="sum") / batch.size
+            pooled = pooled + tiers.lookup_slab(plan)
+        with handing_out({front: Pooled(pooled)}):
+            loss, _ = model.called(between(staged.batch, low, high))
+        loss = loss * (high - low) / staged.size
         loss.backward()
         total += loss.detach()
         low = high
-    return total, torch.empty(0)
+    return total
 
 
 @pytest.mark.parametrize(("optimizer", "factor"), [("sgd", 10.0), ("rowwise_adagrad", 1000.0)])
@@ -113,7 +129,7 @@ def test_an_update_per_micro_batch_is_noticed(
     """SGD is linear and goes wrong only by what the second forward sees; Adagrad goes wrong at once."""
     setting = Setting(optimizer=optimizer)
     without = baseline(synthetic, setting, tmp_path)
-    monkeypatch.setattr(step, "_micro_batches", update_each_micro_batch)
+    monkeypatch.setattr(step, "accumulate", update_each_micro_batch)
     _, parameters = hotline(synthetic, setting, tmp_path)
     assert difference(parameters, without) > factor * TOLERANCE[optimizer]
 
@@ -123,7 +139,7 @@ def test_the_naive_step_is_right_where_nothing_is_split(
 ) -> None:
     """The control of the control: with one micro-batch the naive step is exact."""
     setting = Setting(knobs=QUICK | {"min_micro_batch": 10_000})
-    monkeypatch.setattr(step, "_micro_batches", update_each_micro_batch)
+    monkeypatch.setattr(step, "accumulate", update_each_micro_batch)
     rig, parameters = train(synthetic, setting, tmp_path / "with", STEPS)
     assert rig.split_batches == 0
     assert difference(parameters, baseline(synthetic, setting, tmp_path)) <= 1e-5

@@ -94,7 +94,7 @@ def test_figures_add_up() -> None:
     policy = make()
     for rows in batches(10):
         see(policy, rows)
-    shown = figures(policy, PopularFirst(1), run_figures(fetch_seconds=3.0, wait_seconds=1.0, rows_read=7))
+    shown = figures([policy], PopularFirst(1), run_figures(fetch_seconds=3.0, wait_seconds=1.0, rows_read=7))
     assert shown["fetch_hidden_seconds"] == 2.0
     assert shown["fetch_waited_seconds"] == 1.0
     assert shown["cold_rows_read"] == 7
@@ -104,7 +104,7 @@ def test_figures_add_up() -> None:
 
 
 def test_nothing_is_hidden_when_training_waits_longer_than_fetches_take() -> None:
-    shown = figures(make(), PopularFirst(1), run_figures(fetch_seconds=1.0, wait_seconds=1.5))
+    shown = figures([make()], PopularFirst(1), run_figures(fetch_seconds=1.0, wait_seconds=1.5))
     assert shown["fetch_hidden_seconds"] == 0.0
 
 

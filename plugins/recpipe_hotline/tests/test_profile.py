@@ -13,21 +13,19 @@ from recpipe_hotline.tests.test_plugin import TestHotline as Suite
 
 from recpipe.embedding.policies import RowSpace
 from recpipe.embedding.profile import SAMPLE, load_profile, table_bases
-from recpipe.plugin.api import Context, TableInfo
+from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.plugin.testing import SMALL, train
+from tests.placing import context_of
 
 
 @pytest.mark.parametrize("profile", [False, True])
 def test_counts_start_from_the_profile_when_asked_to(profile: bool, synthetic: Any, tmp_path: Path) -> None:
-    ctx = Context(
-        tables={f.name: TableInfo(f.name, f.rows, 8) for f in synthetic.schema.sparse},
-        device="cpu",
+    tables = TableSet.one_each(synthetic.schema.sparse, 8, TableOptimizer("rowwise_adagrad", 0.1), 1)
+    ctx = context_of(
+        tables,
+        1000,
+        synthetic,
         batch_size=256,
-        resident_bytes=36_000,
-        record_bytes=36,
-        seed=1,
-        data_fingerprint=synthetic.fingerprint,
-        steps=1,
         epoch_samples=synthetic.size("train"),
         cache_dir=tmp_path,
         batches=lambda first: synthetic.batches("train", 256, first),

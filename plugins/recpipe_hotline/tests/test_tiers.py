@@ -16,6 +16,8 @@ from recpipe_hotline.tests.rig import QUICK, Rig, Setting, difference, train
 from recpipe.data.dataset import Dataset
 from recpipe.embedding.planner import TierPlan
 from recpipe.embedding.stores.base import ColdStore
+from recpipe.pipeline.lookups import BatchLookups
+from recpipe.pipeline.tiers import BatchPlan
 
 STEPS = 40
 
@@ -36,22 +38,24 @@ def parted(plan: TierPlan) -> bool:
 
 def on_popular_backward(rig: Rig, then: Callable[[TierPlan], None]) -> None:
     """Call ``then(plan)`` when the gradients of a popular micro-batch are complete."""
-    score = rig.ranker.score
-    current: list[TierPlan] = []
-    advance = rig.tiers.advance
+    lookups, (front,) = rig.model.lookups, rig.model.bound
 
-    def watched_advance(plan: TierPlan) -> None:
-        current[:] = [plan]
-        advance(plan)
+    def watched(batch: Any, plan: BatchPlan | None, sent: Any) -> BatchLookups:
+        found = lookups(batch, plan, sent)
+        (group,) = found.groups[front]
+        tiers, leaf = group.plan, group.leaf
+        assert tiers is not None
 
-    def watched_score(dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        plan = current[0]
-        if parted(plan) and len(dense) == plan.cold_first and pooled.is_leaf:
-            pooled.register_post_accumulate_grad_hook(lambda leaf: then(plan))
-        return score(dense, pooled)
+        def watched_leaf(low: int, high: int) -> torch.Tensor:
+            rows = leaf(low, high)
+            if parted(tiers) and (low, high) == (0, tiers.cold_first):
+                rows.register_post_accumulate_grad_hook(lambda _: then(tiers))
+            return rows
 
-    rig.tiers.advance = watched_advance  # type: ignore[method-assign]
-    rig.ranker.score = watched_score  # type: ignore[method-assign]
+        group.leaf = watched_leaf  # type: ignore[method-assign]
+        return found
+
+    rig.model.lookups = watched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("store", ["host", "ssd"])
@@ -108,10 +112,11 @@ def test_the_slab_is_read_after_the_popular_backward(synthetic: Dataset, tmp_pat
             events.clear()
             rig.update(staged)
             assert staged.plan is not None
-            if parted(staged.plan):
+            (plan,) = staged.plan.planned
+            if parted(plan):
                 assert events == ["popular done", "wait", "slab"]
                 checked += 1
-            elif len(staged.plan.slab):
+            elif len(plan.slab):
                 assert events[0] == "wait"
     assert checked > STEPS // 3
 
@@ -143,7 +148,7 @@ def test_a_cold_row_moves_at_most_once_each_way(prefetch: bool, synthetic: Datas
         needed = 0
         for staged in rig.staged(STEPS):
             assert staged.plan is not None
-            needed += len(staged.plan.arrivals)
+            needed += sum(len(plan.arrivals) for plan in staged.plan.planned)
             rig.update(staged)
         with rig.tiers.quiesced():
             pass
@@ -175,8 +180,8 @@ def test_micro_batches_make_up_the_batch(synthetic: Dataset, tmp_path: Path) -> 
     """n_popular + n_others = N, and no popular sample has a bag in the slab."""
     with running(synthetic, Setting(), tmp_path) as rig:
         for staged in rig.staged(STEPS):
-            plan = staged.plan
-            assert plan is not None
+            assert staged.plan is not None
+            (plan,) = staged.plan.planned
             sizes = np.diff((0, *staged.bounds))
             assert sizes.sum() == staged.batch.size
             assert (sizes > 0).all()

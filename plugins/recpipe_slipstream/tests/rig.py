@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from recpipe.model.ranker import ModelConfig, Ranker
 from recpipe_slipstream.callback import StaleInputs
+from recpipe_slipstream.tiers import HotTiers
 
 from recpipe.config import active_plugins, compose
 from recpipe.data.batch import Batch
@@ -20,14 +20,16 @@ from recpipe.embedding.policies import CachePolicy, RowSpace
 from recpipe.embedding.stores import make_store
 from recpipe.embedding.tables import TableOptimizer, TableSet, to_numpy
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.model.config import ModelConfig
 from recpipe.optim import dense_optimizer
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch, StepTimes
-from recpipe.plugin.api import Context, Origin, TableInfo
+from recpipe.plugin.api import Context, Origin
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.load import activate
+from tests.placing import context_of, model_over, tiers_of
 
 BATCH = 200
 DENSE = {"sgd": {"name": "SGD", "lr": 0.1}, "rowwise_adagrad": {"name": "Adagrad", "lr": 0.02}}
@@ -67,28 +69,25 @@ class Rig:
         self.tiers = TieredEmbeddingBagCollection(
             self.tables, make(space), slots, store, torch.device("cpu"), setting.prefetch
         )
-        torch.manual_seed(1)
-        model = ModelConfig("dlrm", 8, [16], [16], cross_layers=2, cross_rank=8)
-        self.ranker = Ranker(model, self.tiers, len(dataset.schema.dense), torch.device("cpu"))
-        self.optimizer = dense_optimizer(DENSE[setting.optimizer], self.ranker.dense_parameters().values())
+        sizes = ModelConfig("dlrm", 8, [16], [16], cross_layers=2, cross_rank=8)
+        self.model = model_over(self.tiers, dataset.schema, sizes, seed=1)
+        self.optimizer = dense_optimizer(DENSE[setting.optimizer], self.model.dense_parameters().values())
         self.read: list[Batch] = []
         self.kept: list[Batch] = []
         links = [recorder(self.read), *assembly.batch, recorder(self.kept)]
         self.assembly = replace(assembly, batch=links)
-        self.loader = TrainLoader(dataset, BATCH, self.assembly, self.tiers, torch.device("cpu"))
+        inputs, device = self.model.inputs, torch.device("cpu")
+        self.loader = TrainLoader(dataset, BATCH, self.assembly, inputs, tiers_of(self.tiers), device)
         parts = [owned.part for owned in assembly.callbacks]
         self.callback = next((part for part in parts if isinstance(part, StaleInputs)), None)
         self.consumed: list[int] = []
 
     def _context(self, dataset: Dataset, slots: int) -> Context:
-        return Context(
-            tables={f.name: TableInfo(f.name, f.rows, 8) for f in self.tables.features},
-            device="cpu",
+        return context_of(
+            self.tables,
+            slots,
+            dataset,
             batch_size=BATCH,
-            resident_bytes=slots * self.tables.record_bytes,
-            record_bytes=self.tables.record_bytes,
-            seed=1,
-            data_fingerprint=dataset.fingerprint,
             steps=80,
             epoch_samples=dataset.size("train"),
             batches=lambda first: dataset.batches("train", BATCH, first),
@@ -99,10 +98,15 @@ class Rig:
         assert self.callback is not None
         return self.callback
 
+    @property
+    def hot_tiers(self) -> HotTiers:
+        """As Slipstream looks at them."""
+        return HotTiers([self.tiers], self.model.inputs.lookups)
+
     def steps(self, count: int) -> Iterator[int]:
         """Train ``count`` batches; yields each one's number after it was trained."""
         if self.callback is not None:
-            self.callback.start(self.tiers)
+            self.callback.start(self.hot_tiers)
         for number, staged in zip(range(count), self.loader, strict=False):
             self.consumed.append(staged.consumed)
             self._update(staged)
@@ -112,7 +116,7 @@ class Rig:
 
     def _update(self, staged: StagedBatch) -> None:
         self.optimizer.zero_grad()
-        step.accumulate(self.ranker, staged, StepTimes())
+        step.accumulate(self.model, staged, StepTimes())
         self.optimizer.step()
 
     def train(self, count: int) -> Rig:
@@ -130,7 +134,7 @@ class Rig:
     def parameters(self) -> dict[str, NDArray[np.float32]]:
         """Rows, dense parameters and the dense optimizer's state."""
         found = {"rows": self.records()}
-        for name, parameter in self.ranker.dense_parameters().items():
+        for name, parameter in self.model.dense_parameters().items():
             found[name] = to_numpy(parameter).copy()
             for key, value in self.optimizer.state[parameter].items():
                 found[f"{name}.{key}"] = to_numpy(torch.as_tensor(value)).copy()

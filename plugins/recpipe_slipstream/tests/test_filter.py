@@ -288,14 +288,14 @@ def test_snapshots_do_not_alias_the_rows(clicks: Dataset, tmp_path: Path) -> Non
     rig = Rig(clicks, ALONE, tmp_path)
     for _ in rig.steps(10):
         pass
-    taken = Snapshot.take(rig.tiers)
+    taken = Snapshot.take(rig.hot_tiers)
     copy = taken.weights.copy()
     with rig.tiers.quiesced():
         records = rig.tiers.read_rows(taken.rows).numpy()
         np.testing.assert_array_equal(records[:, :8], taken.weights)
         rig.tiers.write_rows(taken.rows, records + 1)
     np.testing.assert_array_equal(taken.weights, copy)
-    assert not np.array_equal(Snapshot.take(rig.tiers).weights, copy)
+    assert not np.array_equal(Snapshot.take(rig.hot_tiers).weights, copy)
     rig.tiers.close()
 
 

@@ -151,7 +151,8 @@ class StoreHome:
 
 
 def remove_crashed(top: Path) -> None:
-    """Remove the stores that killed runs left in ``top``, its ``rank-N`` and ``group-N``, and say so in the log.
+    """Remove the stores that killed runs left in ``top``, its ``rank-N`` and ``group-N``, and say so in the
+    log.
 
     Those that a live run uses or that were closed in good order stay, and all that no store made.
     """

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from recpipe.embedding.resident import ResidentCollection
-from recpipe.model import dense
 from recpipe.model.ranker import ModelConfig, Ranker
+
+from recpipe.backend import dense
+from recpipe.embedding.resident import ResidentCollection
 from tests.embedding.samples import CPU, FEATURES, table_set
 
 DIM, BATCH = 8, 37

@@ -1,0 +1,165 @@
+"""Which kernels pay on this machine: each beside torch's own way, at a model's sizes; takes seconds, once."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.models.dlrm import InteractionArch, SparseArch
+from torchrec.modules.crossnet import LowRankCrossNet
+
+from recpipe.backend import choices as names
+from recpipe.backend.chain import CHAINS, is_plain, signature, steps
+from recpipe.backend.choices import Choices
+from recpipe.backend.convert import convert
+from recpipe.backend.host import Host, load, save
+
+SMALLEST = 16
+"""Samples of the smallest batch measured; from there in steps of four up to the run's own batch."""
+ROUNDS = 5
+"""Interleaved, of which the median counts."""
+SHORTEST = 0.002
+"""Seconds that the repetitions of a round take at least."""
+MARGIN = 1.02
+"""A part is converted where it is so much faster: less cannot be told from noise."""
+Run = Callable[[], object]
+
+
+def calibrated(model: nn.Module, batch: int, threads: Iterable[int], folder: Path) -> Choices:
+    """Choices for the parts of ``model`` (as it is or converted) at batches up to ``batch`` samples.
+
+    ``threads``: of torch, as the run sets them. What ``folder`` keeps of this machine is taken from there;
+    what is missing is measured and kept. The model is not run, and no random number is drawn.
+    """
+    host = Host.current()
+    kept = load(folder, host)
+    wanted = sorted(parts(model))
+    before = copy.deepcopy(kept)
+    found: Choices = {}
+    with _training_alone():
+        for count in sorted(set(threads)):
+            torch.set_num_threads(count)
+            for part in sorted(wanted, key=lambda part: not part.startswith("linear ")):
+                known = kept.setdefault(part, {}).setdefault(str(count), {})
+                for size in sizes(batch):
+                    if str(size) not in known:
+                        known[str(size)] = measure(part, size, kept)
+                chosen = {str(size): known[str(size)] for size in sizes(batch)}
+                found.setdefault(part, {})[str(count)] = chosen
+    if kept != before:
+        save(folder, host, kept)
+    return found
+
+
+def sizes(batch: int) -> list[int]:
+    """Batch sizes that are measured for a run with batches of ``batch`` samples."""
+    found, size = [], batch
+    while size > SMALLEST:
+        found.append(size)
+        size //= 4
+    return sorted([*found, size])
+
+
+def parts(model: nn.Module) -> set[str]:
+    """Signatures of what a conversion may change in ``model``, outermost chains only."""
+    found: set[str] = set()
+    dims = {module.D for module in model.modules() if isinstance(module, SparseArch)}
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if is_plain(module, InteractionArch):
+            found |= {names.dot(module.F, dim) for dim in dims}  # type: ignore[arg-type]
+        elif is_plain(module, LowRankCrossNet):
+            rank, width = module.V_kernels[0].shape  # type: ignore[index]
+            found.add(names.cross(width, rank, len(module.V_kernels)))  # type: ignore[arg-type]
+        elif any(is_plain(module, kind) for kind in CHAINS):
+            for layers in (step for step in steps(module) if isinstance(step, list)):
+                linear = [layer.linear for layer in layers]
+                if not inside.issuperset(linear):
+                    inside.update(linear)
+                    found.add(names.chain(signature(layers)))
+                    found |= {names.linear(layer.in_features, layer.out_features) for layer in linear}
+    return found
+
+
+def measure(part: str, samples: int, choices: Choices) -> str:
+    """The faster way through ``part`` (see ``recpipe.backend.choices``) at so many samples."""
+    torch.manual_seed(0)
+    kind, numbers = part.split(" ", 1)
+    if kind == "linear":
+        inputs, outputs = map(int, numbers.split("-"))
+        x, weight, bias = torch.randn(samples, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+        onednn = partial(torch.ops.mkldnn._linear_pointwise, x, weight, bias, "none", [], "")
+        addmm, theirs = medians([lambda: torch.addmm(bias, x, weight.t()), onednn])
+        return "onednn" if theirs < addmm else "addmm"
+    plain, inputs_of = _made(kind, numbers, samples)
+    mine = copy.deepcopy(plain)
+    convert(mine, choices)
+    before, after = medians([partial(_step, plain, inputs_of), partial(_step, mine, inputs_of)])
+    return "cpu" if after * MARGIN < before else "plain"
+
+
+def medians(runs: Sequence[Run], rounds: int = ROUNDS) -> list[float]:
+    """Seconds of each, median over interleaved rounds; each round takes SHORTEST or one call."""
+    times: list[list[float]] = [[] for _ in runs]
+    once = [min(_seconds(run, 1) for _ in range(2)) for run in runs]
+    count = max(1, int(SHORTEST / max(min(once), 1e-9)))
+    for _ in range(rounds):
+        for run, found in zip(runs, times, strict=True):
+            found.append(_seconds(run, count))
+    return [median(found) for found in times]
+
+
+def _seconds(run: Run, count: int) -> float:
+    start = perf_counter()
+    for _ in range(count):
+        run()
+    return (perf_counter() - start) / count
+
+
+def _step(module: nn.Module, inputs: Sequence[Any]) -> None:
+    """Forward and backward with gradients of inputs and parameters."""
+    out = module(*inputs)
+    torch.autograd.grad(out, [*inputs, *module.parameters()], torch.ones_like(out))
+
+
+def _made(kind: str, numbers: str, samples: int) -> tuple[nn.Module, list[torch.Tensor]]:
+    """A module of a signature's sizes, and inputs of so many samples."""
+
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.randn(samples, *shape, requires_grad=True)
+
+    if kind == "chain":
+        first, *rest = numbers.split("-")
+        layers: list[nn.Module] = []
+        width = int(first)
+        for size in rest:
+            outputs = int(size.rstrip("rx"))
+            layers.append(nn.Linear(width, outputs, bias="x" not in size))
+            layers += [nn.ReLU()] * ("r" in size)
+            width = outputs
+        return nn.Sequential(*layers), [rows(int(first))]
+    found = [int(number) for number in re.findall("[0-9]+", numbers)]
+    if kind == "dot":
+        return InteractionArch(found[0]), [rows(found[1]), rows(*found)]
+    assert kind == "cross", kind
+    return LowRankCrossNet(found[0], num_layers=found[2], low_rank=found[1]), [rows(found[0])]
+
+
+@contextmanager
+def _training_alone() -> Iterator[None]:
+    """Random numbers, threads and grad mode are left as they were."""
+    threads = torch.get_num_threads()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,124 @@
+"""Chains of linear layers and ReLU, found in modules as they are at the moment of a call."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torchrec.modules.mlp import MLP, Perceptron
+
+from recpipe.backend.dense import Layer
+
+Step = list[Layer] | nn.Module
+"""A chain, or a module that is called as it is."""
+CHAINS = (nn.Linear, Perceptron, MLP, nn.Sequential)
+"""Modules that may be chains of linear layers, or hold some."""
+_RELUS = (torch.relu, torch.relu_, nn.functional.relu, torch.Tensor.relu)
+
+
+class Converted(partial[Any]):
+    """What stands in a converted module's ``forward``: a function of the back end, with the module."""
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether ``module.forward`` is one of the back end's."""
+    return isinstance(module.__dict__.get("forward"), Converted)
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether ``module`` computes what ``kind`` does: its forward is neither overridden nor replaced."""
+    if not isinstance(module, kind) or type(module).forward is not kind.forward:
+        return False
+    own = module.__dict__.get("forward")
+    return own is None or isinstance(own, Converted)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a hook wants to see what goes into or out of ``module``."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def any_global_hook() -> bool:
+    """Whether a hook of all modules is registered."""
+    return bool(torch_module._has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
+def steps(module: nn.Module) -> list[Step]:
+    """What ``module`` does: a linear layer, TorchRec's ``Perceptron`` or ``MLP``, or a ``Sequential``.
+
+    Hooks on ``module`` itself are its caller's; a member with hooks is a step of its own.
+    """
+    found: list[Step] = []
+    _add(module, found)
+    return found
+
+
+def whole(module: nn.Module) -> list[Layer] | None:
+    """The chain that ``module`` is and nothing else."""
+    match steps(module):
+        case [list() as layers]:
+            return layers
+    return None
+
+
+def signature(layers: list[Layer]) -> str:
+    """The chain's sizes: "13-512r-16" with r for ReLU, and x after sizes of layers without bias."""
+    parts = [str(layers[0].linear.in_features)]
+    for linear, relu in layers:
+        parts.append(f"{linear.out_features}{'' if linear.bias is not None else 'x'}{'r' if relu else ''}")
+    return "-".join(parts)
+
+
+def _add(module: nn.Module, found: list[Step]) -> None:
+    if is_plain(module, nn.Linear):
+        _extend(found, Layer(module, False))  # type: ignore[arg-type]
+    elif is_plain(module, Perceptron):
+        _add_perceptron(module, found)
+    elif is_plain(module, MLP):
+        _add_member(module._mlp, found)  # type: ignore[arg-type]
+    else:
+        for child in module._modules.values():
+            if child is not None:
+                _add_member(child, found)
+
+
+def _add_member(module: nn.Module, found: list[Step]) -> None:
+    if is_hooked(module):
+        found.append(module)
+    elif is_plain(module, nn.ReLU) and found and isinstance(found[-1], list):
+        found[-1][-1] = found[-1][-1]._replace(relu=True)
+    elif isinstance(module, CHAINS) and any(is_plain(module, kind) for kind in CHAINS):
+        _add(module, found)
+    elif not is_plain(module, nn.Identity):
+        found.append(module)
+
+
+def _add_perceptron(module: Any, found: list[Step]) -> None:
+    linear, activation = module._linear, module._activation_fn
+    alone = is_hooked(linear) or not is_plain(linear, nn.Linear)
+    if isinstance(activation, nn.Module):
+        alone = alone or is_hooked(activation)
+        relu = is_plain(activation, nn.ReLU)
+        alone = alone or not (relu or is_plain(activation, nn.Identity))
+    else:
+        relu = activation in _RELUS
+        alone = alone or not relu
+    if alone:
+        found.append(module)
+    else:
+        _extend(found, Layer(linear, relu))
+
+
+def _extend(found: list[Step], layer: Layer) -> None:
+    if found and isinstance(found[-1], list):
+        found[-1].append(layer)
+    else:
+        found.append([layer])

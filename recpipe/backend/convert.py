@@ -1,0 +1,228 @@
+"""A finished model made faster on a CPU: its parameters, names, hooks and results stay what they are.
+
+    convert(model, choices)   # in place; revert(model) takes it back
+
+Modules get a ``forward`` of their own, as an attribute of the object, beside that of their class. It takes
+the back end's way where the module runs on float32 [B, N] in the CPU's memory (or under autocast to
+bfloat16), and that of the class in all other cases: for other shapes, types, devices and empty
+batches, while a program is traced, and where a hook wants to see what a member gets or gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.models.deepfm import FMInteractionArch
+from torchrec.models.dlrm import InteractionArch, SparseArch
+from torchrec.modules.crossnet import LowRankCrossNet
+from torchrec.modules.deepfm import DeepFM, FactorizationMachine
+
+from recpipe.backend import choices as names
+from recpipe.backend.chain import (
+    CHAINS,
+    Converted,
+    any_global_hook,
+    is_converted,
+    is_hooked,
+    is_plain,
+    signature,
+    steps,
+)
+from recpipe.backend.choices import Chooser
+from recpipe.backend.crosses import cross, factorize
+from recpipe.backend.dense import Layer, chain, interact
+from recpipe.backend.room import has_room, marked
+
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+
+
+def convert(
+    model: nn.Module,
+    choices: Mapping[str, Mapping[str, Mapping[str, str]]] | None = None,
+    measured_only: bool = False,
+) -> None:
+    """Convert ``model`` in place by what ``recpipe.backend.calibrate.calibrated`` has measured.
+
+    With ``measured_only`` (``trainer.backend=auto``) a part is converted at the sizes and threads where that
+    was measured to be faster; without (``cpu``) always. Same ``choices``, same bits.
+    """
+    chooser = Chooser(choices or {}, measured_only)
+    for module in model.modules():
+        for kind, forward in _FORWARDS.items():
+            if is_plain(module, kind):
+                module.forward = Converted(forward, module, chooser)
+
+
+def revert(model: nn.Module) -> None:
+    """Undo ``convert``."""
+    for module in model.modules():
+        if is_converted(module):
+            del module.forward
+
+
+def precision() -> torch.dtype | None:
+    """What matrices are multiplied in here: float32, bfloat16 under autocast to it; None: anything else."""
+    if not torch.is_autocast_enabled("cpu"):
+        return torch.float32
+    return torch.bfloat16 if torch.get_autocast_dtype("cpu") == torch.bfloat16 else None
+
+
+def _runs(module: nn.Module) -> bool:
+    """Whether ``module`` is called in a program that nobody traces."""
+    return (
+        not any_global_hook()
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _fits(x: Any, ndim: int = 2, *types: torch.dtype) -> bool:
+    """Whether ``x`` is a tensor of samples that the kernels take."""
+    return (
+        type(x) in _PLAIN_TENSORS
+        and x.ndim == ndim
+        and x.dtype in (types or (torch.float32,))
+        and x.device.type == "cpu"
+        and x.numel() > 0
+    )
+
+
+def _as_it_is(module: nn.Module, *inputs: Any) -> Any:
+    """What the module's class does."""
+    return type(module).forward(module, *inputs)
+
+
+def _chains(module: nn.Module, chooser: Chooser, input: Any) -> Any:
+    """Of a linear layer, a ``Perceptron``, an ``MLP`` or a ``Sequential``."""
+    dtype = precision()
+    if dtype is None or not _runs(module):
+        return _as_it_is(module, input)
+    found = steps(module)
+    if not any(isinstance(step, list) for step in found):
+        return _as_it_is(module, input)
+    x = input
+    for step in found:
+        if not isinstance(step, list):
+            x = step(x)
+        elif _pays(step, x, chooser, dtype):
+            sizes = ((layer.linear.in_features, layer.linear.out_features) for layer in step)
+            x = chain(x, step, [chooser.onednn(*size, len(x)) for size in sizes], dtype)
+        else:
+            # What the members' own forwards do; none of them has a hook.
+            for layer in step:
+                x = nn.functional.linear(x, layer.linear.weight, layer.linear.bias)
+                x = torch.relu(x) if layer.relu else x
+    return x
+
+
+def _pays(step: Any, x: Any, chooser: Chooser, dtype: torch.dtype) -> bool:
+    layers: list[Layer] = step
+    weights = [p for layer in layers for p in (layer.linear.weight, layer.linear.bias) if p is not None]
+    if not _fits(x, 2, torch.float32, dtype) or x.shape[1] != layers[0].linear.in_features:
+        return False
+    if any(
+        type(w) not in _PLAIN_TENSORS or w.dtype != torch.float32 or w.device.type != "cpu" for w in weights
+    ):
+        return False
+    return chooser.pays(names.chain(signature(layers)), len(x))
+
+
+def _interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_features: Any) -> Any:
+    """Of ``InteractionArch``."""
+    dense, sparse = dense_features, sparse_features
+    if (
+        _runs(module)
+        and _fits(dense, 2, precision() or torch.float32)
+        and _fits(sparse, 3)
+        and precision() is not None
+        and sparse.shape == (len(dense), module.F, dense.shape[1])
+        and chooser.pays(names.dot(*sparse.shape[1:]), len(dense))
+    ):
+        return interact(dense, sparse, has_room(sparse))
+    return _as_it_is(module, dense, sparse)
+
+
+def _cross_net(module: Any, chooser: Chooser, input: Any) -> Any:
+    """Of ``LowRankCrossNet``."""
+    parameters = [*module.W_kernels, *module.V_kernels, *module.bias]
+    if (
+        _runs(module)
+        and precision() is torch.float32
+        and _fits(input)
+        and all(_fits(p, p.ndim) for p in parameters)
+        and chooser.pays(names.cross(input.shape[1], module._low_rank, module._num_layers), len(input))
+    ):
+        return cross(input, module)
+    return _as_it_is(module, input)
+
+
+def _factorization_machine(module: Any, chooser: Chooser, embeddings: Any) -> Any:
+    """Of ``FactorizationMachine``, which joins the tensors of a list that often has one."""
+    fits = precision() is torch.float32 and all(type(x) in _PLAIN_TENSORS for x in embeddings)
+    if fits and _runs(module):
+        flat = _flat(embeddings)
+        if _fits(flat):
+            return factorize(flat)
+        embeddings = [flat]
+    return _as_it_is(module, embeddings)
+
+
+def _deep_fm(module: Any, chooser: Chooser, embeddings: Any) -> Any:
+    """Of ``DeepFM``: one tensor is not joined with nothing, which would copy it."""
+    if _runs(module) and len(embeddings) == 1 and _fits(embeddings[0]):
+        return module.dense_module(embeddings[0])
+    return _as_it_is(module, embeddings)
+
+
+def _flat(tensors: Any) -> torch.Tensor:
+    flat = [x.flatten(1) for x in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
+
+
+def _fm_interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_features: Any) -> Any:
+    """Of ``FMInteractionArch``: features are joined once for both parts, and not cut apart before."""
+    members = module.deep_fm, module.fm
+    if (
+        _runs(module)
+        and _fits(dense_features)
+        and module.sparse_feature_names
+        and sparse_features.keys() == module.sparse_feature_names
+        and _fits(sparse_features.values())
+        and not any(map(is_hooked, members))
+    ):
+        joined = [torch.cat((dense_features, sparse_features.values()), dim=1)]
+        return torch.cat([dense_features, *(member(joined) for member in members)], dim=1)
+    return _as_it_is(module, dense_features, sparse_features)
+
+
+def _sparse(module: Any, chooser: Chooser, features: Any) -> Any:
+    """Of DLRM's ``SparseArch``: pooled rows that are in its order already are not cut apart and joined again.
+
+    Their room, if they have it, goes on to the interaction.
+    """
+    if not _runs(module):
+        return _as_it_is(module, features)
+    pooled = module.embedding_bag_collection(features)
+    if list(pooled.keys()) != module.sparse_feature_names:
+        by_name = pooled.to_dict()
+        return torch.cat([by_name[n] for n in module.sparse_feature_names], dim=1).reshape(
+            -1, module.F, module.D
+        )
+    values = pooled.values()
+    rows = values.unflatten(1, (module.F, module.D))
+    return marked(rows) if has_room(values) else rows
+
+
+_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
+    **dict.fromkeys(CHAINS, _chains),
+    InteractionArch: _interaction,
+    SparseArch: _sparse,
+    LowRankCrossNet: _cross_net,
+    FactorizationMachine: _factorization_machine,
+    DeepFM: _deep_fm,
+    FMInteractionArch: _fm_interaction,
+}

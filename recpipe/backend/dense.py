@@ -1,0 +1,255 @@
+"""The dense part of a model on a CPU, forward and backward, with no copy or gather that it does not need.
+
+The arithmetic is that of torch's and TorchRec's modules; sums come in another order. A step through
+autograd's own operators spends more time between the matrix products than this does: gradients of ReLU get
+memory of their own, the interaction's triangle is taken out and put back by pairs of index lists, features
+are joined twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from recpipe.backend.room import widened
+from recpipe.phases import phase
+
+LEAK = 1e-30
+"""Slope of the ReLU below 0 in bfloat16."""
+SERIAL = 2
+"""Up to so many threads, torch's ``index_select``, which uses one, is as fast as its ``gather``."""
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+class Layer(NamedTuple):
+    """A linear layer, and whether ReLU follows it."""
+
+    linear: nn.Linear
+    relu: bool
+
+
+def mlp(x: torch.Tensor, layers: Sequence[nn.Linear], ends_in_relu: bool, dtype: torch.dtype) -> torch.Tensor:
+    """``chain`` of ``layers`` with ReLU between them, and at the end if ``ends_in_relu``; all by oneDNN."""
+    last = len(layers) - 1
+    made = [Layer(layer, number < last or ends_in_relu) for number, layer in enumerate(layers)]
+    return chain(x, made, [True] * len(made), dtype)
+
+
+def chain(
+    x: torch.Tensor, layers: Sequence[Layer], onednn: Sequence[bool], dtype: torch.dtype
+) -> torch.Tensor:
+    """``layers`` one after the other, each by oneDNN's own operator or by ``addmm`` as ``onednn`` says.
+
+    x [B, in_features of the first] -> ``dtype`` [B, out_features of the last]. Matrices are multiplied in
+    ``dtype``; weights and their gradients are float32.
+    """
+    parameters = [p for layer in layers for p in (layer.linear.weight, layer.linear.bias)]
+    relus = [layer.relu for layer in layers]
+    out: torch.Tensor = _Chain.apply(x, relus, onednn, dtype, *parameters)  # type: ignore[no-untyped-call]
+    return out
+
+
+def interact(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Tensor:
+    """Dot products of all pairs of features (Naumov et al., 2019), ordered as TorchRec does.
+
+    ``bottom`` is the dense vector [B, D]; ``pooled`` float32 [B, F * D] or [B, F, D]. With ``room`` for the
+    dense vector in front, which is then written there, it is [B, (1 + F) * D], or a [B, F, D] that
+    ``room.has_room``. Returns [B, D + F (F + 1) / 2] of bottom's type: the dense vector, then the products.
+    """
+    out: torch.Tensor = _Interaction.apply(bottom, pooled, room)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _affine(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, relu: bool, onednn: bool
+) -> torch.Tensor:
+    """x W^T + b, then ReLU if asked for."""
+    low = x.dtype == torch.bfloat16
+    out: torch.Tensor
+    if not onednn or (low and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        out = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+        return out.relu_() if relu else out
+    # The operator that TorchInductor emits: it adds the bias as it writes, where ``addmm`` first copies it.
+    # Its ReLU makes zeros of NaN, which must be seen; its leaky one does not. In bfloat16, where a pass over
+    # the output is slow, that is worth a leak of nothing.
+    leaky = ("leaky_relu", [LEAK], "") if low and relu else ("none", [], "")
+    out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, *leaky)
+    return out.relu_() if relu and not low else out
+
+
+def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """gradient^T x, float32 [out, in]."""
+    if x.shape[1] <= gradient.shape[1] or x.dtype == torch.bfloat16 or torch.get_num_threads() == 1:
+        return _float32(gradient.t() @ x)
+    # Shared out to threads, the product whose rows are more takes oneDNN up to a fifth less.
+    out = x.new_empty((gradient.shape[1], x.shape[1]))
+    return out.copy_((x.t() @ gradient).t())
+
+
+def _float32(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float32 else x.float()
+
+
+class _Chain(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        given: torch.Tensor,
+        relus: Sequence[bool],
+        onednn: Sequence[bool],
+        dtype: torch.dtype,
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        with phase("MLP forward"):
+            x, cast = given, parameters
+            if dtype != torch.float32:
+                x, cast = x.to(dtype), tuple(None if p is None else p.to(dtype) for p in parameters)
+            ctx.relus, ctx.dtype, ctx.input = relus, dtype, given.dtype
+            outputs = [x]
+            for layer, kind in enumerate(zip(relus, onednn, strict=True)):
+                weight, bias = cast[2 * layer : 2 * layer + 2]
+                assert weight is not None
+                outputs.append(_affine(outputs[-1], weight, bias, *kind))
+            ctx.save_for_backward(given, *parameters, *cast[0::2], *outputs)
+            return outputs[-1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        count = len(ctx.relus)
+        saved = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            relus, dtype = ctx.relus, ctx.dtype
+            found = differentiable(lambda x, *p: _plain(x, p, relus, dtype), saved[: 1 + 2 * count], gradient)
+            return found[0], None, None, None, *found[1:]
+        with phase("MLP backward"):
+            weights, outputs = saved[1 + 2 * count : 1 + 3 * count], saved[1 + 3 * count :]
+            wanted = ctx.needs_input_grad
+            kept = _graph_is_kept()
+            grads: list[torch.Tensor | None] = []
+            for layer in reversed(range(count)):
+                if ctx.relus[layer]:
+                    # Into a hidden layer's own output, which is not wanted any more and still in the cache.
+                    own = layer + 1 < count and not kept
+                    into = outputs[layer + 1] if own else torch.empty_like(gradient)
+                    torch.ops.aten.threshold_backward.grad_input(
+                        gradient, outputs[layer + 1], 0, grad_input=into
+                    )
+                    gradient = into
+                weight, bias = wanted[4 + 2 * layer : 6 + 2 * layer]
+                grads[:0] = [
+                    _weight_gradient(gradient, outputs[layer]) if weight else None,
+                    _float32(gradient.sum(0)) if bias else None,
+                ]
+                if layer or wanted[0]:
+                    gradient = gradient @ weights[layer]
+            return gradient.to(ctx.input) if wanted[0] else None, None, None, None, *grads
+
+
+class _Interaction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Tensor:
+        with phase("interaction forward"):
+            features = _joined(bottom, pooled.detach(), room)
+            ctx.save_for_backward(bottom, pooled, features)
+            # pooled as [B, F, D] has the room before it, as [B, (1 + F) * D] inside.
+            ctx.inside = room and pooled.ndim == 2
+            low = features.to(bottom.dtype)
+            products = torch.bmm(low, low.transpose(1, 2)).flatten(1)
+            return torch.cat((bottom, _columns(products, _triangle(features.shape[1]))), dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        bottom, pooled, features = ctx.saved_tensors
+        batch, count, dim = features.shape
+        if torch.is_grad_enabled():
+            inside = ctx.inside
+
+            def plain(bottom: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+                return _plain_interaction(bottom, pooled.view(batch, -1, dim)[:, inside:])
+
+            return *differentiable(plain, (bottom, pooled), gradient), None
+        with phase("interaction backward"), torch.autocast("cpu", enabled=False):
+            # In float32 under bfloat16 too: columns are taken faster, and the tables want float32.
+            both = _columns(gradient.float(), _symmetric(count, dim)).view(batch, count, count)
+            both.diagonal(dim1=1, dim2=2).zero_()
+            found = torch.bmm(both, features)
+            to_bottom = gradient[:, :dim] + found[:, 0].to(gradient.dtype)
+            # The strides of the room stay in the gradient, so that nothing is copied: see room.widened.
+            flat = found if ctx.inside else found[:, 1:]
+            return to_bottom, flat if pooled.ndim == 3 else flat.reshape(batch, -1), None
+
+
+def _joined(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Tensor:
+    """The dense vector and the pooled rows, float32 [B, 1 + F, D]; in ``pooled``'s memory if it has room."""
+    batch, dim = bottom.shape
+    if not room:
+        return torch.cat((bottom.float(), pooled.reshape(batch, -1)), dim=1).view(batch, -1, dim)
+    wide = widened(pooled.view(batch, -1), dim) if pooled.ndim == 3 else pooled
+    assert wide is not None, "rows that are marked lie so"
+    features = wide.view(batch, -1, dim)
+    features[:, 0] = bottom
+    return features
+
+
+def _columns(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """values [B, N] at ``columns`` int64 [M] -> [B, M]."""
+    if torch.get_num_threads() <= SERIAL:
+        return torch.index_select(values, 1, columns)
+    return values.gather(1, columns.expand(len(values), -1))
+
+
+@cache
+def _triangle(count: int) -> torch.Tensor:
+    """Which of ``count`` x ``count`` products lie above the diagonal, by rows, int64."""
+    row, column = torch.triu_indices(count, count, offset=1, device="cpu")
+    found: torch.Tensor = row * count + column
+    return found
+
+
+@cache
+def _symmetric(count: int, dim: int) -> torch.Tensor:
+    """Column of the interaction's output for each of ``count`` x ``count`` products, int64 [count ** 2].
+
+    A product and its mirror image are one column; the diagonal, which is not there, is any.
+    """
+    row, column = torch.triu_indices(count, count, offset=1, device="cpu")
+    where = torch.full((count, count), dim, device="cpu")
+    where[row, column] = where[column, row] = torch.arange(dim, dim + len(row), device="cpu")
+    return where.view(-1)
+
+
+def _graph_is_kept() -> bool:
+    """Whether ``retain_graph`` was asked for, so that saved tensors must stay as they are."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def differentiable(
+    plain: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor | None, ...], gradient: torch.Tensor
+) -> Gradients:
+    """Gradients that can be differentiated themselves (``create_graph=True``), by torch's own operators."""
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    found = iter(torch.autograd.grad(plain(*inputs), wanted, gradient, create_graph=True))
+    return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
+
+
+def _plain(
+    x: torch.Tensor, parameters: Sequence[torch.Tensor | None], relus: Sequence[bool], dtype: torch.dtype
+) -> torch.Tensor:
+    """``chain`` by torch's own operators."""
+    x = x.to(dtype)
+    for weight, bias, relu in zip(parameters[0::2], parameters[1::2], relus, strict=True):
+        assert weight is not None
+        x = nn.functional.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
+        x = x.relu() if relu else x
+    return x
+
+
+def _plain_interaction(bottom: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+    """``interact`` by torch's own operators; pooled [B, F, D]."""
+    features = torch.cat((bottom.unsqueeze(1), pooled.to(bottom.dtype)), dim=1)
+    products = torch.bmm(features, features.transpose(1, 2)).flatten(1)
+    return torch.cat((bottom, products[:, _triangle(features.shape[1])]), dim=1)

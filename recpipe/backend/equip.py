@@ -1,0 +1,121 @@
+"""What a placed model gets to be fast on this machine: converted parts, room for its interaction, cores.
+
+The same for every run of a recipe, whatever its tiers and plugins are; a checkpoint has it, so that a resumed
+run rounds as before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.models.dlrm import DLRM
+
+from recpipe.backend.calibrate import calibrated
+from recpipe.backend.choices import Choices
+from recpipe.backend.convert import convert, revert
+from recpipe.backend.host import checked
+from recpipe.embedding.capabilities import SendsAhead
+from recpipe.embedding.front import BagFront
+from recpipe.model.parts import find_out
+from recpipe.model.placed import PlacedModel
+from recpipe.pipeline.cores import Cores
+from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.errors import PluginError
+from recpipe.ranks import Ranks
+from recpipe.saved import entries
+
+log = logging.getLogger(__name__)
+
+
+class Backend:
+    """The CPU back end of a run: ``kind`` as ``trainer.backend`` says, ``plain`` where there is none."""
+
+    def __init__(self, kind: str, model: PlacedModel, choices: Choices, cores: int) -> None:
+        self.kind, self.model = kind, model
+        self._use(choices, cores)
+
+    def _use(self, choices: Choices, cores: int) -> None:
+        self.choices = choices
+        dtype = torch.bfloat16 if self.model.called.low_precision else torch.float32
+        self.cores = Cores(cores, self.model.dense_flops, dtype) if cores > 1 else None
+        if self.kind == "plain":
+            return
+        revert(self.model.module)
+        convert(self.model.module, choices, measured_only=self.kind == "auto")
+        for front in map(_written_before, self.model.module.modules()):
+            if front is not None:
+                front.wants_room = True
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        cores = 1 if self.cores is None else self.cores.count
+        return {"kind": self.kind, "choices": self.choices, "cores": cores}
+
+    @staticmethod
+    def check(state: Mapping[str, Any]) -> None:
+        """``Damaged`` on what cannot be ``state``'s result."""
+        checked(entries({"kind": str, "choices": dict[str, Any], "cores": int}, state, "backend")["choices"])
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on as the run that left ``state``, unless this one's recipe says otherwise."""
+        if state["kind"] == self.kind != "plain":
+            self.close()
+            self._use(checked(state["choices"]), int(state["cores"]) if self.cores is not None else 1)
+
+    def close(self) -> None:
+        """End the cores' threads."""
+        if self.cores is not None:
+            self.cores.close()
+
+
+def equip(
+    kind: str,
+    model: PlacedModel,
+    assembly: Assembly,
+    batch: Any,
+    batch_size: int,
+    device: torch.device,
+    ranks: Ranks,
+    cache_dir: Path,
+) -> Backend:
+    """The back end of ``model``, after it was found out whether ``batch`` can be trained in parts.
+
+    ``PluginError`` where a splitter is active and the model must have its batches whole.
+    """
+    kind = kind if device.type == "cpu" else "plain"
+    threads, several = torch.get_num_threads(), len(ranks.trainers) > 1
+    shares = kind != "plain" and threads > 1 and not several and _alone(model)
+    if assembly.splitter or several or shares:
+        model.parts = find_out(model, batch)
+    refused = model.parts.refused
+    if refused is not None and assembly.splitter is not None:
+        raise PluginError(
+            f"plugin {assembly.splitter.origin} cuts batches into micro-batches, and this model cannot be "
+            f"trained in parts: {refused}. Leave the plugin out; caching policies work"
+        )
+    if refused is not None and several:
+        log.warning("each rank trains its share as a batch of its own: %s", refused)
+    cores = threads if shares and refused is None else 1
+    choices: Choices = {}
+    if kind != "plain":
+        choices = calibrated(model.module, batch_size, {threads, 1 if cores > 1 else threads}, cache_dir)
+    return Backend(kind, model, choices, cores)
+
+
+def _written_before(module: nn.Module) -> BagFront | None:
+    """The front in a DLRM, whose interaction writes the dense vector in front of the pooled rows."""
+    front = module.get_submodule("sparse_arch.embedding_bag_collection") if type(module) is DLRM else None
+    return front if isinstance(front, BagFront) else None
+
+
+def _alone(model: PlacedModel) -> bool:
+    """Whether nothing else wants cores or ranks in a step: neither lookups nor sharded tables nor ids that
+    the
+    model makes."""
+    bound = len(model.bound) == len(model.fronts)
+    return bound and model.embeddings.threads == 1 and not model.embeddings.each(SendsAhead)

@@ -1,0 +1,108 @@
+"""What measured choices hold for, and the file that keeps them for later runs on the same machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from recpipe.backend.choices import Choices
+from recpipe.errors import UserError
+from recpipe.saved import Damaged, entries, parse_json
+
+SCHEMA = 1
+_ANSWERS = ("addmm", "onednn", "plain", "cpu")
+_log = logging.getLogger("recpipe")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A CPU with the libraries that compute on it; another one measures anew."""
+
+    processor: str
+    cores: int
+    instruction_set: str
+    """torch's, then what the environment allows oneDNN and MKL."""
+    torch_version: str
+    float32_matmul: str
+    """torch's precision setting, by which it takes MKL or oneDNN."""
+
+    @classmethod
+    def current(cls) -> Host:
+        """This process's."""
+        allowed = (os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"))
+        return cls(
+            processor=processor(),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            instruction_set=" ".join(filter(None, (torch.backends.cpu.get_cpu_capability(), *allowed))),
+            torch_version=torch.__version__,
+            float32_matmul=torch.get_float32_matmul_precision(),
+        )
+
+    def file(self, folder: Path) -> Path:
+        """Where its choices are kept."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def load(folder: Path, host: Host) -> Choices:
+    """What earlier runs have measured on ``host``, maybe nothing; ``UserError`` where the file is damaged."""
+    file = host.file(folder)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UserError(f"cannot read {file}: {fault}; delete it, and it is measured again") from fault
+    try:
+        found = entries({"schema": int, "choices": dict}, parse_json(text))
+        if found["schema"] != SCHEMA:
+            raise Damaged(f"schema {found['schema']}, not {SCHEMA}")
+        return checked(found["choices"])
+    except ValueError as fault:
+        raise UserError(
+            f"{file}: no choices of kernels ({fault}); delete it, and they are measured again"
+        ) from fault
+
+
+def checked(choices: object) -> Choices:
+    """``choices`` out of a file or a checkpoint; ``Damaged`` where they are none."""
+    if not isinstance(choices, dict):
+        raise Damaged("the choices are no table")
+    for name, threads in choices.items():
+        if not isinstance(threads, dict) or not all(isinstance(sizes, dict) for sizes in threads.values()):
+            raise Damaged(f"{name!r} has no table of threads and samples")
+        for count, sizes in threads.items():
+            numbers = (count, *sizes)
+            if not all(isinstance(n, str) and n.isascii() and n.isdigit() and int(n) > 0 for n in numbers):
+                raise Damaged(f"{name!r}: threads and samples are whole numbers above 0, not {numbers}")
+            if not set(map(str, sizes.values())) <= set(_ANSWERS):
+                raise Damaged(f"{name!r}: {sorted(map(str, sizes.values()))} is not of {', '.join(_ANSWERS)}")
+    return choices
+
+
+def save(folder: Path, host: Host, choices: Choices) -> None:
+    """Keep ``choices``, whole or not at all; where that fails, say so: the next run measures again."""
+    file = host.file(folder)
+    draft = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"schema": SCHEMA, "host": asdict(host), "choices": choices}, indent=1)
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(file)
+    except OSError as fault:
+        _log.warning("cannot keep the measured kernels in %s: %s", file, fault.strerror)
+
+
+def processor() -> str:
+    """The CPU's model, which Python itself does not know on Linux."""
+    listing = Path("/proc/cpuinfo")
+    lines = listing.read_text(encoding="utf-8").splitlines() if listing.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()

@@ -1,0 +1,127 @@
+"""recpipe in a training loop of the user's own: a module's tables in tiers, and a loader that drives them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from torch import nn
+
+from recpipe.data.given import GivenBatches
+from recpipe.embedding.build import build_embeddings, is_sharded
+from recpipe.embedding.groups import collections_of, group_tables
+from recpipe.embedding.inputs import Inputs
+from recpipe.errors import UserError
+from recpipe.launch import Process
+from recpipe.model.make import make_called
+from recpipe.model.parts import find_out
+from recpipe.model.placed import PlacedModel, put_fronts
+from recpipe.pipeline.in_loop import InLoop
+from recpipe.pipeline.loader import TrainLoader
+from recpipe.plugin.errors import PluginError
+from recpipe.ranks import Ranks
+from recpipe.recipe import Recipe
+from recpipe.run_dir import hold
+from recpipe.setup import assemble_plugins, choose_device, closing_tiers
+
+
+class PlacedLoader:
+    """Yields a loader's batches when their rows are there. Can be iterated again, once for each epoch.
+
+    The batch that it has yielded must have been trained (forward, backward, step) before the next one is
+    asked for.
+    """
+
+    def __init__(self, loader: TrainLoader, in_loop: InLoop) -> None:
+        self._loader, self._in_loop = loader, in_loop
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for staged in self._loader:
+            self._in_loop.begin(staged)
+            staged.stage_next()
+            try:
+                yield staged.batch
+            finally:
+                self._in_loop.end()
+
+
+class Placed:
+    """A module whose tables are in tiers, as ``recpipe.place`` gives it; also a context manager."""
+
+    def __init__(self, model: PlacedModel, loader: PlacedLoader, kept: ExitStack) -> None:
+        self.model: nn.Module = model.module
+        """The module that was given. ``parameters()`` are those of its dense part; tables update themselves
+        in the backward pass, and ``state_dict()`` has them under their names."""
+        self.loader = loader
+        """In the place of the loader that was given."""
+        self._end = weakref.finalize(self, kept.close)
+
+    def close(self) -> None:
+        """Release the tables, with their memory and files. Twice is once."""
+        self._end()
+
+    def __enter__(self) -> Placed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def place(
+    composed: DictConfig, directory: Path, model: nn.Module, data: GivenBatches, outer: ExitStack
+) -> Placed:
+    """``recpipe.place`` with its overrides composed; scratch files go to ``directory``, which goes with
+    ``outer``."""
+    cfg = Recipe.of(composed)
+    if Process.current().world > 1:
+        raise UserError("recpipe.place works in one process; several ranks train by recpipe.train")
+    device, ranks = choose_device(cfg.trainer.device), Ranks()
+    with ExitStack() as stack:
+        run_dir = stack.enter_context(hold(directory))
+        called = make_called(cfg.model, data, device, model)
+        tables = group_tables(collections_of(model), cfg.optim.of_table, cfg.seed)
+        cfg.optim.check_tables([table.name for table in tables.tables])
+        first = next(data.batches("train", data.batch_size))
+        inputs = Inputs.of(tables, first)
+        steps = cfg.trainer.steps(data.num_batches("train", data.batch_size))
+        assembly = assemble_plugins(cfg, data, inputs, cfg.tiers, device, steps, ranks)
+        if is_sharded(cfg.tiers, assembly):
+            raise UserError("recpipe.place keeps tables in tiers and not in shards: train by recpipe.train")
+        if assembly.callbacks or assembly.step:
+            names = sorted(
+                {o.origin.plugin for o in assembly.callbacks} | {o.origin.plugin for o in assembly.step}
+            )
+            raise PluginError(
+                f"{', '.join(names)} takes part in Lightning's loop or in the step itself, which are yours "
+                "here: train by recpipe.train, or drop it"
+            )
+        embeddings = build_embeddings(
+            inputs,
+            cfg.tiers,
+            assembly,
+            device,
+            run_dir,
+            data.batch_size,
+            ranks,
+            ids_per_bag=partial(data.ids_per_bag, data.batch_size),
+        )
+        tiers = stack.enter_context(closing_tiers(embeddings, inputs, ranks))
+        placed = PlacedModel(called, put_fronts(model, tables, embeddings), embeddings, inputs)
+        if assembly.splitter is not None:
+            placed.parts = find_out(placed, first)
+            if placed.parts.refused is not None:
+                assembly = replace(assembly, splitter=None)
+        loader = TrainLoader(data, data.batch_size, assembly, inputs, tiers, device, ranks)
+        in_loop = InLoop(placed)
+        stack.callback(in_loop.undo)
+        outer.callback(stack.pop_all().close)
+        return Placed(placed, PlacedLoader(loader, in_loop), outer.pop_all())

@@ -1,0 +1,140 @@
+"""A step whose loop is the user's: ``loss, output = model(batch); loss.backward(); optimizer.step()``.
+
+Between two batches the loader begins one and ends the other. In between the fronts hand out rows that are in
+the graph, so that the user's backward pass is also the tables'. Where a plugin cuts the batch, the module's
+``forward`` trains the micro-batches one after the other, and what it returns takes their gradients along.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recpipe.embedding.front import handing_out
+from recpipe.model.placed import PlacedModel
+from recpipe.pipeline.lookups import BatchLookups, Part
+from recpipe.pipeline.select import between, join
+from recpipe.pipeline.step import StagedBatch
+
+
+class _Whole(Part):
+    """A front's rows of a whole batch, in the graph."""
+
+    def rows(self) -> list[torch.Tensor]:
+        if self.leaves is None:
+            self.leaves = [lookup.whole() for lookup in self.lookups.groups[self.front]]
+        return self.leaves
+
+
+class InLoop:
+    """Stands between a loader and a ``model`` that its owner calls."""
+
+    def __init__(self, model: PlacedModel) -> None:
+        self.model = model
+        self.staged: StagedBatch | None = None
+        self._lookups: BatchLookups | None = None
+        self._forward = model.module.forward
+        model.module.forward = self._called
+
+    def undo(self) -> None:
+        """The module is called as before, on whoever has it."""
+        del self.model.module.forward
+
+    # -- between two batches -----------------------------------------------------------------
+
+    def begin(self, staged: StagedBatch) -> None:
+        """``staged`` is the batch that the model is called with from now on."""
+        self.staged = staged
+        self._lookups = lookups = self.model.lookups(staged.batch, staged.plan, staged.sent)
+        cut = len(staged.bounds) > 1
+        lookups.look_up(wait=staged.plan is not None and not (cut and staged.cold_from))
+        if cut:
+            return
+        for front in lookups.groups:
+            ids = self.model.ids_of(front, staged.batch)
+            assert ids is not None, "the front is bound"
+            front.whole = _Whole(lookups, front, ids, 0, staged.size)
+
+    def end(self) -> None:
+        """The batch has been trained."""
+        self.model.update_late()
+        self.model.embeddings.update()
+        self.staged = self._lookups = None
+        for front in self.model.fronts.values():
+            front.whole = None
+
+    # -- the model ---------------------------------------------------------------------------
+
+    def _called(self, *arguments: Any, **named: Any) -> Any:
+        staged = self.staged
+        cut = staged is not None and len(staged.bounds) > 1
+        if not cut or not torch.is_grad_enabled() or named or len(arguments) != 1:
+            return self._forward(*arguments, **named)
+        assert staged is not None
+        assert self._lookups is not None
+        if arguments[0] is not staged.batch:
+            return self._forward(*arguments)
+        return self._in_parts(staged, self._lookups)
+
+    def _in_parts(self, staged: StagedBatch, lookups: BatchLookups) -> Any:
+        """The micro-batches' forward and backward passes; the loss, and the outputs joined and detached."""
+        dense = [p for p in self.model.dense_parameters().values() if p.requires_grad]
+        total = [torch.zeros_like(p) for p in dense]
+        losses, outputs, low = [], [], 0
+        for number, high in enumerate(staged.bounds):
+            if staged.plan is not None and not lookups.cold_is_here and number >= staged.cold_from:
+                lookups.wait_for_cold()
+            loss, output, gradients = self._part(staged, lookups, low, high, dense)
+            for sum_, gradient in zip(total, gradients, strict=True):
+                if gradient is not None:
+                    sum_ += gradient
+            losses.append(loss)
+            outputs.append(output)
+            low = high
+        anchor = _Deferred.apply(torch.stack(losses).sum(), lookups, total, *dense)  # type: ignore[no-untyped-call]
+        return anchor, join(outputs)
+
+    def _part(
+        self,
+        staged: StagedBatch,
+        lookups: BatchLookups,
+        low: int,
+        high: int,
+        dense: list[torch.nn.Parameter],
+    ) -> tuple[torch.Tensor, Any, list[torch.Tensor | None]]:
+        batch = between(staged.batch, low, high)
+        parts = self.model.part(lookups, batch, low, high)
+        with handing_out(parts):
+            loss, output = self._forward(batch)
+        share = 1.0 if self.model.parts.sums else (high - low) / staged.size
+        leaves = [leaf for part in parts.values() for leaf in part.leaves or ()]
+        found = torch.autograd.grad(loss * share, [*leaves, *dense], allow_unused=True)
+        for leaf, gradient in zip(leaves, found, strict=False):
+            leaf.grad = gradient
+        return (loss * share).detach(), _detached(output), list(found[len(leaves) :])
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.detach()
+    if isinstance(output, dict):
+        return {name: _detached(part) for name, part in output.items()}
+    return type(output)(map(_detached, output)) if isinstance(output, list | tuple) else output
+
+
+class _Deferred(torch.autograd.Function):
+    """A loss whose gradients have been computed: its backward pass hands them out and updates the tables."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: torch.Tensor, lookups: BatchLookups, total: list[torch.Tensor], *dense: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.lookups, ctx.total = lookups, total
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        scale = float(gradient)
+        ctx.lookups.backward(alone=True, scale=scale)
+        return None, None, None, *(total * scale for total in ctx.total)

@@ -1,0 +1,121 @@
+"""``recpipe.place``: loops that recpipe does not run, against the same loop with plain modules."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+import recpipe
+from recpipe.data.dataset import Dataset
+from recpipe.errors import UserError
+from recpipe.pipeline.lookups import GroupLookup
+from recpipe.plugin.errors import PluginError
+from tests.any_model.runs import left_by
+from tests.any_model.zoo import OPTIMIZERS, OVERRIDES, Events, Trained, by_hand, events, furthest, make
+
+TECHNIQUES = {
+    "resident": ("tiers.policy=resident",),
+    "lru": ("tiers.policy=lru", "tiers=ssd"),
+    "bagpipe": ("+plugin=bagpipe", "plugins.bagpipe.lookahead=4", "tiers.resident_bytes=90%"),
+    "hotline": ("+plugin=hotline", "plugins.hotline.min_micro_batch=1", "plugins.hotline.learn_batches=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def batches(criteo: Dataset) -> list[Events]:
+    return events(criteo, 6)
+
+
+def overrides(optimizer: str, technique: str) -> tuple[str, ...]:
+    return ("tiers.resident_bytes=20%", *OVERRIDES[optimizer], *TECHNIQUES[technique])
+
+
+def own_loop(model: nn.Module, batches: list[Events], optimizer: str, technique: str) -> Trained:
+    """What a user writes: two epochs, with an evaluation after each."""
+    losses = []
+    with recpipe.place(model, batches, *overrides(optimizer, technique)) as placed:
+        dense = OPTIMIZERS[optimizer][1](model.parameters())
+        for _ in range(2):
+            for batch in placed.loader:
+                loss, _ = model(batch)
+                dense.zero_grad()
+                loss.backward()
+                dense.step()
+                losses.append(float(loss.detach()))
+            with torch.no_grad():
+                model(batches[0])
+        return left_by(model, losses)
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_loop_of_ones_own_trains_as_with_plain_modules(batches, technique, optimizer) -> None:
+    mine = own_loop(make("two_tower"), batches, optimizer, technique)
+    theirs = by_hand(make("two_tower"), batches * 2, optimizer)
+    assert furthest(mine, theirs) < (1e-6 if optimizer == "sgd" else 1e-5)
+    torch.testing.assert_close(torch.tensor(mine.losses), torch.tensor(theirs.losses), rtol=1e-5, atol=1e-6)
+
+
+def test_micro_batches_that_lose_a_gradient_are_found(batches, monkeypatch) -> None:
+    """The negative control: without the cold micro-batches' gradients the tables differ."""
+    whole = GroupLookup._gradient
+
+    def lossy(self: GroupLookup) -> torch.Tensor:
+        self._given = self._given[:1]
+        return whole(self)
+
+    monkeypatch.setattr(GroupLookup, "_gradient", lossy)
+    mine = own_loop(make("two_tower"), batches, "rowwise_adagrad", "hotline")
+    assert furthest(mine, by_hand(make("two_tower"), batches * 2, "rowwise_adagrad")) > 1e-3
+
+
+class Module(L.LightningModule):
+    """A LightningModule as people have them."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Events, index: int) -> torch.Tensor:
+        loss, _ = self.net(batch)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS["rowwise_adagrad"][1](self.net.parameters())
+
+
+@pytest.mark.parametrize("technique", ["lru", "hotline", "bagpipe"])
+def test_under_lightning(batches, technique, tmp_path) -> None:
+    model = make("two_tower")
+    with recpipe.place(model, batches, *overrides("rowwise_adagrad", technique)) as placed:
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = L.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+        trainer.fit(Module(model), placed.loader)
+        mine = left_by(model)
+    assert furthest(mine, by_hand(make("two_tower"), batches, "rowwise_adagrad")) < 1e-5
+
+
+def test_what_is_given_back_loads_into_plain_torchrec(batches) -> None:
+    model = make("din")
+    with recpipe.place(model, batches, *overrides("sgd", "lru")) as placed:
+        for batch in placed.loader:
+            model(batch).sum().backward()
+        state = model.state_dict()
+        with torch.no_grad():
+            logits = model(batches[0])
+    plain = make("din")
+    plain.load_state_dict(state, strict=True)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(batches[0]), logits)
+
+
+def test_plugins_that_need_the_loop_are_refused(batches) -> None:
+    with pytest.raises(PluginError, match=r"slipstream takes part in Lightning's loop"):
+        recpipe.place(make("two_tower"), batches, "+plugin=slipstream")
+
+
+def test_a_module_without_collections_is_refused(batches) -> None:
+    with pytest.raises(UserError, match="Linear holds no EmbeddingBagCollection"):
+        recpipe.place(nn.Linear(2, 2), batches)

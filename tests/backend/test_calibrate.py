@@ -1,0 +1,202 @@
+"""What is measured, kept and used again; the clock is a fake one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from recpipe.backend import calibrate, host
+from recpipe.backend.calibrate import calibrated, medians, parts, sizes
+from recpipe.backend.choices import Chooser
+from recpipe.backend.convert import convert
+from recpipe.backend.host import Host
+from recpipe.errors import UserError
+from tests.backend.models import MODELS, batch, made, step
+
+PARTS = {
+    "dlrm": {
+        *("chain 5-16r-8r", "linear 5-16", "linear 16-8"),
+        *("dot 3x8", "chain 14-24r-16r-1", "linear 14-24", "linear 24-16", "linear 16-1"),
+    },
+    "dcn": {
+        *("chain 5-16r-8r", "linear 5-16", "linear 16-8", "cross 32-4 x3"),
+        *("chain 32-24r-16r-1", "linear 32-24", "linear 24-16", "linear 16-1"),
+    },
+}
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[tuple[str, int, int]]:
+    """What was measured, with the threads; the answers alternate."""
+    asked: list[tuple[str, int, int]] = []
+
+    def measure(part, samples, choices):
+        asked.append((part, samples, torch.get_num_threads()))
+        first = ("onednn", "addmm") if part.startswith("linear") else ("cpu", "plain")
+        return first[len(asked) % 2]
+
+    monkeypatch.setattr(calibrate, "measure", measure)
+    return asked
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_parts_of_a_model(name) -> None:
+    model = made(name)
+    assert parts(model) == PARTS[name]
+    convert(model)
+    assert parts(model) == PARTS[name], "converted or not"
+
+
+def test_parts_within_and_beside_other_modules() -> None:
+    inner = nn.Sequential(nn.Linear(4, 3, bias=False), nn.ReLU())
+    odd = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.ModuleList([inner])[0], nn.Linear(3, 2))
+    found = parts(nn.ModuleDict({"a": odd, "b": nn.Bilinear(2, 2, 2), "c": nn.Linear(9, 8)}))
+    assert {part for part in found if part.startswith("chain")} == {
+        *("chain 6-4", "chain 4-3xr-2", "chain 9-8"),
+    }
+
+
+def test_sizes_are_the_batch_and_quarters_of_it() -> None:
+    assert sizes(2048) == [8, 32, 128, 512, 2048]
+    assert sizes(16) == [16]
+    assert sizes(1) == [1]
+
+
+def test_what_is_kept_is_not_measured_again(tmp_path, asked) -> None:
+    model = made("dlrm")
+    first = calibrated(model, 64, [1, 2], tmp_path)
+    assert {(size, threads) for _, size, threads in asked} == {(n, t) for n in (16, 64) for t in (1, 2)}
+    assert len(asked) == 4 * len(PARTS["dlrm"])
+    order = [part.startswith("linear ") for part, _, threads in asked if threads == 1]
+    assert order == sorted(order, reverse=True), "layers first: chains are measured with their choices"
+    asked.clear()
+    assert calibrated(model, 64, [1, 2], tmp_path) == first
+    assert asked == []
+    more = calibrated(model, 256, [1], tmp_path)
+    assert {(size, threads) for _, size, threads in asked} == {(256, 1)}
+    assert set(first) == set(more) == PARTS["dlrm"]
+    assert all(set(threads) == {"1"} for threads in more.values()), "what this run asked for, no more"
+
+
+def test_another_machine_measures_anew(tmp_path, asked, monkeypatch) -> None:
+    calibrated(made("dlrm"), 16, [1], tmp_path)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    asked.clear()
+    calibrated(made("dlrm"), 16, [1], tmp_path)
+    assert len(asked) == len(PARTS["dlrm"])
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_nothing_of_the_process_changes(tmp_path) -> None:
+    """The real measurement: random numbers, threads, grad mode and the model stay as they were."""
+    model = made("dcn")
+    weights = copy.deepcopy(model.state_dict())
+    torch.manual_seed(5)
+    threads = torch.get_num_threads()
+    with torch.no_grad():
+        choices = calibrated(model, 32, [1], tmp_path)
+        assert not torch.is_grad_enabled()
+    assert torch.initial_seed() == 5
+    drawn = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(1))
+    assert torch.get_num_threads() == threads
+    assert all(torch.equal(v, weights[n]) for n, v in model.state_dict().items())
+    for part, found in choices.items():
+        answers = {"addmm", "onednn"} if part.startswith("linear ") else {"plain", "cpu"}
+        assert set(found["1"].values()) <= answers
+    assert json.loads(json.dumps(choices)) == choices, "a checkpoint can hold it"
+
+
+def test_the_faster_one_wins(monkeypatch) -> None:
+    clock = iter(range(10**9))
+    now = [0.0]
+    monkeypatch.setattr(calibrate, "perf_counter", lambda: now[0])
+
+    def taking(seconds: float):
+        def run() -> None:
+            next(clock)
+            now[0] += seconds
+
+        return run
+
+    slow, quick = medians([taking(0.003), taking(0.001)])
+    assert (slow, quick) == pytest.approx((0.003, 0.001))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_choices_give_the_same_bits(name) -> None:
+    """As a resumed run has them out of its checkpoint; other choices are taken, too."""
+    threads = str(torch.get_num_threads())
+    mixed = {
+        part: {
+            threads: {
+                "16": ("addmm", "onednn")[n % 2] if part.startswith("linear") else ("plain", "cpu")[n % 2]
+            }
+        }
+        for n, part in enumerate(sorted(parts(made(name))))
+    }
+    results = []
+    for choices in (mixed, json.loads(json.dumps(mixed))):
+        model = made(name)
+        convert(model, choices, measured_only=True)
+        results.append(step(model))
+    assert all(torch.equal(results[0][key], value) for key, value in results[1].items())
+
+
+def test_only_what_pays_is_converted(monkeypatch) -> None:
+    threads = str(torch.get_num_threads())
+    taken = []
+    chooser = Chooser.pays
+    monkeypatch.setattr(
+        Chooser, "pays", lambda self, part, n: taken.append((part, chooser(self, part, n))) or taken[-1][1]
+    )
+    model = made("dlrm")
+    expected = model(*batch())
+    convert(model, {"chain 5-16r-8r": {threads: {"32": "cpu"}}, "dot 3x8": {threads: {"32": "plain"}}}, True)
+    torch.testing.assert_close(model(*batch()), expected)
+    assert {part for part, pays in taken if pays} == {"chain 5-16r-8r"}
+    assert {"dot 3x8", "chain 14-24r-16r-1"} <= {part for part, pays in taken if not pays}
+    convert(model, {}, True)
+    assert torch.equal(model(*batch()), expected), "nothing measured: the modules as they are"
+
+
+def test_the_nearest_measured_size_counts() -> None:
+    threads = str(torch.get_num_threads())
+    chooser = Chooser({"linear 4-3": {threads: {"16": "addmm", "256": "onednn"}}}, True)
+    assert [chooser.onednn(4, 3, n) for n in (1, 16, 63, 65, 256, 9999)] == [False] * 3 + [True] * 3
+    assert not chooser.onednn(3, 4, 256), "not measured"
+    other = Chooser({"linear 4-3": {"77": {"16": "onednn"}}}, True)
+    assert not other.onednn(4, 3, 16), "not with so many threads"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "delete it, and they are measured again"),
+        ('{"schema": 9, "choices": {}}', "schema 9, not 1"),
+        ('{"schema": 1, "choices": {"dot 3x8": []}}', "'dot 3x8' has no table"),
+        ('{"schema": 1, "choices": {"dot 3x8": {"two": {"16": "cpu"}}}}', "whole numbers above 0"),
+        ('{"schema": 1, "choices": {"dot 3x8": {"1": {"0": "cpu"}}}}', "whole numbers above 0"),
+        ('{"schema": 1, "choices": {"dot 3x8": {"1": {"16": "gpu"}}}}', "gpu"),
+    ],
+)
+def test_a_damaged_file_is_named(text, words, tmp_path) -> None:
+    file = Host.current().file(tmp_path)
+    file.write_text(text)
+    with pytest.raises(UserError, match=words) as fault:
+        calibrated(made("dlrm"), 16, [1], tmp_path)
+    assert str(file) in str(fault.value)
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path, asked, caplog) -> None:
+    folder = tmp_path / "file"
+    folder.write_text("")
+    with caplog.at_level(logging.WARNING, "recpipe"):
+        host.save(folder, Host.current(), {})
+    assert "cannot keep the measured kernels" in caplog.text
