@@ -14,6 +14,7 @@ import torch
 
 from recpipe.data.parts import batch_size
 from recpipe.embedding.front import Front
+from recpipe.errors import UserError
 from recpipe.model.placed import PlacedModel
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.lookups import Part
@@ -88,6 +89,7 @@ class _Step:
         self.lookups = model.lookups(staged.batch, staged.plan, staged.sent)
         self.dense = [p for p in model.dense_parameters().values() if p.requires_grad]
         self.looked_up = False
+        self._late_calls = model.late_calls
         self._shared: list[tuple[list[_CorePart], list[Future[None]]]] = []
         """What was shared out among the cores, and the ends of the other cores' parts."""
 
@@ -195,7 +197,13 @@ class _Step:
                 self._look_up()
             self._go_on()
             parts[0].train()
-            return torch.stack([part.rows_done.result() for part in parts]).sum()
+            loss = torch.stack([part.rows_done.result() for part in parts]).sum()
+        if self.model.late_calls != self._late_calls:
+            raise UserError(
+                "the model looks rows up by ids of its own making, but did not for the first samples; cores that "
+                "share a batch cannot train such rows: set OMP_NUM_THREADS=1"
+            )
+        return loss
 
     def _adding_up(self) -> Future[None] | None:
         """Another core adds up the dense gradients, in the order of the samples, whichever core was first."""
