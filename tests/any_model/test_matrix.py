@@ -1,12 +1,12 @@
-"""Models that people bring under every technique, each against a loop by hand with plain modules of TorchRec."""
+"""Models that people bring under every technique, against a loop by hand with plain modules of TorchRec."""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
+import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +18,7 @@ from recpipe.errors import UserError
 from recpipe.model.module import RankingModule
 from recpipe.pipeline.lookups import GroupLookup
 from tests.any_model.runs import QUIET, left_by, train
-from tests.any_model.zoo import OVERRIDES, ZOO, Events, Trained, by_hand, events, furthest, make
+from tests.any_model.zoo import OVERRIDES, ZOO, Events, Trained, by_hand, events, furthest, is_table, make
 from tests.processes import start_ranks
 
 BATCHES = 8
@@ -61,7 +61,7 @@ def reference(name: str, batches: list[Events], optimizer: str) -> Trained:
 
 
 @pytest.fixture
-def trained_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Events]]:
+def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[Events]:
     """The batches as they were trained, in their order."""
     seen: list[Events] = []
     step = RankingModule.training_step
@@ -71,7 +71,7 @@ def trained_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Events]]:
         return step(self, batch, index)
 
     monkeypatch.setattr(RankingModule, "training_step", watched)
-    yield seen
+    return seen
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
@@ -142,46 +142,41 @@ def test_what_was_trained_loads_into_plain_torchrec(batches, tmp_path, name) -> 
 
 
 def two_ranks(rank: int, folder: str, name: str, words: tuple[str, ...]) -> None:
-    """One of two processes; the first leaves its parameters."""
+    """One of two processes; the first leaves the parameters."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": Path(folder, "port").read_text()}
     torch.set_num_threads(1)
-    dataset = open_dataset(
-        {
-            "name": "criteo",
-            "path": str(Path(folder, "criteo.tsv.gz")),
-            "tables": dict.fromkeys(SPARSE, 1000),
-            "cache_dir": folder,
-        },
-        seed=1,
-    )
+    recipe = {"name": "criteo", "path": str(Path(folder, "criteo.tsv.gz")), "cache_dir": folder}
+    dataset = open_dataset({**recipe, "tables": dict.fromkeys(SPARSE, 1000)}, seed=1)
     rows = events(dataset, BATCHES)
-    target = Path(folder, "parameters")
-    recpipe.train(
-        make(name), rows, *QUIET, *OVERRIDES["rowwise_adagrad"], *words, f"task.export_parameters={target}"
-    )
+    target = f"task.export_parameters={Path(folder, 'parameters')}"
+    recpipe.train(make(name), rows, *QUIET, *OVERRIDES["rowwise_adagrad"], *words, target, quiet=True)
 
 
-@pytest.mark.parametrize("name", ["dcn", "two_tower", "din"])
-def test_two_trainers_under_bagpipe_train_as_by_hand(batches, data_dir, tmp_path, name) -> None:
-    import socket
+RANKS = {
+    "bagpipe": (tuple(ZOO), TECHNIQUES["bagpipe"]),
+    "neo": (("dlrm", "dcn", "deepfm"), ("+plugin=neo", "plugins.neo.planner=torchrec")),
+}
 
-    import numpy as np
 
+@pytest.mark.parametrize(
+    ("technique", "name"), [(t, name) for t, (names, _) in RANKS.items() for name in names]
+)
+def test_two_ranks_train_as_by_hand(batches, data_dir, tmp_path, technique, name) -> None:
+    _, words = RANKS[technique]
     (tmp_path / "criteo.tsv.gz").symlink_to(data_dir / "criteo_80k.tsv.gz")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (tmp_path / "port").write_text(str(free.getsockname()[1]))
-    start_ranks(two_ranks, (str(tmp_path), name, TECHNIQUES["bagpipe"]), 2)
-    theirs = reference(name, batches, "rowwise_adagrad")
-    for key, value in theirs.parameters.items():
-        parts = key.split(".")
-        if "embedding_bags" in parts or "embeddings" in parts:
-            file = next((tmp_path / "parameters").glob(f"*{parts[-2]}.npy"))
+    start_ranks(two_ranks, (str(tmp_path), name, words), 2)
+    left = tmp_path / "parameters"
+    for key, value in reference(name, batches, "rowwise_adagrad").parameters.items():
+        if is_table(key):
+            (file,) = left.glob(f"*{key.split('.')[-2]}.npy")
             mine = np.load(file)
         else:
-            mine = np.load(tmp_path / "parameters" / "dense.npz")[key]
-        np.testing.assert_allclose(mine, value.numpy(), atol=1e-5)
+            mine = np.load(left / "dense.npz")[key]
+        np.testing.assert_allclose(mine, value.numpy(), atol=1e-5, err_msg=key)
 
 
 def test_sharded_tables_of_several_groups_are_refused_with_the_reason(batches) -> None:

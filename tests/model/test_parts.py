@@ -26,7 +26,7 @@ from recpipe.ranks import Ranks
 from recpipe.run import run
 from tests.embedding.samples import CPU, DIM, FEATURES, dump
 from tests.model import in_parts
-from tests.pipeline.samples import Listed, assembly_of, collection_of, model_over, placed, random_batch
+from tests.pipeline.samples import assembly_of, collection_of, model_over, placed, random_batch
 
 REFUSED = {
     "InBatch": "neither a mean nor a sum over samples .*in-batch negatives",
