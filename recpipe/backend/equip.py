@@ -91,7 +91,8 @@ def equip(
     threads, several = torch.get_num_threads(), len(ranks.trainers) > 1
     shares = kind != "plain" and threads > 1 and not several and _alone(model)
     if assembly.splitter or several or shares:
-        model.parts = find_out(model, batch)
+        # Sharded tables are built for a rank's share of a batch.
+        model.parts = find_out(model, batch, -(-batch_size // len(ranks.trainers)))
     refused = model.parts.refused
     if refused is not None and assembly.splitter is not None:
         raise PluginError(

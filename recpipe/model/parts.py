@@ -22,13 +22,13 @@ TOLERANCE = 1e-4
 """Largest difference of the losses, relative to the loss: in-batch negatives of halves differ by log 2."""
 
 
-def find_out(model: PlacedModel, batch: Any) -> Parts:
+def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
     """Compare the loss of the first samples of ``batch`` with the losses of their halves.
 
     Modules are in the modes, of training or evaluation, in which they will be trained. Nothing is trained;
-    buffers and random numbers are as before.
+    buffers and random numbers are as before. ``most``: samples that tables can look up.
     """
-    count = min(SAMPLES, batch_size(batch)) // 2 * 2
+    count = min(SAMPLES, most, batch_size(batch)) // 2 * 2
     if count < 2:
         return Parts(refused="the first batch has a single sample, on which it cannot be found out")
     tried = between(batch, 0, count)

@@ -71,7 +71,7 @@ TABLES = ModelTables.single(table_set())
 def build(parts: Assembly, folder: Path) -> object:
     """The only group's collection."""
     with hold(folder) as run_dir:
-        made = build_embeddings(Inputs(TABLES, [("sparse",)]), TIERS, parts, CPU, run_dir, 32, Ranks())
+        made = build_embeddings(Inputs(TABLES, [[("sparse",)]]), TIERS, parts, CPU, run_dir, 32, Ranks())
     return made.collections[0]
 
 

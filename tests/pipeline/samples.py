@@ -84,7 +84,7 @@ def model_over(embeddings: RowCollection, config: ModelConfig | str = "dlrm", se
     called = Called(module, parse_loss("binary_cross_entropy"), low_precision=config.precision == "bfloat16")
     tables = ModelTables.single(embeddings.tables, "sparse_arch.embedding_bag_collection")
     grouped = GroupedCollection(tables, [embeddings])
-    return PlacedModel(called, put_fronts(module, tables, grouped), grouped, Inputs(tables, [("sparse",)]))
+    return PlacedModel(called, put_fronts(module, tables, grouped), grouped, Inputs(tables, [[("sparse",)]]))
 
 
 def placed(
@@ -103,7 +103,7 @@ def inputs_of(dataset: Dataset, embeddings: RowCollection | None = None) -> Inpu
     """What the dataset's batches look up in a table for each feature."""
     features = dataset.known_schema().sparse
     tables = TableSet.one_each(features, DIM, TableOptimizer("sgd", 0.1), 0)
-    return Inputs(ModelTables.single(tables if embeddings is None else embeddings.tables), [("sparse",)])
+    return Inputs(ModelTables.single(tables if embeddings is None else embeddings.tables), [[("sparse",)]])
 
 
 def tiers_of(embeddings: RowCollection, dataset: Dataset) -> Tiers | None:
