@@ -200,8 +200,8 @@ class _Step:
             loss = torch.stack([part.rows_done.result() for part in parts]).sum()
         if self.model.late_calls != self._late_calls:
             raise UserError(
-                "the model looks rows up by ids of its own making, but did not for the first samples; cores that "
-                "share a batch cannot train such rows: set OMP_NUM_THREADS=1"
+                "the model looks rows up by ids of its own making, but did not for the first samples; cores "
+                "that share a batch cannot train such rows: set trainer.backend=plain"
             )
         return loss
 

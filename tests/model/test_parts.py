@@ -11,12 +11,12 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from recpipe.backend import equip as equip_module
+from recpipe.backend.equip import equip
 from recpipe.config import compose
 from recpipe.embedding.resident import ResidentCollection
-from recpipe.model import split
 from recpipe.model.parts import SAMPLES, find_out
 from recpipe.model.placed import Parts, PlacedModel
-from recpipe.model.split import share_out
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.select import between
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
@@ -155,10 +155,16 @@ def threads(request):
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _measures_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(equip_module, "calibrated", lambda *_: {})
+
+
 def shared(
-    model: PlacedModel, ranks: Ranks | None = None, device=CPU, sharded=False, **parts
+    model: PlacedModel, ranks: Ranks | None = None, device: torch.device = CPU, kind: str = "auto", **parts
 ) -> Cores | None:
-    return share_out(model, assembly_of(**parts), BATCH, device, ranks or Ranks(), sharded)
+    assembly, everyone = assembly_of(**parts), ranks or Ranks()
+    return equip(kind, model, assembly, BATCH, BATCH.size, device, everyone, Path()).cores
 
 
 def test_as_many_cores_as_threads_share(threads, tmp_path) -> None:
@@ -179,16 +185,20 @@ def test_one_thread_has_nobody_to_share_with() -> None:
     assert shared(model_of("Mean")) is None
 
 
-@pytest.mark.parametrize("why", ["sharded", "ranks", "device", "tables' threads", "other ids", "no place"])
-def test_some_runs_are_not_shared_out(threads, why) -> None:
+@pytest.mark.parametrize(
+    "why", ["plain", "sharded", "ranks", "device", "tables' threads", "other ids", "no place"]
+)
+def test_some_runs_are_not_shared_out(threads, monkeypatch, why) -> None:
     two = Ranks(0, 2, (0, 1), (0, 1))
-    how = {"sharded": {"sharded": True}, "ranks": {"ranks": two}, "device": {"device": torch.device("cuda")}}
+    how = {"plain": {"kind": "plain"}, "ranks": {"ranks": two}, "device": {"device": torch.device("cuda")}}
     if why == "tables' threads":
         model = model_of("Mean", collection_over=lambda tables: ResidentCollection(tables, CPU, 2))
     else:
         model = model_of("Shifted" if why == "other ids" else "Mean")
     if why == "no place":
-        model.inputs.places = (None,)
+        model.inputs.places = ((),)
+    if why == "sharded":
+        monkeypatch.setattr(model.embeddings, "each", lambda capability: [capability])
     assert shared(model, **how.get(why, {})) is None
     model.embeddings.close()
 
@@ -206,7 +216,7 @@ def test_ranks_are_warned(caplog) -> None:
 
 
 def test_a_model_is_only_tried_where_it_matters(monkeypatch) -> None:
-    monkeypatch.setattr(split, "find_out", None)
+    monkeypatch.setattr(equip_module, "find_out", None)
     assert shared(model_of("InBatch")) is None
 
 
