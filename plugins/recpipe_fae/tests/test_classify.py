@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from recpipe_fae.classify import class_batches, classify, joined
+from recpipe_fae.classify import class_batches, classify
 from recpipe_fae.prepare import choose
 from recpipe_hotline.tests.rig import Fixed, Random
 
 from recpipe.data.batch import Batch
 from recpipe.embedding.tables import TableOptimizer, TableSet
+from recpipe.pipeline.select import join
 from recpipe.plugin.api import Context
 from tests.placing import context_of
 
@@ -40,7 +41,7 @@ def test_bags_of_any_length_are_classified_as_one_by_one(hot_rows: int) -> None:
         read = list(class_batches(ctx, classes, hot, 0))
         assert len(read) == classes.batches(hot)
         if read:
-            assert torch.equal(joined(read).dense, dense[torch.tensor(truth) == hot])
+            assert torch.equal(join(read).dense, dense[torch.tensor(truth) == hot])
             assert all(batch.size == 32 for batch in read[:-1])
 
 
