@@ -19,7 +19,7 @@ from recpipe.floor.workload import (
     optimizer_work,
     workload,
 )
-from recpipe.model.ranker import ModelConfig
+from recpipe.model.config import ModelConfig
 from recpipe.phases import PHASES
 
 GIGA = 1e9
