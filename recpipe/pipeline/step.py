@@ -260,7 +260,10 @@ class _CorePart:
             if not waited:
                 self.rows_done.set_result(loss.detach())
 
-        hooks = [leaf.register_hook(partial(arrived, *row)) for leaf, row in zip(leaves, rows, strict=True)]
+        hooks = [
+            row[-1].register_hook(partial(arrived, *row))  # type: ignore[no-untyped-call]
+            for row in rows
+        ]
         try:
             found = torch.autograd.grad(loss, [*leaves, *self.step.dense], allow_unused=True)
         finally:
