@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from inspect import signature
 from typing import Any
@@ -25,18 +25,18 @@ class OptimConfig:
 
     tables: TableOptimizer
     dense: dict[str, Argument]
-    by_table: dict[str, TableOptimizer] = field(default_factory=dict)
+    by_table: dict[str, TableOptimizer] | None = None
     """Of tables whose name matches a glob, instead of ``tables``; the first that matches counts."""
 
     def of_table(self, name: str, weights: torch.Tensor) -> TableOptimizer:
         """The optimizer of a table: the recipe's by name, the one that the model has attached to its weights
         (``apply_optimizer_in_backward``), or that of all tables."""
-        named = next((own for glob, own in self.by_table.items() if fnmatchcase(name, glob)), None)
+        named = next((own for glob, own in (self.by_table or {}).items() if fnmatchcase(name, glob)), None)
         return named or _attached(name, weights) or self.tables
 
     def check_tables(self, names: Sequence[str]) -> None:
         """``UserError`` for a glob of ``by_table`` that matches none of the tables' ``names``."""
-        for glob in self.by_table:
+        for glob in self.by_table or ():
             if not any(fnmatchcase(name, glob) for name in names):
                 raise UserError(f"optim.by_table.{shown(glob)}: no such table; {nearest_or_all(glob, names)}")
 

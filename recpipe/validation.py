@@ -160,6 +160,8 @@ def _told(fault: ValidationError, hint: Any, value: object, key: str) -> str:
     for step in deepest:
         value = value[step]  # type: ignore[index]
         key += f"[{step}]" if isinstance(step, int) else f".{shown(step)}"
+    if there[0]["type"] == "missing":
+        return str(no_value(f"{key}.{there[0]['loc'][-1]}"))
     phrase = _phrase(there, not deepest and NoneType in get_args(hint), value)
     return f"{key}={_value(value)}{'' if phrase.startswith('is ') else ':'} {phrase}"
 

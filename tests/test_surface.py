@@ -8,7 +8,7 @@ import inspect
 import recpipe
 from recpipe.plugin import api
 
-API = (1, 2)
+API = (1, 3)
 CONTRIBUTION = {
     "order": "EpochOrder | None",
     "stream": "Sequence[Link[StreamWrapper]]",
@@ -28,7 +28,8 @@ CONTEXT = {
     "device": "str",
     "batch_size": "int",
     "resident_bytes": "int",
-    "record_bytes": "int",
+    "groups": "Sequence[GroupInfo]",
+    "lookups": "Callable[[Any], Bags]",
     "seed": "int",
     "data_fingerprint": "str",
     "steps": "int",
@@ -55,6 +56,7 @@ EXPORTS = [
     "UserError",
     "__version__",
     "load",
+    "place",
     "train",
 ]
 
@@ -82,6 +84,7 @@ def test_small_types() -> None:
         "before_cold_seconds": "float",
         "after_cold_seconds": "float",
     }
+    assert fields(api.GroupInfo) == {"tables": "tuple[str, ...]", "record_bytes": "int", "slots": "int"}
     assert list(fields(api.Link)) == ["part", "name", "before", "after"]
     assert list(fields(api.TableClaim)) == ["glob", "aspects", "policy", "fallback"]
     assert [i.name for i in api.Invariant] == [

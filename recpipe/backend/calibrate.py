@@ -32,18 +32,21 @@ SHORTEST = 0.002
 MARGIN = 1.02
 """A part is converted where it is so much faster: less cannot be told from noise."""
 Run = Callable[[], object]
+_measured: dict[Host, Choices] = {}
+"""By this process: runs that keep no files do not measure anew each time, and so round alike."""
 
 
 def calibrated(model: nn.Module, batch: int, threads: Iterable[int], folder: Path) -> Choices:
     """Choices for the parts of ``model`` (as it is or converted) at batches up to ``batch`` samples.
 
     ``threads``: of torch, as the run sets them. What ``folder`` keeps of this machine is taken from there;
-    what is missing is measured and kept. The model is not run, and no random number is drawn.
+    what is missing is measured and kept; an empty one gets what this process has measured before. The model
+    is not run, and no random number is drawn.
     """
     host = Host.current()
-    kept = load(folder, host)
+    there = load(folder, host)
+    kept = copy.deepcopy(there or _measured.get(host, {}))
     wanted = sorted(parts(model))
-    before = copy.deepcopy(kept)
     found: Choices = {}
     with _training_alone():
         for count in sorted(set(threads)):
@@ -55,7 +58,8 @@ def calibrated(model: nn.Module, batch: int, threads: Iterable[int], folder: Pat
                         known[str(size)] = measure(part, size, kept)
                 chosen = {str(size): known[str(size)] for size in sizes(batch)}
                 found.setdefault(part, {})[str(count)] = chosen
-    if kept != before:
+    _measured[host] = kept
+    if kept != there:
         save(folder, host, kept)
     return found
 

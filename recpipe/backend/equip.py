@@ -101,7 +101,7 @@ def equip(
         )
     if refused is not None and several:
         log.warning("each rank trains its share as a batch of its own: %s", refused)
-    cores = threads if shares and refused is None else 1
+    cores = threads if shares and refused is None and model.parts.own_ids else 1
     choices: Choices = {}
     if kind != "plain":
         choices = calibrated(model.module, batch_size, {threads, 1 if cores > 1 else threads}, cache_dir)
@@ -115,8 +115,7 @@ def _written_before(module: nn.Module) -> BagFront | None:
 
 
 def _alone(model: PlacedModel) -> bool:
-    """Whether nothing else wants cores or ranks in a step: neither lookups nor sharded tables nor ids that
-    the
-    model makes."""
+    """Whether nothing else wants cores or ranks in a step: neither lookups nor sharded tables nor ids of the
+    model's own making."""
     bound = len(model.bound) == len(model.fronts)
     return bound and model.embeddings.threads == 1 and not model.embeddings.each(SendsAhead)

@@ -170,7 +170,9 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
     def _not_stale(self, rows: RowIds, fetched: torch.Tensor) -> torch.Tensor:
         """``fetched`` records of ``rows``, but for those that have been replaced since."""
         rewritten, self._rewritten = self._rewritten, []
-        stale = np.flatnonzero(np.isin(rows, np.concatenate(rewritten))) if rewritten else []
+        stale = (
+            np.flatnonzero(np.isin(rows, np.concatenate(rewritten))) if rewritten else np.empty(0, np.int64)
+        )
         if len(stale):
             fetched[self._index(stale)] = self.cold.fetch_now(rows[stale])
         return fetched

@@ -31,6 +31,8 @@ class Parts:
     """Whether they are added up; else their mean counts, weighted by samples."""
     refused: str | None = None
     """Why they do not make it at all; None: they do."""
+    own_ids: bool = True
+    """Whether the model looks rows up by the batch's ids alone, as far as the tried samples tell."""
 
 
 def put_fronts(module: nn.Module, tables: ModelTables, embeddings: GroupedCollection) -> dict[str, Front]:

@@ -27,7 +27,7 @@ from recpipe.pipeline.step import StagedBatch
 from recpipe.pipeline.tiers import BatchPlan, Tiers
 from recpipe.plugin.api import micro_batch_step
 from recpipe.plugin.assembly import Assembly
-from recpipe.ranks import Ranks, part_of
+from recpipe.ranks import Ranks
 
 
 class TrainLoader:
@@ -198,7 +198,7 @@ class EvalLoader:
         split: Split = "eval"
         for batch in self.dataset.batches(split, self.batch_size, part=self.ranks.part):
             if not self.dataset.gives_parts:
-                own = part_of(0, batch_size(batch), self.ranks.part)
+                own = self.ranks.shares(0, batch_size(batch))[self.ranks.trainer]
                 batch = between(batch, own.start, own.stop)
             self.inputs.require_ids(batch)
             yield on_device(batch, self.device)

@@ -43,6 +43,9 @@ class GroupLookup:
         self.cold: torch.Tensor | None = None
         self.dim = 0
         """Columns in front of the rows that belong to no feature."""
+        self.kept: torch.Tensor | None = None
+        """Gradients of all rows, where parts that are trained in other threads put theirs."""
+        self._placed: set[tuple[int, int]] = set()
         self._given: list[tuple[int, int, torch.Tensor]] = []
 
     @property
@@ -73,6 +76,22 @@ class GroupLookup:
             self.cold = self._tiers.lookup_slab(self.plan)
 
     # -- parts -------------------------------------------------------------------------------
+
+    def share(self) -> None:
+        """Parts are to be trained in several threads, each of which keeps its rows' gradient (``keep``).
+
+        Where the rows have room, in the rows' own memory, which only the interaction has looked at by then.
+        """
+        if self.pooled and self.kept is None:
+            self.kept = self.warm.data if self.dim else torch.empty_like(self.warm)
+
+    def keep(self, low: int, high: int, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        """The gradient of ``leaf``, which has the rows of samples [low, high)."""
+        if self.kept is None:
+            leaf.grad = gradient
+        else:
+            self.kept[low:high, self.dim :] = gradient
+            self._placed.add((low, high))
 
     def leaf(self, low: int, high: int) -> torch.Tensor:
         """Rows of samples [low, high) as a leaf of the graph: [high - low, F * D], or one for each id."""
@@ -132,6 +151,8 @@ class GroupLookup:
     def _gradient(self) -> torch.Tensor:
         """Of all rows; zero where no part has looked."""
         given = sorted(self._given, key=lambda part: part[:2])
+        if self.kept is not None:
+            return self._completed(self.kept, given)
         if self.dim:
             return self._wide_gradient(given)
         if len(given) == 1 and given[0][2].grad is not None and given[0][2].shape == self.warm.shape:
@@ -145,6 +166,13 @@ class GroupLookup:
         for low, high, leaf in given:
             if leaf.grad is not None:
                 self._put(gradient, low, high, leaf.grad)
+        return gradient
+
+    def _completed(self, gradient: torch.Tensor, given: list[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
+        """What threads have kept, with the gradients of parts that were trained without them."""
+        for low, high, leaf in given:
+            if (low, high) not in self._placed:
+                gradient[low:high, self.dim :] = 0.0 if leaf.grad is None else leaf.grad
         return gradient
 
     def _wide_gradient(self, given: list[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
@@ -187,8 +215,14 @@ class BatchLookups:
     def _all(self) -> list[GroupLookup]:
         return [lookup for lookups in self.groups.values() for lookup in lookups]
 
-    def look_up(self, wait: bool) -> None:
-        """Look the resident rows up; with ``wait``, all rows, once they have arrived."""
+    def share(self) -> None:
+        """Parts are to be trained in several threads; called once rows are looked up."""
+        for lookup in self._all:
+            lookup.share()
+
+    def look_up(self, wait: bool, shared: bool = False) -> None:
+        """Look the resident rows up; with ``wait``, all rows, once they have arrived. ``shared``: for parts
+        in several threads."""
         try:
             with phase("embedding forward"):
                 if wait or any(g.plan is not None and g.plan.fetches_residents for g in self._all):
@@ -198,6 +232,8 @@ class BatchLookups:
                     lookup.look_up_warm()
                 if wait:
                     self._look_up_cold()
+                if shared:
+                    self.share()
         except BaseException as fault:
             self._ready.set_exception(fault)
             raise
@@ -244,6 +280,10 @@ class Part:
     def holds(self, sparse: KeyedJaggedTensor) -> bool:
         """Whether ``sparse`` has the ids of these samples."""
         return same_ids(sparse, self.ids, self.front)
+
+    def each(self) -> list[tuple[GroupLookup, torch.Tensor]]:
+        """The groups' lookups with the leaves that were handed out; none before."""
+        return list(zip(self.lookups.groups[self.front], self.leaves or (), strict=False))
 
     def rows(self) -> list[torch.Tensor]:
         """Leaves; the same ones at every call, so that their gradients add up."""

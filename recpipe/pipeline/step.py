@@ -14,9 +14,10 @@ import torch
 
 from recpipe.data.parts import batch_size
 from recpipe.embedding.front import Front
+from recpipe.errors import UserError
 from recpipe.model.placed import PlacedModel
 from recpipe.pipeline.cores import Cores
-from recpipe.pipeline.lookups import Part
+from recpipe.pipeline.lookups import GroupLookup, Part
 from recpipe.pipeline.select import between
 from recpipe.pipeline.tiers import BatchPlan
 
@@ -88,6 +89,7 @@ class _Step:
         self.lookups = model.lookups(staged.batch, staged.plan, staged.sent)
         self.dense = [p for p in model.dense_parameters().values() if p.requires_grad]
         self.looked_up = False
+        self._late_calls = model.late_calls
         self._shared: list[tuple[list[_CorePart], list[Future[None]]]] = []
         """What was shared out among the cores, and the ends of the other cores' parts."""
 
@@ -112,11 +114,11 @@ class _Step:
 
     # -- rows --------------------------------------------------------------------------------
 
-    def _look_up(self) -> None:
+    def _look_up(self, shared: bool = False) -> None:
         """What the first micro-batch needs; then the numbers of the next batch's ids go out."""
         staged = self.staged
         wait = staged.plan is not None and (not staged.bounds or staged.cold_from == 0)
-        self.lookups.look_up(wait)
+        self.lookups.look_up(wait, shared)
         self.looked_up = True
         if staged.upcoming is not None:
             staged.upcoming.sent = self.model.send(staged.upcoming.batch)
@@ -190,12 +192,20 @@ class _Step:
         starts = [low, *bounds[:-1]]
         parts = [_CorePart(self, *self._part(*part)) for part in zip(starts, bounds, strict=True)]
         with cores.shared():
+            if self.looked_up:
+                self.lookups.share()
             self._shared.append((parts, [cores.submit(part.train) for part in parts[1:]]))
             if not self.looked_up:
-                self._look_up()
+                self._look_up(shared=True)
             self._go_on()
             parts[0].train()
-            return torch.stack([part.rows_done.result() for part in parts]).sum()
+            loss = torch.stack([part.rows_done.result() for part in parts]).sum()
+        if self.model.late_calls != self._late_calls:
+            raise UserError(
+                "the model looks rows up by ids of its own making, but did not for the first samples; cores "
+                "that share a batch cannot train such rows: set trainer.backend=plain"
+            )
+        return loss
 
     def _adding_up(self) -> Future[None] | None:
         """Another core adds up the dense gradients, in the order of the samples, whichever core was first."""
@@ -239,17 +249,21 @@ class _CorePart:
 
     def _train(self) -> None:
         loss = self.step._forward(self.parts, self.batch, self.samples)
-        leaves = [leaf for part in self.parts.values() for leaf in part.leaves or ()]
+        rows = [(part, *each) for part in self.parts.values() for each in part.each()]
+        leaves = [leaf for _, _, leaf in rows]
         waited = len(leaves)
 
-        def arrived(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        def arrived(part: Part, lookup: GroupLookup, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
             nonlocal waited
-            leaf.grad = gradient
+            lookup.keep(part.low, part.high, leaf, gradient)
             waited -= 1
             if not waited:
                 self.rows_done.set_result(loss.detach())
 
-        hooks = [leaf.register_hook(partial(arrived, leaf)) for leaf in leaves]  # type: ignore[no-untyped-call]
+        hooks = [
+            row[-1].register_hook(partial(arrived, *row))  # type: ignore[no-untyped-call]
+            for row in rows
+        ]
         try:
             found = torch.autograd.grad(loss, [*leaves, *self.step.dense], allow_unused=True)
         finally:

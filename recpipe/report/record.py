@@ -27,6 +27,9 @@ class DataFigures:
     rejected_rows: int = 0
     dropped_samples: int = 0
     """Training samples in no epoch, because ``data.last_batch=drop`` left their short batch out."""
+    unplanned_calls: int = 0
+    """How often the model called a collection with ids that are not the batch's own, in training: those rows
+    were looked up there and then."""
 
 
 @dataclass

@@ -61,6 +61,7 @@ def summarize(
             module.loader.lookups,
             dataset.rejected_rows,
             dataset.dropped_samples,
+            module.model.late_calls,
         ),
         throughput=throughput,
         quality=Quality(last.auc, last.logloss, last.ne) if last else Quality(nan, nan, nan),

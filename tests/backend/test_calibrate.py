@@ -30,6 +30,11 @@ PARTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _nothing_measured(monkeypatch) -> None:
+    monkeypatch.setattr(calibrate, "_measured", {})
+
+
 @pytest.fixture
 def asked(monkeypatch) -> list[tuple[str, int, int]]:
     """What was measured, with the threads; the answers alternate."""
@@ -77,6 +82,10 @@ def test_what_is_kept_is_not_measured_again(tmp_path, asked) -> None:
     asked.clear()
     assert calibrated(model, 64, [1, 2], tmp_path) == first
     assert asked == []
+    other = tmp_path / "of a run without files"
+    assert calibrated(model, 64, [1, 2], other) == first
+    assert asked == []
+    assert host.load(other, Host.current()) == first
     more = calibrated(model, 256, [1], tmp_path)
     assert {(size, threads) for _, size, threads in asked} == {(256, 1)}
     assert set(first) == set(more) == PARTS["dlrm"]

@@ -88,11 +88,12 @@ def model_over(embeddings: RowCollection, config: ModelConfig | str = "dlrm", se
 
 
 def placed(
-    module: nn.Module, batch: object, collection_over=None, optimizer: str = "sgd", lr: float = 0.1
+    module: nn.Module, batch: object, collection_over=None, optimizer_of=None, lr: float = 0.1
 ) -> PlacedModel:
     """Any module with its collections replaced; ``collection_over`` makes the rows' of each group."""
     over = collection_over or (lambda tables: ResidentCollection(tables, CPU))
-    tables = group_tables(collections_of(module), lambda name, weights: TableOptimizer(optimizer, lr), 0)
+    optimizer_of = optimizer_of or (lambda name, weights: TableOptimizer("sgd", lr))
+    tables = group_tables(collections_of(module), optimizer_of, 0)
     grouped = GroupedCollection(tables, [over(group.tables) for group in tables.groups])
     called = Called(module, parse_loss("binary_cross_entropy"))
     return PlacedModel(called, put_fronts(module, tables, grouped), grouped, Inputs.of(tables, batch))

@@ -13,11 +13,13 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.errors import UserError
 from recpipe.pipeline.loader import TrainLoader
-from recpipe.pipeline.step import StepTimes, accumulate
+from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.pipeline.tiers import Tiers
 from tests.embedding.samples import CPU, DIM, FEATURES, tiers
 from tests.pipeline.samples import SIZE, Listed, assembly_of, placed
+from tests.pipeline.test_cores import FewSamples
 from tests.pipeline.test_step import AnySplit
 
 LR = 0.1
@@ -94,3 +96,15 @@ def test_without_their_update_it_differs(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("recpipe.model.placed.PlacedModel.update_late", lambda self: None)
     state, _ = by_recpipe(True, "resident", tmp_path)
     assert furthest(state, by_hand(True)) > 1e-3
+
+
+def test_cores_refuse_what_they_would_not_train() -> None:
+    """A model that looked up its batches' ids alone when it was tried, and does not any more."""
+    batch = Listed().lists["train"][0]
+    model = placed(TwoLooks(True), batch)
+    cores = FewSamples(2)
+    before = model.module.state_dict()
+    with pytest.raises(UserError, match="looks rows up by ids of its own making.*trainer.backend=plain"):
+        accumulate(model, StagedBatch(batch), StepTimes(), cores)
+    cores.close()
+    assert furthest(before, model.module.state_dict()) == 0

@@ -1,0 +1,184 @@
+"""Models that people bring under every technique, against a loop by hand with plain modules of TorchRec."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import recpipe
+from recpipe.data.criteo import SPARSE
+from recpipe.data.dataset import Dataset
+from recpipe.data.make import open_dataset
+from recpipe.errors import UserError
+from recpipe.model.module import RankingModule
+from recpipe.pipeline.lookups import GroupLookup
+from tests.any_model.runs import QUIET, left_by, train
+from tests.any_model.zoo import OVERRIDES, ZOO, Events, Trained, by_hand, events, furthest, is_table, make
+from tests.processes import start_ranks
+
+BATCHES = 8
+BOUND = {"sgd": 1e-6, "rowwise_adagrad": 1e-5}
+TECHNIQUES: dict[str, tuple[str, ...]] = {
+    "resident": (),
+    "lru_ssd": ("tiers.policy=lru", "tiers=ssd"),
+    "hotline": ("+plugin=hotline", "plugins.hotline.min_micro_batch=1", "plugins.hotline.learn_batches=2"),
+    "bagpipe": ("+plugin=bagpipe", "plugins.bagpipe.lookahead=3", "tiers.resident_bytes=90%"),
+    "fae": (
+        "+plugin=fae",
+        "plugins.fae.schedule=false",
+        "plugins.fae.sample=1.0",
+        "tiers.resident_bytes=80%",
+    ),
+    "slipstream_hotline": (
+        "+plugin=[hotline,slipstream]",
+        "plugins.hotline.min_micro_batch=1",
+        "plugins.hotline.learn_batches=2",
+        "plugins.slipstream.drop=0",
+    ),
+}
+"""Slipstream leaves nothing out here, so that it must not change anything."""
+
+
+@pytest.fixture(scope="module")
+def batches(criteo: Dataset) -> list[Events]:
+    return events(criteo, BATCHES)
+
+
+_by_hand: dict[tuple[str, str], Trained] = {}
+
+
+def reference(name: str, batches: list[Events], optimizer: str) -> Trained:
+    """The loop by hand, once for all techniques."""
+    key = (name, optimizer)
+    if key not in _by_hand:
+        _by_hand[key] = by_hand(make(name), batches, optimizer)
+    return _by_hand[key]
+
+
+@pytest.fixture
+def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[Events]:
+    """The batches as they were trained, in their order."""
+    seen: list[Events] = []
+    step = RankingModule.training_step
+
+    def watched(self: RankingModule, batch, index: int) -> torch.Tensor:
+        seen.append(batch.batch)
+        return step(self, batch, index)
+
+    monkeypatch.setattr(RankingModule, "training_step", watched)
+    return seen
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("name", ZOO)
+def test_a_technique_trains_a_model_as_by_hand(batches, trained_on, name, technique) -> None:
+    mine = train(make(name), batches, "rowwise_adagrad", *TECHNIQUES[technique])
+    if technique == "fae":  # exact in an order of its own
+        theirs = by_hand(make(name), trained_on, "rowwise_adagrad")
+    else:
+        theirs = reference(name, batches, "rowwise_adagrad")
+    assert furthest(mine, theirs) < BOUND["rowwise_adagrad"]
+
+
+@pytest.mark.parametrize("technique", ["resident", "hotline"])
+@pytest.mark.parametrize("name", ZOO)
+def test_under_sgd(batches, name, technique) -> None:
+    mine = train(make(name), batches, "sgd", *TECHNIQUES[technique])
+    assert furthest(mine, reference(name, batches, "sgd")) < BOUND["sgd"]
+
+
+@pytest.mark.parametrize("name", ["dcn", "two_tower", "din"])
+def test_lost_gradients_are_found(batches, monkeypatch, name) -> None:
+    """The negative control: without those of all but one micro-batch the tables differ."""
+    whole = GroupLookup._gradient
+
+    def lossy(self: GroupLookup) -> torch.Tensor:
+        self._given = self._given[:1]
+        return whole(self)
+
+    monkeypatch.setattr(GroupLookup, "_gradient", lossy)
+    mine = train(make(name), batches, "rowwise_adagrad", *TECHNIQUES["hotline"])
+    assert furthest(mine, reference(name, batches, "rowwise_adagrad")) > 1e-3
+
+
+@pytest.mark.parametrize("technique", ["resident", "lru_ssd", "hotline", "slipstream_hotline"])
+@pytest.mark.parametrize("name", ["deepfm", "two_tower", "din"])
+def test_stopping_and_resuming_is_bitwise(batches, tmp_path, name, technique) -> None:
+    words = (*QUIET, *OVERRIDES["rowwise_adagrad"], *TECHNIQUES[technique], "trainer.max_epochs=1")
+    saving = (*words, "trainer.checkpoint_every=3", f"trainer.checkpoint_dir={tmp_path / 'saved'}")
+    with recpipe.train(make(name), batches, *saving, quiet=True) as run:
+        whole = left_by(run.model)
+    saved = sorted((tmp_path / "saved").glob("*.ckpt"))
+    assert len(saved) > 1
+    torch.manual_seed(99)
+    other = ZOO[name]()  # first weights that do not matter
+    with recpipe.train(other, batches, *words, f"resume='{saved[0]}'", quiet=True) as run:
+        again = left_by(run.model)
+    assert furthest(again, whole) == 0
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_what_was_trained_loads_into_plain_torchrec(batches, tmp_path, name) -> None:
+    checkpoint = (f"trainer.checkpoint_dir={tmp_path}", "trainer.checkpoint_every=8")
+    words = (*QUIET, *OVERRIDES["sgd"], *TECHNIQUES["lru_ssd"], *checkpoint)
+    with recpipe.train(make(name), batches, *words, quiet=True) as run:
+        state, scores = run.model.state_dict(), run.predict(batches[0])
+        loaded = recpipe.load(run.checkpoint, model=make(name))
+    plain = make(name)
+    plain.load_state_dict(state, strict=True)
+    for model in (plain.eval(), loaded):
+        with torch.no_grad():
+            if name in ("dlrm", "dcn", "deepfm"):
+                logits = model(batches[0].dense_features, batches[0].sparse_features)
+            else:
+                logits = model(batches[0])
+        logits = logits[1] if isinstance(logits, tuple) else logits
+        torch.testing.assert_close(logits.reshape(-1), scores)
+
+
+def two_ranks(rank: int, folder: str, name: str, words: tuple[str, ...]) -> None:
+    """One of two processes; the first leaves the parameters."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": Path(folder, "port").read_text()}
+    torch.set_num_threads(1)
+    recipe = {"name": "criteo", "path": str(Path(folder, "criteo.tsv.gz")), "cache_dir": folder}
+    dataset = open_dataset({**recipe, "tables": dict.fromkeys(SPARSE, 1000)}, seed=1)
+    rows = events(dataset, BATCHES)
+    target = f"task.export_parameters={Path(folder, 'parameters')}"
+    recpipe.train(make(name), rows, *QUIET, *OVERRIDES["rowwise_adagrad"], *words, target, quiet=True)
+
+
+RANKS = {
+    "bagpipe": (tuple(ZOO), TECHNIQUES["bagpipe"]),
+    "neo": (("dlrm", "dcn", "deepfm"), ("+plugin=neo", "plugins.neo.planner=torchrec")),
+}
+
+
+@pytest.mark.parametrize(
+    ("technique", "name"), [(t, name) for t, (names, _) in RANKS.items() for name in names]
+)
+def test_two_ranks_train_as_by_hand(batches, data_dir, tmp_path, technique, name) -> None:
+    _, words = RANKS[technique]
+    (tmp_path / "criteo.tsv.gz").symlink_to(data_dir / "criteo_80k.tsv.gz")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        (tmp_path / "port").write_text(str(free.getsockname()[1]))
+    start_ranks(two_ranks, (str(tmp_path), name, words), 2)
+    left = tmp_path / "parameters"
+    for key, value in reference(name, batches, "rowwise_adagrad").parameters.items():
+        if is_table(key):
+            (file,) = left.glob(f"*{key.split('.')[-2]}.npy")
+            mine = np.load(file)
+        else:
+            mine = np.load(left / "dense.npz")[key]
+        np.testing.assert_allclose(mine, value.numpy(), atol=1e-5, err_msg=key)
+
+
+def test_sharded_tables_of_several_groups_are_refused_with_the_reason(batches) -> None:
+    with pytest.raises(UserError, match="sharded tables must be one EmbeddingBagCollection"):
+        train(make("two_tower"), batches, "sgd", "+plugin=neo")
