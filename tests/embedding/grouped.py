@@ -18,11 +18,11 @@ from recpipe.embedding.grouped import GroupedCollection
 from recpipe.embedding.groups import ModelTables, collections_of, group_tables
 from recpipe.embedding.inputs import Inputs
 from recpipe.embedding.tables import TableOptimizer
-from recpipe.plugin.api import TablePolicy
+from recpipe.plugin.api import Contribution
 from recpipe.ranks import Ranks
 from recpipe.run_dir import RunDir
 from tests.embedding.samples import CPU
-from tests.embedding.test_build import assembly
+from tests.plugin.samples import ACME, merged
 
 ROWS = {"clicked": 300, "carted": 300, "few": 12, "seen": 150, "left": 90, "right": 90, "item": 500}
 """Of the table in which each feature is looked up."""
@@ -94,7 +94,7 @@ def config(store: str = "host", policy: str = "lru", budget: str | int = "25%", 
 def built(tables: ModelTables, tiers: TierConfig, run_dir: RunDir) -> GroupedCollection:
     """As a run builds them; a batch is a ``KeyedJaggedTensor`` in a dictionary."""
     inputs = Inputs(tables, [[("ids",)]] * len(tables.groups))
-    return build_embeddings(inputs, tiers, assembly(TablePolicy()), CPU, run_dir, 32, Ranks())
+    return build_embeddings(inputs, tiers, merged((ACME, Contribution())), CPU, run_dir, 32, Ranks())
 
 
 def train(grouped: GroupedCollection, steps: int, first: int = 0) -> None:
