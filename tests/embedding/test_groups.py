@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from functools import partial
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_tables_of_one_collection_dimension_and_optimizer_are_a_group() -> None:
     ]
     assert [g.places for g in groups] == [(0, 1), (2,), (3,), (0,), (0, 1)]
     assert [g.tables.pooled for g in groups] == [True, True, True, True, False]
-    assert [dict(g.own_names) for g in groups][0] == {"user.goods": "goods"}
+    assert next(dict(g.own_names) for g in groups) == {"user.goods": "goods"}
     tables = model_tables()
     rows = [t.rows for t in tables.tables]
     assert tables.bases.tolist() == [0, *np.cumsum(rows)]
@@ -121,7 +122,7 @@ def test_initialisers_of_tables_on_the_meta_device_are_carried_out(init: str) ->
     found = first_weights(tables)
     assert torch.equal(torch.get_rng_state(), state)
     few = next(g.tables for g in tables.groups if g.tables.layout.tables == ("few",))
-    parts = [few.fill("few", low, high)[:, :4] for low, high in zip(CHUNKS, CHUNKS[1:], strict=False)]
+    parts = [few.fill("few", low, high)[:, :4] for low, high in itertools.pairwise(CHUNKS)]
     np.testing.assert_array_equal(np.concatenate(parts), found["few"])
     np.testing.assert_array_equal(few.fill("few", 5, 9)[:, :4], found["few"][5:9])
     for values in found.values():
