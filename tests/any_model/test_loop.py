@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+
 import lightning as L
 import pytest
 import torch
@@ -14,6 +16,7 @@ from recpipe.pipeline.lookups import GroupLookup
 from recpipe.plugin.errors import PluginError
 from tests.any_model.runs import left_by
 from tests.any_model.zoo import OPTIMIZERS, OVERRIDES, Events, Trained, by_hand, events, furthest, make
+from tests.processes import ROOT
 
 TECHNIQUES = {
     "resident": ("tiers.policy=resident",),
@@ -109,6 +112,14 @@ def test_what_is_given_back_loads_into_plain_torchrec(batches) -> None:
     plain.load_state_dict(state, strict=True)
     with torch.no_grad():
         torch.testing.assert_close(plain(batches[0]), logits)
+
+
+@pytest.mark.parametrize(("example", "how"), [("own_loop", "bagpipe"), ("own_lightning", "hotline")])
+def test_the_examples_train(example, how, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    main = runpy.run_path(str(ROOT / "examples" / f"{example}.py"))["main"]
+    assert main(how) == pytest.approx(main("resident"), abs=1e-3)
+    assert main(how) < 0.5
 
 
 def test_plugins_that_need_the_loop_are_refused(batches) -> None:
