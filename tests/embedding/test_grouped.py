@@ -243,10 +243,14 @@ def test_each_group_has_its_own_ssd_store_which_goes_with_the_run(tmp_path: Path
 
 
 def test_the_stores_go_after_an_error_too(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), hold(tmp_path) as held:
-        train(built(model_tables(), config("ssd"), held), 2)
-        assert stores(tmp_path) == DIRECTORIES
-        raise ZeroDivisionError
+    def fails() -> None:
+        with hold(tmp_path) as held:
+            train(built(model_tables(), config("ssd"), held), 2)
+            assert stores(tmp_path) == DIRECTORIES
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
     assert not (tmp_path / "tiers").exists()
 
 
