@@ -1,4 +1,4 @@
-"""Tables that several features share, weighted bags and sequences over two trainers, against plain TorchRec."""
+"""Tables that features share, weighted bags and sequences over two trainers, against plain TorchRec."""
 
 from __future__ import annotations
 
