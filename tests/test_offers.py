@@ -60,8 +60,8 @@ def test_a_data_source_is_opened_with_its_own_typed_keys(install) -> None:
 def test_a_run_trains_on_it(install, tmp_path: Path) -> None:
     install("logs", "clicks: 600\n", SOURCE, "data")
     quiet = ["trainer.progress=false", "trainer.checkpoint_every=null", "trainer.logger=null"]
-    recipe = compose(["data=logs", "data.batch_size=64", "data.rows=20", *quiet], run_dir=tmp_path / "run")
-    assert run(recipe)["data"]["train_samples"] == 480
+    recipe = compose(["data=logs", "data.batch_size=64", "data.rows=20", *quiet])
+    assert run(recipe, tmp_path / "run")["data"]["train_samples"] == 480
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_source_that_opens_no_data_set(install, opened: str, message: str) -> 
 def test_a_task_gets_the_recipe_and_leaves_its_report(install, tmp_path: Path) -> None:
     install("count", "times: 1\n", TASK, "task")
     words = ["task=count", "task.times=4", "data.samples=100", "data.table_scale=0.001"]
-    report = run(compose(words, run_dir=tmp_path))
+    report = run(compose(words), tmp_path)
     assert report == {"samples": 80, "times": 4, "where": str(tmp_path)}
     assert json.loads((tmp_path / "count.json").read_text()) == report
 
@@ -121,7 +121,7 @@ def test_a_task_gets_the_recipe_and_leaves_its_report(install, tmp_path: Path) -
 def test_a_task_that_reports_nothing(install, tmp_path: Path) -> None:
     install("count", "times: 1\n", "def P(recipe, run_dir): pass\n", "task")
     with pytest.raises(UserError, match="task count .* returns a NoneType, not the report as a dict"):
-        run(compose(["task=count"], run_dir=tmp_path))
+        run(compose(["task=count"]), tmp_path)
 
 
 def test_they_are_listed(

@@ -76,7 +76,7 @@ import json, sys, types
 import recpipe.cli
 from recpipe.recipe import Recipe
 module = types.ModuleType("recpipe.run")
-def run(recipe):
+def run(recipe, directory, command_line):
     import torch
     from recpipe.data.dataset import Schema
     from recpipe.model.make import make_model

@@ -1,4 +1,4 @@
-"""Shared tables, weighted bags and sequences over two trainers, against plain TorchRec."""
+"""Tables that features share, weighted bags and sequences over two trainers, against plain TorchRec."""
 
 from __future__ import annotations
 

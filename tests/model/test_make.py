@@ -15,7 +15,7 @@ from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig, UserModel
-from recpipe.model.make import built_in, make_model
+from recpipe.model.make import make_called, make_model
 from recpipe.plugin.errors import PluginLoadError
 from recpipe.recipe import Recipe
 from tests.model.models import HERE
@@ -84,11 +84,11 @@ def test_a_yaml_of_the_users_own_names_the_class(tmp_path: Path) -> None:
 def test_recpipes_own_models_are_what_they_were() -> None:
     model = Recipe.of(compose(["model=dlrm_dcn", "model.cross_rank=8"])).model
     assert isinstance(model, ModelConfig)
-    assert built_in(model) is model
-    with pytest.raises(
-        UserError, match=f"model._target_={HERE}.Tower: models other than recpipe's own cannot"
-    ):
-        built_in(typed(TOWER))
+    dataset = open_dataset(
+        {"name": "synthetic", "samples": 100, "batch_size": 10, "tables": {"a": 9}}, seed=1
+    )
+    assert type(make_called(model, dataset, CPU).module).__name__ == "DLRM_DCN"
+    assert type(make_called(typed(TOWER), dataset, CPU).module).__name__ == "Tower"
 
 
 @pytest.mark.parametrize(

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from recpipe.model.ranker import ModelConfig, Ranker
 
 from recpipe.config import compose
+from recpipe.data.dataset import Schema
 from recpipe.embedding.resident import ResidentCollection
 from recpipe.errors import UserError
+from recpipe.model.config import ModelConfig
+from recpipe.model.placed import PlacedModel
 from recpipe.recipe import Recipe
 from recpipe.run import run
 from tests.embedding.samples import CPU, FEATURES, table_set
+from tests.pipeline.samples import random_batch
+from tests.placing import model_over
 
-CONFIG = ModelConfig("dlrm", 8, [16], [16])
 
-
-def ranker(precision: str) -> Ranker:
-    torch.manual_seed(1)
-    return Ranker(replace(CONFIG, precision=precision), ResidentCollection(table_set(), CPU), 4, CPU)
+def placed(precision: str) -> PlacedModel:
+    config = ModelConfig("dlrm", 8, [16], [16], precision=precision)
+    schema = Schema(tuple("xyz"), FEATURES)
+    return model_over(ResidentCollection(table_set(), CPU), schema, config, seed=1)
 
 
 def test_logits_are_float32_and_near() -> None:
-    plain, low = ranker("float32"), ranker("bfloat16")
-    dense, pooled = torch.randn(64, 4), torch.randn(64, len(FEATURES) * 8)
-    exact, rounded = plain.score(dense, pooled), low.score(dense, pooled)
+    plain, low = placed("float32"), placed("bfloat16")
+    batch = random_batch(np.random.default_rng(1), 64, multi=True)
+    exact, rounded = plain(batch), low(batch)
     assert rounded.dtype == torch.float32
     torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.05)
     assert not torch.equal(rounded, exact), "the products were made in bfloat16"
-    rounded.sum().backward()
+    low.called(batch)[0].backward()
     gradients = [p.grad for p in low.dense_parameters().values()]
     assert all(g is not None and g.dtype == torch.float32 for g in gradients)
 
