@@ -73,23 +73,41 @@ def eager_model(setting: Setting, batch: int) -> Callable[[Batch], object]:
 
 
 def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Batch], object]:
-    """recpipe's, its tables resident in one TBE."""
+    """recpipe's, its tables resident in one TBE, with the back end of a run on this machine."""
     import torch
-    from recpipe.model.ranker import ModelConfig, Ranker
 
+    from recpipe.backend.calibrate import calibrated
+    from recpipe.backend.equip import Backend
     from recpipe.data.batch import Batch as OurBatch
-    from recpipe.data.dataset import SparseFeature
+    from recpipe.data.cache import default_cache_dir
+    from recpipe.data.dataset import Schema, SparseFeature
+    from recpipe.embedding.grouped import GroupedCollection
+    from recpipe.embedding.groups import collections_of, group_tables
+    from recpipe.embedding.inputs import Inputs
     from recpipe.embedding.resident import ResidentCollection
-    from recpipe.embedding.tables import TableOptimizer, TableSet
+    from recpipe.embedding.tables import TableOptimizer
+    from recpipe.model.call import Called
+    from recpipe.model.config import ModelConfig
+    from recpipe.model.dlrm import make_dlrm
+    from recpipe.model.loss import parse_loss
+    from recpipe.model.placed import PlacedModel, put_fronts
+    from recpipe.model.sizes import DlrmSizes
 
     cpu = torch.device("cpu")
     features = tuple(SparseFeature(name, rows) for name, rows in TABLES.items())
-    optimizer = TableOptimizer("rowwise_adagrad", LEARNING_RATE, EPSILON)
-    embeddings = ResidentCollection(TableSet.one_each(features, setting.dim, optimizer, seed=1), cpu)
+    schema = Schema(tuple(f"d{number}" for number in range(DENSE)), features)
     config = ModelConfig("dlrm", setting.dim, list(setting.bottom), list(setting.top), precision=precision)
-    ranker = Ranker(config, embeddings, DENSE, cpu).eval()
+    module = make_dlrm(DlrmSizes.of(config, schema), cpu)
+    optimizer = TableOptimizer("rowwise_adagrad", LEARNING_RATE, EPSILON)
+    tables = group_tables(collections_of(module), lambda name, weights: optimizer, seed=1)
+    embeddings = GroupedCollection(tables, [ResidentCollection(g.tables, cpu) for g in tables.groups])
+    called = Called(module, parse_loss("binary_cross_entropy"), low_precision=precision == "bfloat16")
+    fronts = put_fronts(module, tables, embeddings)
+    model = PlacedModel(called, fronts, embeddings, Inputs(tables, [[("sparse",)]])).eval()
+    folder = default_cache_dir() / "backend"
+    Backend("auto", model, calibrated(module, batch, {torch.get_num_threads()}, folder), cores=1)
     keyed = keyed_by(batch)
-    return lambda b: ranker(OurBatch(b.dense, keyed(b), b.labels))
+    return lambda b: model(OurBatch(b.dense, keyed(b), b.labels))
 
 
 def keyed_by(batch: int) -> Callable[[Batch], object]:
