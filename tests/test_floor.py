@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recpipe.model.ranker import ModelConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.dataset import SparseFeature
@@ -20,6 +19,7 @@ from recpipe.floor.workload import (
     optimizer_work,
     workload,
 )
+from recpipe.model.config import ModelConfig
 from recpipe.phases import PHASES
 
 GIGA = 1e9

@@ -30,7 +30,7 @@ SMALL = (
 )
 KEYS = {
     "": {"schema", "task", "recipe", "assembly", "environment", "altered"},
-    "data": {"train_samples", "eval_samples", "lookups", "rejected_rows", "dropped_samples"},
+    "data": {"train_samples", "eval_samples", "lookups", "rejected_rows", "dropped_samples", "unplanned_calls"},
     "throughput": {"samples_per_second", "step_ms"},
     "throughput.step_ms": {"p50", "p90", "p99"},
     "quality": {"auc", "logloss", "ne"},
@@ -70,6 +70,7 @@ def test_report_has_every_public_key(tmp_path, recipe) -> None:
         "lookups": 1600 * 26,
         "rejected_rows": 0,
         "dropped_samples": 0,
+        "unplanned_calls": 0,
     }
     assert report["throughput"]["samples_per_second"] > 0
     assert 0 < report["quality"]["auc"] < 1
