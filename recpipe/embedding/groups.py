@@ -116,7 +116,7 @@ def group_tables(collections: Mapping[str, nn.Module], optimizer_of: OptimizerOf
                     unique[c.name],
                     c.num_embeddings,
                     tuple(c.feature_names),
-                    _first_values(c, weights[c.name], seed),
+                    _first_values(c, unique[c.name], weights[c.name], seed),
                 )
                 for c in members
             )
@@ -178,8 +178,13 @@ def _refuse(config: BaseEmbeddingConfig, path: str) -> None:
         )
 
 
-def _first_values(config: BaseEmbeddingConfig, weights: torch.Tensor, seed: int) -> FirstValues | None:
-    """The weights as the model has them; on the meta device those that its initialiser makes."""
+def _first_values(
+    config: BaseEmbeddingConfig, name: str, weights: torch.Tensor, seed: int
+) -> FirstValues | None:
+    """The weights as the model has them; on the meta device those that its initialiser makes.
+
+    ``name``: the table's, unique in the model.
+    """
     if weights.device.type != "meta":
         array: NDArray[np.float32] = weights.detach().float().cpu().numpy()
         return lambda start, stop: array[start:stop]
@@ -189,7 +194,7 @@ def _first_values(config: BaseEmbeddingConfig, weights: torch.Tensor, seed: int)
         usual = float(np.sqrt(1.0 / config.num_embeddings))
         if bounds == (-usual, usual):
             return None
-    return _Initialised(config, seed)
+    return _Initialised(config, seed + zlib.crc32(name.encode()))
 
 
 class _Initialised:
@@ -203,7 +208,7 @@ class _Initialised:
         if self._made is None:
             weights = torch.empty(self.config.num_embeddings, self.config.embedding_dim)
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(self.seed + zlib.crc32(self.config.name.encode()))
+                torch.manual_seed(self.seed)
                 assert self.config.init_fn is not None
                 self.config.init_fn(weights)
             self._made = weights.numpy()

@@ -111,12 +111,12 @@ def pool(
     """Sums of ``weights[at]`` (weights [.., D], at int64 [L], times ``scale`` [L]) per bag, float32 [B, F *
     D].
 
-    Bags are feature-major as in a KJT, ``offsets`` int64 [F * B + 1]. Without samples: [0, 0].
+    Bags are feature-major as in a KJT, ``offsets`` int64 [F * B + 1]. Without samples: [0, D].
     """
     dim = weights.shape[1]
     at, offsets = at.to(weights.device), offsets.to(weights.device)
     if not batch_size:
-        return weights.new_zeros((0, 0))
+        return weights.new_zeros((0, dim))
     features = (len(offsets) - 1) // batch_size
     if len(at):
         scale = None if scale is None else scale.to(weights.device)
