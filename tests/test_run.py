@@ -30,7 +30,14 @@ SMALL = (
 )
 KEYS = {
     "": {"schema", "task", "recipe", "assembly", "environment", "altered"},
-    "data": {"train_samples", "eval_samples", "lookups", "rejected_rows", "dropped_samples", "unplanned_calls"},
+    "data": {
+        "train_samples",
+        "eval_samples",
+        "lookups",
+        "rejected_rows",
+        "dropped_samples",
+        "unplanned_calls",
+    },
     "throughput": {"samples_per_second", "step_ms"},
     "throughput.step_ms": {"p50", "p90", "p99"},
     "quality": {"auc", "logloss", "ne"},
