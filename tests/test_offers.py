@@ -19,12 +19,12 @@ from recpipe.run import run
 
 SOURCE = '''
 from dataclasses import dataclass
-from recpipe.data.config import DataConfig, SyntheticConfig
+from recpipe.data.config import SamplesConfig, SyntheticConfig
 from recpipe.data.synthetic import SyntheticDataset
 from recpipe.validation import Positive
 
 @dataclass
-class Config(DataConfig):
+class Config(SamplesConfig):
     """Clicks of two tables."""
     clicks: Positive = 10
     rows: Positive = 100
@@ -96,7 +96,7 @@ def test_a_source_whose_keys_have_no_types_is_refused(offer, part: object) -> No
         ("[]", "data=logs opens a list, not a recpipe.data.dataset.Dataset"),
         (
             "type('D', (Dataset,), {'size': 1, 'batches': 1})()",
-            "D must set schema, fingerprint, rejected_rows",
+            "D must set schema, fingerprint",
         ),
     ],
 )

@@ -299,7 +299,7 @@ def test_the_table_has_every_job_in_order(tmp_path) -> None:
 
 
 DAMAGED = {
-    "half": (json.dumps(make_report().to_dict())[:500], "delimiter: line 1 column 501"),
+    "half": (json.dumps(make_report().to_dict())[:500].rpartition(",")[0], "delimiter: line 1 column"),
     "empty": ("", "Expecting value"),
     "a list": ([1], "no report of schema 1"),
     "another schema": ({"schema": 2}, "no report of schema 1"),

@@ -52,10 +52,9 @@ def open_dataset(
             )
         given.read_ahead = config.read_ahead
         return given
-    assert isinstance(config, SamplesConfig)
     dataset = _open(config, seed)
     dataset.read_ahead = config.read_ahead
-    if config.last_batch == "drop":
+    if isinstance(config, SamplesConfig) and config.last_batch == "drop":
         if not isinstance(dataset, NumberedDataset):
             raise UserError(f"data.last_batch=drop: data={config.name} cannot leave its short batch out")
         dataset.drop_short_batch(config.batch_size)
