@@ -21,6 +21,7 @@ from recpipe.backend.choices import FIRST_SHARES, Choices
 from recpipe.backend.host import Notebook
 from recpipe.data.parts import batch_size
 from recpipe.embedding.collection import TableCollection
+from recpipe.embedding.inputs import GroupIds, count_ids
 from recpipe.embedding.resident import ResidentCollection
 from recpipe.embedding.tables import TableSet
 from recpipe.model.parts import undone
@@ -58,7 +59,7 @@ def measured_sharing(model: PlacedModel, batch: Any, size: int, folder: Path) ->
 
 def signature(model: PlacedModel, batch: Any) -> str:
     """A name for models that take as long: of the same modules and sizes, with as many ids to look up."""
-    ids = model.inputs.count(batch) // max(1, batch_size(batch))
+    ids = count_ids(model.inputs.each(batch)) // max(1, batch_size(batch))
     modules = [(path, type(module).__qualname__) for path, module in model.module.named_modules()]
     shapes = [(name, tuple(p.shape)) for name, p in model.dense_parameters().items()]
     groups = [
@@ -102,28 +103,26 @@ class _Trial:
         best, name = min(zip(times, shared, strict=True))
         return name if best * MARGIN < openmp else "openmp"
 
-    def _step(
-        self, ids: list[KeyedJaggedTensor], batch: Any, dense: list[nn.Parameter], cores: Cores | None
-    ) -> None:
+    def _step(self, ids: GroupIds, batch: Any, dense: list[nn.Parameter], cores: Cores | None) -> None:
         for parameter in dense:
             parameter.grad = None
-        lookups = self.model.lookups(batch, None, {})
-        for lookup, own in zip(lookups.all, ids, strict=True):
-            lookup.collection, lookup.ids = self.tables[lookup.collection], own
+        lookups = self.model.lookups(batch, None, {}, ids)
+        for lookup in lookups.all:
+            lookup.collection = self.tables[lookup.collection]
         accumulate(self.model, StagedBatch(batch), StepTimes(), cores, lookups)
 
-    def _ids(self, batch: Any) -> list[KeyedJaggedTensor]:
-        """Of each lookup, within the rows of the tables that stand in."""
-        found = []
-        for lookup in self.model.lookups(batch, None, {}).all:
-            tables = self.tables[lookup.collection].tables
-            rows = torch.tensor([tables.tables[table].rows for table in tables.table_of])
-            limits = rows.repeat_interleave(torch.tensor(lookup.ids.length_per_key()))
-            ids, values = lookup.ids, lookup.ids.values() % limits
-            found.append(
-                KeyedJaggedTensor(ids.keys(), values, ids.weights_or_none(), ids.lengths(), ids.offsets())
-            )
-        return found
+    def _ids(self, batch: Any) -> GroupIds:
+        """Within the rows of the tables that stand in."""
+        each = zip(self.model.inputs.each(batch), self.tables.values(), strict=True)
+        return tuple(None if ids is None else _within(ids, own.tables) for ids, own in each)
+
+
+def _within(ids: KeyedJaggedTensor, tables: TableSet) -> KeyedJaggedTensor:
+    rows = torch.tensor([tables.tables[table].rows for table in tables.table_of])
+    limits = rows.repeat_interleave(torch.tensor(ids.length_per_key()))
+    return KeyedJaggedTensor(
+        ids.keys(), ids.values() % limits, ids.weights_or_none(), ids.lengths(), ids.offsets()
+    )
 
 
 def _with_rows(tables: TableSet, most: int) -> TableSet:

@@ -29,12 +29,10 @@ def find_ids(batch: object, features: Sequence[str]) -> tuple[Place, ...]:
     return () if missing else tuple(found)
 
 
-def ids_at(batch: object, places: Sequence[Place], features: Sequence[str]) -> KeyedJaggedTensor:
-    """The ids of ``features``, in their order, from what lies at ``places``; as it is, where it has no
-    others."""
+def ids_at(batch: object, places: Sequence[Place]) -> KeyedJaggedTensor:
+    """The ids that lie at ``places``: the batch's own object, or several joined."""
     parts = [_at(batch, place) for place in places]
-    ids = parts[0] if len(parts) == 1 else KeyedJaggedTensor.concat(parts)
-    return in_order(ids, features)
+    return parts[0] if len(parts) == 1 else KeyedJaggedTensor.concat(parts)
 
 
 def in_order(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:

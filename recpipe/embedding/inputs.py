@@ -8,9 +8,17 @@ import numpy as np
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.checks import require_ids
-from recpipe.data.parts import Place, batch_size, find_ids, ids_at
+from recpipe.data.parts import Place, batch_size, find_ids, ids_at, in_order
 from recpipe.embedding.groups import ModelTables
 from recpipe.embedding.planner import Bags, table_bags
+
+GroupIds = tuple[KeyedJaggedTensor | None, ...]
+"""A batch's ids, group by group, of the groups' features in their order; None where the model makes them."""
+
+
+def count_ids(each: GroupIds) -> int:
+    """How many ids a batch has to look up."""
+    return sum(ids.values().numel() for ids in each if ids is not None)
 
 
 class Inputs:
@@ -31,14 +39,19 @@ class Inputs:
         found = {path: find_ids(batch, features) for path, features in by_path.items()}
         return cls(tables, [found[group.path] for group in tables.groups])
 
-    def front_ids(self, batch: object, group: int, features: Sequence[str]) -> KeyedJaggedTensor | None:
-        """Where a group's ids lie, those of ``features``, in their order."""
+    def among(self, batch: object, group: int) -> KeyedJaggedTensor | None:
+        """What has the ids of a group, among others: the batch's own object, where it is one."""
         places = self.places[group]
-        return ids_at(batch, places, features) if places else None
+        return ids_at(batch, places) if places else None
 
     def ids(self, batch: object, group: int) -> KeyedJaggedTensor | None:
         """The ids of a group's features, in their order; None where the model makes them."""
-        return self.front_ids(batch, group, self.tables.groups[group].tables.features)
+        found = self.among(batch, group)
+        return None if found is None else in_order(found, self.tables.groups[group].tables.features)
+
+    def each(self, batch: object) -> GroupIds:
+        """``ids`` of all groups."""
+        return tuple(self.ids(batch, group) for group in range(len(self.places)))
 
     def bound(self, group: int) -> bool:
         """Whether a batch has the ids of a group."""
@@ -52,15 +65,9 @@ class Inputs:
             return Bags(np.empty(0, np.int64), np.zeros(size + 1, np.int64), size)
         return table_bags(self.tables.groups[group].tables, ids)
 
-    def count(self, batch: object) -> int:
-        """How many ids the model looks up."""
-        ids = (self.ids(batch, group) for group in range(len(self.places)))
-        return sum(found.values().numel() for found in ids if found is not None)
-
-    def require_ids(self, batch: object) -> None:
+    def require_ids(self, each: GroupIds) -> None:
         """``DataError`` on an id that is not in its table."""
-        for number, group in enumerate(self.tables.groups):
-            ids = self.ids(batch, number)
+        for group, ids in zip(self.tables.groups, each, strict=True):
             if ids is not None:
                 sizes = group.tables.layout.rows
                 rows = [sizes[table] for table in group.tables.table_of]

@@ -73,7 +73,7 @@ class RankingModule(L.LightningModule):
         """Whether this rank was asked to stop ..."""
         self.stop_agreed = False
         """... and whether any rank was, as all of them know after the same batch."""
-        self.dense = list(model.dense_parameters().values())
+        self.dense = model.dense
         self.quality = BackgroundQuality()
         self.figures: Quality | None = None
         """Of the latest evaluation that came to its end; the same on all trainers."""

@@ -16,7 +16,7 @@ from recpipe.embedding.capabilities import SendsAhead
 from recpipe.embedding.front import BagFront, Front, front_of, handing_out
 from recpipe.embedding.grouped import GroupedCollection
 from recpipe.embedding.groups import ModelTables, collections_of
-from recpipe.embedding.inputs import Inputs
+from recpipe.embedding.inputs import GroupIds, Inputs
 from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.pipeline.lookups import BatchLookups, GroupLookup, Part
@@ -94,7 +94,7 @@ class PlacedModel(nn.Module):
     def predict(self, batch: Any) -> torch.Tensor:
         """``forward`` without gradients, for whoever has a trained model; ``DataError`` on an id of no
         row."""
-        self.inputs.require_ids(batch)
+        self.inputs.require_ids(self.inputs.each(batch))
         with torch.no_grad():
             scores: torch.Tensor = self(batch)
         return scores
@@ -102,6 +102,11 @@ class PlacedModel(nn.Module):
     def dense_parameters(self) -> dict[str, nn.Parameter]:
         """Everything that the dense optimizer trains; the tables train themselves in their backward pass."""
         return dict(self.module.named_parameters())
+
+    @cached_property
+    def dense(self) -> list[nn.Parameter]:
+        """``dense_parameters`` without their names, found once: that takes as long as a small layer."""
+        return list(self.dense_parameters().values())
 
     def dense_state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps of the dense part, sharing its memory: the parameters, and the buffers that
@@ -112,22 +117,25 @@ class PlacedModel(nn.Module):
     # -- the batch's own ids -----------------------------------------------------------------
 
     def ids_of(self, front: Front, batch: Any) -> KeyedJaggedTensor | None:
-        """The ids in ``batch`` that ``front`` looks up, in the front's order of features."""
-        return self.inputs.front_ids(batch, self._groups_of[front][0], front.features)
+        """What has the ids that ``front`` looks up in ``batch``, among others and in any order."""
+        return self.inputs.among(batch, self._groups_of[front][0])
 
     @property
     def bound(self) -> list[Front]:
         """The fronts whose ids the batch has; the others' are made by the model."""
         return [f for f, groups in self._groups_of.items() if self.inputs.bound(groups[0])]
 
-    def lookups(self, batch: Any, plan: BatchPlan | None, sent: Mapping[int, Any]) -> BatchLookups:
-        """``batch``'s lookups in all groups; ``sent``: what ``send`` gave for it."""
+    def lookups(
+        self, batch: Any, plan: BatchPlan | None, sent: Mapping[int, Any], each: GroupIds | None = None
+    ) -> BatchLookups:
+        """``batch``'s lookups in all groups; ``sent``: what ``send`` gave for it; ``each``: its ids."""
+        each = each or self.inputs.each(batch)
         made: dict[Front, list[GroupLookup]] = {}
         for front in self.bound:
             roomy = isinstance(front, BagFront) and front.wants_room and front.can_have_room
             made[front] = []
             for number in self._groups_of[front]:
-                ids = self.inputs.ids(batch, number)
+                ids = each[number]
                 assert ids is not None, "the front is bound"
                 made[front].append(
                     GroupLookup(
@@ -155,11 +163,6 @@ class PlacedModel(nn.Module):
         with handing_out(rows):
             loss, _ = self.called(batch)
         return loss if share == 1 or self.parts.sums else loss * share
-
-    @cached_property
-    def dense_flops(self) -> int:
-        """Of a sample's matrix products, forward and backward, if every matrix is used once."""
-        return 6 * sum(p.numel() for p in self.dense_parameters().values() if p.ndim == 2)
 
     def look_up(self, batch: Any) -> list[torch.Tensor]:
         """All rows of ``batch`` as they are, without the model; all ranks take part where rows are shared."""

@@ -46,7 +46,7 @@ class InLoop:
     def begin(self, staged: StagedBatch) -> None:
         """``staged`` is the batch that the model is called with from now on."""
         self.staged = staged
-        self._lookups = lookups = self.model.lookups(staged.batch, staged.plan, staged.sent)
+        self._lookups = lookups = self.model.lookups(staged.batch, staged.plan, staged.sent, staged.ids)
         cut = len(staged.bounds) > 1
         lookups.look_up(wait=staged.plan is not None and not (cut and staged.cold_from))
         if cut:

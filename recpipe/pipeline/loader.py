@@ -18,7 +18,7 @@ from recpipe.data.ahead import read_ahead
 from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, Split
 from recpipe.data.parts import batch_size
-from recpipe.embedding.inputs import Inputs
+from recpipe.embedding.inputs import Inputs, count_ids
 from recpipe.errors import DataError
 from recpipe.phases import phase
 from recpipe.pipeline.select import between, select
@@ -85,7 +85,8 @@ class TrainLoader:
         try:
             with ThreadPoolExecutor(1, "recpipe-loader") as worker:
                 for staged in (self._linked if self.sends_ahead else self._planned)(worker, source):
-                    self.lookups += self.inputs.count(staged.batch)
+                    assert staged.ids is not None, "staged with its ids"
+                    self.lookups += count_ids(staged.ids)
                     yield staged
         finally:
             if isinstance(batches, Generator):
@@ -127,21 +128,29 @@ class TrainLoader:
         if batch is None:
             return None
         if isinstance(batch, BatchShare):
-            self.inputs.require_ids(batch)
-            return StagedBatch(on_device(batch, self.device), total=batch.total, alone=False)
+            self.inputs.require_ids(self.inputs.each(batch))
+            return self._with_ids(StagedBatch(on_device(batch, self.device), total=batch.total, alone=False))
         consumed = batch_size(batch)
         batch = self.assembly.transform(batch)
         if not batch_size(batch):
             raise DataError("a plugin's batch transform returned a batch without samples; it must leave one")
-        plan = None
+        plan, each = None, self.inputs.each(batch)
         if self.tiers is not None:
-            plan = self.tiers.plan(batch)  # checks the ids
+            plan = self.tiers.plan(batch, each)  # checks the ids
         else:
-            self.inputs.require_ids(batch)
+            self.inputs.require_ids(each)
         staged = self._share(batch, plan)
         staged.consumed = consumed
+        if staged.batch is batch:
+            staged.ids = each
+        self._with_ids(staged)
         if self.tiers is not None and self.tiers.prefetches and plan is not None:
             self.tiers.prefetch(plan)
+        return staged
+
+    def _with_ids(self, staged: StagedBatch) -> StagedBatch:
+        """``staged`` with its ids in order: here and not in the training thread, which has more to do."""
+        staged.ids = staged.ids or self.inputs.each(staged.batch)
         return staged
 
     def _share(self, batch: Any, plan: BatchPlan | None) -> StagedBatch:
@@ -200,7 +209,7 @@ class EvalLoader:
             if not self.dataset.gives_parts:
                 own = self.ranks.shares(0, batch_size(batch))[self.ranks.trainer]
                 batch = between(batch, own.start, own.stop)
-            self.inputs.require_ids(batch)
+            self.inputs.require_ids(self.inputs.each(batch))
             yield on_device(batch, self.device)
 
 

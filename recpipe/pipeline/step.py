@@ -14,6 +14,7 @@ import torch
 
 from recpipe.data.parts import batch_size
 from recpipe.embedding.front import Front
+from recpipe.embedding.inputs import GroupIds
 from recpipe.errors import UserError
 from recpipe.model.placed import PlacedModel
 from recpipe.pipeline.cores import Cores
@@ -43,6 +44,8 @@ class StagedBatch:
     """Samples read for it, of which a plugin may have left some out (0: none)."""
     alone: bool = True
     """Whether no other rank trains a share of it."""
+    ids: GroupIds | None = None
+    """Its ids, group by group; None: nobody has put them in order yet."""
     sent: Mapping[int, Any] = field(default_factory=dict)
     """Its ids on their way to the ranks that hold their rows, by group; none where rows are not sharded."""
     stage_next: Callable[[], object] = _nothing
@@ -83,7 +86,7 @@ def accumulate(
     each is shared out among them. ``lookups``: of the batch in other tables than the model's own.
     """
     if lookups is None:
-        lookups = model.lookups(staged.batch, staged.plan, staged.sent)
+        lookups = model.lookups(staged.batch, staged.plan, staged.sent, staged.ids)
     return _Step(model, staged, times, cores, lookups).run()
 
 
@@ -98,7 +101,7 @@ class _Step:
     ) -> None:
         self.model, self.staged, self.times, self.cores = model, staged, times, cores
         self.lookups = lookups
-        self.dense = [p for p in model.dense_parameters().values() if p.requires_grad]
+        self.dense = [p for p in model.dense if p.requires_grad]
         self.looked_up = False
         self._late_calls = model.late_calls
         self._shared: list[tuple[list[_CorePart], list[Future[None]]]] = []

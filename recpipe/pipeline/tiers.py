@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from recpipe.data.parts import batch_size
 from recpipe.embedding.capabilities import Planned
 from recpipe.embedding.collection import TableCollection
-from recpipe.embedding.inputs import Inputs
+from recpipe.embedding.inputs import GroupIds, Inputs
 from recpipe.embedding.planner import TierPlan, reorder
 from recpipe.embedding.shared_rows import share
 
@@ -55,12 +55,13 @@ class Tiers:
         """Whether rows are to be fetched while the batch before trains."""
         return any(tier.prefetches for tier in self.groups.values())
 
-    def plan(self, batch: object) -> BatchPlan:
-        """Decide where the batch's lookups go and which rows move; ``DataError`` on an id of no row."""
+    def plan(self, batch: object, each: GroupIds) -> BatchPlan:
+        """Decide where the lookups of ``batch``, ``each`` group's, go and which rows move; ``DataError`` on
+        an id of no row."""
         plans: list[TierPlan | None] = [None] * self._count
         needs_cold = np.zeros(batch_size(batch), bool)
         for number, tier in self.groups.items():
-            ids = self.inputs.ids(batch, number)
+            ids = each[number]
             assert ids is not None, "a group without ids in the batch is not planned"
             plans[number] = plan = tier.plan(ids)
             needs_cold |= plan.needs_cold

@@ -32,7 +32,7 @@ PARTS = {
 
 @pytest.fixture(autouse=True)
 def _nothing_measured(monkeypatch) -> None:
-    monkeypatch.setattr(calibrate, "_measured", {})
+    monkeypatch.setattr(host.Notebook, "_measured", {})
 
 
 @pytest.fixture

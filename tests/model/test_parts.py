@@ -158,6 +158,7 @@ def threads(request):
 @pytest.fixture(autouse=True)
 def _measures_nothing(monkeypatch) -> None:
     monkeypatch.setattr(equip_module, "calibrated", lambda *_: {})
+    monkeypatch.setattr(equip_module, "measured_sharing", lambda *_: {})
 
 
 def shared(
@@ -171,12 +172,10 @@ def test_as_many_cores_as_threads_share(threads, tmp_path) -> None:
     cores = shared(model_of("Mean"))
     assert cores is not None
     assert cores.count == threads
-    assert cores.dtype == torch.float32
     cores.close()
     dlrm = model_over(collection_of("lru", "sgd", tmp_path))
     cores = shared(dlrm, splitter=halves)
     assert cores is not None
-    assert cores.flops == dlrm.dense_flops > 0
     cores.close()
 
 

@@ -93,7 +93,7 @@ CASES: tuple[tuple[str, Change], ...] = (
     ("row_of_slot has a row twice", lambda c: c["recpipe"]["placement"]["row_of_slot"].fill(7)),
     ("state lacks 'done'", lambda c: c["recpipe"]["placement"]["state"].pop("done")),
     ("move_rows has a value", lambda c: c["recpipe"]["placement"]["state"]["move_rows"].fill(10**9)),
-    ("dense parameters have other names", lambda c: c["state_dict"].popitem()),
+    ("dense parameters and buffers have other names", lambda c: c["state_dict"].popitem()),
     ("is Tensor torch.float64", lambda c: _retype(c["state_dict"])),
     ("fit_loop lacks 'epoch_progress'", lambda c: c["loops"]["fit_loop"].pop("epoch_progress")),
     ("current.ready is 'x'", lambda c: _progress(c, "epoch_progress")["current"].update(ready="x")),

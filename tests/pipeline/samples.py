@@ -116,7 +116,7 @@ def planned(embeddings: RowCollection, batch: Batch) -> BatchPlan | None:
     tiers = tiers_of(embeddings, Listed(count=1))
     if tiers is None:
         return None
-    plan = tiers.plan(batch)
+    plan = tiers.plan(batch, tiers.inputs.each(batch))
     tiers.advance(plan)
     return plan
 

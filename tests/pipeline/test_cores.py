@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe.model.placed import PlacedModel
-from recpipe.pipeline import cores as cores_module
 from recpipe.pipeline import step as step_module
-from recpipe.pipeline.cores import LEAST_SAMPLES, LEAST_SHARE, ROWS, Cores
+from recpipe.pipeline.cores import ROWS, Cores
 from recpipe.pipeline.lookups import GroupLookup
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from tests.embedding.samples import dump, identical
@@ -41,10 +39,10 @@ class FewSamples(Cores):
     """Shares out whatever has two samples or more, in uneven parts."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(count, 1, torch.float32)
+        super().__init__(count, lambda _: 1.0)
         self.shared_out = 0
 
-    def shares(self, samples: int, ids: int) -> list[int]:
+    def shares(self, samples: int) -> list[int]:
         ends = {samples * (2 * core + 1) // (2 * self.count) for core in range(1, self.count)}
         found = [*sorted(ends - {0, samples}), samples]
         self.shared_out += len(found) > 1
@@ -245,45 +243,33 @@ def test_a_step_leaves_nothing_in_memory(cores, tmp_path, monkeypatch) -> None:
 # -- how many samples each takes ---------------------------------------------------------------
 
 
-def shares(count: int, samples: int, precision: torch.dtype = torch.float32, flops: int = 100_000):
-    made = Cores(count, flops, precision)
+def shares(count: int, samples: int, first: float | None) -> list[int]:
+    made = Cores(count, lambda _: first)
     try:
-        return made.shares(samples, 3 * samples)
+        return made.shares(samples)
     finally:
         made.close()
 
 
-def dense_flops(folder: Path) -> int:
-    model: PlacedModel = model_over(collection_of("resident", "sgd", folder), model_config(width=64))
-    return model.dense_flops
-
-
+@pytest.mark.parametrize("first", [1.0, 0.8])
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_the_core_with_the_tables_takes_a_little_less(count, tmp_path) -> None:
-    samples = LEAST_SAMPLES * count
-    own = {}
-    for precision in (torch.float32, torch.bfloat16):
-        ends = shares(count, samples, precision, dense_flops(tmp_path))
-        sizes = [high - low for low, high in pairwise([0, *ends])]
-        assert ends[-1] == samples
-        assert len(sizes) == count
-        assert all(size % ROWS == 0 for size in ends[:-1])
-        assert min(sizes) == sizes[0] < samples / count
-        assert max(sizes[1:-1], default=sizes[-1]) >= sizes[-1]
-        own[precision] = sizes[0]
-    assert samples / count * LEAST_SHARE - ROWS < own[torch.bfloat16] <= own[torch.float32]
+def test_the_first_core_takes_its_share_and_the_others_the_rest(count, first) -> None:
+    samples = 1000 * count + 7
+    ends = shares(count, samples, first)
+    sizes = [high - low for low, high in pairwise([0, *ends])]
+    assert ends[-1] == samples
+    assert len(sizes) == count
+    assert all(size % ROWS == 0 for size in sizes[:-1])
+    assert 0 <= first * samples / count - sizes[0] < ROWS
+    assert max(sizes[1:]) - min(sizes[1:]) < ROWS * count
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_too_few_samples_are_not_shared(count) -> None:
-    samples = LEAST_SAMPLES * count
-    assert len(shares(count, samples)) == count
-    assert shares(count, samples - 1) == [samples - 1]
-    assert shares(count, 0) == [0]
+@pytest.mark.parametrize("samples", [0, 1, 15, 20, 33])
+def test_few_samples_leave_no_core_with_nothing(samples) -> None:
+    ends = shares(3, samples, 0.8)
+    assert ends[-1] == samples
+    assert all(low < high for low, high in pairwise([0, *ends])) or ends == [0]
 
 
-def test_more_of_the_tables_is_less_of_the_rest(monkeypatch) -> None:
-    monkeypatch.setattr(cores_module, "LEAST_SHARE", 0.0)
-    samples = LEAST_SAMPLES * 2
-    little, much = (shares(2, samples, flops=flops)[0] for flops in (10**9, 10**5))
-    assert much < little <= samples / 2
+def test_samples_are_not_shared_where_that_does_not_pay() -> None:
+    assert shares(2, 4096, None) == [4096]

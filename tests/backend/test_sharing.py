@@ -1,0 +1,103 @@
+"""Whether cores share a batch is measured by steps that train nothing, and kept; the clock is a fake one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from recpipe.backend import host, sharing
+from recpipe.backend.choices import Chooser
+from recpipe.backend.sharing import measured_sharing, signature
+from recpipe.model.placed import PlacedModel
+from recpipe.pipeline.select import between
+from tests.embedding.samples import dump, identical
+from tests.pipeline.samples import collection_of, model_config, model_over, random_batch
+
+SIZE = 1024
+BATCH = random_batch(np.random.default_rng(5), SIZE, True)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_measured(monkeypatch) -> None:
+    monkeypatch.setattr(host.Notebook, "_measured", {})
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[list[float]]:
+    """Times of OpenMP and of the cores' shares, taken one list after the other; each way is run once."""
+    times: list[list[float]] = []
+
+    def medians(runs):
+        for run in runs:
+            run()
+        return times.pop(0)
+
+    monkeypatch.setattr(sharing, "medians", medians)
+    return times
+
+
+def model_in(folder: Path, name: str = "dlrm") -> PlacedModel:
+    return model_over(collection_of("lru", "rowwise_adagrad", folder), model_config(name))
+
+
+def test_the_faster_way_counts_if_it_is_faster_by_far(two_threads, clock, tmp_path) -> None:
+    clock += [[1.0, 0.95, 0.93, 0.92], [1.0, 0.7, 0.8, 0.9]]  # of 256 and of 1024 samples
+    model = model_in(tmp_path)
+    choices = measured_sharing(model, BATCH, SIZE, tmp_path / "kept")
+    name = signature(model, BATCH)
+    assert choices[name]["2"] == {
+        "16": "openmp",
+        "64": "openmp",
+        "256": "openmp",
+        "1024": "cores 1.0",
+    }
+    chooser = Chooser(choices, True)
+    assert [chooser.first_share(name, size) for size in (1024, 700, 300, 20)] == [1.0, 1.0, None, None]
+    assert measured_sharing(model, BATCH, SIZE, tmp_path / "kept") == choices, "and nothing is timed again"
+    model.embeddings.close()
+
+
+def test_nothing_of_the_run_is_trained_or_moved(two_threads, clock, tmp_path) -> None:
+    clock += [[1.0, 2.0, 2.0, 2.0]] * 2
+    model = model_in(tmp_path)
+    rows, dense = dump(model.embeddings), copy.deepcopy(model.dense_state())
+    placement = copy.deepcopy(model.embeddings.collections[0].placement_state())
+    random, numpy_random = torch.get_rng_state(), np.random.get_state()[1].copy()
+    measured_sharing(model, BATCH, SIZE, tmp_path / "kept")
+    assert identical(dump(model.embeddings), rows)
+    assert all(torch.equal(value, dense[name]) for name, value in model.dense_state().items())
+    assert all(p.grad is None for p in model.dense)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert np.array_equal(np.random.get_state()[1], numpy_random)
+    now = model.embeddings.collections[0].placement_state()
+    assert all(np.array_equal(now[key], value) for key, value in placement.items() if key == "row_of_slot")
+    model.embeddings.close()
+
+
+def test_another_model_has_another_name(tmp_path) -> None:
+    models = [model_in(tmp_path / name, name) for name in ("dlrm", "dlrm_dcn")]
+    names = {signature(model, BATCH) for model in models}
+    assert len(names) == 2
+    assert signature(models[0], between(BATCH, 0, 7)) in names, "whatever the size of the batch"
+    for model in models:
+        model.embeddings.close()
+
+
+def test_a_step_is_really_timed(two_threads, tmp_path) -> None:
+    model = model_in(tmp_path)
+    choices = measured_sharing(model, between(BATCH, 0, 256), 256, tmp_path / "kept")
+    (answers,) = choices[signature(model, BATCH)].values()
+    assert answers["256"] in ("openmp", "cores 1.0", "cores 0.9", "cores 0.8")
+    model.embeddings.close()
