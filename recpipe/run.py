@@ -31,7 +31,6 @@ from recpipe.footprint import require_inputs, require_memory
 from recpipe.given import NOTHING, Given, Outcome
 from recpipe.launch import Process, joined, require_same_data
 from recpipe.metrics import reset_peak_rss
-from recpipe.model.config import ModelConfig
 from recpipe.model.make import make_called
 from recpipe.model.matmul import require_bfloat16_units, vector_units
 from recpipe.model.module import RankingModule
@@ -134,10 +133,6 @@ def run_on(
         require_bfloat16_units(device)
     profile = cfg.task if isinstance(cfg.task, ProfileConfig) else None
     if profile is not None:
-        if not isinstance(model_config, ModelConfig):
-            raise UserError(
-                "task=profile knows the floor of recpipe's own models alone: model=dlrm or dlrm_dcn"
-            )
         trainer_config = profile.shortened(trainer_config)
     checkpoints = trainer_config.checkpoints(run_dir.path)
     logger = make_logger(trainer_config.logger, run_dir.path) if leads else None
@@ -231,7 +226,7 @@ def run_on(
         callbacks = [recorder, figures, *(owned.part for owned in assembly.callbacks), *own_callbacks]
         if cfg.task.nudge:
             callbacks.append(Nudge(embeddings, module.dense))
-        profiler = StepProfiler(profile, recorder, device) if profile and leads else None
+        profiler = StepProfiler(profile, recorder, model, device) if profile and leads else None
         if profiler is not None:
             callbacks.insert(1, profiler)
         evaluates = len(evaluation) > 0 and profile is None
@@ -250,10 +245,7 @@ def run_on(
         if leads:
             files.write_json("report.json", report.to_dict())
             if profiler is not None:
-                assert isinstance(model_config, ModelConfig)
-                profiler.complete(
-                    report, model_config, len(dataset.known_schema().dense), tables.groups[0].tables, files
-                )
+                profiler.complete(report, model_config, files)
                 files.write_json("report.json", report.to_dict())
         if leads and stopped is None:
             # Here, not above: training does not wait for what only reports need.

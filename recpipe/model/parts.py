@@ -34,7 +34,7 @@ def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
     tried = between(batch, 0, count)
     halves = between(tried, 0, count // 2), between(tried, count // 2, count)
     watches = {front: _Watch(front, model.ids_of(front, tried)) for front in model.bound}
-    with _undone(model), torch.no_grad():
+    with undone(model), torch.no_grad():
         before = torch.get_rng_state()
         buffers = [buffer.clone() for buffer in model.module.buffers()]
         with handing_out(watches):
@@ -74,7 +74,7 @@ class _Watch:
 
 
 @contextmanager
-def _undone(model: PlacedModel) -> Iterator[None]:
+def undone(model: PlacedModel) -> Iterator[None]:
     """What a forward pass changes is as before afterwards."""
     state, buffers = torch.get_rng_state(), [buffer.clone() for buffer in model.module.buffers()]
     try:

@@ -19,6 +19,7 @@ from recpipe.embedding.groups import ModelTables, collections_of
 from recpipe.embedding.inputs import Inputs
 from recpipe.errors import UserError
 from recpipe.model.call import Called
+from recpipe.phases import phase
 from recpipe.pipeline.lookups import BatchLookups, GroupLookup, Part
 from recpipe.pipeline.tiers import BatchPlan
 
@@ -136,7 +137,7 @@ class PlacedModel(nn.Module):
 
     def train_part(self, rows: Mapping[Front, Part], batch: Any, share: float) -> torch.Tensor:
         """What ``batch``, which is ``share`` of a whole one, adds to the whole one's loss, with ``rows``."""
-        with handing_out(rows):
+        with handing_out(rows), phase("dense forward"):
             loss, _ = self.called(batch)
         return loss if share == 1 or self.parts.sums else loss * share
 
@@ -165,8 +166,9 @@ class PlacedModel(nn.Module):
 
     def update_late(self) -> None:
         """The step of rows that the model looked up by ids of its own making."""
-        for front in self.fronts.values():
-            front.update_late()
+        with phase("embedding backward and update"):
+            for front in self.fronts.values():
+                front.update_late()
 
     @property
     def late_calls(self) -> int:
