@@ -18,6 +18,7 @@ from recpipe.tiling import tiles
 FLOAT32 = ("F32",)
 FLOATS = ("F32", "F16", "BF16", "F64")
 """Types that a float32 is made of."""
+INT64 = "I64"
 _SHARDING = "DCP_SHARDING_INFO"
 """Where ``torch.distributed.checkpoint`` writes each piece's place in its tensor."""
 
@@ -72,10 +73,10 @@ class TensorFiles:
         return found
 
     @classmethod
-    def single(cls, file: Path) -> TensorFiles:
-        """One file with whole tensors of any float type; ``UserError`` where it is none."""
+    def single(cls, file: Path, types: tuple[str, ...] = FLOATS) -> TensorFiles:
+        """One file with whole tensors of ``types``; ``UserError`` where it is none."""
         try:
-            return cls({name: [piece] for name, piece in _opened(file, FLOATS)})
+            return cls({name: [piece] for name, piece in _opened(file, types)})
         except (OSError, SafetensorError, ValueError) as fault:
             raise UserError(f"{file} is no safetensors file ({fault}); name one") from fault
 

@@ -21,7 +21,7 @@ from recpipe.backend import choices as names
 from recpipe.backend.chain import CHAINS, is_plain, signature, steps
 from recpipe.backend.choices import Choices
 from recpipe.backend.convert import convert
-from recpipe.backend.host import Host, load, save
+from recpipe.backend.host import Notebook
 
 SMALLEST = 16
 """Samples of the smallest batch measured; from there in steps of four up to the run's own batch."""
@@ -32,8 +32,6 @@ SHORTEST = 0.002
 MARGIN = 1.02
 """A part is converted where it is so much faster: less cannot be told from noise."""
 Run = Callable[[], object]
-_measured: dict[Host, Choices] = {}
-"""By this process: runs that keep no files do not measure anew each time, and so round alike."""
 
 
 def calibrated(model: nn.Module, batch: int, threads: Iterable[int], folder: Path) -> Choices:
@@ -43,24 +41,18 @@ def calibrated(model: nn.Module, batch: int, threads: Iterable[int], folder: Pat
     what is missing is measured and kept; an empty one gets what this process has measured before. The model
     is not run, and no random number is drawn.
     """
-    host = Host.current()
-    there = load(folder, host)
-    kept = copy.deepcopy(there or _measured.get(host, {}))
+    notebook = Notebook(folder)
     wanted = sorted(parts(model))
     found: Choices = {}
     with _training_alone():
         for count in sorted(set(threads)):
             torch.set_num_threads(count)
             for part in sorted(wanted, key=lambda part: not part.startswith("linear ")):
-                known = kept.setdefault(part, {}).setdefault(str(count), {})
+                chosen = found.setdefault(part, {}).setdefault(str(count), {})
                 for size in sizes(batch):
-                    if str(size) not in known:
-                        known[str(size)] = measure(part, size, kept)
-                chosen = {str(size): known[str(size)] for size in sizes(batch)}
-                found.setdefault(part, {})[str(count)] = chosen
-    _measured[host] = kept
-    if kept != there:
-        save(folder, host, kept)
+                    once = partial(measure, part, size, notebook.known)
+                    chosen[str(size)] = notebook.answer(part, count, size, once)
+    notebook.keep()
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import log
-from typing import Literal
 
 import torch
 
@@ -13,8 +12,11 @@ Choices = dict[str, dict[str, dict[str, str]]]
 
 {"linear 512-256": {"2": {"64": "addmm", "2048": "onednn"}}}: keys are strings as JSON has them.
 """
-Faster = Literal["addmm", "onednn", "plain", "cpu"]
-"""Of a linear layer ``addmm`` or ``onednn``; of a part of a model ``plain`` (as it is) or ``cpu``."""
+FIRST_SHARES = {"cores 1.0": 1.0, "cores 0.9": 0.9, "cores 0.8": 0.8}
+"""What the first core takes of an equal share of a batch, where cores share it."""
+ANSWERS = ("addmm", "onednn", "plain", "cpu", "openmp", *FIRST_SHARES)
+"""Of a linear layer ``addmm`` or ``onednn``; of a part of a model ``plain`` (as it is) or ``cpu``; of a whole
+model ``openmp`` (threads share its operators) or cores (they share its samples)."""
 
 
 class Chooser:
@@ -36,6 +38,10 @@ class Chooser:
     def pays(self, part: str, samples: int) -> bool:
         """Whether to take the back end's way through a part with this signature."""
         return not self.measured_only or self._faster(part, samples) == "cpu"
+
+    def first_share(self, model: str, samples: int) -> float | None:
+        """What the first core takes of an equal share of so many samples; None where cores do not pay."""
+        return FIRST_SHARES.get(self._faster(model, samples) or "")
 
     def _faster(self, signature: str, samples: int) -> str | None:
         key = signature, torch.get_num_threads(), samples

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import nn
 from torchrec.models.dlrm import DLRM
 
 from recpipe.backend.calibrate import calibrated
-from recpipe.backend.choices import Choices
+from recpipe.backend.choices import Choices, Chooser
 from recpipe.backend.convert import convert, revert
 from recpipe.backend.host import checked
+from recpipe.backend.sharing import measured_sharing, signature
 from recpipe.embedding.capabilities import SendsAhead
 from recpipe.embedding.front import BagFront
 from recpipe.model.parts import find_out
@@ -33,23 +35,23 @@ log = logging.getLogger(__name__)
 
 
 class Backend:
-    """The CPU back end of a run: ``kind`` as ``trainer.backend`` says, ``plain`` where there is none."""
+    """The CPU back end of a run: ``kind`` as ``trainer.backend`` says, ``plain`` where there is none.
 
-    def __init__(self, kind: str, model: PlacedModel, choices: Choices, cores: int) -> None:
-        self.kind, self.model = kind, model
+    ``cores``: that may share a batch. ``name``: of the model among the ``choices``.
+    """
+
+    def __init__(self, kind: str, model: PlacedModel, choices: Choices, cores: int, name: str) -> None:
+        self.kind, self.model, self._name = kind, model, name
         self._use(choices, cores)
 
     def _use(self, choices: Choices, cores: int) -> None:
         self.choices = choices
-        dtype = torch.bfloat16 if self.model.called.low_precision else torch.float32
-        self.cores = Cores(cores, self.model.dense_flops, dtype) if cores > 1 else None
-        if self.kind == "plain":
-            return
-        revert(self.model.module)
-        convert(self.model.module, choices, measured_only=self.kind == "auto")
-        for front in map(_written_before, self.model.module.modules()):
-            if front is not None:
-                front.wants_room = True
+        if self.kind != "plain":
+            _convert(self.model, self.kind, choices)
+        self.cores = Cores(cores, partial(self._first_share, Chooser(choices, True))) if cores > 1 else None
+
+    def _first_share(self, chooser: Chooser, samples: int) -> float | None:
+        return chooser.first_share(self._name, samples)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -105,7 +107,18 @@ def equip(
     choices: Choices = {}
     if kind != "plain":
         choices = calibrated(model.module, batch_size, {threads, 1 if cores > 1 else threads}, cache_dir)
-    return Backend(kind, model, choices, cores)
+        _convert(model, kind, choices)
+    if cores > 1:
+        choices |= measured_sharing(model, batch, batch_size, cache_dir)
+    return Backend(kind, model, choices, cores, signature(model, batch))
+
+
+def _convert(model: PlacedModel, kind: str, choices: Choices) -> None:
+    revert(model.module)
+    convert(model.module, choices, measured_only=kind == "auto")
+    for front in map(_written_before, model.module.modules()):
+        if front is not None:
+            front.wants_room = True
 
 
 def _written_before(module: nn.Module) -> BagFront | None:

@@ -38,6 +38,8 @@ def widened(rows: torch.Tensor, dim: int) -> torch.Tensor | None:
     """
     batch, width = rows.shape
     first = rows.storage_offset() - dim
-    if batch == 0 or rows.stride() != (width + dim, 1) or first < 0:
+    # Of a single row, torch may give any distance to the next one.
+    apart = width + dim if batch == 1 else rows.stride(0)
+    if batch == 0 or (apart, rows.stride(1)) != (width + dim, 1) or first < 0:
         return None
     return rows.detach().as_strided((batch, dim + width), (dim + width, 1), first)

@@ -19,7 +19,7 @@ from recpipe.data.parts import batch_size, tensors_of
 from recpipe.embedding.capabilities import Placed
 from recpipe.errors import UserError
 from recpipe.metrics import BackgroundQuality, Quality
-from recpipe.model.placed import PlacedModel
+from recpipe.model.placed import PlacedModel, saved_buffers
 from recpipe.phases import phase
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.loader import TrainLoader
@@ -167,6 +167,13 @@ class RankingModule(L.LightningModule):
 
     # -- evaluation --------------------------------------------------------------------------
 
+    def on_validation_start(self) -> None:
+        """All trainers evaluate with the first one's buffers, which checkpoints have."""
+        if self.trainers.size > 1:
+            for buffer in saved_buffers(self.model.module).values():
+                first, *_ = self.trainers.gather(buffer.reshape(-1).cpu().numpy())
+                buffer.copy_(torch.from_numpy(first).view(buffer.shape))
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Keep the batch's predictions; after the last one, ``figures`` are those of all.
 
@@ -216,30 +223,31 @@ class RankingModule(L.LightningModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The dense part alone: ``TableCheckpointIO`` saves the tables beside it."""
-        return {name: p.detach() for name, p in self.model.dense_parameters().items()}
+        return self.model.dense_state()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """The dense part alone; ``UserError`` where the parameters are another model's."""
-        self.check_parameters(state_dict)
-        with torch.no_grad():
-            for name, parameter in self.model.dense_parameters().items():
-                parameter.copy_(state_dict[name])
+        """The dense part alone; ``UserError`` where it is another model's."""
+        self.check_dense(state_dict)
+        for name, value in self.model.dense_state().items():
+            value.copy_(state_dict[name])
         return nn.modules.module._IncompatibleKeys([], [])
 
-    def check_parameters(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """``UserError`` unless ``saved`` has the dense parameters, ``Damaged`` on values of another kind."""
-        own = self.model.dense_parameters()
+    def check_dense(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """``UserError`` unless ``saved`` is of this model's dense part, ``Damaged`` on values of another
+        kind."""
+        own = self.model.dense_state()
         if own.keys() != saved.keys():
             raise UserError(
-                "the checkpoint is of another model: its dense parameters have other names; use its recipe"
+                "the checkpoint is of another model: its dense parameters and buffers have other names; use "
+                "its recipe"
             )
-        for name, parameter in own.items():
-            if parameter.shape != saved[name].shape:
+        for name, value in own.items():
+            if value.shape != saved[name].shape:
                 raise UserError(
                     f"the checkpoint is of another model: {name} is {tuple(saved[name].shape)} "
-                    f"there and {tuple(parameter.shape)} here; use its recipe"
+                    f"there and {tuple(value.shape)} here; use its recipe"
                 )
-            tensor(saved[name], parameter.dtype, tuple(parameter.shape), name)
+            tensor(saved[name], value.dtype, tuple(value.shape), name)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what Lightning does not know: data position, random state, which rows are resident."""

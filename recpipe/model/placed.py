@@ -57,6 +57,16 @@ def put_fronts(module: nn.Module, tables: ModelTables, embeddings: GroupedCollec
     return fronts
 
 
+def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that ``module.state_dict()`` has, such as a BatchNorm's statistics, by name."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, member in module.named_modules()
+        for name, buffer in member._buffers.items()
+        if buffer is not None and name not in member._non_persistent_buffers_set
+    }
+
+
 class PlacedModel(nn.Module):
     """What training and evaluation call. Its parameters are those of the dense part.
 
@@ -93,6 +103,12 @@ class PlacedModel(nn.Module):
     def dense_parameters(self) -> dict[str, nn.Parameter]:
         """Everything that the dense optimizer trains; the tables train themselves in their backward pass."""
         return dict(self.module.named_parameters())
+
+    def dense_state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps of the dense part, sharing its memory: the parameters, and the buffers that
+        the model wants saved."""
+        parameters = {name: p.detach() for name, p in self.dense_parameters().items()}
+        return parameters | saved_buffers(self.module)
 
     # -- the batch's own ids -----------------------------------------------------------------
 

@@ -24,44 +24,35 @@ import torch
 from recpipe.threads import one_thread
 
 T = TypeVar("T")
-LEAST_SAMPLES = 768
-"""For each core: with less, waking a thread and taking turns at Python cost more than this gains."""
-FLOPS_PER_ID = {torch.float32: 6_000, torch.bfloat16: 10_000}
-"""What a core computes of the dense part in the time of looking up a row and updating it, by precision."""
+FirstShare = Callable[[int], float | None]
+"""What the first core takes of an equal share of so many samples; None: cores do not share them."""
 ROWS = 16
 """Shares are multiples of it: oneDNN's kernels take so many rows at a time."""
-LEAST_SHARE = 0.8
-"""Of an equal share, for the calling thread's core: with less, it would wait for the others' gradients."""
 
 
 class Cores:
-    """``count`` cores, of which one is the calling thread's.
+    """``count`` cores, of which one is the calling thread's."""
 
-    ``flops``: of a sample's matrix products, forward and backward. ``dtype``: what they are multiplied in.
-    """
-
-    def __init__(self, count: int, flops: int, dtype: torch.dtype) -> None:
-        self.count, self.flops, self.dtype = count, flops, dtype
+    def __init__(self, count: int, first_share: FirstShare) -> None:
+        self.count, self._first_share = count, first_share
         self._others = ThreadPoolExecutor(count - 1, "recpipe-samples", partial(torch.set_num_threads, 1))
 
     def close(self) -> None:
         """End the other cores' threads."""
         self._others.shutdown()
 
-    def shares(self, samples: int, ids: int) -> list[int]:
-        """Where the cores' shares of ``samples`` end, which look up ``ids``; one share for too few samples.
+    def shares(self, samples: int) -> list[int]:
+        """Where the cores' shares of ``samples`` end; one share where sharing does not pay.
 
-        The calling thread's core, which has the tables to itself, comes first and has less, so that all end
-        together.
+        The calling thread's core, which has the tables to itself, comes first.
         """
-        if samples < LEAST_SAMPLES * self.count:
+        first = self._first_share(samples)
+        if first is None:
             return [samples]
-        tables = ids * FLOPS_PER_ID[self.dtype] / max(1, samples * self.flops)
-        first = max(LEAST_SHARE / self.count, (1 + tables) / self.count - tables)
-        own = int(samples * first) // ROWS * ROWS
+        own = int(samples * first / self.count) // ROWS * ROWS
         each = -(-(samples - own) // (self.count - 1) // ROWS) * ROWS
         bounds = [own + each * number for number in range(self.count - 1)]
-        return [*(bound for bound in bounds if bound < samples), samples]
+        return [*(bound for bound in bounds if 0 < bound < samples), samples]
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """``work`` in another core's thread."""

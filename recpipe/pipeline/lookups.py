@@ -212,12 +212,13 @@ class BatchLookups:
         self._ready: Future[None] = Future()
 
     @property
-    def _all(self) -> list[GroupLookup]:
+    def all(self) -> list[GroupLookup]:
+        """Front by front, group by group."""
         return [lookup for lookups in self.groups.values() for lookup in lookups]
 
     def share(self) -> None:
         """Parts are to be trained in several threads; called once rows are looked up."""
-        for lookup in self._all:
+        for lookup in self.all:
             lookup.share()
 
     def look_up(self, wait: bool, shared: bool = False) -> None:
@@ -225,10 +226,10 @@ class BatchLookups:
         in several threads."""
         try:
             with phase("embedding forward"):
-                if wait or any(g.plan is not None and g.plan.fetches_residents for g in self._all):
-                    for lookup in self._all:
+                if wait or any(g.plan is not None and g.plan.fetches_residents for g in self.all):
+                    for lookup in self.all:
                         lookup.arrive()
-                for lookup in self._all:
+                for lookup in self.all:
                     lookup.look_up_warm()
                 if wait:
                     self._look_up_cold()
@@ -242,12 +243,12 @@ class BatchLookups:
     def wait_for_cold(self) -> None:
         """Block until the slabs hold this batch's rows, and look them up."""
         with phase("embedding forward"):
-            for lookup in self._all:
+            for lookup in self.all:
                 lookup.arrive()
             self._look_up_cold()
 
     def _look_up_cold(self) -> None:
-        for lookup in self._all:
+        for lookup in self.all:
             lookup.look_up_cold()
         self.cold_is_here = True
 
@@ -263,7 +264,7 @@ class BatchLookups:
     def backward(self, alone: bool, scale: float = 1.0) -> None:
         """The tables' update, from the leaves' gradients times ``scale``."""
         with phase("embedding backward and update"):
-            for lookup in self._all:
+            for lookup in self.all:
                 lookup.backward(alone, scale)
 
 

@@ -166,8 +166,10 @@ class _Range(_Cut):
 
     def _jagged(self, value: JaggedTensor | KeyedJaggedTensor) -> dict[str, torch.Tensor | None]:
         """Of each key, the ids between two offsets."""
-        lengths = value.lengths().view(-1, self.size)[:, self.low : self.high].reshape(-1)
         keys = value.lengths().numel() // self.size
+        if value.values().numel() == value.lengths().numel() and bool((value.lengths() == 1).all()):
+            return self._one_hot(value, keys)
+        lengths = value.lengths().view(-1, self.size)[:, self.low : self.high].reshape(-1)
         firsts = torch.arange(keys) * self.size
         offsets = value.offsets().cpu()
         places = list(
@@ -183,4 +185,19 @@ class _Range(_Cut):
             "weights": None if weights is None else cut(weights),
             "lengths": lengths,
             "offsets": torch.cat((lengths.new_zeros(1), lengths.cumsum(0))),
+        }
+
+    def _one_hot(self, value: JaggedTensor | KeyedJaggedTensor, keys: int) -> dict[str, torch.Tensor | None]:
+        """As ``_jagged``, of bags with one id each: what most batches are made of, cut as a matrix."""
+        count = keys * (self.high - self.low)
+        weights = value.weights_or_none()
+
+        def cut(values: torch.Tensor) -> torch.Tensor:
+            return values.view(keys, self.size)[:, self.low : self.high].reshape(-1)
+
+        return {
+            "values": cut(value.values()),
+            "weights": None if weights is None else cut(weights),
+            "lengths": value.lengths()[:count],
+            "offsets": value.offsets()[: count + 1],
         }

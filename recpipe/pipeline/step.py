@@ -18,7 +18,7 @@ from recpipe.errors import UserError
 from recpipe.model.placed import PlacedModel
 from recpipe.phases import phase
 from recpipe.pipeline.cores import Cores
-from recpipe.pipeline.lookups import GroupLookup, Part
+from recpipe.pipeline.lookups import BatchLookups, GroupLookup, Part
 from recpipe.pipeline.select import between
 from recpipe.pipeline.tiers import BatchPlan
 
@@ -68,7 +68,11 @@ class StepTimes:
 
 
 def accumulate(
-    model: PlacedModel, staged: StagedBatch, times: StepTimes, cores: Cores | None = None
+    model: PlacedModel,
+    staged: StagedBatch,
+    times: StepTimes,
+    cores: Cores | None = None,
+    lookups: BatchLookups | None = None,
 ) -> torch.Tensor:
     """Forward and backward of one batch; returns the mean loss, detached.
 
@@ -77,17 +81,24 @@ def accumulate(
     addends. On a CPU with one trainer, a loss that is not finite leaves the tables as they were.
 
     Every tier is looked up once, before any update. Micro-batches follow one another; with ``cores``
-    each is shared out among them.
+    each is shared out among them. ``lookups``: of the batch in other tables than the model's own.
     """
-    return _Step(model, staged, times, cores).run()
+    if lookups is None:
+        lookups = model.lookups(staged.batch, staged.plan, staged.sent)
+    return _Step(model, staged, times, cores, lookups).run()
 
 
 class _Step:
     def __init__(
-        self, model: PlacedModel, staged: StagedBatch, times: StepTimes, cores: Cores | None
+        self,
+        model: PlacedModel,
+        staged: StagedBatch,
+        times: StepTimes,
+        cores: Cores | None,
+        lookups: BatchLookups,
     ) -> None:
         self.model, self.staged, self.times, self.cores = model, staged, times, cores
-        self.lookups = model.lookups(staged.batch, staged.plan, staged.sent)
+        self.lookups = lookups
         self.dense = [p for p in model.dense_parameters().values() if p.requires_grad]
         self.looked_up = False
         self._late_calls = model.late_calls
@@ -155,8 +166,7 @@ class _Step:
         """Train samples [low, high); their addend of the batch's mean loss, detached."""
         shares = [high - low]
         if self.cores is not None:
-            ids = sum(ids.values().numel() for ids in self._ids(self.staged.batch))
-            shares = self.cores.shares(high - low, ids * (high - low) // max(1, self.staged.size))
+            shares = self.cores.shares(high - low)
         if len(shares) > 1:
             assert self.cores is not None, "one core does not share"
             return self._on_cores(self.cores, low, [low + end for end in shares])
@@ -170,9 +180,6 @@ class _Step:
         with phase("dense backward"):
             torch.autograd.backward(loss)
         return loss.detach()
-
-    def _ids(self, batch: Any) -> list[Any]:
-        return [ids for front in self.model.bound if (ids := self.model.ids_of(front, batch)) is not None]
 
     def _nothing_trained(self) -> torch.Tensor:
         """Of no sample. The tables' update comes all the same: other ranks wait for its messages."""
@@ -193,7 +200,7 @@ class _Step:
         On return all rows have their gradients; the dense parameters have them after ``_adding_up``.
         """
         starts = [low, *bounds[:-1]]
-        parts = [_CorePart(self, *self._part(*part)) for part in zip(starts, bounds, strict=True)]
+        parts = [_CorePart(self, *part) for part in zip(starts, bounds, strict=True)]
         with cores.shared():
             if self.looked_up:
                 self.lookups.share()
@@ -235,8 +242,8 @@ class _Step:
 class _CorePart:
     """One core's samples, and what comes of them."""
 
-    def __init__(self, step: _Step, parts: Mapping[Front, Part], batch: Any, samples: int) -> None:
-        self.step, self.parts, self.batch, self.samples = step, parts, batch, samples
+    def __init__(self, step: _Step, low: int, high: int) -> None:
+        self.step, self.low, self.high = step, low, high
         self.rows_done: Future[torch.Tensor] = Future()
         """The addend of the loss, as soon as all rows have their gradients."""
         self.gradients: list[torch.Tensor | None] = []
@@ -252,8 +259,9 @@ class _CorePart:
             raise
 
     def _train(self) -> None:
-        loss = self.step._forward(self.parts, self.batch, self.samples)
-        rows = [(part, *each) for part in self.parts.values() for each in part.each()]
+        parts, batch, samples = self.step._part(self.low, self.high)
+        loss = self.step._forward(parts, batch, samples)
+        rows = [(part, *each) for part in parts.values() for each in part.each()]
         leaves = [leaf for _, _, leaf in rows]
         waited = len(leaves)
 

@@ -14,6 +14,7 @@ from recpipe.embedding.tables import module_name
 from recpipe.errors import UserError
 from recpipe.manifest import TABLES
 from recpipe.model.dlrm import META, make_dlrm
+from recpipe.model.placed import saved_buffers
 from recpipe.model.sizes import DlrmSizes
 from recpipe.saved import typed_as
 from recpipe.table_files import saved_weights
@@ -25,7 +26,8 @@ def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Modu
     """The ``checkpoint`` (or the newest in that folder) as a module in eval mode; no optimizer state.
 
     ``model`` None: recpipe's own, made by the sizes in the checkpoint. Else ``model`` with its parameters
-    replaced: those of embedding collections are named after their tables, all others as they were trained.
+    and saved buffers replaced: those of embedding collections are named after their tables, all others as
+    they were trained.
     ``UserError`` where the two do not fit, before a parameter is changed.
     """
     directory = newest(checkpoint.expanduser())
@@ -55,7 +57,7 @@ def _parameters_of_tables(
     model: nn.Module, dense: Mapping[str, torch.Tensor], tables: Mapping[str, Streamed], directory: Path
 ) -> dict[str, str]:
     """By table, the name of its parameter; ``UserError`` where ``model`` has others than the checkpoint."""
-    own = dict(model.named_parameters())
+    own = _values(model)
     names = {table: _table_parameter(table, own, directory) for table in tables}
     left, extra = own.keys() - names.values() - dense.keys(), dense.keys() - own.keys()
     if left or extra:
@@ -78,22 +80,27 @@ def _fill(
     tables: Mapping[str, Streamed],
     names: Mapping[str, str],
 ) -> None:
-    parameters = dict(model.named_parameters())
+    own = _values(model)
     with torch.no_grad():
         for name, value in dense.items():
-            parameters[name].copy_(value)
+            own[name].copy_(value)
         for table, (_, blocks) in tables.items():
-            start, target = 0, parameters[names[table]]
+            start, target = 0, own[names[table]]
             for block in blocks:
                 target[start : start + len(block)] = torch.from_numpy(np.array(block))
                 start += len(block)
+
+
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and saved buffers, by name."""
+    return {**dict(model.named_parameters()), **saved_buffers(model)}
 
 
 _KINDS = ("embedding_bags", "embeddings")
 """What TorchRec's collections call their tables."""
 
 
-def _table_parameter(table: str, parameters: Mapping[str, nn.Parameter], directory: Path) -> str:
+def _table_parameter(table: str, parameters: Mapping[str, torch.Tensor], directory: Path) -> str:
     """The one parameter that an embedding collection has for ``table``, whose name begins with its
     collection's where several have a table of that name."""
     path, _, own = table.rpartition(".")

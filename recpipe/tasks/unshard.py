@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from recpipe.checkpoint import naming, newest, open_checkpoint
 from recpipe.embedding.tables import to_numpy
@@ -18,19 +19,21 @@ from recpipe.manifest import TABLES
 from recpipe.model.placed import PlacedModel
 from recpipe.saved import entries, tensor
 from recpipe.table_files import saved_weights, weight_name
-from recpipe.tensor_files import TensorFiles
+from recpipe.tensor_files import FLOATS, INT64, TensorFiles
 from recpipe.tensor_writer import Streamed, write_tensors
 
 
 def unshard(checkpoint: Path, target: Path) -> int:
-    """Write ``<table>`` (float32 [rows, D]) for each table and every dense parameter under its name.
+    """Write ``<table>`` (float32 [rows, D]) for each table, and every dense parameter (float32) and saved
+    buffer (float32, whole numbers as int64) under its name.
 
     ``checkpoint`` is one, or a folder of them, of which the newest counts. Tables may be larger than
     memory.
     """
     directory = newest(checkpoint.expanduser())
     dense = saved_dense(directory, open_checkpoint(directory))
-    tensors: dict[str, Streamed] = {name: (value.shape, [to_numpy(value)]) for name, value in dense.items()}
+    tensors: dict[str, Streamed] = {name: (value.shape, [_array(value)]) for name, value in dense.items()}
+    whole = {name for name, value in dense.items() if not value.is_floating_point()}
     for name, weights in saved_weights(directory / TABLES).items():
         if name in tensors:
             raise UserError(f"table '{name}' has the name of a dense parameter; rename the table")
@@ -39,7 +42,7 @@ def unshard(checkpoint: Path, target: Path) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unshard-") as folder:
             partial = Path(folder, "file")
-            write_tensors(partial, tensors)
+            write_tensors(partial, tensors, whole_numbers=whole)
             partial.replace(target)
     except OSError as fault:
         raise UserError(f"cannot write {target}: {fault.strerror}; choose another file") from fault
@@ -47,14 +50,19 @@ def unshard(checkpoint: Path, target: Path) -> int:
     return 0
 
 
+def _array(value: torch.Tensor) -> NDArray[Any]:
+    """Float32; of whole numbers int64."""
+    return to_numpy(value) if value.is_floating_point() else value.long().numpy()
+
+
 def saved_dense(directory: Path, trainer: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The dense parameters, float32, by name, in the ``trainer`` of the checkpoint ``directory``."""
+    """The dense parameters and saved buffers by name, in the ``trainer`` of the checkpoint ``directory``."""
     with naming(directory):
         dense: dict[str, torch.Tensor] = entries({"state_dict": dict[str, torch.Tensor]}, trainer)[
             "state_dict"
         ]
         for name, value in dense.items():
-            tensor(value, torch.float32, tuple(value.shape), name)
+            tensor(value, value.dtype, tuple(value.shape), name)
     return dense
 
 
@@ -65,8 +73,9 @@ def load_pretrained(file: Path, model: PlacedModel) -> list[str]:
     its own. ``UserError`` on any other name and on another shape; what the file lacks keeps its first values.
     """
     embeddings = model.embeddings
-    shapes, dense = embeddings.tables.shapes(), model.dense_parameters()
-    files = TensorFiles.single(file)
+    shapes, dense = embeddings.tables.shapes(), model.dense_state()
+    counts = any(not value.is_floating_point() for value in dense.values())
+    files = TensorFiles.single(file, (*FLOATS, INT64) if counts else FLOATS)
     keys = {name: name if name in files.pieces else weight_name(name) for name in shapes}
     known: dict[str, tuple[int, ...]] = {key: shapes[name][:2] for name, key in keys.items()}
     known |= {name: tuple(p.shape) for name, p in dense.items()}

@@ -1,0 +1,133 @@
+"""Whether cores that share a batch's samples are faster than threads that share every operator: measured.
+
+What is timed is a step of the model itself, both ways, over tables that stand in for its own and are thrown
+away. Nothing of the run is trained, fetched or moved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.backend.calibrate import MARGIN, medians, sizes
+from recpipe.backend.choices import FIRST_SHARES, Choices
+from recpipe.backend.host import Notebook
+from recpipe.data.parts import batch_size
+from recpipe.embedding.collection import TableCollection
+from recpipe.embedding.resident import ResidentCollection
+from recpipe.embedding.tables import TableSet
+from recpipe.model.parts import undone
+from recpipe.model.placed import PlacedModel
+from recpipe.pipeline.cores import Cores
+from recpipe.pipeline.select import between
+from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+
+STAND_IN_BYTES = 64 << 20
+"""Of all tables that are looked up while a step is timed: more than a cache holds, and made in no time."""
+LEARNING_RATE = 1e-12
+SMALLEST = 128
+"""Samples of the smallest batch that is timed; smaller ones are not shared."""
+
+
+def measured_sharing(model: PlacedModel, batch: Any, size: int, folder: Path) -> Choices:
+    """The faster way through steps of ``model``, as it is or converted, with up to ``size`` samples.
+
+    ``batch``: one like those that will be trained. Known ways are taken from ``folder`` and measured ones
+    kept there, as by ``calibrated``.
+    """
+    threads, notebook = torch.get_num_threads(), Notebook(folder)
+    name, trial = signature(model, batch), _Trial(model)
+    chosen = dict.fromkeys(map(str, sizes(size)), "openmp")
+    for samples in sizes(size):
+        if SMALLEST <= samples <= batch_size(batch):
+            once = partial(trial.faster, between(batch, 0, samples))
+            chosen[str(samples)] = notebook.answer(name, threads, samples, once)
+    notebook.keep()
+    return {name: {str(threads): chosen}}
+
+
+def signature(model: PlacedModel, batch: Any) -> str:
+    """A name for models that take as long: of the same modules and sizes, with as many ids to look up."""
+    ids = model.inputs.count(batch) // max(1, batch_size(batch))
+    modules = [(path, type(module).__qualname__) for path, module in model.module.named_modules()]
+    shapes = [(name, tuple(p.shape)) for name, p in model.dense_parameters().items()]
+    groups = [
+        (g.tables.dim, g.tables.optimizer.name, len(g.tables.features), g.tables.pooled, g.tables.weighted)
+        for g in model.embeddings.tables.groups
+    ]
+    described = repr((modules, shapes, groups, ids.bit_length(), model.called.low_precision))
+    return f"model {hashlib.sha256(described.encode()).hexdigest()[:16]}"
+
+
+class _Trial:
+    """Steps of ``model`` over tables that stand in for its own."""
+
+    def __init__(self, model: PlacedModel) -> None:
+        self.model = model
+
+    @cached_property
+    def tables(self) -> dict[TableCollection, ResidentCollection]:
+        """What stands in for each group's collection: its tables, with fewer rows."""
+        groups, cpu = self.model.embeddings.tables.groups, torch.device("cpu")
+        rows = max(1, STAND_IN_BYTES // sum(len(g.tables.tables) * g.tables.record_bytes for g in groups))
+        return {
+            own: ResidentCollection(_with_rows(group.tables, rows), cpu)
+            for own, group in zip(self.model.embeddings.collections, groups, strict=True)
+        }
+
+    def faster(self, batch: Any) -> str:
+        """``openmp``, or one of ``FIRST_SHARES``."""
+        count = torch.get_num_threads()
+        shared = {name: Cores(count, partial(_always, first)) for name, first in FIRST_SHARES.items()}
+        dense, ids = list(self.model.dense_parameters().values()), self._ids(batch)
+        runs = [partial(self._step, ids, batch, dense, c) for c in (None, *shared.values())]
+        try:
+            with undone(self.model):
+                openmp, *times = medians(runs)
+        finally:
+            for cores in shared.values():
+                cores.close()
+            for parameter in dense:
+                parameter.grad = None
+        best, name = min(zip(times, shared, strict=True))
+        return name if best * MARGIN < openmp else "openmp"
+
+    def _step(
+        self, ids: list[KeyedJaggedTensor], batch: Any, dense: list[nn.Parameter], cores: Cores | None
+    ) -> None:
+        for parameter in dense:
+            parameter.grad = None
+        lookups = self.model.lookups(batch, None, {})
+        for lookup, own in zip(lookups.all, ids, strict=True):
+            lookup.collection, lookup.ids = self.tables[lookup.collection], own
+        accumulate(self.model, StagedBatch(batch), StepTimes(), cores, lookups)
+
+    def _ids(self, batch: Any) -> list[KeyedJaggedTensor]:
+        """Of each lookup, within the rows of the tables that stand in."""
+        found = []
+        for lookup in self.model.lookups(batch, None, {}).all:
+            tables = self.tables[lookup.collection].tables
+            rows = torch.tensor([tables.tables[table].rows for table in tables.table_of])
+            limits = rows.repeat_interleave(torch.tensor(lookup.ids.length_per_key()))
+            ids, values = lookup.ids, lookup.ids.values() % limits
+            found.append(
+                KeyedJaggedTensor(ids.keys(), values, ids.weights_or_none(), ids.lengths(), ids.offsets())
+            )
+        return found
+
+
+def _with_rows(tables: TableSet, most: int) -> TableSet:
+    """``tables`` with fewer rows, which learn next to nothing: however many steps, the loss stays finite."""
+    cut = tuple(replace(table, rows=min(table.rows, most), first=None) for table in tables.tables)
+    return replace(tables, tables=cut, optimizer=replace(tables.optimizer, lr=LEARNING_RATE))
+
+
+def _always(first: float, samples: int) -> float:
+    return first
