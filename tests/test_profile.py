@@ -117,19 +117,12 @@ def test_a_model_of_ones_own_has_phases_and_a_floor(tmp_path: Path, name: str, b
     assert ("interaction forward" in shown) == (name == "deepfm")
 
 
-class Halves(Cores):
-    """Two cores share whatever comes."""
-
-    def shares(self, samples: int, ids: int) -> list[int]:
-        return [samples // 2, samples]
-
-
 def test_parts_are_told_on_every_core_and_only_while_asked(tmp_path: Path) -> None:
     """Plain modules, samples shared by two cores: the training thread's own part, and its wait."""
     collection = collection_of("resident", "sgd", tmp_path)
     model = model_over(collection)
     staged = staged_of(collection, random_batch(np.random.default_rng(3), 64, True))
-    cores = Halves(2, 1, torch.float32)
+    cores = Cores(2, lambda samples: 1.0)
     before = {id(module): module.__dict__.get("forward") for module in model.modules()}
 
     def phases_of(told: bool) -> list[ProfiledStep]:
