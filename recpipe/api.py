@@ -163,10 +163,9 @@ def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
     in eval mode, in modules of torch and TorchRec alone.
 
     ``model`` None: recpipe's own, TorchRec's ``DLRM`` or ``DLRM_DCN``, which takes dense and sparse features
-    and
-    gives logits float32 [B, 1].
-    Else ``model``, of the class that was trained, with its parameters replaced. Nothing that a checkpoint
-    names is imported or executed. ``UserError`` where it is damaged or of another model.
+    and gives logits float32 [B, 1]. Else ``model``, of the class that was trained, with its parameters
+    replaced. Nothing that a checkpoint names is imported or executed. ``UserError`` where it is damaged or of
+    another model.
     """
     _prepare_process()
     from recpipe.tasks.load import load_checkpoint

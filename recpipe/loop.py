@@ -80,8 +80,7 @@ class Placed:
 def place(
     composed: DictConfig, directory: Path, model: nn.Module, data: GivenBatches, outer: ExitStack
 ) -> Placed:
-    """``recpipe.place`` with its overrides composed; scratch files go to ``directory``, which goes with
-    ``outer``."""
+    """``recpipe.place``, its overrides composed; ``directory``, for scratch files, goes with ``outer``."""
     cfg = Recipe.of(composed)
     if Process.current().world > 1:
         raise UserError("recpipe.place works in one process; several ranks train by recpipe.train")

@@ -30,8 +30,7 @@ def find_ids(batch: object, features: Sequence[str]) -> tuple[Place, ...]:
 
 
 def ids_at(batch: object, places: Sequence[Place], features: Sequence[str]) -> KeyedJaggedTensor:
-    """The ids of ``features``, in their order, from what lies at ``places``; as it is, where it has no
-    others."""
+    """The ids of ``features``, in their order, from what lies at ``places``; itself, if it has no others."""
     parts = [_at(batch, place) for place in places]
     ids = parts[0] if len(parts) == 1 else KeyedJaggedTensor.concat(parts)
     return in_order(ids, features)

@@ -1,5 +1,4 @@
-"""A model whose collections recpipe has replaced: the user's module, its fronts, and the tables behind
-them."""
+"""A model whose collections recpipe has replaced: the user's module, its fronts, and their tables."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ class PlacedModel(nn.Module):
         return self.called.predict(batch)
 
     def predict(self, batch: Any) -> torch.Tensor:
-        """``forward`` without gradients, for whoever has a trained model; ``DataError`` on an id of no
-        row."""
+        """``forward`` without gradients, for whoever has a trained model; ``DataError`` on an unknown id."""
         self.inputs.require_ids(batch)
         with torch.no_grad():
             scores: torch.Tensor = self(batch)
