@@ -112,9 +112,10 @@ def _refuse_what_needs_a_run(cfg: Recipe, assembly: Assembly) -> None:
     """``UserError`` for shards, and for plugins that take part in what is the user's own here."""
     if is_sharded(cfg.tiers, assembly):
         raise UserError("recpipe.place keeps tables in tiers and not in shards: train by recpipe.train")
-    taking_part = {owned.origin.plugin for owned in (*assembly.callbacks, *assembly.step)}
-    if taking_part:
+    callbacks = {owned.origin.plugin for owned in assembly.callbacks}
+    names = callbacks | {owned.origin.plugin for owned in assembly.step}
+    if names:
         raise PluginError(
-            f"{', '.join(sorted(taking_part))} takes part in Lightning's loop or in the step itself, which "
+            f"{', '.join(sorted(names))} takes part in Lightning's loop or in the step itself, which "
             "are yours here: train by recpipe.train, or drop it"
         )
