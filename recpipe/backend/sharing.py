@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.backend.calibrate import MARGIN, medians, sizes
+from recpipe.backend.calibrate import medians, sizes
 from recpipe.backend.choices import FIRST_SHARES, Choices
 from recpipe.backend.host import Notebook
 from recpipe.data.parts import batch_size
@@ -32,6 +32,9 @@ from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 STAND_IN_BYTES = 64 << 20
 """Of all tables that are looked up while a step is timed: more than a cache holds, and made in no time."""
 LEARNING_RATE = 1e-12
+MARGIN = 1.1
+"""Cores share a batch where that is so much faster: a run also reads and plans, which takes turns at Python
+with them and is not in the time measured."""
 SMALLEST = 128
 """Samples of the smallest batch that is timed; smaller ones are not shared."""
 
