@@ -136,14 +136,16 @@ def place(model: nn.Module, loader: Batches, *overrides: str) -> Placed:
     ``model`` is changed in place: its collections are replaced, and give back what TorchRec's would. Each
     batch of ``placed.loader`` must have been trained before the next is asked for; a plugin may have put its
     samples into another order. A plugin that cuts batches (Hotline) does so where ``model(batch)`` gives
-    ``(loss, output)`` and the loss is a mean or a sum over samples; the output is then detached. Overrides of
-    ``data``, ``trainer`` and ``optim.dense`` have no effect. Files go to a temporary directory until
-    ``placed.close()``, or to ``tiers.dir``.
+    ``(loss, output)`` and the loss is a mean or a sum over samples; the output is then detached.
+    ``trainer.backend`` says whether layers run by the CPU back end, whose kernels ``auto`` times first. Other
+    overrides of ``trainer``, and those of ``data`` and ``optim.dense``, have no effect. Files go to a
+    temporary directory until ``placed.close()``, or to ``tiers.dir``.
 
     Raises ``UserError`` for a plugin that needs Lightning's loop (FAE, Slipstream) and for several ranks.
     """
     _prepare_process()
     from recpipe.config import compose, readable_errors
+    from recpipe.data.cache import cached_in
     from recpipe.data.given import GivenBatches
     from recpipe.loop import place as placed_in
 
@@ -152,7 +154,8 @@ def place(model: nn.Module, loader: Batches, *overrides: str) -> Placed:
         data = loader if isinstance(loader, GivenBatches) else GivenBatches(loader)
         composed.data.batch_size = data.batch_size
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recpipe-")))
-        return placed_in(composed, scratch, model, data, stack)
+        with cached_in(scratch / "cache"):
+            return placed_in(composed, scratch, model, data, stack)
 
 
 def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
@@ -160,10 +163,9 @@ def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
     in eval mode, in modules of torch and TorchRec alone.
 
     ``model`` None: recpipe's own, TorchRec's ``DLRM`` or ``DLRM_DCN``, which takes dense and sparse features
-    and
-    gives logits float32 [B, 1].
-    Else ``model``, of the class that was trained, with its parameters replaced. Nothing that a checkpoint
-    names is imported or executed. ``UserError`` where it is damaged or of another model.
+    and gives logits float32 [B, 1]. Else ``model``, of the class that was trained, with its parameters
+    replaced. Nothing that a checkpoint names is imported or executed. ``UserError`` where it is damaged or of
+    another model.
     """
     _prepare_process()
     from recpipe.tasks.load import load_checkpoint

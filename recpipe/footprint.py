@@ -100,8 +100,7 @@ def dense_bytes(model: ModelConfig, dense_features: int, sparse_features: int) -
 
 def batch_bytes(cfg: Recipe, dataset: Dataset, trainers: int) -> int:
     """Of a trainer's share of a batch (ids, dense features, pooled rows) and of the batches read ahead; 0
-    where
-    the columns are not known."""
+    where the columns are not known."""
     if dataset.schema is None:  # batches that are made already
         return 0
     size = min(cfg.data.batch_size, dataset.size("train")) // trainers

@@ -33,8 +33,7 @@ NOTHING = Given()
 
 @dataclass
 class Outcome:
-    """What a run leaves: its ``report`` (as report.json, plan or comparison have it) and, of a training, the
-    model."""
+    """What a run leaves: its ``report`` (of report.json, plan or comparison); a training also the model."""
 
     report: dict[str, Any]
     model: nn.Module | None = None

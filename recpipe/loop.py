@@ -6,24 +6,25 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 from torch import nn
 
+from recpipe.backend.convert import revert
+from recpipe.backend.equip import equip_loop
+from recpipe.data.cache import default_cache_dir
 from recpipe.data.given import GivenBatches
-from recpipe.embedding.build import build_embeddings, is_sharded
-from recpipe.embedding.groups import collections_of, group_tables
-from recpipe.embedding.inputs import Inputs
+from recpipe.embedding.build import is_sharded
 from recpipe.errors import UserError
 from recpipe.launch import Process
-from recpipe.model.make import make_called
 from recpipe.model.parts import find_out
-from recpipe.model.placed import PlacedModel, put_fronts
+from recpipe.model.placed import PlacedModel
 from recpipe.pipeline.in_loop import InLoop
 from recpipe.pipeline.loader import TrainLoader
+from recpipe.placing import Unplaced
+from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.errors import PluginError
 from recpipe.ranks import Ranks
 from recpipe.recipe import Recipe
@@ -79,49 +80,42 @@ class Placed:
 def place(
     composed: DictConfig, directory: Path, model: nn.Module, data: GivenBatches, outer: ExitStack
 ) -> Placed:
-    """``recpipe.place`` with its overrides composed; scratch files go to ``directory``, which goes with
-    ``outer``."""
+    """``recpipe.place``, its overrides composed; ``directory``, for scratch files, goes with ``outer``."""
     cfg = Recipe.of(composed)
     if Process.current().world > 1:
         raise UserError("recpipe.place works in one process; several ranks train by recpipe.train")
     device, ranks = choose_device(cfg.trainer.device), Ranks()
     with ExitStack() as stack:
         run_dir = stack.enter_context(hold(directory))
-        called = make_called(cfg.model, data, device, model)
-        tables = group_tables(collections_of(model), cfg.optim.of_table, cfg.seed)
-        cfg.optim.check_tables([table.name for table in tables.tables])
-        first = next(data.batches("train", data.batch_size))
-        inputs = Inputs.of(tables, first)
+        unplaced = Unplaced.of(cfg, data, device, model)
+        inputs = unplaced.inputs
         steps = cfg.trainer.steps(data.num_batches("train", data.batch_size))
         assembly = assemble_plugins(cfg, data, inputs, cfg.tiers, device, steps, ranks)
-        if is_sharded(cfg.tiers, assembly):
-            raise UserError("recpipe.place keeps tables in tiers and not in shards: train by recpipe.train")
-        if assembly.callbacks or assembly.step:
-            names = sorted(
-                {o.origin.plugin for o in assembly.callbacks} | {o.origin.plugin for o in assembly.step}
-            )
-            raise PluginError(
-                f"{', '.join(names)} takes part in Lightning's loop or in the step itself, which are yours "
-                "here: train by recpipe.train, or drop it"
-            )
-        embeddings = build_embeddings(
-            inputs,
-            cfg.tiers,
-            assembly,
-            device,
-            run_dir,
-            data.batch_size,
-            ranks,
-            ids_per_bag=partial(data.ids_per_bag, data.batch_size),
-        )
+        _refuse_what_needs_a_run(cfg, assembly)
+        embeddings = unplaced.build(cfg, data, assembly, device, run_dir, ranks)
         tiers = stack.enter_context(closing_tiers(embeddings, inputs, ranks))
-        placed = PlacedModel(called, put_fronts(model, tables, embeddings), embeddings, inputs)
+        placed = unplaced.over(embeddings)
         if assembly.splitter is not None:
-            placed.parts = find_out(placed, first)
+            placed.parts = find_out(placed, unplaced.first_batch)
             if placed.parts.refused is not None:
                 assembly = replace(assembly, splitter=None)
+        stack.callback(revert, model)
+        equip_loop(cfg.trainer.backend, placed, data.batch_size, device, default_cache_dir() / "backend")
         loader = TrainLoader(data, data.batch_size, assembly, inputs, tiers, device, ranks)
         in_loop = InLoop(placed)
         stack.callback(in_loop.undo)
         outer.callback(stack.pop_all().close)
         return Placed(placed, PlacedLoader(loader, in_loop), outer.pop_all())
+
+
+def _refuse_what_needs_a_run(cfg: Recipe, assembly: Assembly) -> None:
+    """``UserError`` for shards, and for plugins that take part in what is the user's own here."""
+    if is_sharded(cfg.tiers, assembly):
+        raise UserError("recpipe.place keeps tables in tiers and not in shards: train by recpipe.train")
+    callbacks = {owned.origin.plugin for owned in assembly.callbacks}
+    names = callbacks | {owned.origin.plugin for owned in assembly.step}
+    if names:
+        raise PluginError(
+            f"{', '.join(sorted(names))} takes part in Lightning's loop or in the step itself, which "
+            "are yours here: train by recpipe.train, or drop it"
+        )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 
@@ -15,12 +14,20 @@ PHASES = (
     "embedding forward",
     "interaction forward",
     "MLP forward",
+    "dense forward",
+    "dense backward",
     "MLP backward",
     "interaction backward",
     "embedding backward and update",
     "dense optimizer",
 )
-"""In the order of a step. They do not overlap; what a step takes beyond their sum is overhead."""
+"""In the order of a step. A phase inside of another one does not count to it: "dense" is what a model does
+beside its layers and interactions. What a step takes beyond their sum is overhead."""
+BACKWARD = {
+    "embedding forward": "embedding backward and update",
+    **{f"{part} forward": f"{part} backward" for part in ("interaction", "MLP", "dense")},
+}
+"""Where the gradients of what a phase has computed are made."""
 _OFF = nullcontext()
 _watched = False
 
@@ -34,36 +41,6 @@ def watch(on: bool) -> None:
 def phase(name: str) -> AbstractContextManager[None]:
     """A range of this name in the trace, where one is made; on a GPU it waits for its kernels."""
     return _range(name) if _watched else _OFF
-
-
-def ranged(part: str, module: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """``module(*inputs)`` in a range "<part> forward", and its backward pass in one "<part> backward"."""
-    if not _watched:
-        return module(*inputs)
-    anchor = torch.zeros(0, requires_grad=True)  # makes autograd call it where no input has a gradient
-    out: torch.Tensor = _Ranged.apply(anchor, part, module, *inputs)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Ranged(torch.autograd.Function):
-    """Runs a module's backward pass as a step of its own, so that it can be timed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, part: str, module: Callable[..., torch.Tensor], *inputs: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.part = part
-        with phase(f"{part} forward"), torch.enable_grad():
-            ctx.leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-            ctx.out = module(*ctx.leaves)
-        found: torch.Tensor = ctx.out.detach()
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with phase(f"{ctx.part} backward"):
-            torch.autograd.backward(ctx.out, gradient)
-        return None, None, None, *(leaf.grad for leaf in ctx.leaves)
 
 
 @contextmanager

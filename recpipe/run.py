@@ -22,24 +22,20 @@ from recpipe.clock import run_start
 from recpipe.console import heard, log
 from recpipe.data.cache import default_cache_dir
 from recpipe.data.make import open_dataset
-from recpipe.embedding.build import build_embeddings, is_sharded, plan_shards
+from recpipe.embedding.build import is_sharded, plan_shards
 from recpipe.embedding.capabilities import SendsAhead
-from recpipe.embedding.groups import collections_of, group_tables
-from recpipe.embedding.inputs import Inputs
 from recpipe.errors import UserError
 from recpipe.footprint import require_inputs, require_memory
 from recpipe.given import NOTHING, Given, Outcome
 from recpipe.launch import Process, joined, require_same_data
 from recpipe.metrics import reset_peak_rss
-from recpipe.model.config import ModelConfig
-from recpipe.model.make import make_called
 from recpipe.model.matmul import require_bfloat16_units, vector_units
 from recpipe.model.module import RankingModule
-from recpipe.model.placed import PlacedModel, put_fronts
 from recpipe.model.resume import check_resumable
 from recpipe.model.sizes import sizes_of
 from recpipe.optim import dense_optimizer, try_out
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
+from recpipe.placing import Unplaced
 from recpipe.quiet import quieted
 from recpipe.ranks import Ranks
 from recpipe.recipe import Recipe
@@ -134,10 +130,6 @@ def run_on(
         require_bfloat16_units(device)
     profile = cfg.task if isinstance(cfg.task, ProfileConfig) else None
     if profile is not None:
-        if not isinstance(model_config, ModelConfig):
-            raise UserError(
-                "task=profile knows the floor of recpipe's own models alone: model=dlrm or dlrm_dcn"
-            )
         trainer_config = profile.shortened(trainer_config)
     checkpoints = trainer_config.checkpoints(run_dir.path)
     logger = make_logger(trainer_config.logger, run_dir.path) if leads else None
@@ -152,11 +144,8 @@ def run_on(
     # 3. The model with its tables still to be placed, and where the batches have their ids.
     L.seed_everything(cfg.seed, verbose=False)
     require_inputs(cfg, dataset, ranks, device)
-    called = make_called(model_config, dataset, device, given.model)
-    tables = group_tables(collections_of(called.module), cfg.optim.of_table, cfg.seed)
-    cfg.optim.check_tables([table.name for table in tables.tables])
-    first_batch = next(dataset.batches("train", cfg.data.batch_size))
-    inputs = Inputs.of(tables, first_batch)
+    unplaced = Unplaced.of(cfg, dataset, device, given.model)
+    called, tables, inputs = unplaced.called, unplaced.tables, unplaced.inputs
 
     # 4. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
     log.info("planning: plugins %s", ", ".join(cfg.plugins) or "none")
@@ -182,24 +171,14 @@ def run_on(
     # serves them here.
     reset_peak_rss()
     log.info("building %d tables: %s", len(tables.tables), readable_bytes(tables.total_bytes))
-    embeddings = build_embeddings(
-        inputs,
-        tier_config,
-        assembly,
-        device,
-        run_dir,
-        cfg.data.batch_size,
-        ranks,
-        shards,
-        partial(dataset.ids_per_bag, cfg.data.batch_size),
-    )
+    embeddings = unplaced.build(cfg, dataset, assembly, device, run_dir, ranks, shards)
     trainers = ranks.channel(ranks.trainers)
     with ExitStack() as open_tiers:
         tiers = open_tiers.enter_context(closing_tiers(embeddings, inputs, ranks))
         if not ranks.trains:
             embeddings.serve()
             return Outcome({})
-        model = PlacedModel(called, put_fronts(called.module, tables, embeddings), embeddings, inputs)
+        model = unplaced.over(embeddings)
 
         if model_config.pretrained:
             names = load_pretrained(Path(model_config.pretrained).expanduser(), model)
@@ -214,7 +193,7 @@ def run_on(
             trainer_config.backend,
             model,
             assembly,
-            first_batch,
+            unplaced.first_batch,
             cfg.data.batch_size,
             device,
             ranks,
@@ -231,7 +210,7 @@ def run_on(
         callbacks = [recorder, figures, *(owned.part for owned in assembly.callbacks), *own_callbacks]
         if cfg.task.nudge:
             callbacks.append(Nudge(embeddings, module.dense))
-        profiler = StepProfiler(profile, recorder, device) if profile and leads else None
+        profiler = StepProfiler(profile, recorder, model, device) if profile and leads else None
         if profiler is not None:
             callbacks.insert(1, profiler)
         evaluates = len(evaluation) > 0 and profile is None
@@ -250,10 +229,7 @@ def run_on(
         if leads:
             files.write_json("report.json", report.to_dict())
             if profiler is not None:
-                assert isinstance(model_config, ModelConfig)
-                profiler.complete(
-                    report, model_config, len(dataset.known_schema().dense), tables.groups[0].tables, files
-                )
+                profiler.complete(report, model_config, files)
                 files.write_json("report.json", report.to_dict())
         if leads and stopped is None:
             # Here, not above: training does not wait for what only reports need.

@@ -7,6 +7,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.dataset import SparseFeature
+from recpipe.embedding.planner import Bags, table_bags
 from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.floor import machine
 from recpipe.floor.machine import Machine, measure
@@ -16,13 +17,15 @@ from recpipe.floor.workload import (
     Work,
     count_lookups,
     dense_work,
+    embedding_work,
     optimizer_work,
-    workload,
 )
 from recpipe.model.config import ModelConfig
-from recpipe.phases import PHASES
 
 GIGA = 1e9
+TABLES = TableSet.one_each(
+    (SparseFeature("a", 50), SparseFeature("b", 50)), 4, TableOptimizer("rowwise_adagrad", 0.1), 1
+)
 
 
 def test_flops_of_the_usual_dlrm_settings() -> None:
@@ -72,26 +75,33 @@ def test_cross_layers_are_counted() -> None:
 def test_lookups_and_distinct_rows_of_real_batches() -> None:
     """Equal ids of two features are two rows, since each has its own table."""
 
-    def batch(ids: list[int], lengths: list[int]) -> KeyedJaggedTensor:
-        return KeyedJaggedTensor(["a", "b"], torch.tensor(ids), lengths=torch.tensor(lengths))
+    def batch(ids: list[int], lengths: list[int]) -> Bags:
+        lookups = KeyedJaggedTensor(["a", "b"], torch.tensor(ids), lengths=torch.tensor(lengths))
+        return table_bags(TABLES, lookups)
 
     first, second = batch([1, 1, 2, 7, 7, 1], [2, 1, 1, 2]), batch([3, 3], [1, 0, 0, 1])
     assert count_lookups([first]) == Lookups(2, 6, 4)
     assert count_lookups([first, second]) == Lookups(2, 4, 3)
+    assert count_lookups([first]) + count_lookups([first, second]) == Lookups(2, 10, 7)
 
 
 def test_embedding_bytes_by_hand() -> None:
     """10 samples, 2 tables of dim 4 with row-wise Adagrad (5 floats a row), 12 distinct rows."""
-    tables = TableSet.one_each(
-        (SparseFeature("a", 50), SparseFeature("b", 50)), 4, TableOptimizer("rowwise_adagrad", 0.1), 1
-    )
-    optimizer = Work(streamed_bytes=99)
-    work = workload(ModelConfig("dlrm", 4, [5], [6]), 3, tables, Lookups(10, 40, 12), optimizer)
+    work = embedding_work([(TABLES, Lookups(10, 40, 12))])
     pooled = 10 * 2 * 4 * 4
-    assert work["embedding forward"] == Work(0, pooled, 12 * 4 * 4)
-    assert work["embedding backward and update"] == Work(0, pooled, 2 * 12 * 5 * 4)
-    assert work["dense optimizer"] is optimizer
-    assert set(work) == set(PHASES)
+    assert work == {
+        "embedding forward": Work(0, pooled, 12 * 4 * 4),
+        "embedding backward and update": Work(0, pooled, 2 * 12 * 5 * 4),
+    }
+
+
+def test_groups_of_tables_add_up() -> None:
+    """The tables of above, and rows of dim 8 under SGD that are handed out one for each of 7 ids."""
+    sequences = TableSet(TABLES.tables[:1], 8, TableOptimizer("sgd", 0.1), 1, pooled=False)
+    work = embedding_work([(TABLES, Lookups(10, 40, 12)), (sequences, Lookups(10, 7, 5))])
+    handed_out = 10 * 2 * 4 * 4 + 7 * 8 * 4
+    assert work["embedding forward"] == Work(0, handed_out, 12 * 4 * 4 + 5 * 8 * 4)
+    assert work["embedding backward and update"].gathered_bytes == 2 * (12 * 5 * 4 + 5 * 8 * 4)
 
 
 @pytest.mark.parametrize(("name", "streams"), [("SGD", 3 * 40), ("Adagrad", 3 * 40 + 2 * (40 + 4))])

@@ -23,8 +23,7 @@ def slack(lookahead: int, cleanup: int, around: int) -> int:
 
 
 class Ahead(Generic[S]):
-    """One stream of batches: ``batches`` is what training gets, ``steps`` what is made
-    of the plans.
+    """One stream of batches: ``batches`` is what training gets, ``steps`` what is made of the plans.
 
     The two are read by different threads. Planning starts with the first batch that is asked for.
     """

@@ -47,8 +47,7 @@ class Replicas(RowCollection):
     """This trainer's replicas, driven by the oracle's plans of the stream that ``stream`` wraps.
 
     ``cleanup`` is the oracle's interval, ``lookahead`` its window; ``early`` moves the prefetch gate by so
-    many batches and is for
-    tests: anything but 0 is wrong.
+    many batches and is for tests: anything but 0 is wrong.
     """
 
     def __init__(

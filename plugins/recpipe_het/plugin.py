@@ -70,8 +70,7 @@ class CachedTables(TablePolicy):
         if parts.group:
             raise PluginError(
                 "het serves one group of tables, and the model's differ in dimension, optimizer or "
-                "collection: "
-                "give them one of each, or use another plugin"
+                "collection: give them one of each, or use another plugin"
             )
         layout = parts.tables.layout
         updates = np.array([self.bounds.get(name, self.bound) for name in layout.tables], np.int64)

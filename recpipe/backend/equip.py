@@ -113,6 +113,14 @@ def equip(
     return Backend(kind, model, choices, cores, signature(model, batch))
 
 
+def equip_loop(kind: str, model: PlacedModel, batch_size: int, device: torch.device, cache_dir: Path) -> None:
+    """Convert ``model`` for a loop of the user's own: no cores share its batches, and its pooled rows are in
+    the loop's graph, without room."""
+    if kind != "plain" and device.type == "cpu":
+        choices = calibrated(model.module, batch_size, {torch.get_num_threads()}, cache_dir)
+        convert(model.module, choices, measured_only=kind == "auto")
+
+
 def _convert(model: PlacedModel, kind: str, choices: Choices) -> None:
     revert(model.module)
     convert(model.module, choices, measured_only=kind == "auto")

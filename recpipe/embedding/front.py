@@ -206,8 +206,8 @@ def _rows_of(collection: TableCollection, path: str) -> RowCollection:
     if not isinstance(collection, RowCollection):
         raise UserError(
             f"the model calls its collection '{path}' with ids that are not the batch's own, which "
-            f"{type(collection).__name__} cannot look up: use tiers.policy=resident, or hand the batch's "
-            f"ids on"
+            f"{type(collection).__name__} cannot look up: use tiers.policy=resident, or hand on the ids of "
+            "the batch"
         )
     return collection
 
@@ -233,8 +233,7 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         means = [table.pooling == PoolingType.MEAN for table in self.configs for _ in table.feature_names]
         self._means = np.array(means)
         self.wants_room = False
-        """Whether the model writes one more feature in front of the pooled rows
-        (``recpipe.backend.room``)."""
+        """Whether the model writes one more feature before the pooled rows (``recpipe.backend.room``)."""
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """As TorchRec's collection."""
@@ -318,8 +317,7 @@ class SequenceFront(Front, EmbeddingCollectionInterface):  # type: ignore[misc]
 
 
 def front_of(path: str, collection: nn.Module) -> Front | None:
-    """The front that can stand where ``collection`` stands; None where that is no collection of
-    TorchRec's."""
+    """What can stand in the place of ``collection``; None where that is no collection of TorchRec's."""
     if isinstance(collection, EmbeddingBagCollection):
         return BagFront(path, collection)
     if isinstance(collection, EmbeddingCollection):

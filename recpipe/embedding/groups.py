@@ -59,8 +59,7 @@ class ModelTables:
 
     @cached_property
     def bases(self) -> NDArray[np.int64]:
-        """Number of each group's row 0 among the rows of all, and of the row after the last: int64 [G +
-        1]."""
+        """Number of each group's row 0 among all rows, and of the row after the last: int64 [G + 1]."""
         return np.array([0, *accumulate(g.tables.layout.total_rows for g in self.groups)], np.int64)
 
     @property
@@ -89,8 +88,7 @@ def collections_of(model: nn.Module) -> dict[str, nn.Module]:
     if not found:
         raise UserError(
             f"{type(model).__name__} holds no EmbeddingBagCollection and no EmbeddingCollection of "
-            f"TorchRec's: "
-            "there is no table that recpipe could place"
+            "TorchRec's: there is no table that recpipe could place"
         )
     return found
 
@@ -168,8 +166,7 @@ def _refuse(config: BaseEmbeddingConfig, path: str) -> None:
     if config.data_type != DataType.FP32:
         raise UserError(
             f"table '{config.name}' of '{path}' is stored as {config.data_type.name}; recpipe trains "
-            f"tables of "
-            "FP32: leave data_type out"
+            "tables of FP32: leave data_type out"
         )
     if config.embedding_dim % 4:
         raise UserError(

@@ -74,8 +74,7 @@ class Inputs:
                 require_ids(ids, rows)
 
     def lookups(self, batch: object) -> Bags:
-        """All groups' lookups by the rows' numbers among those of all tables; ``DataError`` on an unknown
-        id."""
+        """All groups' lookups by the rows' numbers among all tables'; ``DataError`` on an unknown id."""
         found = [self.bags(batch, group) for group in range(len(self.places))]
         if len(found) == 1:
             return found[0]

@@ -98,8 +98,7 @@ class ResidentCollection(RowCollection):
         return list(self._threads.map(work, range(len(self.tbes))))
 
     def group_lookup(self, group: int, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Rows of one group's features: pooled, float32 [B, F of the group * D], or float32 [L of them,
-        D]."""
+        """Rows of one group's F features: pooled, float32 [B, F * D], or of its L lookups, [L, D]."""
         batch, offsets = sparse.stride(), sparse.offsets().long()
         first, last = (cut * batch for cut in self._cuts[group : group + 2])
         mine = offsets[first : last + 1]

@@ -92,8 +92,7 @@ def distinct(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def looked_up(tables: TableSet, weights: torch.Tensor, which: NDArray[np.int64], bags: Bags) -> torch.Tensor:
-    """What a lookup gives where lookup i of ``bags`` finds row ``which[i]`` of ``weights`` (float32 [U,
-    D])."""
+    """What lookups give where lookup i of ``bags`` finds row ``which[i]`` of float32 ``weights`` [U, D]."""
     at = torch.from_numpy(which).to(weights.device)
     if not tables.pooled:
         return weights[at]

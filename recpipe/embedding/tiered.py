@@ -46,8 +46,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
     """TorchRec's ``EmbeddingBagCollection`` interface (KJT in, KeyedTensor out) over tiers.
 
     Args:
-        tables: what is stored; all tables share dimension and optimizer; rows are summed by bag, or not
-        pooled.
+        tables: what is stored, of one dimension and optimizer; rows are summed by bag, or not pooled.
         policy: which rows are resident when; sees the space of ``slots``.
         slots: resident rows, over all tables.
         store: the cold tier; holds every row at first. Owned: ``close`` closes it.

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from recpipe.phases import PHASES, PREFIX
+from recpipe.phases import BACKWARD, PHASES, PREFIX
 
 STEP = f"{PREFIX}step"
 """The range of a whole step in the trace."""
 MICROSECONDS = 1e3
 """In a millisecond."""
+_GRADIENT = "autograd::engine::evaluate_function: "
+"""Of the names of events in which autograd runs one operation's backward."""
 OVERHEAD = "overhead"
 """What a step takes beyond its phases."""
 
@@ -28,23 +30,62 @@ class ProfiledStep:
     """By name; those of ``PHASES`` that the step went through."""
 
 
+@dataclass
+class _Range:
+    """Of a phase, in microseconds."""
+
+    phase: str
+    start: float
+    end: float
+    own: float
+    """Without the phases inside of it."""
+
+
 def profiled_steps(events: Sequence[Any]) -> list[ProfiledStep]:
     """The steps among a profile's ``events``; a phase belongs to the step in which it starts, in its thread.
 
     ``events``: as of ``torch.profiler.profile.events()``, each with ``name``, ``time_range`` (microseconds),
-    ``thread`` and ``device_type``: on a GPU each range is there a second time, as the device saw it.
+    ``thread``, ``sequence_nr`` and ``device_type``: on a GPU each range is there a second time, as the device
+    saw it.
     """
-    ranges = [e for e in events if e.name.startswith(PREFIX) and e.device_type.name == "CPU"]
+    on_host = [e for e in events if e.device_type.name == "CPU"]
+    steps = sorted((e for e in on_host if e.name == STEP), key=lambda e: e.time_range.start)
+    ranges = {
+        thread: _ranges(e for e in on_host if e.thread == thread and e.name != STEP)
+        for thread in {step.thread for step in steps}
+    }
     found = []
-    for step in sorted((e for e in ranges if e.name == STEP), key=lambda e: e.time_range.start):
+    for step in steps:
         start, end = step.time_range.start, step.time_range.end
         phases: dict[str, float] = {}
-        for event in ranges:
-            name = event.name.removeprefix(PREFIX)
-            here = event.thread == step.thread and start <= event.time_range.start < end
-            if here and name in PHASES:
-                phases[name] = phases.get(name, 0.0) + event.time_range.elapsed_us() / MICROSECONDS
+        for range_ in ranges[step.thread]:
+            if start <= range_.start < end:
+                phases[range_.phase] = phases.get(range_.phase, 0.0) + range_.own / MICROSECONDS
         found.append(ProfiledStep((end - start) / MICROSECONDS, phases))
+    return found
+
+
+def _ranges(events: Iterable[Any]) -> list[_Range]:
+    """One thread's phases: those that the program tells, and each operation's backward pass, which belongs
+    to the phase in which the operation ran: they have one number (``sequence_nr``)."""
+    found: list[_Range] = []
+    around: list[_Range] = []
+    backward_of: dict[int, str | None] = {}
+    for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):
+        start, end = event.time_range.start, event.time_range.end
+        while around and around[-1].end <= start:
+            around.pop()
+        name = event.name.removeprefix(PREFIX) if event.name.startswith(PREFIX) else None
+        if event.name.startswith(_GRADIENT):
+            name = backward_of.get(event.sequence_nr)
+        elif event.sequence_nr >= 0:
+            # The last operation of a number is the one to be differentiated.
+            backward_of[event.sequence_nr] = BACKWARD.get(around[-1].phase) if around else None
+        if name in PHASES:
+            if around:
+                around[-1].own -= min(end, around[-1].end) - start
+            found.append(_Range(name, start, end, end - start))
+            around.append(found[-1])
     return found
 
 

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.embedding.planner import Bags
 from recpipe.embedding.tables import TableSet
 from recpipe.model.config import ModelConfig
 
@@ -41,46 +42,39 @@ class Lookups:
     lookups: float
     distinct_rows: float
 
+    def __add__(self, other: Lookups) -> Lookups:
+        """Of the same batches in more tables."""
+        return Lookups(self.samples, self.lookups + other.lookups, self.distinct_rows + other.distinct_rows)
 
-def count_lookups(batches: Sequence[KeyedJaggedTensor]) -> Lookups:
-    """Count real batches, each feature with a table of its own."""
-    samples = lookups = distinct = 0
-    for batch in batches:
-        ends = batch.offset_per_key()
-        samples += batch.stride()
-        lookups += batch.values().numel()
-        distinct += sum(len(torch.unique(batch.values()[low:high])) for low, high in pairwise(ends))
+
+def count_lookups(batches: Sequence[Bags]) -> Lookups:
+    """Count real batches' lookups in one group of tables."""
     count = len(batches)
-    return Lookups(samples / count, lookups / count, distinct / count)
+    return Lookups(
+        sum(bags.batch_size for bags in batches) / count,
+        sum(len(bags.rows) for bags in batches) / count,
+        sum(len(np.unique(bags.rows)) for bags in batches) / count,
+    )
 
 
-def workload(
-    model: ModelConfig, dense_features: int, tables: TableSet, lookups: Lookups, optimizer: Work
-) -> dict[str, Work]:
-    """The phases' work for a batch; ``optimizer`` is the dense part's, of ``optimizer_work``.
-
-    Reading the batch counts nothing: a thread does it while the batch before trains.
-    """
-    features = len(tables.features)
-    pooled_bytes = FLOAT_BYTES * lookups.samples * features * tables.dim
-    rows = lookups.distinct_rows
+def embedding_work(groups: Sequence[tuple[TableSet, Lookups]]) -> dict[str, Work]:
+    """Of the lookups in all groups of tables: rows read, handed out, and updated by their gradients."""
+    handed_out = read = updated = 0.0
+    for tables, lookups in groups:
+        rows = lookups.samples * len(tables.features) if tables.pooled else lookups.lookups
+        handed_out += FLOAT_BYTES * rows * tables.dim
+        read += FLOAT_BYTES * lookups.distinct_rows * tables.dim
+        updated += 2 * lookups.distinct_rows * tables.record_bytes
     return {
-        "input": Work(),
-        "embedding forward": Work(
-            streamed_bytes=pooled_bytes, gathered_bytes=rows * FLOAT_BYTES * tables.dim
-        ),
-        **dense_work(model, dense_features, features, lookups.samples),
-        "embedding backward and update": Work(
-            streamed_bytes=pooled_bytes, gathered_bytes=2 * rows * tables.record_bytes
-        ),
-        "dense optimizer": optimizer,
+        "embedding forward": Work(streamed_bytes=handed_out, gathered_bytes=read),
+        "embedding backward and update": Work(streamed_bytes=handed_out, gathered_bytes=updated),
     }
 
 
 def dense_work(
     model: ModelConfig, dense_features: int, sparse_features: int, samples: float
 ) -> dict[str, Work]:
-    """The MLPs' and the interaction's work, forward and backward, for ``samples`` samples.
+    """The MLPs' and the interaction's work in recpipe's own models, forward and backward, for ``samples``.
 
     A layer's backward pass has two products of its forward's size, one for the weights' gradient and one
     for the input's; the bottom MLP's first layer needs none of the latter. Without dense features the bottom

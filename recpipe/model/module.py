@@ -50,8 +50,7 @@ class EvaluationStopped(BaseException):
 
 
 class RankingModule(L.LightningModule):
-    """Trains a ``PlacedModel``: the tables in their own backward pass, the dense part by
-    ``make_optimizer``."""
+    """Trains a ``PlacedModel``: tables in their own backward pass, the dense part by ``make_optimizer``."""
 
     def __init__(
         self,
@@ -233,8 +232,7 @@ class RankingModule(L.LightningModule):
         return nn.modules.module._IncompatibleKeys([], [])
 
     def check_dense(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """``UserError`` unless ``saved`` is of this model's dense part, ``Damaged`` on values of another
-        kind."""
+        """``UserError`` unless ``saved`` is of this dense part, ``Damaged`` on values of another kind."""
         own = self.model.dense_state()
         if own.keys() != saved.keys():
             raise UserError(

@@ -1,5 +1,4 @@
-"""A model whose collections recpipe has replaced: the user's module, its fronts, and the tables behind
-them."""
+"""A model whose collections recpipe has replaced: the user's module, its fronts, and their tables."""
 
 from __future__ import annotations
 
@@ -19,6 +18,7 @@ from recpipe.embedding.groups import ModelTables, collections_of
 from recpipe.embedding.inputs import GroupIds, Inputs
 from recpipe.errors import UserError
 from recpipe.model.call import Called
+from recpipe.phases import phase
 from recpipe.pipeline.lookups import BatchLookups, GroupLookup, Part
 from recpipe.pipeline.tiers import BatchPlan
 
@@ -92,8 +92,7 @@ class PlacedModel(nn.Module):
         return self.called.predict(batch)
 
     def predict(self, batch: Any) -> torch.Tensor:
-        """``forward`` without gradients, for whoever has a trained model; ``DataError`` on an id of no
-        row."""
+        """``forward`` without gradients, for whoever has a trained model; ``DataError`` on an unknown id."""
         self.inputs.require_ids(self.inputs.each(batch))
         with torch.no_grad():
             scores: torch.Tensor = self(batch)
@@ -160,7 +159,7 @@ class PlacedModel(nn.Module):
 
     def train_part(self, rows: Mapping[Front, Part], batch: Any, share: float) -> torch.Tensor:
         """What ``batch``, which is ``share`` of a whole one, adds to the whole one's loss, with ``rows``."""
-        with handing_out(rows):
+        with handing_out(rows), phase("dense forward"):
             loss, _ = self.called(batch)
         return loss if share == 1 or self.parts.sums else loss * share
 
@@ -184,8 +183,9 @@ class PlacedModel(nn.Module):
 
     def update_late(self) -> None:
         """The step of rows that the model looked up by ids of its own making."""
-        for front in self.fronts.values():
-            front.update_late()
+        with phase("embedding backward and update"):
+            for front in self.fronts.values():
+                front.update_late()
 
     @property
     def late_calls(self) -> int:

@@ -17,6 +17,7 @@ from recpipe.embedding.front import Front
 from recpipe.embedding.inputs import GroupIds
 from recpipe.errors import UserError
 from recpipe.model.placed import PlacedModel
+from recpipe.phases import phase
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.lookups import BatchLookups, GroupLookup, Part
 from recpipe.pipeline.select import between
@@ -121,7 +122,8 @@ class _Step:
             self.lookups.backward(staged.alone)
             self.model.update_late()
         if added is not None:
-            added.result()
+            with phase("dense backward"):
+                added.result()
             self._shared.clear()  # its parts hold this step
         self._count(started)
         return loss
@@ -178,7 +180,8 @@ class _Step:
             return self._nothing_trained()
         loss = self._forward(*self._part(low, high))
         self._go_on()
-        torch.autograd.backward(loss)
+        with phase("dense backward"):
+            torch.autograd.backward(loss)
         return loss.detach()
 
     def _nothing_trained(self) -> torch.Tensor:
@@ -209,7 +212,8 @@ class _Step:
                 self._look_up(shared=True)
             self._go_on()
             parts[0].train()
-            loss = torch.stack([part.rows_done.result() for part in parts]).sum()
+            with phase("dense backward"):
+                loss = torch.stack([part.rows_done.result() for part in parts]).sum()
         if self.model.late_calls != self._late_calls:
             raise UserError(
                 "the model looks rows up by ids of its own making, but did not for the first samples; cores "
@@ -276,7 +280,8 @@ class _CorePart:
             for row in rows
         ]
         try:
-            found = torch.autograd.grad(loss, [*leaves, *self.step.dense], allow_unused=True)
+            with phase("dense backward"):
+                found = torch.autograd.grad(loss, [*leaves, *self.step.dense], allow_unused=True)
         finally:
             for hook in hooks:  # which hold their leaves, and are held by them
                 hook.remove()

@@ -17,7 +17,10 @@ from matplotlib.ticker import EngFormatter, FuncFormatter
 
 # matplotlib writes colours into the SVG; this one, used for nothing else, becomes the page's text colour.
 _INK = "#010203"
-COLOURS = ("#3b82c4", "#d9822b", "#3f9c6b", "#b0527f", "#8a6fc7", "#9b8b3c", "#4ba3a8", "#c05a4a", "#8b929c")
+COLOURS = (
+    *("#3b82c4", "#d9822b", "#3f9c6b", "#b0527f", "#8a6fc7", "#9b8b3c"),
+    *("#4ba3a8", "#c05a4a", "#8b929c", "#5d6fb3", "#a9714b"),
+)
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "recpipe",

@@ -17,10 +17,16 @@ COLUMNS = ("phase", "ms", "share", "floor ms", "x floor")
 
 
 def rows(profile: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """One row of ``COLUMNS`` for each phase, and the step's; ``-`` where there is nothing to compare."""
+    """One row of ``COLUMNS`` for each phase that the model has, and the step's; ``-`` where there is nothing
+    to compare."""
     step_ms = profile["step_ms"]
-    phases = [_row(name, p["ms"], p["floor_ms"], step_ms) for name, p in profile["phases"].items()]
+    phases = [_row(name, p["ms"], p["floor_ms"], step_ms) for name, p in _there(profile).items()]
     return [*phases, _row("step", step_ms, profile["floor"]["ms"], step_ms)]
+
+
+def _there(profile: Mapping[str, Any]) -> dict[str, Any]:
+    """The phases that took time or should have."""
+    return {name: p for name, p in profile["phases"].items() if p["ms"] is not None or p["floor_ms"]}
 
 
 def _row(name: str, ms: float | None, floor_ms: float, step_ms: float) -> tuple[str, ...]:
@@ -85,6 +91,5 @@ def print_profile(profile: Mapping[str, Any], directory: Path, console: Console 
 
 def bars(profile: Mapping[str, Any]) -> list[plots.Plot]:
     """The step and its floor, each a bar of its phases."""
-    phases = profile["phases"]
-    parts = {name: [p["ms"] or 0.0, p["floor_ms"]] for name, p in phases.items()}
+    parts = {name: [p["ms"] or 0.0, p["floor_ms"]] for name, p in _there(profile).items()}
     return [plots.stacked("A step and its floor, by phase", ["achieved", "floor"], parts, "ms")]

@@ -27,8 +27,7 @@ def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Modu
 
     ``model`` None: recpipe's own, made by the sizes in the checkpoint. Else ``model`` with its parameters
     and saved buffers replaced: those of embedding collections are named after their tables, all others as
-    they were trained.
-    ``UserError`` where the two do not fit, before a parameter is changed.
+    they were trained. ``UserError`` where the two do not fit, before a parameter is changed.
     """
     directory = newest(checkpoint.expanduser())
     trainer = open_checkpoint(directory)

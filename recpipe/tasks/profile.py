@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from statistics import fmean
 from typing import Any, TypeVar
 
 import lightning as L
 import torch
 from torch._C._profiler import _ExperimentalConfig
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe import phases
-from recpipe.embedding.tables import TableSet
 from recpipe.floor import machine
+from recpipe.floor.parts import tell_parts
 from recpipe.floor.roofline import floors_ms
 from recpipe.floor.trace import (
     OVERHEAD,
@@ -24,8 +24,18 @@ from recpipe.floor.trace import (
     profiled_steps,
     top_operators,
 )
-from recpipe.floor.workload import Lookups, Work, count_lookups, optimizer_work, workload
-from recpipe.model.config import ModelConfig
+from recpipe.floor.traced import Traced
+from recpipe.floor.workload import (
+    FLOAT_BYTES,
+    Lookups,
+    Work,
+    count_lookups,
+    dense_work,
+    embedding_work,
+    optimizer_work,
+)
+from recpipe.model.config import ModelConfig, UserModel
+from recpipe.model.placed import PlacedModel
 from recpipe.phases import PHASES
 from recpipe.pipeline.step import StagedBatch
 from recpipe.report.files import ReportFiles
@@ -57,23 +67,30 @@ class ProfileConfig(TaskConfig):
         return replace(only, max_steps=steps, max_epochs=steps)
 
 
+def _nothing() -> None:
+    pass
+
+
 class StepProfiler(L.Callback):
     """Switches torch's profiler on for the last steps; place it behind ``recorder``, whose clock it uses."""
 
-    def __init__(self, config: ProfileConfig, recorder: Recorder, device: torch.device) -> None:
-        self.config, self.recorder, self.device = config, recorder, device
+    def __init__(
+        self, config: ProfileConfig, recorder: Recorder, model: PlacedModel, device: torch.device
+    ) -> None:
+        self.config, self.recorder, self.model, self.device = config, recorder, model, device
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        # Two cores may share a batch. torch has no public switch that makes it watch other threads.
+        # Several cores may share a batch. torch has no public switch that makes it watch other threads.
         watched = _ExperimentalConfig(profile_all_threads=device.type == "cpu")
         self.profiler = torch.profiler.profile(activities=activities, experimental_config=watched)
-        self.sparse: list[KeyedJaggedTensor] = []
-        """Ids of the first batches that this rank trained."""
+        self.batches: list[Any] = []
+        """The first ones that this rank trained."""
         self.optimizer = Work()
         """What the dense optimizer did per step."""
         self.finished = False
         self._watching = False
+        self._untell: Callable[[], None] = _nothing
         self._step: Any = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -90,14 +107,14 @@ class StepProfiler(L.Callback):
         batch_idx: int,
     ) -> None:
         """A step lasts from the end of the one before."""
-        if len(self.sparse) < COUNTED_BATCHES:
-            self.sparse.append(batch.batch.sparse)
+        if len(self.batches) < COUNTED_BATCHES:
+            self.batches.append(batch.batch)
         done = len(self.recorder.step_seconds)
         self._end_step()
         if done == self.config.warmup + self.config.steps:
             self.profiler.start()
-            phases.watch(True)
             self._watching = True
+            self._watch()
         elif done == self.config.warmup + 2 * self.config.steps:
             self.optimizer = optimizer_work(trainer.optimizers[0])
             self._stop()
@@ -118,16 +135,22 @@ class StepProfiler(L.Callback):
             self._step.__exit__(None, None, None)
             self._step = None
 
+    def _watch(self) -> None:
+        """Phases are told from now on. On a GPU, where a part's kernels run later than its operators, forward
+        and backward pass are not told apart by part."""
+        phases.watch(True)
+        if self.device.type == "cpu":
+            self._untell = tell_parts(self.model.module)
+
     def _stop(self) -> None:
         self._end_step()
         if self._watching:
+            self._untell()
             phases.watch(False)
             self.profiler.stop()
             self._watching = False
 
-    def complete(
-        self, report: RunReport, model: ModelConfig, dense_features: int, tables: TableSet, files: ReportFiles
-    ) -> None:
+    def complete(self, report: RunReport, config: ModelConfig | UserModel, files: ReportFiles) -> None:
         """Put the ``profile`` into the report, with the trace beside it; not where a signal came first.
 
         The report's throughput becomes that of the timed steps. Measures the machine, which takes seconds.
@@ -138,18 +161,40 @@ class StepProfiler(L.Callback):
         seconds, samples = self.recorder.step_seconds[timed], self.recorder.step_samples[timed]
         report.throughput = Throughput.of_steps(sum(samples), sum(seconds), seconds)
         files.write(TRACE, lambda path: self.profiler.export_chrome_trace(str(path)))
-        lookups = count_lookups(self.sparse)
-        work = workload(model, dense_features, tables, lookups, self.optimizer)
-        limits = machine.measure(4 * tables.dim, self.device)
+        work, lookups = model_work(self.model, config, self.batches)
+        work["dense optimizer"] = self.optimizer
+        widest = max(group.tables.dim for group in self.model.embeddings.tables.groups)
+        limits = machine.measure(FLOAT_BYTES * widest, self.device)
         events = self.profiler.events()  # type: ignore[no-untyped-call]
         step = mean_step(middle_half(profiled_steps(events), key=lambda step: step.ms))
         report.profile = {
-            **achieved(seconds, step, floors_ms(work, limits, model.precision)),
-            "floor": floor_section(work, limits, model.precision, lookups),
+            **achieved(seconds, step, floors_ms(work, limits, config.precision)),
+            "floor": floor_section(work, limits, config.precision, lookups),
             "machine": asdict(limits),
             "operators": top_operators(self.profiler, self.config.steps),
             "trace": TRACE,
         }
+
+
+def model_work(
+    model: PlacedModel, config: ModelConfig | UserModel, batches: Sequence[Any]
+) -> tuple[dict[str, Work], Lookups]:
+    """What lookups, update and dense part have to do for a batch, by phase, and the lookups in all tables.
+
+    Lookups are means over ``batches``, those by ids that the model makes of the first one. The dense part of
+    recpipe's own models is counted by its sizes, that of others by one step with the first batch.
+    """
+    inputs, tables = model.inputs, [group.tables for group in model.embeddings.tables.groups]
+    lookups = [count_lookups([inputs.bags(b, n) for b in batches]) for n in range(len(tables))]
+    if isinstance(config, ModelConfig):
+        features = sum(len(group.features) for group in tables)
+        dense = dense_work(config, batches[0].dense.shape[1], features, lookups[0].samples)
+    else:
+        traced = Traced(model, batches[0])
+        dense = traced.work()
+        lookups = [sum(traced.late[n], own) for n, own in enumerate(lookups)]
+    work = embedding_work(list(zip(tables, lookups, strict=True))) | dense
+    return work, sum(lookups[1:], lookups[0])
 
 
 def achieved(
@@ -158,8 +203,14 @@ def achieved(
     """Milliseconds of the step and its phases against ``floors`` (milliseconds by phase).
 
     The step is that of ``step_seconds``, timed without the profiler, which slows it; the phases' shares of it
-    are those of the ``profiled`` step. They add up to the step. ``ms`` is None for a phase that it lacks.
+    are those of the ``profiled`` step. They add up to the step. ``ms`` is None for a phase that it lacks;
+    the floor of a part of the model that was not told counts to the dense part, in which its time is.
     """
+    floors = dict(floors)
+    for part, way in product(("interaction", "MLP"), ("forward", "backward")):
+        name, whole = f"{part} {way}", f"dense {way}"
+        if name not in profiled.phases and whole in profiled.phases:
+            floors[whole] = floors.get(whole, 0.0) + floors.pop(name, 0.0)
     step_ms = 1e3 * fmean(middle_half(step_seconds, key=float))
     by_phase = {}
     for name in (*PHASES, OVERHEAD):

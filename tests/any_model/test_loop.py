@@ -10,12 +10,23 @@ import torch
 from torch import nn
 
 import recpipe
+from recpipe.backend.chain import is_converted
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
 from recpipe.pipeline.lookups import GroupLookup
 from recpipe.plugin.errors import PluginError
 from tests.any_model.runs import left_by
-from tests.any_model.zoo import OPTIMIZERS, OVERRIDES, Events, Trained, by_hand, events, furthest, make
+from tests.any_model.zoo import (
+    OPTIMIZERS,
+    OVERRIDES,
+    Events,
+    Trained,
+    by_hand,
+    events,
+    furthest,
+    loss_of,
+    make,
+)
 from tests.processes import ROOT
 
 TECHNIQUES = {
@@ -35,10 +46,10 @@ def overrides(optimizer: str, technique: str) -> tuple[str, ...]:
     return ("tiers.resident_bytes=20%", *OVERRIDES[optimizer], *TECHNIQUES[technique])
 
 
-def own_loop(model: nn.Module, batches: list[Events], optimizer: str, technique: str) -> Trained:
+def own_loop(model: nn.Module, batches: list[Events], optimizer: str, technique: str, *more: str) -> Trained:
     """What a user writes: two epochs, with an evaluation after each."""
     losses = []
-    with recpipe.place(model, batches, *overrides(optimizer, technique)) as placed:
+    with recpipe.place(model, batches, *overrides(optimizer, technique), *more) as placed:
         dense = OPTIMIZERS[optimizer][1](model.parameters())
         for _ in range(2):
             for batch in placed.loader:
@@ -59,6 +70,42 @@ def test_a_loop_of_ones_own_trains_as_with_plain_modules(batches, technique, opt
     theirs = by_hand(make("two_tower"), batches * 2, optimizer)
     assert furthest(mine, theirs) < (1e-6 if optimizer == "sgd" else 1e-5)
     torch.testing.assert_close(torch.tensor(mine.losses), torch.tensor(theirs.losses), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("technique", ["resident", "hotline"])
+@pytest.mark.parametrize("backend", ["cpu", "plain"])
+def test_the_back_end_computes_the_same_under_the_same_names(batches, technique, backend) -> None:
+    """Two towers whose layers are converted, or not; their state is that of the plain class."""
+    model = make("two_tower")
+    mine = own_loop(model, batches, "rowwise_adagrad", technique, f"trainer.backend={backend}")
+    assert not any(map(is_converted, model.modules()))  # it is over
+    theirs = by_hand(make("two_tower"), batches * 2, "rowwise_adagrad")
+    assert furthest(mine, theirs) < 1e-5
+    make("two_tower").load_state_dict(mine.parameters, strict=True)
+
+
+@pytest.mark.parametrize("name", ["dlrm", "dcn", "deepfm", "din"])
+def test_layers_and_interactions_are_converted(batches, name) -> None:
+    """By the back end's kernels alone: every parameter as with plain modules."""
+    model = make(name)
+    words = ("tiers.policy=lru", *OVERRIDES["rowwise_adagrad"], "trainer.backend=cpu")
+    with recpipe.place(model, batches, "tiers.resident_bytes=20%", *words) as placed:
+        assert any(map(is_converted, model.modules()))
+        dense = OPTIMIZERS["rowwise_adagrad"][1](model.parameters())
+        for batch in placed.loader:
+            loss = loss_of(model, batch)
+            dense.zero_grad()
+            loss.backward()
+            dense.step()
+        mine = left_by(model)
+    make(name).load_state_dict(mine.parameters, strict=True)
+    assert furthest(mine, by_hand(make(name), batches, "rowwise_adagrad")) < 1e-5
+
+
+def test_the_recipe_can_leave_the_dense_part_plain(batches) -> None:
+    model = make("two_tower")
+    with recpipe.place(model, batches, "trainer.backend=plain"):
+        assert not any(map(is_converted, model.modules()))
 
 
 def test_micro_batches_that_lose_a_gradient_are_found(batches, monkeypatch) -> None:

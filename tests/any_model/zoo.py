@@ -74,8 +74,7 @@ def bags(dim: int, features: Sequence[str] = FLAT) -> EmbeddingBagCollection:
 
 
 class TwoTower(nn.Module):
-    """Two collections of different dimensions; the user's takes means, over a table that two features
-    share."""
+    """Two collections of different dimensions; the user's takes means, of a table for two features."""
 
     def __init__(self) -> None:
         super().__init__()
