@@ -140,6 +140,9 @@ class TableCollection(ABC, nn.Module):
 class RowCollection(TableCollection):
     """A collection that reads and writes any row of any table by its number in ``tables``."""
 
+    replicated = False
+    """Whether other trainers hold replicas of its rows, which must stay equal."""
+
     def __init__(self, tables: TableSet) -> None:
         super().__init__()
         self.tables = tables

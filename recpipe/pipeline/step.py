@@ -105,7 +105,7 @@ class _Step:
         added = self._adding_up()
         if usable(staged, loss):
             self.lookups.backward(staged.alone)
-            self.model.update_late()
+            self.model.update_late(self.lookups)
         if added is not None:
             added.result()
             self._shared.clear()  # its parts hold this step
