@@ -64,8 +64,8 @@ def several(rank: int, port: int, folder: str) -> None:
 
 def after_an_error(rank: int, port: int) -> None:
     as_rank(rank, port)
-    with pytest.raises(UserError, match="no whole checkpoint"):
-        recpipe.train(None, None, *WORDS, "resume=nowhere", quiet=True)
+    with pytest.raises(UserError, match="model.pretrained"):
+        recpipe.train(None, None, *WORDS, "model.pretrained=nowhere.safetensors", quiet=True)
     with pytest.raises(UserError, match="in a torch.distributed group already.*ended with an error"):
         recpipe.train(None, None, *WORDS, quiet=True)
     os._exit(0)  # as any process does after an error: nobody waits for the others
