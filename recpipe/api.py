@@ -64,8 +64,10 @@ class Run:
         self.close()
 
     def __repr__(self) -> str:
-        data, quality = self.report["data"], self.report["quality"]
-        return f"<recpipe.Run: {data['train_samples']:,} samples trained, AUC {quality['auc']}>"
+        from recpipe.report.quality import told
+
+        label, value = told(self.report["quality"])[0]
+        return f"<recpipe.Run: {self.report['data']['train_samples']:,} samples trained, {label} {value}>"
 
 
 def _close(kept: ExitStack) -> None:

@@ -97,9 +97,20 @@ def _store() -> TCPStore:
     )
 
 
-def _attempt_store() -> Store:
-    # Without the prefix a restarted rank may read the gloo address of a process that is dead.
-    return PrefixStore(f"recpipe_attempt_{Process.current().attempt}", _store())
+_run = 0
+"""How many runs this process has begun; all ranks make the same ones."""
+
+
+def begin_run() -> None:
+    """What the ranks say to each other from now on is of one more run."""
+    global _run
+    _run += 1
+
+
+def _run_store() -> Store:
+    # Without the prefix a rank may read the gloo address of a group that has ended: that of an earlier run
+    # of its process, or of a process that is dead.
+    return PrefixStore(f"recpipe_attempt_{Process.current().attempt}_run_{_run}", _store())
 
 
 def agreed_arguments(argv: Sequence[str]) -> list[str]:
@@ -124,14 +135,14 @@ def agreed_arguments(argv: Sequence[str]) -> list[str]:
 def first_to_say(message: str) -> bool:
     """Whether no other rank has said ``message`` in this attempt: a user's error is told once."""
     digest = hashlib.blake2b(message.encode(), digest_size=16).hexdigest()
-    return bool(_attempt_store().add(f"said_{digest}", 1) == 1)
+    return bool(_run_store().add(f"said_{digest}", 1) == 1)
 
 
 def agreed_path(path: Path | None) -> Path | None:
     """Rank 0's ``path``, on every rank."""
     if Process.current().world == 1:
         return path
-    store = _attempt_store()
+    store = _run_store()
     if Process.current().rank == 0:
         store.set("resume", str(path or ""))
     chosen = store.get("resume").decode()
@@ -145,7 +156,7 @@ def require_same_data(fingerprint: str) -> None:
     """
     if Process.current().world == 1:
         return
-    told = _attempt_store().compare_set("data", "", fingerprint).decode()
+    told = _run_store().compare_set("data", "", fingerprint).decode()
     if told != fingerprint:
         raise UserError(
             "the ranks do not read the same data: data.path must name the same files on every machine; "
@@ -172,9 +183,15 @@ def joined(topology: Topology, emulation: Emulation, device: torch.device) -> It
     if sys.platform == "linux" and int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == process.world:
         # All ranks are on this machine: nobody else needs to reach them.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if dist.is_initialized():
+        raise UserError(
+            "this process is in a torch.distributed group already, and recpipe makes its own: an earlier run "
+            "here ended with an error, after which no other can follow, or your code has made one; start the "
+            "processes anew, or call torch.distributed.destroy_process_group() first"
+        )
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=_attempt_store(),
+        store=_run_store(),
         rank=process.rank,
         world_size=process.world,
         timeout=SILENCE,
@@ -182,3 +199,6 @@ def joined(topology: Topology, emulation: Emulation, device: torch.device) -> It
     yield Ranks(process.rank, process.world, trainers, holders, emulation, device)
     dist.barrier()
     dist.destroy_process_group()
+    from recpipe.embedding.seams import forget_groups  # a run has imported TorchRec by now
+
+    forget_groups()

@@ -1,4 +1,4 @@
-"""Quality (AUC, logloss, NE) of predicted clicks, and the memory probes."""
+"""Quality of predictions, by what they predict (clicks: AUC, logloss, NE), and the memory probes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import resource
 import sys
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +18,28 @@ import torch
 Values = torch.Tensor | npt.NDArray[np.float32]
 
 
+Kind = Literal["clicks", "values", "counts"]
+"""What a prediction is: the logit of a 0/1 label, a value, or the logarithm of the rate of a count."""
+
+
 @dataclass(frozen=True)
 class Quality:
-    """Area under the ROC curve, logloss in nats, and normalized entropy; NaN where a figure is undefined."""
+    """Figures on the held-out part; NaN where one is undefined or does not fit what is predicted."""
 
     auc: float
+    """Area under the ROC curve ..."""
     logloss: float
+    """... in nats ..."""
     ne: float
+    """... and normalized entropy, of clicks."""
+    loss: float = math.nan
+    """The model's own: a mean over batches, by their samples."""
+    mse: float = math.nan
+    rmse: float = math.nan
+    mae: float = math.nan
+    """Of values."""
+    poisson_deviance: float = math.nan
+    """Of counts, a mean over samples."""
 
 
 def auc(labels: Values, scores: Values) -> float:
@@ -73,6 +89,33 @@ def quality(labels: Values, logits: Values) -> Quality:
     return Quality(auc(label, logit), loss, _normalized(loss, label))
 
 
+def judged(kind: Kind, labels: Values, predictions: Values) -> Quality:
+    """The figures that fit ``predictions`` [N] of ``labels`` [N]; none of clicks whose labels are not 0/1."""
+    if kind == "clicks":
+        label = torch.as_tensor(labels)
+        return quality(labels, predictions) if bool(((label == 0) | (label == 1)).all()) else _NONE
+    label, predicted = (part.double() for part in _vectors(labels, predictions))
+    if not label.numel():
+        return _NONE
+    if kind == "counts":
+        return replace(_NONE, poisson_deviance=_poisson_deviance(label, predicted))
+    apart = predicted - label
+    mse = float(apart.square().mean())
+    return replace(_NONE, mse=mse, rmse=math.sqrt(mse), mae=float(apart.abs().mean()))
+
+
+_NONE = Quality(math.nan, math.nan, math.nan)
+
+
+def _poisson_deviance(counts: torch.Tensor, log_rates: torch.Tensor) -> float:
+    """Twice the mean log-likelihood that is lost to rates that equal the ``counts``; NaN with a count below
+    0."""
+    if bool((counts < 0).any()):
+        return math.nan
+    lost = torch.xlogy(counts, counts) - counts * log_rates - counts + log_rates.exp()
+    return float(2 * lost.mean())
+
+
 def _normalized(loss: float, label: torch.Tensor) -> float:
     if label.numel() == 0:
         return math.nan
@@ -91,13 +134,15 @@ def _vectors(labels: Values, scores: Values) -> tuple[torch.Tensor, torch.Tensor
 
 
 class BackgroundQuality:
-    """Collects an evaluation's predictions and computes their quality in a thread.
+    """Collects an evaluation's predictions, of a ``kind``, and computes their quality in a thread.
 
     In a thread, because sorting millions of them takes seconds, in which a signal must be heard. It ends
     with the process, whether or not it is done.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind = "clicks") -> None:
+        self.kind = kind
+        self._loss, self._samples = 0.0, 0.0
         self._logits: list[torch.Tensor] = []
         self._labels: list[torch.Tensor] = []
 
@@ -106,21 +151,38 @@ class BackgroundQuality:
         self._logits.append(_host_copy(logits))
         self._labels.append(_host_copy(labels))
 
+    def add_loss(self, total: float, samples: float) -> None:
+        """One batch's loss, times its ``samples``."""
+        self._loss += total
+        self._samples += samples
+
     def submit(self) -> Future[Quality]:
         """Start computing the quality of all that was added since the last call."""
+        loss = self._loss / self._samples if self._samples else math.nan
+        self._loss, self._samples = 0.0, 0.0
         logits, self._logits = self._logits, []
         labels, self._labels = self._labels, []
         promised: Future[Quality] = Future()
         threading.Thread(
-            target=_keep, args=(promised, labels, logits), name="recpipe-quality", daemon=True
+            target=_keep,
+            args=(promised, self.kind, labels, logits, loss),
+            name="recpipe-quality",
+            daemon=True,
         ).start()
         return promised
 
 
-def _keep(promised: Future[Quality], labels: list[torch.Tensor], logits: list[torch.Tensor]) -> None:
+def _keep(
+    promised: Future[Quality],
+    kind: Kind,
+    labels: list[torch.Tensor],
+    logits: list[torch.Tensor],
+    loss: float,
+) -> None:
     empty = torch.empty(0)
     try:
-        promised.set_result(quality(torch.cat([empty, *labels]), torch.cat([empty, *logits])))
+        found = judged(kind, torch.cat([empty, *labels]), torch.cat([empty, *logits]))
+        promised.set_result(replace(found, loss=loss))
     except BaseException as fault:
         promised.set_exception(fault)
 

@@ -27,7 +27,7 @@ from recpipe.embedding.capabilities import SendsAhead
 from recpipe.errors import UserError
 from recpipe.footprint import require_inputs, require_memory
 from recpipe.given import NOTHING, Given, Outcome
-from recpipe.launch import Process, joined, require_same_data
+from recpipe.launch import Process, begin_run, joined, require_same_data
 from recpipe.metrics import reset_peak_rss
 from recpipe.model.matmul import require_bfloat16_units, vector_units
 from recpipe.model.module import RankingModule
@@ -83,6 +83,7 @@ def carry_out(
     """``run`` for a caller in Python, who may bring a model and data and keep the trained model open."""
     with ExitStack() as stack:
         stack.enter_context(quieted())
+        begin_run()
         # 1. The recipe's values, typed and checked; the processes that share the work (mostly one).
         cfg = Recipe.of(composed)
         kept = stack.enter_context(ExitStack())

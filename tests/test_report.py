@@ -70,7 +70,7 @@ SCHEMA = {
     "schema": 1,
     "data": {"train_samples", "eval_samples", "lookups", "rejected_rows", "dropped_samples"},
     "throughput": {"samples_per_second", "step_ms"},
-    "quality": {"auc", "logloss", "ne"},
+    "quality": {"auc", "logloss", "ne", "loss", "mse", "rmse", "mae", "poisson_deviance"},
     "memory": {"peak_rss_bytes", "resident_bytes", "cold_bytes"},
     "io": {"store", "direct", "rows_read", "rows_written", "bytes_read", "bytes_written", "wait_seconds"},
 }
@@ -87,6 +87,7 @@ def test_report_json_has_every_public_key(tmp_path: Path) -> None:
     assert content["throughput"]["step_ms"].keys() == {"p50", "p90", "p99"}
     assert content["history"][0].keys() == {
         "step", "samples", "auc", "logloss", "ne", "loss", "samples_per_second",
+        "eval_loss", "mse", "rmse", "mae", "poisson_deviance",
     }  # fmt: skip
     assert list(tmp_path.glob("new/*")) == [path]
 
@@ -97,7 +98,7 @@ def test_not_a_number_and_infinity_become_null(tmp_path: Path) -> None:
     )
     text = report.write(tmp_path).read_text()
     content = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
-    assert content["quality"] == {"auc": None, "logloss": None, "ne": None}
+    assert content["quality"] == dict.fromkeys(SCHEMA["quality"])
     assert content["plugins"]["p"]["x"] == [1.0, None]
 
 

@@ -40,7 +40,7 @@ KEYS = {
     },
     "throughput": {"samples_per_second", "step_ms"},
     "throughput.step_ms": {"p50", "p90", "p99"},
-    "quality": {"auc", "logloss", "ne"},
+    "quality": {"auc", "logloss", "ne", "loss", "mse", "rmse", "mae", "poisson_deviance"},
     "memory": {"peak_rss_bytes", "resident_bytes", "cold_bytes"},
     "io": {
         "store",

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -156,20 +157,21 @@ def module_of(trainers: Pair) -> RankingModule:
 
 
 def test_a_signal_to_any_trainer_stops_the_evaluation_of_all() -> None:
-    quiet = np.array([[0, 0], [0.5, 1], [-2, 0]])
-    asked = np.array([[1, 1], [3, 1]])
+    quiet = np.array([[0, 0], [1.5, 2], [0.5, 1], [-2, 0]])
+    asked = np.array([[1, 0], [0.5, 1], [3, 1]])
     module = module_of(Pair(quiet, asked))
-    logits, labels = module._gathered(torch.tensor([7.0]), torch.tensor([1.0]))
+    losses, logits, labels = module._gathered(2.0, 1, torch.tensor([7.0]), torch.tensor([1.0]))
+    assert losses.tolist() == [[2, 1], [1.5, 2]]
     assert (logits.tolist(), labels.tolist()) == ([7, 0.5, -2], [1, 1, 0])
     assert not module.stop_agreed
-    module._gathered(torch.tensor([7.0]), torch.tensor([1.0]))
+    module._gathered(2.0, 1, torch.tensor([7.0]), torch.tensor([1.0]))
     assert module.stop_agreed
 
 
 def test_all_trainers_have_the_first_ones_figures() -> None:
     promised = metrics.BackgroundQuality().submit()
-    promised.exception()
-    module = module_of(Pair(np.array([[0.1, 0.2, 0.3, 0]]), np.array([[0.1, 0.2, 0.3, 1]])))
+    figures = [0.1] * len(astuple(promised.result()))
+    module = module_of(Pair(np.array([[*figures, 0]]), np.array([[*figures, 1]])))
     assert str(module._awaited(promised)) == str(promised.result())
     with pytest.raises(EvaluationStopped):
         module._awaited(promised)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 
+import pytest
+
 import recpipe
 from recpipe.plugin import api
+from recpipe.plugin.errors import PluginError
+from recpipe.plugin.listing import SAMPLE
 
 API = (1, 3)
 CONTRIBUTION = {
@@ -72,6 +76,20 @@ def test_version() -> None:
 def test_contribution_and_context() -> None:
     assert fields(api.Contribution) == CONTRIBUTION
     assert fields(api.Context) == CONTEXT
+    properties = [n for n, part in vars(api.Context).items() if isinstance(part, property)]
+    assert properties == ["record_bytes"]
+
+
+@pytest.mark.parametrize("sizes", [[80], [80, 80]])
+def test_a_plugin_of_before_groups_is_told_the_one_size(sizes: list[int]) -> None:
+    groups = [api.GroupInfo((f"C{i}",), size, 10) for i, size in enumerate(sizes)]
+    assert dataclasses.replace(SAMPLE, groups=groups).record_bytes == 80
+
+
+def test_a_plugin_of_before_groups_is_refused_where_sizes_differ() -> None:
+    groups = [api.GroupInfo((f"C{size}",), size, 10) for size in (80, 36)]
+    with pytest.raises(PluginError, match=r"records of 36, 80 bytes: its author must ask Context.groups"):
+        _ = dataclasses.replace(SAMPLE, groups=groups).record_bytes
 
 
 def test_small_types() -> None:

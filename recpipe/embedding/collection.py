@@ -140,14 +140,21 @@ class TableCollection(ABC, nn.Module):
 class RowCollection(TableCollection):
     """A collection that reads and writes any row of any table by its number in ``tables``."""
 
+    replicated = False
+    """Whether other trainers hold replicas of its rows, which must stay equal."""
+
     def __init__(self, tables: TableSet) -> None:
         super().__init__()
         self.tables = tables
 
     def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows by feature name; float32, each [B, D]."""
+        return self.keyed(self.lookup(sparse))
+
+    def keyed(self, pooled: torch.Tensor) -> KeyedTensor:
+        """``pooled`` (float32 [B, F * D], features in the tables' order) as TorchRec returns it."""
         names = list(self.tables.features)
-        return KeyedTensor(names, [self.tables.dim] * len(names), self.lookup(sparse))
+        return KeyedTensor(names, [self.tables.dim] * len(names), pooled)
 
     def records_of(self, rows: RowIds) -> torch.Tensor:
         """Records of distinct ``rows`` as the last step left them, float32 [n, width]: a copy."""

@@ -34,7 +34,7 @@ from recpipe.embedding.groups import Group
 from recpipe.embedding.planner import table_bags
 from recpipe.embedding.policies import RowIds
 from recpipe.embedding.rowtable import looked_up, updated
-from recpipe.embedding.tables import row_chunks
+from recpipe.embedding.tables import TableSet, row_chunks
 from recpipe.errors import UserError
 
 
@@ -46,6 +46,13 @@ class HandedOut(Protocol):
 
     def rows(self) -> list[torch.Tensor]:
         """Of each group as ``TableCollection.lookup`` gives them; the same tensors at every call."""
+
+
+class OwnRows(Protocol):
+    """What a batch's own ids looked up in one group, once its backward pass has been made."""
+
+    def gradient_of(self, tables: TableSet, rows: RowIds) -> torch.Tensor:
+        """What its lookups add to the gradients of distinct ``rows``, sorted: float32 [n, D]."""
 
 
 class _Current(threading.local):
@@ -72,6 +79,8 @@ class _Late:
 
     group: int
     rows: RowIds
+    records: torch.Tensor
+    """As they are before the step, float32 [U, width]."""
     weights: torch.Tensor
     """A leaf of the graph, float32 [U, D]."""
 
@@ -140,26 +149,38 @@ class Front(ABC, nn.Module):
             rows = _rows_of(collection, self.path)
             bags = table_bags(group.tables, features)
             distinct, which = np.unique(bags.rows, return_inverse=True)
-            weights = rows.records_of(distinct)[:, : group.tables.dim].contiguous().requires_grad_()
-            self._late.append(_Late(number, distinct, weights))
+            records = rows.records_of(distinct)
+            weights = records[:, : group.tables.dim].clone().requires_grad_()
+            self._late.append(_Late(number, distinct, records, weights))
             found.append(looked_up(group.tables, weights, which, bags))
         return found
 
-    def update_late(self) -> None:
-        """One update of all rows that were looked up late since the last call, each by its summed
-        gradient."""
+    def late_leaves(self) -> list[torch.Tensor]:
+        """Leaves of the graph that late calls have made since the last update."""
+        return [one.weights for one in self._late]
+
+    def update_late(self, own: Sequence[OwnRows]) -> None:
+        """One update of each row that was looked up late since the last call, by its summed gradient.
+
+        ``own``: of each group, what the batch's own ids looked up; none where the batch has no ids of the
+        front's. Of a row that is in both, this update takes the place of the one that the backward pass has
+        made: it starts from the record before the step.
+        """
         late, self._late = [one for one in self._late if one.weights.grad is not None], []
         for number, group in enumerate(self.groups):
             mine = [one for one in late if one.group == number]
             if not mine:
                 continue
-            rows, which = np.unique(np.concatenate([one.rows for one in mine]), return_inverse=True)
+            every = np.concatenate([one.rows for one in mine])
+            rows, first, which = np.unique(every, return_index=True, return_inverse=True)
             gradients = torch.cat([one.weights.grad for one in mine if one.weights.grad is not None])
             total = gradients.new_zeros((len(rows), group.tables.dim))
             total.index_add_(0, torch.from_numpy(which).to(total.device), gradients)
+            if own:
+                total += own[number].gradient_of(group.tables, rows)
+            before = torch.cat([one.records for one in mine])[torch.from_numpy(first).to(total.device)]
             collection = _rows_of(self.collections[number], self.path)
-            records = updated(group.tables.optimizer, collection.records_of(rows), total)
-            collection.replace_records(rows, records)
+            collection.replace_records(rows, updated(group.tables.optimizer, before, total))
 
     # -- names -------------------------------------------------------------------------------
 
@@ -208,6 +229,11 @@ def _rows_of(collection: TableCollection, path: str) -> RowCollection:
             f"the model calls its collection '{path}' with ids that are not the batch's own, which "
             f"{type(collection).__name__} cannot look up: use tiers.policy=resident, or hand on the ids of "
             "the batch"
+        )
+    if collection.replicated:
+        raise UserError(
+            f"the model calls its collection '{path}' with ids that are not the batch's own, and several "
+            "trainers cannot update such rows together: train in one process, or hand the batch's ids on"
         )
     return collection
 

@@ -20,7 +20,7 @@ import torch.distributed
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed import comm_ops, dist_data
+from torchrec.distributed import comm, comm_ops, dist_data
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recpipe.embedding.tables import module_name
@@ -135,6 +135,11 @@ class _Timed(torch.distributed.Work):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+
+def forget_groups() -> None:
+    """The process groups that TorchRec keeps for sharding by hosts are of a run that has ended."""
+    comm._INTRA_PG = comm._CROSS_PG = None
 
 
 @cache

@@ -108,6 +108,8 @@ class _Lookup(torch.autograd.Function):
 class ReplicatedCollection(RowCollection):
     """All rows on every trainer (``tiers.policy=resident`` with several): replicas with equal bits."""
 
+    replicated = True
+
     def __init__(self, tables: TableSet, device: torch.device, trainers: Channel) -> None:
         super().__init__(tables)
         self.trainers = trainers

@@ -75,6 +75,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
         self.times = TierTimes()
         self.ranks = ranks or Ranks()
         self._trainers = trainers if len(self.ranks.trainers) > 1 else None
+        self.replicated = self._trainers is not None
         self.cold = StoreThread(store, device, self.times, self.ranks)
         self.resident = make_slots(tables, max(1, slots), device, self._trainers)
         self.slab = make_slots(tables, 1, device, self._trainers)

@@ -11,9 +11,12 @@ from torch import nn
 
 from recpipe.data.parts import batch_size
 from recpipe.errors import UserError, nearest_or_all, shown
+from recpipe.metrics import Kind
 from recpipe.model.config import UserModel
 from recpipe.model.loss import Loss, parse_loss, vector
 
+LABELS = "labels"
+"""Where labels are, unless the recipe says otherwise."""
 _WRAPPERS = ("module", "_orig_mod")
 """Where DistributedModelParallel, DistributedDataParallel and torch.compile keep the module they call."""
 
@@ -30,7 +33,7 @@ class Called:
         self,
         module: nn.Module,
         loss: Loss | Mapping[str, Loss],
-        labels: str = "labels",
+        labels: str = LABELS,
         prediction: str | None = None,
         low_precision: bool = False,
     ) -> None:
@@ -61,6 +64,29 @@ class Called:
             return self._loss(returned, batch), returned
         loss, output = own
         return (torch.nan_to_num(loss) if _is_empty(batch) else loss), output
+
+    def judge(self, batch: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """The loss, and the prediction and its labels, float32 [B] each, that quality is measured on.
+
+        None in their place where there is no prediction of one value for each sample, or no label of it, and
+        the recipe has not said which they are.
+        """
+        returned = self._forward(batch)
+        own = _with_loss(returned)
+        loss, output = (self._loss(returned, batch), returned) if own is None else own
+        try:
+            prediction, labels = self.prediction(output), self.labels_of(batch)
+        except UserError:
+            if self.key is not None or (isinstance(self.loss, Loss) and self.labels != LABELS):
+                raise
+            return loss, None
+        return loss, (prediction, labels) if prediction.shape == labels.shape else None
+
+    @property
+    def kind(self) -> Kind:
+        """What it predicts."""
+        loss = self._predicted_loss()
+        return "clicks" if loss is None else loss.kind
 
     def predict(self, batch: Any) -> torch.Tensor:
         """Logits float32 [B], without a loss."""

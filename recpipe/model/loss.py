@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from recpipe.errors import UserError, nearest_or_all, shown
+from recpipe.metrics import Kind
 from recpipe.plugin.conf import TARGET
 from recpipe.targets import make
 
@@ -51,6 +52,8 @@ class Loss:
     shapes: Literal["same", "classes", "any"] = "same"
     """``classes``: labels are class numbers [B], predictions [B, classes]; ``any``: the function checks."""
     logits: Callable[[torch.Tensor], torch.Tensor] = _unchanged
+    kind: Kind = "clicks"
+    """What the prediction is, and so which figures of quality fit it; ``clicks``: where labels are 0/1."""
 
     def __call__(self, prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The mean loss of ``prediction`` [B], [B, 1] or [B, n] for ``labels`` of as many; 0 of no sample.
@@ -93,10 +96,10 @@ LOSSES: dict[str, Loss] = {
         Loss("binary_cross_entropy", F.binary_cross_entropy_with_logits),
         Loss("binary_cross_entropy_of_probabilities", _probability_loss, logits=_of_probability),
         Loss("cross_entropy", F.cross_entropy, "classes", logits=_of_two_classes),
-        Loss("mean_squared_error", F.mse_loss),
-        Loss("mean_absolute_error", F.l1_loss),
-        Loss("huber", F.huber_loss),
-        Loss("poisson", F.poisson_nll_loss),
+        Loss("mean_squared_error", F.mse_loss, kind="values"),
+        Loss("mean_absolute_error", F.l1_loss, kind="values"),
+        Loss("huber", F.huber_loss, kind="values"),
+        Loss("poisson", F.poisson_nll_loss, kind="counts"),
     )
 }
 """``model.loss`` by name; poisson's prediction is the logarithm of the rate."""

@@ -153,6 +153,8 @@ def _completed(
     """The arguments that the recipe does not set; ``UserError`` for those that are unknown or missing."""
     parameters = _parameters(config, maker)
     takes = {name: p for name, p in parameters.items() if p.kind in _BY_NAME}
+    for name in _RECPIPES.keys() & takes.keys():
+        _refuse_shared(config, name, takes[name])
     takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     unknown = [] if takes_any else [key for key in config.arguments if key not in takes]
     if unknown:
@@ -172,6 +174,24 @@ def _completed(
         sets = " ".join(f"model.{name}=VALUE" for name in missing)
         raise UserError(f"{config.said} needs {', '.join(missing)}, which has no value: set {sets}")
     return {name: make() for name, make in given.items() if _wanted(name, takes[name], config)}
+
+
+_RECPIPES = {f.name: f.default for f in fields(ModelKeys) if f.name != "embedding_dim"}
+"""Keys that recpipe reads itself and gives no constructor, with their defaults."""
+
+
+def _refuse_shared(config: UserModel, name: str, parameter: Parameter) -> None:
+    """``UserError`` where a parameter has the name of a key of recpipe's own, and needs or may be meant by a
+    value: it would not get it."""
+    named = name == "name" and config.target is None  # by which an installed package's model was chosen
+    set_ = getattr(config, name) != _RECPIPES[name] and not named
+    if set_ or parameter.default is Parameter.empty:
+        raise UserError(
+            f"model.{name}: recpipe reads this key itself, and {config.said} has a parameter of that name, "
+            f"which does not get it. Name a function that makes the model instead: with another name for the "
+            f"parameter (def make(its_{name}): return Model({name}=its_{name})), or without it, so that "
+            f"model.{name} is recpipe's alone"
+        )
 
 
 def _parameters(config: UserModel, maker: Callable[..., Any]) -> Mapping[str, Parameter]:

@@ -6,11 +6,12 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -73,7 +74,7 @@ class RankingModule(L.LightningModule):
         self.stop_agreed = False
         """... and whether any rank was, as all of them know after the same batch."""
         self.dense = model.dense
-        self.quality = BackgroundQuality()
+        self.quality = BackgroundQuality(model.called.kind)
         self.figures: Quality | None = None
         """Of the latest evaluation that came to its end; the same on all trainers."""
         self.step_times = StepTimes()
@@ -178,10 +179,10 @@ class RankingModule(L.LightningModule):
 
         Raises ``EvaluationStopped`` when any trainer was asked to stop.
         """
-        labels = self.model.called.labels_of(batch)
-        logits = self.model(batch) if batch_size(batch) else self._no_logits(batch, labels)
-        logits, labels = self._gathered(logits, labels)
+        losses, logits, labels = self._gathered(*self._judged(batch))
         self._stop_if_agreed()
+        weights = losses[:, 1].sum() if self.model.parts.sums else losses[:, 1]
+        self.quality.add_loss(float((losses[:, 0] * weights).sum()), float(losses[:, 1].sum()))
         self.quality.add(logits, labels)
         # Here and not when the epoch ends: Lightning repeats an evaluation that stopped in a step.
         if batch_idx + 1 == self.trainer.num_val_batches[0]:
@@ -191,7 +192,7 @@ class RankingModule(L.LightningModule):
         """The first trainer's figures, on all: whoever monitors them must decide alike."""
         while not (promised.done() or self.stop_asked):
             wait([promised], timeout=0.1)
-        figures = astuple(promised.result()) if promised.done() else (math.nan,) * 3
+        figures = astuple(promised.result()) if promised.done() else (math.nan,) * len(fields(Quality))
         told = self.trainers.gather(np.array([[*figures, self.stop_asked]], np.float64))
         self.stop_agreed = any(bool(part[0, -1]) for part in told)
         self._stop_if_agreed()
@@ -201,22 +202,31 @@ class RankingModule(L.LightningModule):
         if self.stop_agreed:
             raise EvaluationStopped
 
-    def _no_logits(self, batch: Any, labels: torch.Tensor) -> torch.Tensor:
-        """Of a share without samples; its lookups are made, since other ranks take part in them."""
-        self.model.look_up(batch)
-        return labels.new_zeros(0)
+    def _judged(self, batch: Any) -> tuple[float, int, torch.Tensor, torch.Tensor]:
+        """The loss of so many samples, and the predictions and labels that are scored, [B] or [0]."""
+        samples, none = batch_size(batch), torch.empty(0)
+        if not samples:  # its lookups are made, since other ranks take part in them
+            self.model.look_up(batch)
+            return 0.0, 0, none, none
+        loss, scored = self.model.called.judge(batch)
+        logits, labels = (none, none) if scored is None else scored
+        return float(loss), samples, logits, labels
 
-    def _gathered(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All trainers' ``logits`` [B] and ``labels`` [B], and in the same message who was asked to stop."""
+    def _gathered(
+        self, loss: float, samples: int, logits: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[npt.NDArray[np.float64], torch.Tensor, torch.Tensor]:
+        """Each trainer's loss and samples, [trainers, 2], and all that is scored; in the same message who was
+        asked to stop."""
         if self.trainers.size == 1:
             self.stop_agreed = self.stop_asked
-            return logits, labels
-        stop = logits.new_tensor([[self.stop_asked] * 2])
-        own = torch.cat([stop, torch.stack([logits.reshape(-1), labels], dim=1)])
-        parts = self.trainers.gather(own.cpu().numpy())
+            return np.array([[loss, samples]]), logits, labels
+        head = torch.tensor([[self.stop_asked, 0.0], [loss, samples]])
+        own = torch.cat([head, torch.stack([logits.reshape(-1), labels.reshape(-1)], dim=1).cpu().float()])
+        parts = self.trainers.gather(own.numpy())
         self.stop_agreed = any(bool(part[0, 0]) for part in parts)
-        all_of_them = torch.from_numpy(np.concatenate([part[1:] for part in parts]))
-        return all_of_them[:, 0], all_of_them[:, 1]
+        losses = np.array([part[1] for part in parts], np.float64)
+        scored = torch.from_numpy(np.concatenate([part[2:] for part in parts]))
+        return losses, scored[:, 0], scored[:, 1]
 
     # -- checkpoints -------------------------------------------------------------------------
 

@@ -181,11 +181,16 @@ class PlacedModel(nn.Module):
                 sent[number] = ahead.start(ids)
         return sent
 
-    def update_late(self) -> None:
-        """The step of rows that the model looked up by ids of its own making."""
+    def late_leaves(self) -> list[torch.Tensor]:
+        """Leaves of the graph that the step has made so far by looking up ids of the model's own making."""
+        return [leaf for front in self.fronts.values() for leaf in front.late_leaves()]
+
+    def update_late(self, lookups: BatchLookups) -> None:
+        """The step of rows that the model looked up by ids of its own making, once ``lookups``, those of the
+        batch's ids, have had their backward pass."""
         with phase("embedding backward and update"):
             for front in self.fronts.values():
-                front.update_late()
+                front.update_late(lookups.groups.get(front, ()))
 
     @property
     def late_calls(self) -> int:

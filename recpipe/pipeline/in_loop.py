@@ -58,7 +58,8 @@ class InLoop:
 
     def end(self) -> None:
         """The batch has been trained."""
-        self.model.update_late()
+        assert self._lookups is not None, "begun"
+        self.model.update_late(self._lookups)
         self.model.embeddings.update()
         self.staged = self._lookups = None
         for front in self.model.fronts.values():
@@ -92,7 +93,9 @@ class InLoop:
             losses.append(loss)
             outputs.append(output)
             low = high
-        anchor = _Deferred.apply(torch.stack(losses).sum(), lookups, total, *dense)  # type: ignore[no-untyped-call]
+        anchor = _Deferred.apply(  # type: ignore[no-untyped-call]
+            torch.stack(losses).sum(), lookups, self.model.late_leaves(), total, *dense
+        )
         return anchor, join(outputs)
 
     def _part(
@@ -109,6 +112,7 @@ class InLoop:
             loss, output = self._forward(batch)
         share = 1.0 if self.model.parts.sums else (high - low) / staged.size
         leaves = [leaf for part in parts.values() for leaf in part.leaves or ()]
+        leaves += [leaf for leaf in self.model.late_leaves() if leaf.grad is None]
         found = torch.autograd.grad(loss * share, [*leaves, *dense], allow_unused=True)
         for leaf, gradient in zip(leaves, found, strict=False):
             leaf.grad = gradient
@@ -128,13 +132,21 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: torch.Tensor, lookups: BatchLookups, total: list[torch.Tensor], *dense: torch.Tensor
+        ctx: Any,
+        loss: torch.Tensor,
+        lookups: BatchLookups,
+        late: list[torch.Tensor],
+        total: list[torch.Tensor],
+        *dense: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.lookups, ctx.total = lookups, total
+        ctx.lookups, ctx.late, ctx.total = lookups, late, total
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         scale = float(gradient)
         ctx.lookups.backward(alone=True, scale=scale)
-        return None, None, None, *(total * scale for total in ctx.total)
+        for leaf in ctx.late:
+            if leaf.grad is not None:
+                leaf.grad *= scale
+        return None, None, None, None, *(total * scale for total in ctx.total)

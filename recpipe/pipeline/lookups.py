@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -21,6 +22,9 @@ from recpipe.embedding.capabilities import Planned, SendsAhead
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.front import BagFront, Front
 from recpipe.embedding.planner import TierPlan
+from recpipe.embedding.policies import RowIds
+from recpipe.embedding.rowtable import row_bags
+from recpipe.embedding.tables import TableSet
 from recpipe.phases import phase
 from recpipe.threads import one_thread
 
@@ -45,6 +49,8 @@ class GroupLookup:
         """Columns in front of the rows that belong to no feature."""
         self.kept: torch.Tensor | None = None
         """Gradients of all rows, where parts that are trained in other threads put theirs."""
+        self.gradient: torch.Tensor | None = None
+        """Of all rows, with columns in front as ``warm`` has them, once the backward pass was made."""
         self._placed: set[tuple[int, int]] = set()
         self._given: list[tuple[int, int, torch.Tensor]] = []
 
@@ -115,7 +121,13 @@ class GroupLookup:
 
     def whole(self) -> torch.Tensor:
         """Rows of all samples, in the graph: a backward pass through them is the update."""
-        return self.warm if self.cold is None else self.warm + self.cold
+        rows = self.warm if self.cold is None else self.warm + self.cold
+        if rows.requires_grad:
+            rows.register_hook(self._came)  # type: ignore[no-untyped-call]
+        return rows
+
+    def _came(self, gradient: torch.Tensor) -> None:
+        self.gradient = gradient
 
     def _cut(self, rows: torch.Tensor, low: int, high: int) -> torch.Tensor:
         if self.pooled:
@@ -141,12 +153,22 @@ class GroupLookup:
         """
         self.arrive()
         gradient = self._gradient()
-        gradient = gradient if scale == 1 else gradient * scale
+        self.gradient = gradient = gradient if scale == 1 else gradient * scale
         with one_thread() if alone else nullcontext():
             torch.autograd.backward(self.warm, gradient)
             if self.cold is not None:
                 first = self.plan.cold_first if self.plan is not None and self.pooled else 0
                 torch.autograd.backward(self.cold, gradient[first:].view(self.cold.shape))
+
+    def gradient_of(self, tables: TableSet, rows: RowIds) -> torch.Tensor:
+        """What these lookups add to the gradients of distinct ``rows``, sorted: float32 [n, D]."""
+        total = torch.zeros((len(rows), tables.dim), device=self.warm.device)
+        if self.gradient is not None:
+            bags = row_bags(tables, self.ids)
+            mine = np.flatnonzero(np.isin(bags.distinct, rows))
+            found = bags.gradients(self.gradient[:, self.dim :], tables.dim)[torch.from_numpy(mine)]
+            total[torch.from_numpy(np.searchsorted(rows, bags.distinct[mine]))] = found
+        return total
 
     def _gradient(self) -> torch.Tensor:
         """Of all rows; zero where no part has looked."""

@@ -120,7 +120,7 @@ class _Step:
         added = self._adding_up()
         if usable(staged, loss):
             self.lookups.backward(staged.alone)
-            self.model.update_late()
+            self.model.update_late(self.lookups)
         if added is not None:
             with phase("dense backward"):
                 added.result()

@@ -104,6 +104,23 @@ class Context:
     """``batches(first)``: an epoch's training batches from number ``first`` on, as the data module yields
     them; every call reads anew, and seeks to ``first``."""
 
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one row's record, for plugins of API (1, 0) to (1, 2), which know one size: use
+        ``groups``.
+
+        Raises ``PluginError`` where the tables' records have several sizes.
+        """
+        sizes = sorted({group.record_bytes for group in self.groups})
+        if len(sizes) != 1:
+            raise PluginError(
+                f"the plugin asks for the size of a row's record (Context.record_bytes, of API (1, 2) and "
+                f"before), and this model's tables have records of {', '.join(map(str, sizes))} bytes: its "
+                "author must ask Context.groups, of API (1, 3); until then drop the plugin, or train a model "
+                "whose tables have one dimension and optimizer"
+            )
+        return sizes[0]
+
 
 # -- data ------------------------------------------------------------------------------------
 class EpochOrder(ABC):

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from recpipe.report import figures, html, plots
 from recpipe.report.exactness import FACTOR, Difference, limit
+from recpipe.report.quality import LABELS, shown
 from recpipe.report.record import plain, replace_file, write_json
 from recpipe.report.remarks import marked_name, notes
 
@@ -58,7 +59,7 @@ def summarise(results: Sequence[RowResult], rounding: RowResult | None = None) -
                 "samples_per_second": _spread(result.speeds),
                 "ratio": median(ratios) if ratios else None,
                 "ratio_spread": _spread(ratios),
-                **{key: quality.get(key) for key in figures.QUALITY},
+                **{key: quality.get(key) for key in LABELS},
                 **_quality_differences(quality, baseline),
                 "max_parameter_difference": apart.largest if apart else None,
                 "rms_parameter_difference": apart.rms if apart else None,
@@ -103,7 +104,7 @@ def rounding(
 
 
 def _quality_differences(quality: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, float | None]:
-    return {f"{key}_difference": _minus(quality.get(key), baseline.get(key)) for key in figures.QUALITY}
+    return {f"{key}_difference": _minus(quality.get(key), baseline.get(key)) for key in LABELS}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float | None]:
@@ -156,10 +157,12 @@ def _speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _quality_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("recipe", "AUC", "diff", "logloss", "diff", "NE", "diff", "param\ndiff")
+    names = shown(rows)
+    columns = (column for name in names for column in (LABELS[name], "diff"))
+    table = _table("recipe", *columns, "param\ndiff")
     for row in rows:
         cells = []
-        for key in figures.QUALITY:
+        for key in names:
             cells += [figures.decimal(row[key]), figures.signed(row[f"{key}_difference"])]
         table.add_row(marked_name(row), *cells, figures.scientific(row["max_parameter_difference"]))
     return table
@@ -181,6 +184,7 @@ def write_html(content: Mapping[str, Any], path: Path) -> Path:
         name=marked_name,
         plots=_plots(rows),
         moved=_moved,
+        quality=[(name, LABELS[name]) for name in shown(rows)],
     )
     return replace_file(path, text)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from matplotlib.ticker import EngFormatter
 
-QUALITY = ("auc", "logloss", "ne")
-"""Names of a report's figures of quality."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from omegaconf import OmegaConf
 
 from recpipe.report import figures, plots, profile
+from recpipe.report.quality import LABELS, shown, told
 from recpipe.report.record import replace_file
 
 
@@ -23,6 +24,7 @@ def render(report: Mapping[str, Any]) -> str:
     """The page as text; ``report`` is what ``RunReport.to_dict`` gives."""
     return page("report.html.j2").render(
         report=report,
+        quality=[(_TILES.get(label, label), value) for label, value in told(report["quality"])],
         learning=_learning(report["history"]),
         speed=_speed(report),
         profile=_profile(report.get("profile")),
@@ -30,6 +32,10 @@ def render(report: Mapping[str, Any]) -> str:
         recipe=OmegaConf.to_yaml(OmegaConf.create(dict(report["recipe"]))),
         assembly=_flat(report["assembly"]),
     )
+
+
+_TILES = {"AUC": "AUC, held out", "logloss": "logloss (nats)", "NE": "normalized entropy"}
+"""Longer words for figures of quality."""
 
 
 def page(template: str) -> Template:
@@ -63,11 +69,19 @@ def _learning(history: list[dict[str, Any]]) -> list[plots.Plot]:
     def column(name: str) -> list[float | None]:
         return [point[name] for point in history]
 
-    losses = {"evaluation logloss": column("logloss"), "training loss": column("loss")}
-    return [
-        plots.lines("AUC on the held-out part", samples, {"AUC": column("auc")}, "samples trained"),
-        plots.lines("Loss", samples, losses, "samples trained", "nats"),
+    names = shown(history)
+    if "logloss" in names:
+        first, held_out, unit = "auc", {"evaluation logloss": column("logloss")}, "nats"
+    else:
+        first = next((name for name in names if name in ("rmse", "poisson_deviance")), "")
+        held_out, unit = {"evaluation loss": column("eval_loss")}, ""
+    drawn = [
+        plots.lines("Loss", samples, held_out | {"training loss": column("loss")}, "samples trained", unit)
     ]
+    if first:
+        title = f"{LABELS[first]} on the held-out part"
+        drawn.insert(0, plots.lines(title, samples, {LABELS[first]: column(first)}, "samples trained"))
+    return drawn
 
 
 def _speed(report: Mapping[str, Any]) -> list[plots.Plot]:

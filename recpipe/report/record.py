@@ -103,7 +103,8 @@ class Io:
 class Point:
     """One point of the learning curve: an evaluation after so many steps and samples of the whole run.
 
-    ``loss`` is the mean training loss and ``samples_per_second`` the speed since the point before.
+    ``loss`` is the mean training loss and ``samples_per_second`` the speed since the point before;
+    ``eval_loss`` and the figures besides are the held-out part's, NaN where they do not fit the loss.
     """
 
     step: int
@@ -113,6 +114,11 @@ class Point:
     ne: float
     loss: float
     samples_per_second: float
+    eval_loss: float = math.nan
+    mse: float = math.nan
+    rmse: float = math.nan
+    mae: float = math.nan
+    poisson_deviance: float = math.nan
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any
 
 from recpipe.report import figures
 from recpipe.report.exactness import FACTOR
+from recpipe.report.quality import shown
 
 
 def marked_name(row: Mapping[str, Any]) -> str:
@@ -24,7 +25,8 @@ def notes(content: Mapping[str, Any]) -> list[str]:
     found += [f"! {fault}" for fault in faults(content)]
     rounding = content["rounding"]
     if rounding is not None:
-        quality = (f"{key} {figures.signed(rounding[f'{key}_difference'], 6)}" for key in figures.QUALITY)
+        names = shown(content["rows"])
+        quality = (f"{key} {figures.signed(rounding[f'{key}_difference'], 6)}" for key in names)
         found.append(
             f"one rounding of every first weight moves {rounding['name']}'s parameters by "
             f"{_both(rounding, '')} and its {', '.join(quality)}; exact rows may differ by "

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from recpipe.console import show
 from recpipe.report import figures, profile
+from recpipe.report.quality import told
 
 _MAX_PLUGIN_ROWS = 12
 
@@ -75,8 +76,7 @@ def _resumed(resumed: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[tu
 
 
 def _quality(quality: Mapping[str, Any]) -> str:
-    auc, logloss, ne = (figures.decimal(quality[name]) for name in ("auc", "logloss", "ne"))
-    return f"AUC {auc}   logloss {logloss}   NE {ne}"
+    return "   ".join(f"{label} {figures.decimal(value)}" for label, value in told(quality))
 
 
 def _speed(throughput: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from recpipe.data.dataset import Dataset
 from recpipe.embedding.collection import TableCollection, TierFigures
 from recpipe.embedding.groups import ModelTables
 from recpipe.embedding.seams import Collective
-from recpipe.metrics import Quality, peak_rss_bytes
+from recpipe.metrics import peak_rss_bytes
 from recpipe.model.module import RankingModule
 from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import Assembly
@@ -35,8 +35,6 @@ def summarize(
     resumed_from: Path | None,
 ) -> RunReport:
     """Everything that report.json holds."""
-    last = recorder.history[-1] if recorder.history else None
-    nan = float("nan")
     tiers = embeddings.tier_figures()
     io = _io(tiers, str(described["tiers"]["store"]))
     run = RunFigures(
@@ -64,7 +62,7 @@ def summarize(
             module.model.late_calls,
         ),
         throughput=throughput,
-        quality=Quality(last.auc, last.logloss, last.ne) if last else Quality(nan, nan, nan),
+        quality=recorder.quality,
         memory=_memory(described, ranks, tables, tiers),
         io=io,
         plugins=assembly.figures(run),

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from recpipe.errors import UserError
 from recpipe.model.module import LossTotal, RankingModule
+from recpipe.report.quality import shown
 from recpipe.training.recorder import Recorder
 
 LOG_EVERY = 50
@@ -22,7 +23,9 @@ class FigureLogger(L.Callback):
     """Hands figures to the trainer's loggers and, as ``trainer.callback_metrics``, to other callbacks.
 
     ``train/loss`` (mean since the last time) and ``train/samples_per_second`` every ``LOG_EVERY`` steps, with
-    each evaluation and after the last step; ``val/auc``, ``val/logloss`` and ``val/ne`` with each evaluation.
+    each evaluation and after the last step; with each evaluation ``val/loss``, and of what fits the model
+    ``val/auc``, ``val/logloss`` and ``val/ne``, or ``val/mse``, ``val/rmse`` and ``val/mae``, or
+    ``val/poisson_deviance``.
     Their step is ``trainer.global_step``, the optimizer steps done. Not by ``self.log``, whose steps are one
     less and which makes every step dearer. Place this behind ``recorder``, whose clock it uses.
     """
@@ -40,7 +43,8 @@ class FigureLogger(L.Callback):
         """The evaluation's figures; also of the one after training."""
         assert isinstance(pl_module, RankingModule)
         assert pl_module.figures is not None
-        quality = {f"val/{name}": value for name, value in asdict(pl_module.figures).items()}
+        figures = asdict(pl_module.figures)
+        quality = {f"val/{name}": figures[name] for name in {*shown([figures]), "loss"}}
         _hand_on(trainer, self._training(pl_module) | quality)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

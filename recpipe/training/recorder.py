@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
 import lightning as L
 
 from recpipe.console import log
+from recpipe.metrics import Quality
 from recpipe.model.module import LossTotal, RankingModule
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch
+from recpipe.report.quality import told
 from recpipe.report.record import Point
 
 
@@ -26,6 +29,8 @@ class Recorder(L.Callback):
         self.step_seconds: list[float] = []
         self.step_samples: list[int] = []
         self.history: list[Point] = []
+        self.quality = Quality(math.nan, math.nan, math.nan)
+        """Of the latest evaluation."""
         self.evaluated_at = -1
         self._last = 0.0
         self._reported = 0
@@ -85,10 +90,17 @@ class Recorder(L.Callback):
         self._reported = len(self.step_seconds)
         step, self.evaluated_at = trainer.global_step, trainer.global_step
         samples = self.samples if pl_module.samples is None else pl_module.samples
-        self.history.append(Point(step, samples, quality.auc, quality.logloss, quality.ne, loss, speed))
+        self.quality = quality
+        measured = asdict(quality)
+        held_out = "  ".join(f"{label} {value:.4f}" for label, value in told(measured))
+        self.history.append(
+            Point(
+                step, samples, loss=loss, samples_per_second=speed, eval_loss=measured.pop("loss"), **measured
+            )
+        )
         log.info(
-            f"step {step:>6,}  {samples:>11,} samples  train loss {loss:.4f}  AUC {quality.auc:.4f}  "
-            f"logloss {quality.logloss:.4f}  NE {quality.ne:.4f}  {speed:,.0f} samples/s"
+            f"step {step:>6,}  {samples:>11,} samples  train loss {loss:.4f}  {held_out}  "
+            f"{speed:,.0f} samples/s"
         )
         self._last = perf_counter()
 

@@ -256,3 +256,44 @@ def test_an_installed_model_that_cannot_be_imported(install) -> None:
 def test_an_installed_model_does_not_take_the_place_of_recpipes_own(install) -> None:
     install("dlrm", "hidden: 5\n", PACKAGED, "model")
     assert isinstance(Recipe.of(compose()).model, ModelConfig)
+
+
+class Named(nn.Module):
+    """Has parameters that are called as keys of recpipe's own."""
+
+    def __init__(self, loss: str = "hinge", labels: int = 3, name: str = "tower") -> None:
+        super().__init__()
+        self.said = loss, labels, name
+
+
+class Needs(nn.Module):
+    def __init__(self, precision: str) -> None:
+        super().__init__()
+
+
+def renamed(its_loss: str) -> Named:
+    return Named(loss=its_loss)
+
+
+def test_a_parameter_with_a_name_of_recpipes_keeps_its_default() -> None:
+    assert made(f"model._target_={__name__}.Named").said == ("hinge", 3, "tower")
+
+
+@pytest.mark.parametrize("word", ["model.loss=huber", "model.labels=clicked", "model.name=mine"])
+def test_a_value_for_it_is_refused(word: str) -> None:
+    key = word.partition("=")[0]
+    with pytest.raises(
+        UserError, match=rf"^{key}: recpipe reads this key itself, and .*Named has a parameter"
+    ):
+        made(f"model._target_={__name__}.Named", word)
+
+
+def test_one_that_needs_a_value_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^model.precision: recpipe reads.*def make\(its_precision\)"):
+        made(f"model._target_={__name__}.Needs")
+
+
+def test_a_function_that_renames_it_is_the_way() -> None:
+    words = f"model._target_={__name__}.renamed", "model.its_loss=rank", "model.loss=huber"
+    assert typed(*words).loss == "huber"
+    assert made(*words).said == ("rank", 3, "tower")

@@ -11,10 +11,14 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import recpipe
+from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.errors import UserError
 from recpipe.pipeline.loader import TrainLoader
+from recpipe.pipeline.lookups import GroupLookup
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.pipeline.tiers import Tiers
 from tests.embedding.samples import CPU, DIM, FEATURES, tiers
@@ -23,14 +27,26 @@ from tests.pipeline.test_cores import FewSamples
 from tests.pipeline.test_step import AnySplit
 
 LR = 0.1
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=LR),
+    "adagrad": lambda parameters: torch.optim.Adagrad(
+        parameters, lr=LR, eps=TableOptimizer("adagrad", LR).eps
+    ),
+    "rowwise_adagrad": lambda parameters: RowWiseAdagrad(
+        parameters, lr=LR, eps=TableOptimizer("rowwise_adagrad", LR).eps
+    ),
+}
+"""Of tables that are parameters: one step for each batch, however often a table was called."""
+BOUND = {"sgd": 1e-6, "adagrad": 1e-5, "rowwise_adagrad": 1e-5}
 
 
-def other_ids(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(sparse.keys(), sparse.values() // 2, lengths=sparse.lengths())
+def other_ids(sparse: KeyedJaggedTensor, divisor: int = 2) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(sparse.keys(), sparse.values() // divisor, lengths=sparse.lengths())
 
 
 class TwoLooks(nn.Module):
-    """Looks a batch's ids up, and others that it makes of them; ``own`` False: the others alone."""
+    """Looks a batch's ids up, and twice others that it makes of them, some rows all three times; ``own``
+    False: the others alone."""
 
     def __init__(self, own: bool) -> None:
         super().__init__()
@@ -40,30 +56,40 @@ class TwoLooks(nn.Module):
             for f in FEATURES
         ]
         self.own, self.rows = own, EmbeddingBagCollection(configs)
-        self.over = nn.Linear((1 + own) * len(FEATURES) * DIM, 1)
+        self.over = nn.Linear((2 + own) * len(FEATURES) * DIM, 1)
 
     def forward(self, batch):
-        looks = [batch.sparse, other_ids(batch.sparse)] if self.own else [other_ids(batch.sparse)]
+        looks = [other_ids(batch.sparse), other_ids(batch.sparse, 3)]
+        looks = [batch.sparse, *looks] if self.own else looks
         logits = self.over(torch.cat([self.rows(ids).values() for ids in looks], dim=1)).squeeze(1)
         return binary_cross_entropy_with_logits(logits, batch.labels), logits
 
 
-def by_hand(own: bool) -> dict[str, torch.Tensor]:
+def by_hand(own: bool, optimizer: str = "sgd") -> dict[str, torch.Tensor]:
     model = TwoLooks(own)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizers = [
+        OPTIMIZERS[optimizer](model.rows.parameters()),
+        torch.optim.SGD(model.over.parameters(), lr=LR),
+    ]
     for batch in Listed().lists["train"]:
-        optimizer.zero_grad()
+        for each in optimizers:
+            each.zero_grad()
         model(batch)[0].backward()
-        optimizer.step()
+        for each in optimizers:
+            each.step()
     return model.state_dict()
 
 
-def by_recpipe(own: bool, policy: str, folder, prefetch=True, **parts) -> tuple[dict[str, torch.Tensor], int]:
+def by_recpipe(
+    own: bool, policy: str, folder, prefetch=True, optimizer: str = "sgd", **parts
+) -> tuple[dict[str, torch.Tensor], int]:
     dataset = Listed()
     over = None
     if policy != "resident":
         over = partial(tiers, policy=policy, folder=folder, prefetch=prefetch)
-    model = placed(TwoLooks(own), dataset.lists["train"][0], over, lr=LR)
+    model = placed(
+        TwoLooks(own), dataset.lists["train"][0], over, lambda name, weights: TableOptimizer(optimizer, LR)
+    )
     driven = Tiers(model.inputs, model.embeddings.collections) if over else None
     loader = TrainLoader(dataset, SIZE, assembly_of(**parts), model.inputs, driven, CPU)
     dense = torch.optim.SGD(model.dense_parameters().values(), lr=LR)
@@ -84,18 +110,70 @@ def furthest(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> f
 @pytest.mark.parametrize("splitter", [None, AnySplit(1, True)], ids=["whole", "parts"])
 @pytest.mark.parametrize("own", [False, True], ids=["others alone", "own and others"])
 @pytest.mark.parametrize("policy", ["resident", "nocache", "lru", "hot"])
-def test_trains_as_a_loop_by_hand(tmp_path, policy, own, splitter) -> None:
-    state, late = by_recpipe(own, policy, tmp_path, splitter=splitter)
-    assert furthest(state, by_hand(own)) < 1e-6
-    assert late >= 10
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_trains_as_a_loop_by_hand(tmp_path, optimizer, policy, own, splitter) -> None:
+    state, late = by_recpipe(own, policy, tmp_path, optimizer=optimizer, splitter=splitter)
+    assert furthest(state, by_hand(own, optimizer)) < BOUND[optimizer]
+    assert late >= 20
     assert np.isfinite(furthest(state, TwoLooks(own).state_dict()))
     assert furthest(state, TwoLooks(own).state_dict()) > 1e-2
 
 
 def test_without_their_update_it_differs(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("recpipe.model.placed.PlacedModel.update_late", lambda self: None)
+    monkeypatch.setattr("recpipe.model.placed.PlacedModel.update_late", lambda self, lookups: None)
     state, _ = by_recpipe(True, "resident", tmp_path)
     assert furthest(state, by_hand(True)) > 1e-3
+
+
+@pytest.mark.parametrize("policy", ["resident", "lru"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_without_the_gradient_of_the_batchs_own_ids_it_differs(
+    tmp_path, monkeypatch, optimizer, policy
+) -> None:
+    """The negative control of one update for a row that is in both."""
+
+    def none(self: GroupLookup, tables: TableSet, rows: np.ndarray) -> torch.Tensor:
+        return torch.zeros((len(rows), tables.dim))
+
+    monkeypatch.setattr(GroupLookup, "gradient_of", none)
+    state, _ = by_recpipe(True, policy, tmp_path, optimizer=optimizer)
+    assert furthest(state, by_hand(True, optimizer)) > 1e-3
+
+
+@pytest.mark.parametrize("technique", ["tiers.policy=resident", "tiers.policy=lru", "+plugin=hotline"])
+def test_in_a_loop_of_ones_own(technique) -> None:
+    """With a loss that the loop scales."""
+    model, batches = TwoLooks(True), Listed(last=SIZE).lists["train"]
+    words = ("optim.tables.eps=1e-8", f"optim.tables.lr={LR}", "tiers.resident_bytes=20%", technique)
+    if "hotline" in technique:
+        words += ("plugins.hotline.min_micro_batch=1", "plugins.hotline.learn_batches=2")
+    with recpipe.place(model, batches, *words) as loop:
+        dense = torch.optim.SGD(model.parameters(), lr=LR)
+        for batch in loop.loader:
+            dense.zero_grad()
+            (model(batch)[0] * 2).backward()
+            dense.step()
+        state = dict(model.state_dict())
+    plain = TwoLooks(True)
+    optimizers = (
+        RowWiseAdagrad(plain.rows.parameters(), lr=LR, eps=1e-8),
+        torch.optim.SGD(plain.over.parameters(), lr=LR),
+    )
+    for batch in batches:
+        for each in optimizers:
+            each.zero_grad()
+        (plain(batch)[0] * 2).backward()
+        for each in optimizers:
+            each.step()
+    assert furthest(state, dict(plain.state_dict())) < 1e-5
+
+
+def test_several_trainers_refuse_them() -> None:
+    """Each would update its replica of such a row by its own samples alone."""
+    model = placed(TwoLooks(True), Listed().lists["train"][0])
+    model.embeddings.collections[0].replicated = True
+    with pytest.raises(UserError, match="several trainers cannot update such rows together"):
+        accumulate(model, StagedBatch(Listed().lists["train"][0]), StepTimes())
 
 
 def test_cores_refuse_what_they_would_not_train() -> None:

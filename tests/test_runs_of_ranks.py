@@ -1,0 +1,89 @@
+"""Several runs one after the other in processes that torchrun has started once."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import recpipe
+from recpipe.errors import UserError
+from tests.processes import start_ranks
+
+WORDS = (
+    "data.samples=640",
+    "data.tables={a: 50, b: 90}",
+    "data.batch_size=64",
+    "model.embedding_dim=4",
+    "model.bottom=[4]",
+    "model.top=[4]",
+    "trainer.progress=false",
+)
+BY_HOSTS = ("+plugin=neo", "plugins.neo.planner=torchrec", "plugins.neo.sharding=table_row_wise")
+RUNS = {
+    "first": ("tiers.policy=lru", "tiers.resident_bytes=20%"),
+    "sharded": ("tiers.sharded=true",),
+    "other data": ("tiers.policy=lru", "tiers.resident_bytes=20%", "data.samples=320"),
+    "first again": ("tiers.policy=lru", "tiers.resident_bytes=20%"),
+    "sharded again": ("tiers.sharded=true",),
+    "by hosts": BY_HOSTS,
+    "by hosts again": BY_HOSTS,
+}
+
+
+def as_rank(rank: int, port: int) -> None:
+    """This process is one of two; what torchrun sets, without its agent."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def several(rank: int, port: int, folder: str) -> None:
+    as_rank(rank, port)
+    for name, words in RUNS.items():
+        target = f"task.export_parameters='{Path(folder, name)}'"
+        run = recpipe.train(None, None, *WORDS, *words, target, quiet=True)
+        assert run.report["ranks"]["world"] == 2
+        resumed = Path(folder, "saved", name)
+        if name == "first":
+            words = (*words, "trainer.max_steps=4", "trainer.checkpoint_every=2")
+            recpipe.train(None, None, *WORDS, *words, f"trainer.checkpoint_dir={resumed}", quiet=True)
+            again = recpipe.train(None, None, *WORDS, *words[:2], f"resume={resumed}", quiet=True)
+            assert again.report["resumed"]["step"] == 4
+
+
+def after_an_error(rank: int, port: int) -> None:
+    as_rank(rank, port)
+    with pytest.raises(UserError, match="nowhere"):
+        recpipe.train(None, None, *WORDS, "model.pretrained=nowhere.safetensors", quiet=True)
+    with pytest.raises(UserError, match="in a torch.distributed group already.*ended with an error"):
+        recpipe.train(None, None, *WORDS, quiet=True)
+    os._exit(0)  # as any process does after an error: nobody waits for the others
+
+
+def exported(folder: Path) -> dict[str, np.ndarray]:
+    arrays = {file.stem: np.load(file) for file in folder.glob("*.npy")}
+    return arrays | dict(np.load(folder / "dense.npz"))
+
+
+def test_runs_in_a_process_do_not_know_of_each_other(tmp_path: Path) -> None:
+    start_ranks(several, (free_port(), str(tmp_path)), 2)
+    left = {name: exported(tmp_path / name) for name in RUNS}
+    for name in ("first", "sharded", "by hosts"):
+        for key, value in left[name].items():
+            np.testing.assert_array_equal(left[f"{name} again"][key], value, err_msg=key)
+    assert any(np.any(left["other data"][key] != value) for key, value in left["first"].items())
+
+
+def test_after_an_error_a_run_is_refused_and_does_not_wait() -> None:
+    start_ranks(after_an_error, (free_port(),), 2)
