@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from recpipe_neo.precision import codecs
 
+from recpipe.embedding.groups import ModelTables
 from recpipe.embedding.resident import ResidentCollection
-from recpipe.embedding.shard import ShardedCollection, join_group
+from recpipe.embedding.shard import ShardedTables, join_group
 from recpipe.embedding.sharding import Sharding
 from recpipe.plugin.api import Contribution, Origin, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble
@@ -57,10 +58,11 @@ def process(rank: int, world: int, folder: str, cases: list[tuple[str, str, str]
         mine = ranks.shares(0, sparse.stride())[rank]
         for kind, *wire in cases:
             tables = table_set("sgd")
-            sharding = Sharding(
-                tables, assembly(kind, (wire[0], wire[1])), CPU, world, -(-SIZE // world), False, "fused", 1.0
-            )
-            sharded = ShardedCollection(sharding, sharding.plan(join_group(CPU, ranks)), ranks)
+            parts = assembly(kind, (wire[0], wire[1]))
+            size = -(-SIZE // world)
+            sharding = Sharding(ModelTables.single(tables), parts, CPU, world, size, False, "fused", 1.0)
+            plan = sharding.plan(join_group(CPU, ranks))
+            (sharded,) = ShardedTables(sharding, plan, ranks).collections
             whole = ResidentCollection(tables, CPU)
             share = part(sparse, mine.start, mine.stop)
             with torch.no_grad():
