@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from inspect import Signature, signature
 from time import perf_counter
 from typing import Any
@@ -17,8 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from numpy.typing import NDArray
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import comm_ops, dist_data
 
@@ -112,6 +116,25 @@ def equipped(sharder: Any, fused: Mapping[str, Any], codecs: Mapping[str, Any]) 
 def replicated_lookups(sharded: Any) -> list[DistributedDataParallel]:
     """Data-parallel tables' lookups in a sharded module: of them all, in one module, or none."""
     return [m for m in sharded._lookups if isinstance(m, DistributedDataParallel)]
+
+
+def look_up_each_id(lookup: nn.Module) -> None:
+    """Let data-parallel tables of a sequence give one row for each id on a CPU, where FBGEMM's dense kernel
+    passes over its ``PoolingMode.NONE`` and adds the rows of a bag up."""
+    for module in lookup.modules():
+        if isinstance(module, DenseTableBatchedEmbeddingBagsCodegen):
+            module.forward = partial(_each_id, module)
+
+
+def _each_id(
+    tables: DenseTableBatchedEmbeddingBagsCodegen, indices: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Rows float32 [L, D] of tables of one dimension, which lie one after the other in ``tables.weights``."""
+    firsts = tables.weights_offsets // tables.max_D
+    samples = (len(offsets) - 1) // len(firsts)
+    counts = offsets[torch.arange(len(firsts) + 1, device=offsets.device) * samples].diff()
+    rows = indices + torch.repeat_interleave(firsts, counts)
+    return torch.nn.functional.embedding(rows, tables.weights.view(-1, tables.max_D))
 
 
 @dataclass

@@ -101,9 +101,11 @@ class ShardedTables:
         modules = self._sharded(model)
         self.channel: Channel = ranks.channel()
         self._gradients: Channel = ranks.channel()
-        for module in modules:
+        for module, group in zip(modules, sharding.tables.groups, strict=True):
             for lookup in seams.replicated_lookups(module):
                 lookup.register_comm_hook(self._gradients, lambda channel, bucket: _summed(channel, bucket))
+                if not group.tables.pooled and not on_gpu:
+                    seams.look_up_each_id(lookup)
         self.collections = tuple(
             ShardedCollection(self, number, module) for number, module in enumerate(modules)
         )
@@ -194,7 +196,9 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
         found: Rows = self.sharded.compute_and_output_dist(sent.context, sent.ids()).wait()
         size = sent.samples
         if not isinstance(found, KeyedTensor):  # samples beyond ours have no ids
-            return {n: JaggedTensor(rows.values(), rows.lengths()[:size]) for n, rows in found.items()}
+            return {
+                n: JaggedTensor(rows.values(), lengths=rows.lengths()[:size]) for n, rows in found.items()
+            }
         if found.values().shape[0] == size:
             return found
         return KeyedTensor(found.keys(), found.length_per_key(), found.values()[:size])
