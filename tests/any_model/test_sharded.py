@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
 from recpipe.data.criteo import SPARSE
@@ -20,12 +21,23 @@ from recpipe.embedding import shard
 from recpipe.embedding.groups import collections_of, group_tables
 from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan
 from recpipe.embedding.tables import TableOptimizer
+from recpipe.errors import UserError
 from recpipe.report.record import write_json
 from recpipe.table_files import state_name
 from recpipe.tasks.unshard import unshard
 from recpipe.tensor_files import TensorFiles
 from tests.any_model.runs import QUIET, train
-from tests.any_model.zoo import OVERRIDES, Events, Trained, by_hand, events, furthest, is_table, make
+from tests.any_model.zoo import (
+    OVERRIDES,
+    Events,
+    Trained,
+    TwoTower,
+    by_hand,
+    events,
+    furthest,
+    is_table,
+    make,
+)
 from tests.processes import start_ranks
 
 BATCHES = 6
@@ -172,3 +184,17 @@ def test_one_process_goes_on_from_what_two_have_saved(batches, trained, run) -> 
     half = saved(trained / run.resume)[0]
     mine = train(make(run.model), batches, run.optimizer, f"resume='{half}'", "trainer.max_epochs=1")
     assert furthest(mine, by_hand(make(run.model), batches, run.optimizer)) < BOUND[run.optimizer]
+
+
+class Hashing(TwoTower):
+    """Looks up ids that it has computed."""
+
+    def forward(self, batch: Events) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = batch.lists
+        computed = KeyedJaggedTensor(ids.keys(), ids.values() // 2, lengths=ids.lengths())
+        return super().forward(replace(batch, lists=computed))
+
+
+def test_ids_that_the_model_computes_are_refused(batches) -> None:
+    with pytest.raises(UserError, match="'user' with ids that are not the batch's own, which Sharded"):
+        train(Hashing(), batches, "sgd", "tiers.sharded=true")
