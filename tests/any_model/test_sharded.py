@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,16 +97,16 @@ def rows_of(dataset: Dataset) -> list[Events]:
     return events(dataset, BATCHES)
 
 
-def two_ranks(rank: int, folder: str, ports: Sequence[int]) -> None:
-    """One of two processes, which train all of ``RUNS`` and save twice."""
+def two_ranks(rank: int, folder: str, port: int) -> None:
+    """One of two processes, which train all of ``RUNS``, one after the other, and save twice."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     top = Path(folder)
     recipe = {"name": "criteo", "path": str(top / "criteo.tsv.gz"), "cache_dir": folder}
     batches = rows_of(open_dataset({**recipe, "tables": dict.fromkeys(SPARSE, 1000)}, seed=1))
-    for port, run in zip(ports, RUNS, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
+    for number, run in enumerate(RUNS):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # so that they do not meet the run before
         saving = (f"trainer.checkpoint_dir={top / run.name}", f"trainer.checkpoint_every={BATCHES // 2}")
         words = (*QUIET, *OVERRIDES[run.optimizer], *saving, f"tiers.plan={top / run.model}-{run.kind}.json")
         if run.resume:
@@ -141,11 +140,9 @@ def trained(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "criteo.tsv.gz").symlink_to(data_dir / "criteo_80k.tsv.gz")
     for run in RUNS:
         write_json(folder / f"{run.model}-{run.kind}.json", plan(run.model, run.kind).to_dict())
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in RUNS]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    start_ranks(two_ranks, (str(folder), ports), 2)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    start_ranks(two_ranks, (str(folder), port), 2)
     return folder
 
 
