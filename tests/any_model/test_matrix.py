@@ -154,7 +154,7 @@ def two_ranks(rank: int, folder: str, name: str, words: tuple[str, ...]) -> None
 
 RANKS = {
     "bagpipe": (tuple(ZOO), TECHNIQUES["bagpipe"]),
-    "neo": (tuple(ZOO), ("+plugin=neo", "plugins.neo.planner=torchrec")),
+    "neo": (tuple(ZOO), ("+plugin=neo", "plugins.neo.planner=karmarkar_karp")),
 }
 
 

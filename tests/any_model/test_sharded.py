@@ -43,9 +43,13 @@ BATCHES = 6
 BOUND = {"sgd": 1e-6, "rowwise_adagrad": 1e-5}
 
 
+ALONE = "alone"
+
+
 @dataclass(frozen=True)
 class Run:
-    """Of one model by one plan, on two ranks; ``resume``: from another one's checkpoint of half the way."""
+    """Of one model by one plan, on two ranks; ``resume``: from a checkpoint of half the way, another run's or
+    one process's (``ALONE``)."""
 
     model: str
     kind: str
@@ -56,13 +60,16 @@ class Run:
 
     @property
     def name(self) -> str:
-        extra = "-resumed" if self.resume else "-deaf" if self.deaf else ""
+        extra = "-deaf" if self.deaf else ""
+        if self.resume:
+            extra = "-resumed-alone" if self.resume == ALONE else "-resumed"
         return f"{self.model}-{self.kind}-{self.optimizer}{extra}"
 
 
 RUNS = (
     Run("two_tower", "row_wise", "rowwise_adagrad"),
     Run("two_tower", "row_wise", "rowwise_adagrad", resume="two_tower-row_wise-rowwise_adagrad"),
+    Run("two_tower", "mixed", "rowwise_adagrad", resume=ALONE),
     Run("two_tower", "table_wise", "sgd"),
     Run("two_tower", "data_parallel", "rowwise_adagrad"),
     Run("two_tower", "data_parallel", "rowwise_adagrad", deaf=True),
@@ -134,12 +141,14 @@ def batches(criteo: Dataset) -> list[Events]:
 
 
 @pytest.fixture(scope="module")
-def trained(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(batches: list[Events], data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where every run's checkpoints are."""
     folder = tmp_path_factory.mktemp("sharded")
     (folder / "criteo.tsv.gz").symlink_to(data_dir / "criteo_80k.tsv.gz")
     for run in RUNS:
         write_json(folder / f"{run.model}-{run.kind}.json", plan(run.model, run.kind).to_dict())
+    words = (f"trainer.checkpoint_dir={folder / ALONE}", f"trainer.checkpoint_every={BATCHES // 2}")
+    train(make("two_tower"), batches, "rowwise_adagrad", *words, "trainer.max_epochs=1")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     start_ranks(two_ranks, (str(folder), port), 2)
@@ -170,13 +179,13 @@ def test_two_ranks_train_as_by_hand(batches, trained, tmp_path, run) -> None:
     assert distance > 1e-3 if run.deaf else distance < BOUND[run.optimizer]
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run.resume], ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [r for r in RUNS if r.resume not in ("", ALONE)], ids=lambda run: run.name)
 def test_stopping_and_resuming_is_bitwise(trained, tmp_path, run) -> None:
     mine, whole = (left_by(saved(trained / n)[-1], run.model, tmp_path) for n in (run.name, run.resume))
     assert furthest(mine, whole) == 0
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run.resume], ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [r for r in RUNS if r.resume not in ("", ALONE)], ids=lambda run: run.name)
 def test_one_process_goes_on_from_what_two_have_saved(batches, trained, run) -> None:
     half = saved(trained / run.resume)[0]
     mine = train(make(run.model), batches, run.optimizer, f"resume='{half}'", "trainer.max_epochs=1")

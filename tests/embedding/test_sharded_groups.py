@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +11,19 @@ import pytest
 
 from recpipe.embedding.capabilities import SavedByRanks
 from recpipe.embedding.grouped import GroupedCollection
+from recpipe.embedding.groups import ModelTables
 from recpipe.embedding.resident import ResidentCollection
-from recpipe.embedding.shard_plan import load_plan
+from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan, load_plan
 from recpipe.embedding.sharding import SEQUENCE_TYPES
+from recpipe.embedding.tables import Table, TableSet
 from recpipe.errors import UserError
+from recpipe.plugin.api import Contribution
 from recpipe.report.record import write_json
 from recpipe.table_files import check_tables, load_regions
-from tests.embedding.grouped import contents
+from tests.embedding.grouped import SGD, contents
 from tests.embedding.samples import CPU
 from tests.embedding.sharded_groups import Case, WeightedModel, model_tables, process, sharding
+from tests.plugin.samples import ACME, merged
 from tests.processes import start_ranks
 
 ROWWISE = ("user.goods", "few", "item.bags.goods", "weighted")
@@ -76,6 +81,24 @@ def test_all_tables_of_a_model_are_planned_together(tmp_path) -> None:
     assert min(loads) > 0.5 * max(loads) > 0
     write_json(tmp_path / "plan.json", made.to_dict())
     assert load_plan(tmp_path / "plan.json") == made
+
+
+def test_a_plan_that_cuts_sequences_unalike_or_by_more_than_torchrec_has_is_refused() -> None:
+    tables = (Table("a", 40, ("a",)), Table("b", 40, ("b",)))
+    made = ModelTables.single(TableSet(tables, 16, SGD, 3, pooled=False))
+
+    def cut(kind: str, columns: int) -> TablePlan:
+        shards = tuple(Shard(0, 0, left, 40, columns) for left in range(0, 16, columns))
+        return TablePlan(kind, "fused", 40, 16, (0,) * len(shards), shards)
+
+    alike = sharding(made, {"*": "column_wise"}, 1)
+    alike.check(ShardPlan(1, {"a": cut("column_wise", 8), "b": cut("column_wise", 8)}))
+    with pytest.raises(UserError, match="tables a, b of one EmbeddingCollection .* parts of 4 and 8 columns"):
+        alike.check(ShardPlan(1, {"a": cut("column_wise", 8), "b": cut("column_wise", 4)}))
+    by_host = TablePlan("table_row_wise", "fused", 40, 16, (0,), (Shard(0, 0, 0, 40, 16),))
+    free = replace(alike, assembly=merged((ACME, Contribution())))
+    with pytest.raises(UserError, match=r"'b' is table_row_wise, but only .* of an EmbeddingCollection"):
+        free.check(ShardPlan(1, {"a": cut("column_wise", 8), "b": by_host}))
 
 
 @pytest.mark.parametrize("kind", ["table_row_wise", "table_column_wise", "grid_shard"])
