@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +122,7 @@ class Bench:
     def sharded(self, plan: ShardingPlan) -> nn.Module:
         """The collection in the places of ``plan``."""
         env = ShardingEnv.from_process_group(dist.group.WORLD)
-        sharder = TableSharder(True, fused_params=FUSED)
+        sharder = TableSharder(fused_params=FUSED)
         module = sharder.shard(self.holder.tables, plan.plan["tables"], env, torch.device("cpu"))
         for weight in module.state_dict().values():
             for shard in weight.local_shards():
@@ -210,7 +209,7 @@ def run(arguments: argparse.Namespace, profile_dir: Path) -> None:
     constraints = bench.constraints()
     estimators = [MeasuredEstimator(bench.topology, costs=costs), EmbeddingStorageEstimator(bench.topology)]
     enumerator = EmbeddingEnumerator(bench.topology, arguments.batch, constraints, estimators)
-    space = enumerator.enumerate(bench.holder, [TableSharder(True, fused_params=FUSED)])
+    space = enumerator.enumerate(bench.holder, [TableSharder(fused_params=FUSED)])
     accuracy(console, bench, model, space, arguments)
     compare(console, bench, stats, profile_dir, arguments)
 
@@ -261,7 +260,7 @@ def compare(
 ) -> None:
     """The planners' plans in turn, ``rounds`` times."""
     plans = {}
-    ours = partial(TableSharder, True)
+    ours = TableSharder
     for name in ("torchrec", "torchrec, pooling", "greedy", "karmarkar_karp", "measured"):
         kind, default = name.partition(",")[0], name.startswith("torchrec")
         sharder = (EmbeddingBagCollectionSharder if default else ours)(fused_params=FUSED)

@@ -73,8 +73,11 @@ def train_by_hand(directory: Path, out: Path, size: str) -> None:
     import torch
     import torch.distributed as dist
     from hand_dmp import HandWritten
+    from torchrec.distributed.types import ShardingPlan
 
     from recpipe.data.dataset import SparseFeature
+    from recpipe.embedding.groups import ModelTables
+    from recpipe.embedding.shard_modules import module_paths
     from recpipe.embedding.shard_plan import from_torchrec
     from recpipe.embedding.tables import TableOptimizer, TableSet
 
@@ -100,7 +103,10 @@ def train_by_hand(directory: Path, out: Path, size: str) -> None:
         tables = TableSet.one_each(
             features, SETTINGS[size].dim, TableOptimizer("rowwise_adagrad", 0.02), seed=1
         )
-        (out / "plan.json").write_text(json.dumps(from_torchrec(by_hand.plan, tables, {}, world).to_dict()))
+        model = ModelTables.single(tables)
+        (module,), (path,) = by_hand.plan.plan.values(), module_paths(model)
+        plan = from_torchrec(ShardingPlan({path: module}), model, {}, world)
+        (out / "plan.json").write_text(json.dumps(plan.to_dict()))
         (out / "by_hand.json").write_text(json.dumps({"speed": speed}))
     dist.barrier()
     os._exit(0)  # gloo's threads may abort an orderly end

@@ -57,8 +57,9 @@ class Unplaced:
         """The tables' rows in the tiers that recipe and plugins say, or in ``shards``."""
         size = cfg.data.batch_size
         ids_per_bag = partial(dataset.ids_per_bag, size)
+        module = self.called.module
         return build_embeddings(
-            self.inputs, cfg.tiers, assembly, device, run_dir, size, ranks, shards, ids_per_bag
+            self.inputs, cfg.tiers, assembly, device, run_dir, size, ranks, shards, ids_per_bag, module
         )
 
     def over(self, embeddings: GroupedCollection) -> PlacedModel:

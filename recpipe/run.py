@@ -186,7 +186,7 @@ def run_on(
             log.info("starting from %d tensors of %s", len(names), model_config.pretrained)
 
         # 6. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
-        ahead = tier_config.prefetch and embeddings.offers(SendsAhead) is not None
+        ahead = tier_config.prefetch and bool(embeddings.each(SendsAhead))
         loader = TrainLoader(dataset, cfg.data.batch_size, assembly, inputs, tiers, device, ranks, ahead)
         evaluation = EvalLoader(dataset, cfg.data.batch_size, inputs, device, ranks)
         make_optimizer = partial(dense_optimizer, cfg.optim.dense)

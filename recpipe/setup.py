@@ -18,7 +18,7 @@ from recpipe.embedding.stores.home import remove_crashed
 from recpipe.errors import UserError
 from recpipe.launch import Process, agreed_path
 from recpipe.pipeline.tiers import Tiers
-from recpipe.plugin.api import Context, GroupInfo, TableInfo
+from recpipe.plugin.api import Context, GroupInfo
 from recpipe.plugin.assembly import Assembly, assemble, gather
 from recpipe.plugin.load import activate
 from recpipe.ranks import Ranks
@@ -77,11 +77,7 @@ def assemble_plugins(
     """Load the recipe's plugins and merge what they contribute; raises ``PluginError`` where they clash."""
     tables = inputs.tables
     context = Context(
-        tables={
-            t.name: TableInfo(t.name, t.rows, group.tables.dim)
-            for group in tables.groups
-            for t in group.tables.tables
-        },
+        tables=tables.infos(),
         device=str(device),
         batch_size=cfg.data.batch_size,
         resident_bytes=tiers.budget(tables),

@@ -27,6 +27,8 @@ MEASURED_AS = {
     ShardingType.TABLE_COLUMN_WISE.value: ShardingType.COLUMN_WISE.value,
 }
 """Types that have no benchmark of their own, by the one with the same exchanges on each rank."""
+SEQUENCES_AS = ShardingType.TABLE_WISE.value
+"""Rows that are not pooled come back as they are from whatever rank has them: no type adds them up."""
 INPUT_EXCHANGES = 3
 """All-to-alls of an input dist: sizes, lengths, ids."""
 
@@ -42,6 +44,12 @@ class TableCosts:
         self.cuda = topology.compute_device == "cuda"
         self._touched: dict[str, float] = {}
 
+    @staticmethod
+    def measured_as(option: ShardingOption) -> str:
+        """The type whose exchanges were measured that ``option`` has."""
+        kind: str = MEASURED_AS.get(option.sharding_type, option.sharding_type)
+        return SEQUENCES_AS if not option.is_pooled and kind in ROW_TYPES else kind
+
     def know(self, options: Sequence[ShardingOption]) -> None:
         """Take note of the options' tables, all of which compete for the caches."""
         for option in options:
@@ -54,16 +62,14 @@ class TableCosts:
         """Milliseconds that the shard's rank is busy with it, besides ``shared``."""
         (rows, dim), start = shard.size, shard.offset[0]
         local = option.sharding_type == DATA_PARALLEL
-        bags = float(option.batch_size * (1 if local else self.world) * self._features(option))
-        lookups, distinct = self._looked_up(
-            option, start, start + rows, option.batch_size * (1 if local else self.world)
-        )
+        samples = option.batch_size * (1 if local else self.world)
+        lookups, distinct = self._looked_up(option, start, start + rows, samples)
+        bags = self._handed_out(option, samples, lookups)
         footprint = sum(self._touched.values()) / self.world
         forward, backward = self.model.lookup(Lookup(rows, dim, bags, lookups, distinct), footprint)
         if local:  # its dense gradient and update are in ``shared``
             return Perf(forward, 0.0, 0.0, 0.0)
-        kind = MEASURED_AS.get(option.sharding_type, option.sharding_type)
-        exchange = self.model.exchange(kind, owned(dim, bags, lookups))
+        exchange = self.model.exchange(self.measured_as(option), owned(dim, bags, lookups))
         return Perf(forward, exchange[1], backward, exchange[2], exchange[0])
 
     def shared(self, option: ShardingOption) -> Vector:
@@ -71,9 +77,9 @@ class TableCosts:
         rows, dim = option.tensor.shape
         columns = len({shard.offset[1] for shard in option.shards})
         lookups, _ = self._looked_up(option, 0, rows, option.batch_size)
-        samples = option.batch_size * self._features(option)
-        kind = MEASURED_AS.get(option.sharding_type, option.sharding_type)
-        return self.model.exchange(kind, shared(kind, dim, columns, rows, samples, lookups))
+        vectors = self._handed_out(option, option.batch_size, lookups)
+        kind = self.measured_as(option)
+        return self.model.exchange(kind, shared(kind, dim, columns, rows, vectors, lookups))
 
     def total(self, option: ShardingOption) -> float:
         """Milliseconds of the table on all ranks together."""
@@ -81,12 +87,16 @@ class TableCosts:
         return float(shards + self.world * self.shared(option).sum())
 
     def idle(self, kind: str, options: Sequence[ShardingOption]) -> Vector:
-        """Milliseconds that ranks wait in the collectives of one sharding type, in each phase."""
+        """Milliseconds that ranks wait in the collectives of one type and collection, in each phase."""
         idle = self.model.idle
-        pooled = sum(o.batch_size * self._features(o) * o.tensor.shape[1] * 4.0 for o in options)
         if kind == DATA_PARALLEL:
             return np.array([0.0, 0.0, idle("all_reduce", sum(o.tensor.numel() * 4.0 for o in options))])
-        ids = sum(self._looked_up(o, 0, o.tensor.shape[0], o.batch_size)[0] * 8.0 for o in options)
+        ids = pooled = 0.0
+        for option in options:
+            rows, dim = option.tensor.shape
+            lookups, _ = self._looked_up(option, 0, rows, option.batch_size)
+            ids += lookups * 8.0
+            pooled += self._handed_out(option, option.batch_size, lookups) * dim * 4.0
         exchange = (INPUT_EXCHANGES - 1) * idle("all_to_all", 0) + idle("all_to_all", ids)
         if kind in ROW_TYPES:
             return np.array(
@@ -94,8 +104,9 @@ class TableCosts:
             )
         return np.array([exchange, idle("all_to_all", pooled), idle("all_to_all", pooled)])
 
-    def _features(self, option: ShardingOption) -> int:
-        return len(option.input_lengths)
+    def _handed_out(self, option: ShardingOption, samples: float, lookups: float) -> float:
+        """Vectors of a table's rows for ``samples`` samples: one for each bag, or for each lookup."""
+        return float(samples * len(option.input_lengths)) if option.is_pooled else lookups
 
     def _looked_up(
         self, option: ShardingOption, start: int, stop: int, samples: float
@@ -110,7 +121,8 @@ class TableCosts:
 
 
 def _feature_names(option: ShardingOption) -> list[str]:
-    for config in cast(Any, option.module[1]).embedding_bag_configs():
+    module = cast(Any, option.module[1])
+    for config in module.embedding_bag_configs() if option.is_pooled else module.embedding_configs():
         if config.name == option.name:
             return list(config.feature_names)
     raise AssertionError(f"{option.fqn} is a table of its module")
@@ -145,8 +157,8 @@ class MeasuredStep(PerfModel):  # type: ignore[misc]
     def busy(self, plan: Sequence[ShardingOption]) -> Vector:
         """Milliseconds of each rank in input dist, forward and backward, float64 [W, 3]."""
         everywhere = np.zeros(3)
-        for kind in {option.sharding_type for option in plan}:
-            everywhere += self.costs.model.fixed(MEASURED_AS.get(kind, kind))
+        for kind, _ in self._exchanges(plan):
+            everywhere += self.costs.model.fixed(kind)
         for option in plan:
             everywhere += self.costs.shared(option)
         ranks = np.tile(everywhere, (self.costs.world, 1))
@@ -160,6 +172,13 @@ class MeasuredStep(PerfModel):  # type: ignore[misc]
                 )
         return ranks
 
+    def _exchanges(self, plan: Sequence[ShardingOption]) -> list[tuple[str, list[ShardingOption]]]:
+        """The tables that share exchanges, of one collection and type, with what they are measured as."""
+        alike: dict[tuple[str, str], list[ShardingOption]] = {}
+        for option in plan:
+            alike.setdefault((option.path, option.sharding_type), []).append(option)
+        return [(self.costs.measured_as(options[0]), options) for options in alike.values()]
+
     def rate(self, plan: list[ShardingOption]) -> float:
         """Milliseconds of a step.
 
@@ -168,8 +187,8 @@ class MeasuredStep(PerfModel):  # type: ignore[misc]
         """
         ranks = self.busy(plan)
         waiting = np.zeros(3)
-        for kind in {option.sharding_type for option in plan}:
-            waiting += self.costs.idle(kind, [option for option in plan if option.sharding_type == kind])
+        for kind, options in self._exchanges(plan):
+            waiting += self.costs.idle(kind, options)
         spans = (ranks[:, 1], ranks[:, 0] + ranks[:, 2])
         return float(sum(map(self._span, spans)) + waiting.sum())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,12 +82,14 @@ def make_planner(
     stats: Mapping[str, FeatureStats] | None = None,
     profile_dir: Path | None = None,
     record: PlanRecord | None = None,
+    features: Mapping[str, Sequence[str]] | None = None,
 ) -> ShardingPlanner:
     """The planner of ``kind``, one of ``PLANNERS``; its sharder should be core's ``TableSharder``.
 
     ``constraints`` limit each table's sharding types and kernels. Column-wise options are cut at
     ``min_partition`` columns. ``stats`` of features, see ``feature_stats``: without them, lookups are
     expected as the constraints' ``pooling_factors`` say; TorchRec's own planner knows these alone.
+    ``features``: of each table, by its ``module_name``; None: every table has one, of its name.
     ``profile_dir``: where ``measured`` keeps this machine's measurements. ``record`` is told what was
     predicted.
     Raises ``UserError`` for an unknown kind, or when ``measured`` lacks its directory.
@@ -108,7 +110,7 @@ def make_planner(
     note.model = LargestLoad(topology.world_size)
     return EmbeddingShardingPlanner(
         topology=topology,
-        constraints=_with_pooling(limits, stats or {}),
+        constraints=_with_pooling(limits, stats or {}, features),
         batch_size=batch_size_per_rank,
         proposer=SplitProposer(topology.world_size),
         partitioner=GreedyPartitioner() if kind == "greedy" else KarmarkarKarpPartitioner(),
@@ -240,12 +242,17 @@ def _from_first(text: str, group: dist.ProcessGroup, device: torch.device) -> st
     return bytes(letters.tolist()).decode()
 
 
-def _with_pooling(constraints: Constraints, stats: Mapping[str, FeatureStats]) -> Constraints:
+def _with_pooling(
+    constraints: Constraints,
+    stats: Mapping[str, FeatureStats],
+    features: Mapping[str, Sequence[str]] | None,
+) -> Constraints:
     """Measured pooling factors for TorchRec's analytic costs, where the user gave none; by table name."""
     limits = dict(constraints)
-    for feature, found in stats.items():
-        name = module_name(feature)
+    for name, of_table in (features or {module_name(feature): [feature] for feature in stats}).items():
         limit = limits.get(name, ParameterConstraints())
-        if limit.pooling_factors == ParameterConstraints().pooling_factors:
-            limits[name] = dataclasses.replace(limit, pooling_factors=[found.lookups_per_sample])
+        known = all(feature in stats for feature in of_table)
+        if known and limit.pooling_factors == ParameterConstraints().pooling_factors:
+            factors = [stats[feature].lookups_per_sample for feature in of_table]
+            limits[name] = dataclasses.replace(limit, pooling_factors=factors)
     return limits

@@ -13,6 +13,7 @@ from typing import Any, cast
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlanner, ShardingType
 
+from recpipe.embedding.tables import module_name
 from recpipe.plugin.api import Context, Contribution, Invariant, Plugin, TableClaim, TableInfo, TablePolicy
 from recpipe.plugin.errors import PluginError
 from recpipe_neo.planner import PLANNERS, PlanRecord, make_planner
@@ -74,7 +75,7 @@ class Neo(Plugin):
         return Contribution(
             tables=[TableClaim("*", frozenset(aspects), self.policy(ctx.trainers))],  # type: ignore[arg-type]
             planner=partial(_planner, self.planner, ctx, cache),
-            codecs=codecs(*self.wire),
+            codecs=codecs(*self.wire, [table.pooled for table in ctx.tables.values()]),
         )
 
     def policy(self, ranks: int) -> TablePolicy:
@@ -109,7 +110,7 @@ class ShardedTables(TablePolicy):
         """The recipe's types; the first pattern that matches counts."""
         said = next((t for pattern, t in self.types.items() if fnmatchcase(name, pattern)), None)
         types = list(said or SHARDING_TYPES)
-        if self.whole_rows:
+        if self.whole_rows and table.pooled:
             types = [t for t in types if t not in ROW_TYPES]
             if not types:
                 raise PluginError(
@@ -118,7 +119,7 @@ class ShardedTables(TablePolicy):
                 )
         rounding = self.stochastic_rounding if self.precision != "fp32" else None
         return ParameterConstraints(
-            sharding_types=types if said or self.whole_rows else None,
+            sharding_types=types if said or len(types) < len(SHARDING_TYPES) else None,
             min_partition=max(4, -(-table.dim // self.parts // 4) * 4) if said else None,
             stochastic_rounding=rounding,
         )
@@ -146,6 +147,7 @@ def _planner(
         stats,
         cache_dir / "neo" if cache_dir else None,
         record,
+        {module_name(name): info.features for name, info in ctx.tables.items() if info.features} or None,
     )
     planner.prediction = record
     return cast(ShardingPlanner, planner)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
@@ -13,11 +13,16 @@ from recpipe.plugin.errors import PluginError
 
 WIRE_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 TABLE_PRECISIONS = ("fp32", "fp16", "bf16")
+SEQUENCES = (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,)
 POOLED = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
 
 
-def codecs(forward: str, backward: str) -> Mapping[tuple[CommOp, Direction], Any]:
-    """TorchRec's codecs of pooled rows and their gradients; none for float32 both ways.
+def codecs(
+    forward: str, backward: str, pooled: Iterable[bool] = (True,)
+) -> Mapping[tuple[CommOp, Direction], Any]:
+    """TorchRec's codecs of rows and their gradients; none for float32 both ways.
+
+    ``pooled``: of each table, whether its rows are summed by bag, which have other collectives.
 
     A codec rounds each value once on its way: relative error at most 2^-11 (fp16), 2^-8 (bf16), and for
     int8 half of 1/255 of the row's range. A reduce-scatter adds in that precision too, rank by rank.
@@ -25,7 +30,9 @@ def codecs(forward: str, backward: str) -> Mapping[tuple[CommOp, Direction], Any
     if (forward, backward) == ("fp32", "fp32"):
         return {}
     made: dict[tuple[CommOp, Direction], Any] = {}
-    for collective in POOLED:
+    kinds = set(pooled)
+    used = [op for kind, ops in ((True, POOLED), (False, SEQUENCES)) if kind in kinds for op in ops]
+    for collective in used:
         if "int8" in (forward, backward) and collective is CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER:
             continue
         config = QCommsConfig(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from recpipe.data.batch import Batch
+from recpipe.data.parts import batch_size, leaves
 from recpipe.errors import UserError
 
 Rows = npt.NDArray[np.int64]
@@ -47,24 +48,34 @@ class FeatureStats:
         return lookups, min(distinct, lookups)
 
 
-def feature_stats(batches: Iterable[Batch]) -> dict[str, FeatureStats]:
-    """Statistics of every feature over a few global batches of equal size.
+def feature_stats(batches: Iterable[object]) -> dict[str, FeatureStats]:
+    """Statistics of every feature over a few global batches of equal size, whatever their type.
 
+    Of a feature that several parts of a batch have, the first one's.
     Raises ``UserError`` when there is no batch, or none with a sample.
     """
     sizes: list[int] = []
     seen: dict[str, list[tuple[Rows, Rows, int]]] = {}
     for batch in batches:
-        if batch.size:
-            sizes.append(batch.size)
-            for name, bags in batch.sparse.to_dict().items():
-                half = int(bags.lengths()[: batch.size // 2].sum())
+        size = batch_size(batch)
+        if size:
+            sizes.append(size)
+            for name, bags in _features(batch).items():
+                half = int(bags.lengths()[: size // 2].sum())
                 ids = bags.values().cpu().numpy().astype(np.int64)
                 rows, counts = np.unique(ids, return_counts=True)
                 seen.setdefault(name, []).append((rows, counts, len(np.unique(ids[:half]))))
     if not sizes:
         raise UserError("no batch to take statistics of: the training data is empty")
     return {name: _stats(found, sizes) for name, found in seen.items()}
+
+
+def _features(batch: object) -> dict[str, JaggedTensor]:
+    found: dict[str, JaggedTensor] = {}
+    for part in leaves(batch):
+        if isinstance(part, KeyedJaggedTensor):
+            found = part.to_dict() | found
+    return found
 
 
 def _stats(found: list[tuple[Rows, Rows, int]], sizes: list[int]) -> FeatureStats:

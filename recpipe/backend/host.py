@@ -19,7 +19,7 @@ from recpipe.backend.choices import ANSWERS, Choices
 from recpipe.errors import UserError
 from recpipe.saved import Damaged, entries, parse_json
 
-SCHEMA = 1
+SCHEMA = 2
 _log = logging.getLogger("recpipe")
 
 
@@ -48,8 +48,8 @@ class Host:
         )
 
     def file(self, folder: Path) -> Path:
-        """Where its choices are kept."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        """Where its choices are kept; other versions of this program keep theirs elsewhere."""
+        text = json.dumps([SCHEMA, asdict(self)], sort_keys=True)
         return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 

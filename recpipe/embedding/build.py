@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator
+from torch import nn
 from torchrec.modules.embedding_configs import DataType
 
 from recpipe.embedding.capabilities import CAPABILITIES
@@ -21,7 +22,7 @@ from recpipe.embedding.parts import TierParts
 from recpipe.embedding.planner import Bags
 from recpipe.embedding.policies import POLICIES, RowSpace
 from recpipe.embedding.resident import ResidentCollection
-from recpipe.embedding.shard import ShardedCollection, join_group
+from recpipe.embedding.shard import ShardedTables, join_group
 from recpipe.embedding.shard_claims import stored_types
 from recpipe.embedding.shard_plan import ShardPlan, load_plan
 from recpipe.embedding.sharding import KERNELS, Sharding
@@ -181,12 +182,6 @@ def plan_shards(
 
     All ranks call it; it plans alone where ``world`` is not the number of ranks that run.
     """
-    if len(tables.groups) > 1 or not tables.groups[0].tables.pooled:
-        raise UserError(
-            "sharded tables must be one EmbeddingBagCollection of one dimension and optimizer, and this "
-            "model's "
-            f"are {len(tables.groups)} groups: leave tiers.sharded, tiers.plan and plugins that shard out"
-        )
     if len(ranks.trainers) < ranks.world or len(ranks.holders) < ranks.world:
         raise UserError(
             "sharded tables lie on every rank that trains: leave topology.embedding_ranks and trainers null"
@@ -197,7 +192,7 @@ def plan_shards(
             "tables larger than memory are what tiers.store=ssd with a caching policy is for"
         )
     sharding = Sharding(
-        tables.groups[0].tables,
+        tables,
         assembly,
         device,
         world,
@@ -206,7 +201,7 @@ def plan_shards(
         config.kernel,
         config.budget(tables) / tables.total_bytes,
     )
-    sharding.data_types()  # these two refuse what could not be carried out
+    sharding.data_types()  # these refuse what could not be carried out
     sharding.sharders()
     if config.plan is not None:
         plan = load_plan(Path(config.plan).expanduser())
@@ -225,11 +220,12 @@ def build_embeddings(
     ranks: Ranks,
     shards: tuple[Sharding, ShardPlan] | None = None,
     ids_per_bag: Callable[[], float] = lambda: 1.0,
+    model: nn.Module | None = None,
 ) -> GroupedCollection:
     """The collections of tables that the recipe and the plugins ask for, filled with first values.
 
-    ``shards``: as ``plan_shards`` gave it, where tables are sharded. ``ids_per_bag``
-    gives the data's mean pooling factor.
+    ``shards``: as ``plan_shards`` gave it, where tables are sharded; then ``model`` is the one that holds the
+    tables. ``ids_per_bag`` gives the data's mean pooling factor.
     """
     tables = inputs.tables
     owner = cache_owner(config, assembly, tables)
@@ -239,11 +235,12 @@ def build_embeddings(
             "all rows on every trainer; choose nocache, lru, lfu or a caching plugin"
         )
     slots = config.slots(tables, assembly.device_bytes)
+    sharded = None if shards is None else ShardedTables(*shards, ranks, model)
     made: list[TableCollection] = []
     for number, group in enumerate(tables.groups):
         module: TableCollection
-        if shards is not None:
-            module = ShardedCollection(*shards, ranks)
+        if sharded is not None:
+            module = sharded.collections[number]
         elif owner == "resident" and len(ranks.trainers) > 1:
             module = ReplicatedCollection(group.tables, device, ranks.channel())
         elif owner == "resident":

@@ -9,10 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
     from recpipe.embedding.planner import TierPlan
@@ -74,6 +74,11 @@ class Placed(ABC):
         """Go on from ``state`` once the tables are loaded; False where it is of another policy or budget."""
 
 
+Rows: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
+"""What a collection looks up: pooled rows, float32 [B, F * D] in the order of the keys, or by feature one for
+each id, float32 [L, D]."""
+
+
 class SendsAhead(ABC):
     """Its rows lie on several ranks, and the next batch's ids can travel to them while a batch trains."""
 
@@ -85,8 +90,8 @@ class SendsAhead(ABC):
         """
 
     @abstractmethod
-    def finish(self, sent: Any) -> KeyedTensor:
-        """Pooled rows of what ``start`` sent, float32 [B, F * D] in the order of the result's keys."""
+    def finish(self, sent: Any) -> Rows:
+        """Rows of what ``start`` sent."""
 
 
 class SavedByRanks(ABC):

@@ -21,10 +21,12 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from numpy.typing import NDArray
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe.embedding import seams
+from recpipe.embedding.capabilities import Rows
 from recpipe.embedding.policies import RowIds
 from recpipe.embedding.store_thread import TierTimes
 from recpipe.embedding.stores.base import IoCounters
@@ -94,13 +96,16 @@ class TableCollection(ABC, nn.Module):
         id of ``sparse``, which has the tables' features in their order."""
         return self.joined(self(sparse))
 
-    def joined(self, keyed: KeyedTensor) -> torch.Tensor:
-        """What ``forward`` gives, float32 [B, F * D], with the features in the tables' order."""
-        names = [name for config in self.embedding_bag_configs() for name in config.feature_names]
-        values: torch.Tensor = keyed.values()
-        if keyed.keys() == names:
+    def joined(self, found: Rows) -> torch.Tensor:
+        """What ``forward`` gives as ``lookup`` does, with the features in the tables' order."""
+        configs = self.embedding_bag_configs()
+        names = [name for names in get_embedding_names_by_table(configs) for name in names]
+        if not isinstance(found, KeyedTensor):
+            return torch.cat([found[name].values() for name in names])
+        values: torch.Tensor = found.values()
+        if found.keys() in (names, [name for config in configs for name in config.feature_names]):
             return values
-        by_name = keyed.to_dict()
+        by_name = found.to_dict()
         return torch.cat([by_name[name] for name in names], dim=1)
 
     def offers(self, capability: type[C]) -> C | None:

@@ -227,8 +227,8 @@ def _rows_of(collection: TableCollection, path: str) -> RowCollection:
     if not isinstance(collection, RowCollection):
         raise UserError(
             f"the model calls its collection '{path}' with ids that are not the batch's own, which "
-            f"{type(collection).__name__} cannot look up: use tiers.policy=resident, or hand on the ids of "
-            "the batch"
+            f"{type(collection).__name__} cannot look up: use tiers.policy=resident without "
+            "tiers.sharded and plugins that shard tables, or hand the batch's ids on"
         )
     if collection.replicated:
         raise UserError(

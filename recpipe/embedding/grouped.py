@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from recpipe.embedding import seams
-from recpipe.embedding.capabilities import Placed
+from recpipe.embedding.capabilities import Placed, SavedByRanks
 from recpipe.embedding.collection import TableCollection, TierFigures
 from recpipe.embedding.groups import ModelTables
 from recpipe.embedding.tables import Region, Values
@@ -16,7 +17,7 @@ from recpipe.saved import Damaged, entries
 C = TypeVar("C")
 
 
-class GroupedCollection(TableCollection, Placed):
+class GroupedCollection(TableCollection, Placed, SavedByRanks):
     """One collection for each group, in their order; rows are looked up in those themselves."""
 
     def __init__(self, tables: ModelTables, collections: Sequence[TableCollection]) -> None:
@@ -131,3 +132,15 @@ class GroupedCollection(TableCollection, Placed):
         parts = self.each(Placed)
         loaded = [p.load_placement_state(state and state[str(n)]) for n, p in enumerate(parts)]
         return all(loaded)
+
+    # -- SavedByRanks, of several groups ------------------------------------------------------
+
+    def save_tables(self, directory: Path) -> None:
+        """Write this rank's part of every group."""
+        for part in self.each(SavedByRanks):
+            part.save_tables(directory)
+
+    def load_tables(self, directory: Path) -> None:
+        """Read this rank's part of every group."""
+        for part in self.each(SavedByRanks):
+            part.load_tables(directory)

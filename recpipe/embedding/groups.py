@@ -22,6 +22,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from recpipe.embedding.tables import FirstValues, Table, TableOptimizer, TableSet, module_name
 from recpipe.errors import UserError
+from recpipe.plugin.api import TableInfo
 
 OptimizerOf = Callable[[str, torch.Tensor], TableOptimizer]
 """The optimizer of a table, by its name and its weights as the model has them (maybe on the meta device)."""
@@ -75,6 +76,14 @@ class ModelTables:
     def shapes(self) -> dict[str, tuple[int, int, int]]:
         """Per table: rows, dimension, width of the optimizer state."""
         return {name: shape for group in self.groups for name, shape in group.tables.shapes().items()}
+
+    def infos(self) -> dict[str, TableInfo]:
+        """Per table: what plugins are told of it."""
+        return {
+            t.name: TableInfo(t.name, t.rows, g.tables.dim, g.tables.pooled, t.features)
+            for g in self.groups
+            for t in g.tables.tables
+        }
 
     def bytes_of_tables(self) -> dict[str, int]:
         """Per table: of all its records."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from inspect import Signature, signature
 from time import perf_counter
 from typing import Any
@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from numpy.typing import NDArray
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import comm, comm_ops, dist_data
-from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recpipe.embedding.tables import module_name
 
@@ -69,17 +72,17 @@ class LocalShard:
     """Optimizer state float32 [rows, S], likewise."""
 
 
-def local_shards(parallel: DistributedModelParallel, table: str) -> list[LocalShard]:
-    """The shards of ``table`` in a ``DistributedModelParallel`` whose module holds them as ``tables``.
+def local_shards(sharded: Any, table: str, under: str) -> list[LocalShard]:
+    """The shards of ``table`` in a sharded module of TorchRec's, which has its tables in its child ``under``.
 
     A data-parallel table is one shard without state: its optimizer is not TorchRec's.
     """
-    key = f"embedding_bags.{module_name(table)}.weight"
-    weight = parallel.module.tables.state_dict()[key]
+    key = f"{under}.{module_name(table)}.weight"
+    weight = sharded.state_dict()[key]
     if not hasattr(weight, "local_shards"):
         return [LocalShard(0, 0, weight.detach(), weight.new_empty(len(weight), 0))]
     weights = weight.local_shards()
-    states = parallel.fused_optimizer.state_dict()["state"].get(f"tables.{key}", {})
+    states = sharded.fused_optimizer.state_dict()["state"].get(key, {})
     momentum = next((v.local_shards() for name, v in states.items() if "momentum" in name), None)
     shards = []
     for index, shard in enumerate(weights):
@@ -93,6 +96,15 @@ def local_shards(parallel: DistributedModelParallel, table: str) -> list[LocalSh
     return shards
 
 
+def fuse(weight: torch.nn.Parameter, fused: Mapping[str, Any]) -> None:
+    """Let a sharder give this table, still without memory, the fused parameters ``fused``.
+
+    TorchRec's ``apply_optimizer_in_backward`` notes them in the same place, and makes an optimizer of torch's
+    for each table besides, which nothing would use.
+    """
+    weight._optimizer_kwargs = [dict(fused)]  # type: ignore[attr-defined]
+
+
 def equipped(sharder: Any, fused: Mapping[str, Any], codecs: Mapping[str, Any]) -> Any:
     """A copy of an embedding ``sharder`` with what it leaves open of its fused parameters and codecs."""
     made = copy(sharder)
@@ -101,9 +113,28 @@ def equipped(sharder: Any, fused: Mapping[str, Any], codecs: Mapping[str, Any]) 
     return made
 
 
-def replicated_lookups(parallel: DistributedModelParallel) -> list[DistributedDataParallel]:
-    """Data-parallel tables' lookups: of them all, in one module, or none."""
-    return [m for m in parallel.module.tables._lookups if isinstance(m, DistributedDataParallel)]
+def replicated_lookups(sharded: Any) -> list[DistributedDataParallel]:
+    """Data-parallel tables' lookups in a sharded module: of them all, in one module, or none."""
+    return [m for m in sharded._lookups if isinstance(m, DistributedDataParallel)]
+
+
+def look_up_each_id(lookup: nn.Module) -> None:
+    """Let data-parallel tables of a sequence give one row for each id on a CPU, where FBGEMM's dense kernel
+    passes over its ``PoolingMode.NONE`` and adds the rows of a bag up."""
+    for module in lookup.modules():
+        if isinstance(module, DenseTableBatchedEmbeddingBagsCodegen):
+            module.forward = partial(_each_id, module)
+
+
+def _each_id(
+    tables: DenseTableBatchedEmbeddingBagsCodegen, indices: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Rows float32 [L, D] of tables of one dimension, which lie one after the other in ``tables.weights``."""
+    firsts = tables.weights_offsets // tables.max_D
+    samples = (len(offsets) - 1) // len(firsts)
+    counts = offsets[torch.arange(len(firsts) + 1, device=offsets.device) * samples].diff()
+    rows = indices + torch.repeat_interleave(firsts, counts)
+    return torch.nn.functional.embedding(rows, tables.weights.view(-1, tables.max_D))
 
 
 @dataclass

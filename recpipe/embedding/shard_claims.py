@@ -5,7 +5,7 @@ What TorchRec or FBGEMM would pass over without a word is refused here, with the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, get_args
 
 import torch
@@ -14,7 +14,7 @@ from torchrec.distributed.embedding_types import BaseEmbeddingSharder, Embedding
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CommOp, QuantizedCommCodecs
 from torchrec.modules.embedding_configs import DataType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recpipe.embedding import seams
 from recpipe.plugin.api import Direction, TablePolicy
@@ -30,7 +30,13 @@ IGNORED = ("device_group", "key_value_params", "use_virtual_table")
 GPU_ONLY = ("cache_params", "enforce_hbm", "stochastic_rounding")
 """Constraints that FBGEMM's CPU kernels ignore."""
 POOLED = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
-"""The collectives of pooled tables."""
+"""The collectives of pooled tables ..."""
+SEQUENCES = (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,)
+"""... and of those whose rows are handed out one for each id."""
+COLLECTIVES: dict[type[nn.Module], tuple[CommOp, ...]] = {
+    EmbeddingBagCollection: POOLED,
+    EmbeddingCollection: SEQUENCES,
+}
 
 
 def stored_types(assembly: Assembly) -> dict[str, tuple[Owned[TablePolicy], DataType]]:
@@ -80,15 +86,18 @@ def refuse_limit(
         )
 
 
-def codecs(assembly: Assembly) -> dict[str, QuantizedCommCodecs]:
-    """TorchRec's registry: by the collective's name, one codec for each direction."""
+def codecs(assembly: Assembly, kinds: Set[type[nn.Module]]) -> dict[str, QuantizedCommCodecs]:
+    """TorchRec's registry for collections of ``kinds``: by the collective's name, one codec for each
+    direction."""
     registry: dict[str, QuantizedCommCodecs] = {}
+    used = [op for kind, ops in COLLECTIVES.items() if kind in kinds for op in ops]
     for (collective, direction), owned in assembly.codecs.items():
-        if collective not in POOLED or direction not in get_args(Direction):
+        if collective not in used or direction not in get_args(Direction):
+            which = "pooled tables" if SEQUENCES[0] not in used else "this model's tables"
             raise PluginError(
                 f"plugin {owned.origin}: brings a codec of {getattr(collective, 'name', collective)} "
-                f"({direction}), which pooled tables never use; they use "
-                f"{' and '.join(op.name for op in POOLED)}, {' and '.join(get_args(Direction))}"
+                f"({direction}), which {which} never use; they use "
+                f"{' and '.join(op.name for op in used)}, {' and '.join(get_args(Direction))}"
             )
         setattr(registry.setdefault(collective.name, QuantizedCommCodecs()), direction, owned.part)
     return registry
@@ -105,11 +114,11 @@ def plugin_sharder(
     ``PluginError`` where it is of other modules than tables, or holds on to something else.
     """
     made = owned.part
-    if not isinstance(made, BaseEmbeddingSharder) or {kind, made.module_type} != {EmbeddingBagCollection}:
+    if not isinstance(made, BaseEmbeddingSharder) or kind not in COLLECTIVES or made.module_type is not kind:
         raise PluginError(
             f"plugin {owned.origin}: brings {type(made).__name__} as the sharder of {kind.__name__}, but "
-            "tables are sharded as an EmbeddingBagCollection; derive it from TorchRec's "
-            "EmbeddingBagCollectionSharder, for that type"
+            "tables are sharded as an EmbeddingBagCollection or EmbeddingCollection; derive it from "
+            "TorchRec's EmbeddingBagCollectionSharder or EmbeddingCollectionSharder, for that type"
         )
     made = seams.equipped(made, fused, registry)
     for field, asked in (("fused_params", fused), ("qcomm_codecs_registry", registry)):

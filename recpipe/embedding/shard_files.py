@@ -38,15 +38,16 @@ Saved = dict[str, torch.Tensor | ShardedTensor]
 
 def save_shards(collection: ShardedCollection, directory: Path) -> None:
     """Write this rank's shards to ``directory``; all ranks do so together."""
-    writer = _Writer(str(directory), save_distributed=True)
-    save(_Tensors(collection, loading=False).saved, storage_writer=writer, process_group=collection.group)
+    writer = _Writer(directory, collection.number)
+    group = collection.whole.group
+    save(_Tensors(collection, loading=False).saved, storage_writer=writer, process_group=group)
 
 
 def load_shards(collection: ShardedCollection, directory: Path) -> None:
     """Fill this rank's shards from what ``save_shards`` wrote on any ranks; all ranks do so together."""
     tensors = _Tensors(collection, loading=True)
     reader = _Reader(str(directory))
-    load(tensors.saved, storage_reader=reader, process_group=collection.group)
+    load(tensors.saved, storage_reader=reader, process_group=collection.whole.group)
     tensors.keep_states()
 
 
@@ -54,8 +55,12 @@ class _Writer(HuggingFaceStorageWriter):
     """In the library's format and under its names.
 
     A rank with several shards of a table writes several files: a file has a tensor's name once, and the
-    library's own writer would leave out all shards but one.
+    library's own writer would leave out all shards but one. Each group of tables has files of its own.
     """
+
+    def __init__(self, directory: Path, group: int) -> None:
+        super().__init__(str(directory), save_distributed=True)
+        self.prefix = f"group-{group}-" if group else ""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part of the plan."""
@@ -68,7 +73,8 @@ class _Writer(HuggingFaceStorageWriter):
             file[name] = item
         for number, items in enumerate(files, 1):
             rank = plan.storage_data["shard_index"]
-            path = Path(self.path, f"shard-{rank:05d}-model-{number:05d}-of-{len(files):05d}.safetensors")
+            part = f"shard-{rank:05d}-model-{number:05d}-of-{len(files):05d}"
+            path = Path(self.path, f"{self.prefix}{part}.safetensors")
             places = {name: {"saved_offsets": item.tensor_data.chunk.offsets} for name, item in items.items()}
             tensors: dict[str, Any] = {name: planner.resolve_data(item) for name, item in items.items()}
             write_tensors(
@@ -120,7 +126,7 @@ class _Tensors:
         self.saved: Saved = {}
         self._repeated: list[tuple[torch.Tensor, torch.Tensor]] = []
         state_width = collection.tables.layout.width - collection.tables.dim
-        for name, table in collection.shards.tables.items():
+        for name, table in collection.shards.items():
             shards = [s for s in collection.local(name) if len(s.weights)]
             narrow = any(s.columns < table.dim for s in table.shards)
             states = [self._state(s, narrow and state_width == 1) for s in shards]
@@ -147,13 +153,13 @@ class _Tensors:
     def _sharded(
         self, shards: list[LocalShard], values: list[torch.Tensor], rows: int, columns: int
     ) -> ShardedTensor:
-        collection = self.collection
-        placement = f"rank:{collection.rank}/{collection.sharding.device}"
+        whole = self.collection.whole
+        placement = f"rank:{whole.rank}/{whole.sharding.device}"
         parts = [
             Shard(value, ShardMetadata([s.row, s.column], list(value.shape), placement))
             for s, value in zip(shards, values, strict=True)
         ]
-        return init_from_local_shards(parts, rows, columns, process_group=collection.group)
+        return init_from_local_shards(parts, rows, columns, process_group=whole.group)
 
     def keep_states(self) -> None:
         """Take repeated states back after loading: where columns differ, their mean."""

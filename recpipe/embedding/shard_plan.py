@@ -20,7 +20,9 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
-from recpipe.embedding.tables import TableSet, module_name
+from recpipe.embedding.groups import ModelTables
+from recpipe.embedding.shard_modules import module_paths
+from recpipe.embedding.tables import module_name
 from recpipe.errors import UserError
 from recpipe.saved import Damaged, entries, read_json, typed_as
 from recpipe.tiling import tiles
@@ -82,12 +84,25 @@ class ShardPlan:
         return {"schema": SCHEMA, **asdict(self)}
 
     def torchrec(
-        self, device: str, local_world: int, limits: Mapping[str, ParameterConstraints]
+        self,
+        device: str,
+        local_world: int,
+        limits: Mapping[str, ParameterConstraints],
+        tables: ModelTables,
     ) -> ShardingPlan:
-        """As TorchRec wants it, for the module whose child ``tables`` holds the tables."""
+        """As TorchRec wants it, for a model that holds the groups of ``tables`` at their paths."""
         made = {}
-        for name, table in self.tables.items():
-            spec = None
+        for path, group in zip(module_paths(tables), tables.groups, strict=True):
+            names = group.tables.layout.tables
+            made[path] = EmbeddingModuleShardingPlan(self._module(names, device, local_world, limits))
+        return ShardingPlan(made)
+
+    def _module(
+        self, names: Sequence[str], device: str, local_world: int, limits: Mapping[str, ParameterConstraints]
+    ) -> dict[str, ParameterSharding]:
+        made = {}
+        for name in names:
+            table, spec = self.tables[name], None
             if not table.replicated:
                 spec = EnumerableShardingSpec([_metadata(s, device, local_world) for s in table.shards])
             limit = limits.get(name, ParameterConstraints())
@@ -98,7 +113,7 @@ class ShardPlan:
                 sharding_spec=spec,
                 **{field: getattr(limit, field) for field in _FROM_LIMITS},
             )
-        return ShardingPlan({"tables": EmbeddingModuleShardingPlan(made)})
+        return made
 
 
 _FROM_LIMITS = ("cache_params", "enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype")
@@ -113,25 +128,26 @@ def _metadata(shard: Shard, device: str, local_world: int) -> ShardMetadata:
 
 
 def from_torchrec(
-    plan: ShardingPlan, tables: TableSet, shard_ms: Mapping[str, Sequence[float]], world: int
+    plan: ShardingPlan, tables: ModelTables, shard_ms: Mapping[str, Sequence[float]], world: int
 ) -> ShardPlan:
-    """``plan`` of the module whose child ``tables`` holds ``tables``; ``shard_ms``: predicted, by module."""
-    (module,) = plan.plan.values()
+    """``plan`` of a model that holds the groups of ``tables``; ``shard_ms``: predicted, by module."""
     made = {}
-    for table in tables.tables:
-        found = module[module_name(table.name)]
-        expected = shard_ms.get(module_name(table.name), ())
-        if found.sharding_spec is None:
-            places = [(rank, 0, 0, table.rows, tables.dim) for rank in range(world)]
-        else:
-            places = [
-                (s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in found.sharding_spec.shards
-            ]
-        ms = expected if len(expected) == len(places) else [None] * len(places)
-        shards = tuple(Shard(*place, cost) for place, cost in zip(places, ms, strict=True))
-        made[table.name] = TablePlan(
-            found.sharding_type, found.compute_kernel, table.rows, tables.dim, tuple(found.ranks), shards
-        )
+    for path, group in zip(module_paths(tables), tables.groups, strict=True):
+        module, dim = plan.plan[path], group.tables.dim
+        for table in group.tables.tables:
+            found = module[module_name(table.name)]
+            expected = shard_ms.get(module_name(table.name), ())
+            if found.sharding_spec is None:
+                places = [(rank, 0, 0, table.rows, dim) for rank in range(world)]
+            else:
+                places = [
+                    (s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in found.sharding_spec.shards
+                ]
+            ms = expected if len(expected) == len(places) else [None] * len(places)
+            shards = tuple(Shard(*place, cost) for place, cost in zip(places, ms, strict=True))
+            made[table.name] = TablePlan(
+                found.sharding_type, found.compute_kernel, table.rows, dim, tuple(found.ranks), shards
+            )
     return ShardPlan(world, made)
 
 

@@ -1,39 +1,44 @@
 """Which rank holds which part of which table: TorchRec's planner, with this machine's memory and the
 recipe's limits, or a plan from a file.
 
-TorchRec leaves row-wise sharding out on CPUs and offers column-wise sharding with every optimizer;
-``TableSharder`` mends both.
+TorchRec leaves row-wise sharding out on CPUs, which ``TableSharder`` mends, and offers column-wise sharding
+with every optimizer, which limits of the tables do.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Stats
 from torchrec.distributed.types import ShardingPlanner, ShardingType
 from torchrec.modules.embedding_configs import DataType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from recpipe.embedding.groups import ModelTables
 from recpipe.embedding.shard_claims import codecs, plugin_sharder, refuse_limit, refuse_type, stored_types
+from recpipe.embedding.shard_modules import fused, skeleton
 from recpipe.embedding.shard_plan import ShardPlan, TablePlan, from_torchrec
 from recpipe.embedding.tables import TableSet, module_name
 from recpipe.errors import UserError
-from recpipe.plugin.api import TableInfo
 from recpipe.plugin.assembly import Assembly
 
 COLUMN_SPLITTING = frozenset({"column_wise", "table_column_wise", "grid_shard"})
 """Sharding types that cut rows of a table apart."""
 PLANNED = tuple(t.value for t in ShardingType if t is not ShardingType.GRID_SHARD)
 """What TorchRec's planner considers for a table of which nothing is said."""
+SEQUENCE_TYPES = tuple(EmbeddingCollectionSharder().sharding_types("cpu"))
+"""What TorchRec has for tables whose rows are not pooled."""
 MIN_COLUMNS = 128
 """TorchRec's own limit of a column-wise part's width; a grid with fewer parts than hosts makes it fail."""
 NO_OPTION = "No available sharding type and compute kernel"
@@ -47,27 +52,20 @@ KERNELS = {
 cache in device memory."""
 
 
-class _Holder(nn.Module):
-    """``DistributedModelParallel`` replaces children, so the collection must be one."""
-
-    def __init__(self, tables: nn.Module) -> None:
-        super().__init__()
-        self.tables = tables
-
-
 class TableSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
-    """TorchRec's sharder with the types that work: row-wise on CPUs too, no column-wise one where it would
-    change the optimizer (row-wise Adagrad keeps one state for a whole row), and a grid only where there are
-    columns for every host."""
-
-    def __init__(self, split_rows: bool, grid: bool = True, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.split_rows, self.grid = split_rows, grid
+    """TorchRec's sharder with all of its types; its own leaves row-wise ones out on CPUs. What a table cannot
+    be is among its limits (``Sharding.constraints``)."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Every type that TorchRec runs on the device and the optimizer allows."""
-        types = [t.value for t in ShardingType if self.grid or t is not ShardingType.GRID_SHARD]
-        return [t for t in types if self.split_rows or t not in COLUMN_SPLITTING]
+        """Every type that TorchRec runs on some device."""
+        return [t.value for t in ShardingType]
+
+
+SHARDERS: dict[type[nn.Module], type[BaseEmbeddingSharder[Any]]] = {
+    EmbeddingBagCollection: TableSharder,
+    EmbeddingCollection: EmbeddingCollectionSharder,
+}
+"""By the type of a group's module, where no plugin brings one."""
 
 
 @dataclass
@@ -87,7 +85,7 @@ class Prediction(Stats):  # type: ignore[misc]
 class Sharding:
     """Everything that planning and building need to agree on."""
 
-    tables: TableSet
+    tables: ModelTables
     assembly: Assembly
     device: torch.device
     world: int
@@ -106,26 +104,30 @@ class Sharding:
             found[table] = kind
         return found
 
-    def module(self) -> nn.Module:
-        """The tables without memory under their ``module_name``, as a child named ``tables``."""
-        made = self.tables.configs(self.data_types())
-        configs = [replace(config, name=module_name(config.name)) for config in made]
-        return _Holder(EmbeddingBagCollection(tables=configs, device=torch.device("meta")))
+    @cached_property
+    def group_of(self) -> dict[str, TableSet]:
+        """Each table's group."""
+        return {name: g.tables for g in self.tables.groups for name in g.tables.layout.tables}
 
     def sharders(self) -> list[Any]:
-        """A sharder with the fused optimizer and the plugins' codecs: a plugin's, or else recpipe's."""
-        optimizer = self.tables.optimizer
-        fused: dict[str, Any] = {
-            "optimizer": optimizer.kind,
-            "learning_rate": optimizer.lr,
-            "eps": optimizer.eps,
-        }
+        """A sharder for each type of collection, with the plugins' codecs: a plugin's, or else recpipe's.
+
+        The optimizer is that of most bytes; tables of other groups have their own with them.
+        """
+        most = max(self.tables.groups, key=lambda group: group.tables.total_bytes)
+        common = fused(most.tables.optimizer)
         if self.kernel == "uvm_caching":
-            fused |= {"cache_load_factor": self.cached_share, "prefetch_pipeline": True}
-        registry = codecs(self.assembly)
-        brought = self.assembly.sharders.items()
-        return [plugin_sharder(kind, owned, fused, registry) for kind, owned in brought] or [
-            TableSharder(self._may_split, self._grid, fused_params=fused, qcomm_codecs_registry=registry)
+            common |= {"cache_load_factor": self.cached_share, "prefetch_pipeline": True}
+        kinds = {EmbeddingBagCollection if t.pooled else EmbeddingCollection for t in self.group_of.values()}
+        registry = codecs(self.assembly, kinds)
+        brought = {
+            kind: plugin_sharder(kind, owned, common, registry)
+            for kind, owned in self.assembly.sharders.items()
+        }
+        return [
+            brought.get(kind) or make(fused_params=common, qcomm_codecs_registry=registry)
+            for kind, make in SHARDERS.items()
+            if kind in kinds
         ]
 
     def topology(self) -> Topology:
@@ -146,39 +148,61 @@ class Sharding:
         return self.device.type == "cuda"
 
     def constraints(self) -> dict[str, ParameterConstraints]:
-        """Limits by table: the recipe's kernel, then what plugins say; fields left alone keep their value."""
+        """Limits by table: the recipe's kernel, what plugins say, and of the sharding types those that work.
+
+        ``UserError`` on a table for which none is left.
+        """
         kernels = [KERNELS[self.kernel], EmbeddingComputeKernel.DENSE.value]
-        limits = {t.name: ParameterConstraints(compute_kernels=kernels) for t in self.tables.tables}
-        rows = {t.name: t.rows for t in self.tables.tables}
+        limits = {name: ParameterConstraints(compute_kernels=kernels) for name in self.group_of}
+        infos = self.tables.infos()
         for aspect in ("placement", "kernel"):
             for policy, names in self.assembly.policies(aspect):
                 for name in names:
-                    limit = policy.part.constrain(name, TableInfo(name, rows[name], self.tables.dim))
+                    limit = policy.part.constrain(name, infos[name])
                     if limit is not None:
                         refuse_limit(name, policy, limit, self.device)
                         limits[name] = _merged(limits[name], limit)
-        for limit in limits.values():
-            if limit.sharding_types is None and self.assembly.sharders and not self._may_split:
-                # A plugin's sharder offers what TableSharder does not.
-                limit.sharding_types = [t for t in PLANNED if t not in COLUMN_SPLITTING]
-        for name, kind in self.data_types().items():
-            if kind is not DataType.FP32:
-                limits[name].sharding_types = _fused_types(name, limits[name].sharding_types)
+        types = self.data_types()
+        for name, limit in limits.items():
+            wanted = limit.sharding_types or PLANNED
+            stored = types.get(name, DataType.FP32)
+            refused = {kind: self._refused(name, kind, limit, stored) for kind in wanted}
+            usable = [kind for kind, why in refused.items() if why is None]
+            if not usable:
+                raise next(why for why in refused.values() if why is not None)
+            if limit.sharding_types or len(usable) < len(PLANNED):
+                limit.sharding_types = usable
         return limits
 
+    def _refused(
+        self, name: str, kind: str, limit: ParameterConstraints, stored: DataType
+    ) -> UserError | None:
+        """Why a table cannot be sharded so; None: it can."""
+        tables = self.group_of[name]
+        if not tables.pooled and kind not in SEQUENCE_TYPES:
+            return UserError(
+                f"table '{name}': TorchRec cannot shard an EmbeddingCollection {kind}; use one of "
+                f"{', '.join(SEQUENCE_TYPES)}"
+            )
+        if kind in COLUMN_SPLITTING and self._one_state(tables) and not self.split_rows:
+            return _splits_rows(name, kind)
+        columns = limit.min_partition or MIN_COLUMNS
+        if kind == ShardingType.GRID_SHARD.value and tables.dim < columns * self._hosts:
+            return UserError(
+                f"table '{name}': grid_shard needs {columns} columns for each host, and its rows have "
+                f"{tables.dim}: use table_row_wise, or raise its dimension"
+            )
+        if kind == ShardingType.DATA_PARALLEL.value and stored is not DataType.FP32:
+            return UserError(
+                f"table '{name}': a data_parallel table of lower precision would keep its optimizer's state "
+                "in that precision too; store it in fp32, or shard it table_wise or row_wise"
+            )
+        return None
+
     def plan(self, group: dist.ProcessGroup | None) -> ShardPlan:
-        """What the planner decides: together with the other ranks of ``group``, or alone (None)."""
+        """What the planner decides, of all tables of the model at a time: together with the other ranks of
+        ``group``, or alone (None)."""
         topology, limits = self.topology(), self.constraints()
-        for name, limit in limits.items():
-            wanted = limit.sharding_types
-            if wanted and not self._may_split and COLUMN_SPLITTING.issuperset(wanted):
-                raise _splits_rows(name, wanted[0])
-            if wanted == [ShardingType.GRID_SHARD.value] and not self._grid:
-                raise UserError(
-                    f"table '{name}': grid_shard needs {limit.min_partition or MIN_COLUMNS} columns for each "
-                    f"host, and tables have {self.tables.dim}: use table_row_wise, or raise "
-                    "model.embedding_dim"
-                )
         by_module = {module_name(name): limit for name, limit in limits.items()}
         seen = Prediction({})
         planner: ShardingPlanner
@@ -190,12 +214,12 @@ class Sharding:
             planner = EmbeddingShardingPlanner(
                 topology=topology, constraints=by_module, batch_size=self.rank_batch, stats=[seen]
             )
-        module, sharders = self.module(), self.sharders()
+        model, sharders = skeleton(self.tables, self.data_types()), self.sharders()
         try:
             if group is None:
-                made = planner.plan(module, sharders)
+                made = planner.plan(model, sharders)
             else:
-                made = planner.collective_plan(module, sharders, group)
+                made = planner.collective_plan(model, sharders, group)
         except (PlannerError, RuntimeError) as fault:
             if not isinstance(fault, PlannerError) and NO_OPTION not in str(fault):
                 raise
@@ -205,23 +229,20 @@ class Sharding:
         return plan
 
     @property
-    def _grid(self) -> bool:
+    def _hosts(self) -> int:
         topology = self.topology()
-        hosts = topology.world_size // topology.local_world_size
-        part = min(limit.min_partition or MIN_COLUMNS for limit in self.constraints().values())
-        return bool(self.tables.dim >= part * hosts)
+        return int(topology.world_size // topology.local_world_size)
 
-    @property
-    def _may_split(self) -> bool:
-        return self.split_rows or self.tables.optimizer.name != "rowwise_adagrad"
+    def _one_state(self, tables: TableSet) -> bool:
+        """Whether a row has one state, which must not be cut."""
+        return tables.optimizer.name == "rowwise_adagrad"
 
     def splits_states(self, plan: ShardPlan) -> bool:
         """Whether some table's row-wise Adagrad has several states for a row: another algorithm."""
-        return any(self._splits_state(table) for table in plan.tables.values())
+        return any(self._splits_state(name, table) for name, table in plan.tables.items())
 
-    def _splits_state(self, table: TablePlan) -> bool:
-        narrow = any(s.columns < table.dim for s in table.shards)
-        return narrow and self.tables.optimizer.name == "rowwise_adagrad"
+    def _splits_state(self, name: str, table: TablePlan) -> bool:
+        return self._one_state(self.group_of[name]) and any(s.columns < table.dim for s in table.shards)
 
     def check(self, plan: ShardPlan, limits: Mapping[str, ParameterConstraints] | None = None) -> None:
         """``UserError`` on a plan that this run cannot carry out, or that changes the optimizer unasked."""
@@ -240,17 +261,34 @@ class Sharding:
                     f"the plan has table '{name}' with {table.rows} x {table.dim} values, the recipe with "
                     f"{shapes[name][0]} x {shapes[name][1]}; plan anew with task=plan"
                 )
-            if self._splits_state(table) and not self.split_rows:
+            if self._splits_state(name, table) and not self.split_rows:
                 raise _splits_rows(name, table.sharding)
             types = limits[name].sharding_types if name in limits else None
             if types and table.sharding not in types:
-                raise UserError(f"table '{name}' is {table.sharding}, but only {', '.join(types)} is allowed")
+                raise UserError(
+                    f"table '{name}' is {table.sharding}, but only {', '.join(types)} is allowed"
+                    f"{'' if self.group_of[name].pooled else ' of an EmbeddingCollection'}"
+                )
             kernels = limits[name].compute_kernels if name in limits else None
             if kernels and table.kernel not in kernels:
                 raise UserError(
                     f"table '{name}' is planned for the kernel {table.kernel}, but tiers.kernel and the "
                     f"plugins allow {' or '.join(kernels)} alone; plan anew, or set tiers.kernel as it was"
                 )
+        for group in self.tables.groups:
+            if not group.tables.pooled:
+                _check_widths({name: plan.tables[name] for name in group.tables.layout.tables})
+
+
+def _check_widths(tables: Mapping[str, TablePlan]) -> None:
+    """TorchRec cuts all column-wise tables of an ``EmbeddingCollection`` alike."""
+    cut = {n: t.shards[0].columns for n, t in tables.items() if t.sharding in COLUMN_SPLITTING}
+    if len(set(cut.values())) > 1:
+        raise UserError(
+            f"the tables {', '.join(cut)} of one EmbeddingCollection are cut into parts of "
+            f"{' and '.join(map(str, sorted(set(cut.values()))))} columns, and TorchRec cuts all of them "
+            "alike: give them one min_partition, or shard them row_wise or table_wise"
+        )
 
 
 def _splits_rows(table: str, sharding: str) -> UserError:
@@ -259,17 +297,6 @@ def _splits_rows(table: str, sharding: str) -> UserError:
         "another algorithm; use optim=adagrad or sgd, shard it row_wise or table_wise, or accept it with "
         "tiers.split_rows=true"
     )
-
-
-def _fused_types(table: str, wanted: Sequence[str] | None) -> list[str]:
-    """The types of a table in lower precision: those with FBGEMM's optimizer, whose state stays float32."""
-    types = [t for t in wanted or PLANNED if t != ShardingType.DATA_PARALLEL.value]
-    if not types:
-        raise UserError(
-            f"table '{table}': a data_parallel table of lower precision would keep its optimizer's state in "
-            "that precision too; store it in fp32, or shard it table_wise or row_wise"
-        )
-    return types
 
 
 def _merged(base: ParameterConstraints, limit: ParameterConstraints) -> ParameterConstraints:

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.embedding import seams
-from recpipe.embedding.capabilities import LOOKUPS, Placed, Planned, SavedByRanks, SendsAhead
+from recpipe.embedding.capabilities import LOOKUPS, Placed, Planned, Rows, SavedByRanks, SendsAhead
 from recpipe.embedding.collection import TableCollection, TierFigures
 from recpipe.embedding.planner import TierPlan
 from recpipe.embedding.tables import Region, Values
@@ -53,10 +53,10 @@ class WrappedCollection(TableCollection, Planned, Placed, SendsAhead, SavedByRan
 
     # -- lookups -----------------------------------------------------------------------------
 
-    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled rows by feature name."""
-        pooled: KeyedTensor = self.inner(sparse)
-        return pooled
+    def forward(self, sparse: KeyedJaggedTensor) -> Rows:
+        """Rows by feature name."""
+        found: Rows = self.inner(sparse)
+        return found
 
     def pooled_with_room(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:
         """As ``inner`` has it, unless this class changes what is looked up."""
@@ -159,7 +159,7 @@ class WrappedCollection(TableCollection, Planned, Placed, SendsAhead, SavedByRan
         """As ``SendsAhead``."""
         return self._of(SendsAhead).start(sparse)
 
-    def finish(self, sent: Any) -> KeyedTensor:
+    def finish(self, sent: Any) -> Rows:
         """As ``SendsAhead``."""
         return self._of(SendsAhead).finish(sent)
 

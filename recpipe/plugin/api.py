@@ -59,6 +59,10 @@ class TableInfo:
     name: str
     rows: int
     dim: int
+    pooled: bool = True
+    """Whether its rows are summed by bag, or handed out one for each id (``EmbeddingCollection``)."""
+    features: tuple[str, ...] = ()
+    """Names of the features that look it up; empty where nobody has said."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def describe(
         "altered": sorted({*(i.name for i in assembly.altered), *_altered(shards, bfloat16)}),
         "cache": owner,
         "sharded": shards is not None,
-        "shards": None if shards is None else described(shards[1], tables.groups[0].tables),
+        "shards": None if shards is None else described(shards[1], shards[0].group_of),
         "ranks": {"trainers": list(ranks.trainers), "holders": list(ranks.holders)},
         "tiers": {
             "store": None if owner == "resident" else tiers.described_store(ranks),

@@ -21,13 +21,16 @@ def shard_bytes(shard: Shard, tables: TableSet) -> int:
     return 4 * shard.rows * (shard.columns + tables.optimizer.state_width(shard.columns))
 
 
-def described(plan: ShardPlan, tables: TableSet) -> dict[str, Any]:
-    """For assembly.json: each table's type, ranks, bytes and predicted milliseconds; each rank's sums."""
+def described(plan: ShardPlan, groups: Mapping[str, TableSet]) -> dict[str, Any]:
+    """For assembly.json: each table's type, ranks, bytes and predicted milliseconds; each rank's sums.
+
+    ``groups``: each table's.
+    """
     by_table = {}
     ranks = [{"bytes": 0, "predicted_ms": 0.0} for _ in range(plan.world)]
     known = all(s.predicted_ms is not None for t in plan.tables.values() for s in t.shards)
     for name, table in plan.tables.items():
-        sizes = [shard_bytes(s, tables) for s in table.shards]
+        sizes = [shard_bytes(s, groups[name]) for s in table.shards]
         for shard, size in zip(table.shards, sizes, strict=True):
             ranks[shard.rank]["bytes"] += size
             ranks[shard.rank]["predicted_ms"] += shard.predicted_ms or 0.0

@@ -16,8 +16,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.dataset import SparseFeature
 from recpipe.embedding.collection import TableCollection
+from recpipe.embedding.groups import ModelTables
 from recpipe.embedding.resident import ResidentCollection
-from recpipe.embedding.shard import ShardedCollection, join_group
+from recpipe.embedding.shard import ShardedCollection, ShardedTables, join_group
 from recpipe.embedding.sharding import Sharding
 from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.plugin.api import Contribution, Origin, Plugin, TableClaim, TableInfo, TablePolicy
@@ -123,7 +124,7 @@ def apart(one: np.ndarray, other: np.ndarray) -> float:
 
 def build(case: Case, ranks: Ranks) -> ShardedCollection:
     sharding = Sharding(
-        table_set(case.optimizer),
+        ModelTables.single(table_set(case.optimizer)),
         assembly(case.types),
         CPU,
         ranks.world,
@@ -133,7 +134,8 @@ def build(case: Case, ranks: Ranks) -> ShardedCollection:
         cached_share=1.0,
     )
     plan = sharding.plan(join_group(CPU, ranks))
-    return ShardedCollection(sharding, plan, ranks)
+    (tables,) = ShardedTables(sharding, plan, ranks).collections
+    return tables
 
 
 def ranks_of(rank: int, world: int) -> Ranks:
@@ -155,7 +157,7 @@ def process(rank: int, world: int, folder: str, cases: Sequence[Case], steps: in
                 train(tables, part(sparse, mine.start, mine.stop), mine.start, sparse.stride())
                 train(whole, sparse, 0, sparse.stride())
             ours, theirs = contents(tables), contents(whole)
-            kinds = {n: t.sharding for n, t in tables.shards.tables.items()}
+            kinds = {n: t.sharding for n, t in tables.shards.items()}
             told[case.name] = {
                 "kinds": kinds,
                 "difference": {n: max(map(apart, v, theirs[n])) for n, v in ours.items()},

@@ -19,7 +19,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from recpipe.embedding.build import TierConfig, is_sharded, plan_shards
 from recpipe.embedding.groups import ModelTables
-from recpipe.embedding.shard import ShardedCollection, join_group
+from recpipe.embedding.shard import ShardedCollection, ShardedTables, join_group
 from recpipe.embedding.sharding import Sharding
 from recpipe.errors import UserError
 from recpipe.plugin.api import (
@@ -76,13 +76,13 @@ def claim(policy: TablePolicy, *aspects: Aspect) -> TableClaim:
 def sharding(
     optimizer: str = "adagrad", device: torch.device = CPU, world: int = 1, **parts: Any
 ) -> Sharding:
-    return Sharding(
-        table_set(optimizer), assembly(**parts), device, world, -(-SIZE // world), False, "fused", 1.0
-    )
+    tables = ModelTables.single(table_set(optimizer))
+    return Sharding(tables, assembly(**parts), device, world, -(-SIZE // world), False, "fused", 1.0)
 
 
 def built(made: Sharding) -> ShardedCollection:
-    return ShardedCollection(made, made.plan(join_group(CPU, Ranks())), Ranks())
+    (tables,) = ShardedTables(made, made.plan(join_group(CPU, Ranks())), Ranks()).collections
+    return tables
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
@@ -213,4 +213,4 @@ def test_a_plugins_sharder_gets_the_codecs_of_all_plugins() -> None:
     (sharder,) = made.sharders()
     assert sharder.qcomm_codecs_registry[POOLED.name].forward is pair.forward
     assert sharder.fused_params["output_dtype"] == 0
-    assert sharder.fused_params["optimizer"] == made.tables.optimizer.kind
+    assert sharder.fused_params["optimizer"] == made.group_of["a"].optimizer.kind

@@ -14,6 +14,7 @@ from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.types import ShardingPlan, ShardingPlanner
 
 from recpipe.embedding.build import TierConfig, is_sharded
+from recpipe.embedding.groups import ModelTables
 from recpipe.embedding.shard_files import load_shards, save_shards
 from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan, load_plan
 from recpipe.embedding.sharding import Prediction, Sharding
@@ -63,9 +64,8 @@ def test_ranks_train_what_one_process_trains(tmp_path, world, cases) -> None:
 
 
 def sharding(optimizer: str = "sgd", split_rows: bool = False, **types: str) -> Sharding:
-    return Sharding(
-        table_set(optimizer), assembly(types or {"*": "table_wise"}), CPU, 2, 16, split_rows, "fused", 1.0
-    )
+    tables = ModelTables.single(table_set(optimizer))
+    return Sharding(tables, assembly(types or {"*": "table_wise"}), CPU, 2, 16, split_rows, "fused", 1.0)
 
 
 def plan(**changes: TablePlan) -> ShardPlan:
@@ -100,7 +100,7 @@ def test_no_planner_splits_rows_under_row_wise_adagrad() -> None:
 def test_a_grid_needs_columns_for_every_host() -> None:
     made = sharding(**{"*": "grid_shard"})
     assert {t.sharding for t in made.plan(None).tables.values()} == {"grid_shard"}
-    narrow = replace(made, tables=replace(made.tables, dim=64))
+    narrow = replace(made, tables=ModelTables.single(replace(table_set("sgd"), dim=64)))
     with pytest.raises(UserError, match=r"'a': grid_shard needs 128 columns for each host.*have 64"):
         narrow.plan(None)
 
@@ -261,7 +261,7 @@ def test_files_that_are_no_plan_are_refused(tmp_path, content) -> None:
 def test_one_rank_pads_nothing_and_reads_what_it_wrote() -> None:
     tables = build(Case("adagrad", {"*": "table_wise"}), Ranks())
     (sparse, *_) = batches(1)
-    assert tables.padded(sparse) is sparse
+    assert tables.whole.given(sparse, weighted=False) is sparse
     region = next(r for r in tables.regions() if r.table == "b")
     values = tuple(np.random.default_rng(0).random(v.shape, np.float32) for v in tables.read(region))
     tables.write(region, values)
@@ -296,7 +296,7 @@ class Lone(ShardingPlanner):  # type: ignore[misc]
         self.prediction = Prediction({module_name(f.name): [7.5] for f in FEATURES})
 
     def plan(self, module, sharders) -> ShardingPlan:
-        return plan_on(1).torchrec("cpu", 2, {})
+        return plan_on(1).torchrec("cpu", 2, {}, ModelTables.single(table_set("sgd")))
 
     def collective_plan(self, module, sharders, pg=None) -> ShardingPlan:
         return self.plan(module, sharders)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from recpipe_neo.precision import codecs
 
+from recpipe.embedding.groups import ModelTables
 from recpipe.embedding.resident import ResidentCollection
-from recpipe.embedding.shard import ShardedCollection, join_group
+from recpipe.embedding.shard import ShardedTables, join_group
 from recpipe.embedding.sharding import Sharding
 from recpipe.plugin.api import Contribution, Origin, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble
@@ -30,14 +32,17 @@ from tests.embedding.sharded import (
 )
 from tests.ranks import joined
 
+SEQUENCE = "sequence "
+"""In front of the sharding type of tables whose rows are not pooled."""
+
 
 class Coded(Places):
     def __init__(self, kind: str, wire: tuple[str, str]) -> None:
-        super().__init__({"*": kind})
-        self.wire = wire
+        super().__init__({"*": kind.removeprefix(SEQUENCE)})
+        self.wire, self.pooled = wire, not kind.startswith(SEQUENCE)
 
     def contribute(self, ctx) -> Contribution:
-        return Contribution(tables=super().contribute(ctx).tables, codecs=codecs(*self.wire))
+        return Contribution(tables=super().contribute(ctx).tables, codecs=codecs(*self.wire, [self.pooled]))
 
 
 def assembly(kind: str, wire: tuple[str, str]) -> Assembly:
@@ -56,20 +61,25 @@ def process(rank: int, world: int, folder: str, cases: list[tuple[str, str, str]
         sparse = batches(2)[0]
         mine = ranks.shares(0, sparse.stride())[rank]
         for kind, *wire in cases:
-            tables = table_set("sgd")
-            sharding = Sharding(
-                tables, assembly(kind, (wire[0], wire[1])), CPU, world, -(-SIZE // world), False, "fused", 1.0
-            )
-            sharded = ShardedCollection(sharding, sharding.plan(join_group(CPU, ranks)), ranks)
+            pooled = not kind.startswith(SEQUENCE)
+            tables = replace(table_set("sgd"), pooled=pooled)
+            parts = assembly(kind, (wire[0], wire[1]))
+            size = -(-SIZE // world)
+            sharding = Sharding(ModelTables.single(tables), parts, CPU, world, size, False, "fused", 1.0)
+            plan = sharding.plan(join_group(CPU, ranks))
+            (sharded,) = ShardedTables(sharding, plan, ranks).collections
             whole = ResidentCollection(tables, CPU)
             share = part(sparse, mine.start, mine.stop)
             with torch.no_grad():
-                ours, theirs = sharded(share).to_dict(), whole(share).to_dict()
-            error = max(float((ours[f.name] - theirs[f.name]).abs().max()) for f in FEATURES)
-            largest = max(float(theirs[f.name].abs().max()) for f in FEATURES)
+                ours, theirs = sharded.lookup(share), whole.lookup(share)
+            error, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
             before = contents(whole)
-            train(sharded, share, mine.start, sparse.stride())
-            train(whole, sparse, 0, sparse.stride())
+            if pooled:
+                train(sharded, share, mine.start, sparse.stride())
+                train(whole, sparse, 0, sparse.stride())
+            else:
+                for tables_of, given in ((sharded, share), (whole, sparse)):
+                    ((tables_of.lookup(given) + 1).square() / sparse.stride()).sum().backward()
             after, expected = contents(sharded), contents(whole)
             told[" ".join((kind, *wire))] = {
                 "largest": largest,

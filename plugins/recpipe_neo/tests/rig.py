@@ -62,7 +62,7 @@ def options(
 ) -> list[ShardingOption]:
     """All options of TorchRec's enumerator with its analytic costs, for 64 samples on each rank."""
     enumerator = EmbeddingEnumerator(topology(world), 64, constraints)
-    found: list[ShardingOption] = enumerator.enumerate(module, [TableSharder(True)])
+    found: list[ShardingOption] = enumerator.enumerate(module, [TableSharder()])
     return found
 
 

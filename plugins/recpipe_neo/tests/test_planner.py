@@ -57,7 +57,7 @@ def planned(
     )
     assert isinstance(planner, MeasuredPlanner)
     planner.profile = made_up(machine(world), exchange)
-    return planner.plan(collection(tables), [TableSharder(True)]), record
+    return planner.plan(collection(tables), [TableSharder()]), record
 
 
 def ranks_of(plan: ShardingPlan, table: str) -> list[int]:
@@ -120,7 +120,7 @@ def test_the_popular_rows_side_of_a_table_is_the_loaded_one() -> None:
     planner = make_planner("measured", topology(2), limits, SAMPLES, stats, Path("unused"), record)
     assert isinstance(planner, MeasuredPlanner)
     planner.profile = made_up(machine(2))
-    planner.plan(collection({"a": (100_000, 16)}), [TableSharder(True)])
+    planner.plan(collection({"a": (100_000, 16)}), [TableSharder()])
     assert record.ranks[0]["a"] > 1.5 * record.ranks[1]["a"]
 
 
@@ -131,7 +131,7 @@ def test_the_analytic_planners_plan(kind: str) -> None:
     limits = {name: ParameterConstraints(sharding_types=ROWS, compute_kernels=["fused"]) for name in tables}
     stats = {"t0": uniform_stats(10_000, 40, 64)}
     planner = make_planner(kind, topology(2), limits, 64, stats, record=record)
-    plan = planner.plan(collection(tables), [TableSharder(True)])
+    plan = planner.plan(collection(tables), [TableSharder()])
     assert set(plan.plan["tables"]) == set(tables) == set(record.sharding)
     assert record.step_ms is not None
     loads = [sum(rank.values()) for rank in record.ranks.values()]
@@ -168,14 +168,14 @@ def _rank(rank: int, world: int, meeting: str, folder: str) -> None:
         assert min(s.forward for s in profile.lookups) > 0
         assert {s.owns for s in profile.exchanges} == {True, False}
         before = file.stat().st_mtime_ns
-        planner.collective_plan(collection(tables), [TableSharder(True)])
+        planner.collective_plan(collection(tables), [TableSharder()])
         assert file.stat().st_mtime_ns == before, "measured once"
 
 
 def _trains_as_one_process(plan: object, tables: dict[str, tuple[int, int]], rank: int) -> None:
     module = collection(tables)
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
-    sharder = TableSharder(True, fused_params=fused)
+    sharder = TableSharder(fused_params=fused)
     group = dist.group.WORLD
     parallel = DistributedModelParallel(
         module,

@@ -1,4 +1,5 @@
-"""Pooled rows and gradients in fewer bits between two real ranks: errors within bounds, bytes saved."""
+"""Rows, pooled or not, and gradients in fewer bits between two real ranks: errors within bounds, bytes
+saved."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ CASES = [
     ("table_wise", "int8", "int8"),
     ("column_wise", "fp16", "bf16"),
     ("row_wise", "fp16", "bf16"),
+    ("sequence row_wise", "fp16", "bf16"),
+    ("sequence table_wise", "int8", "int8"),
 ]
 
 

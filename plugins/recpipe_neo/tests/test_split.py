@@ -89,5 +89,5 @@ def test_the_search_space_on_cpu_has_rows_and_obeys_constraints() -> None:
         o.compute_kernel == ("dense" if o.sharding_type == "data_parallel" else "fused") for o in found
     )
     assert all(cost(o) > 0 for o in found)
-    types = TableSharder(True).sharding_types("cuda")
+    types = TableSharder().sharding_types("cuda")
     assert len(types) == len(set(types)), "on CUDA TorchRec has them all"

@@ -1,0 +1,206 @@
+"""Models of several collections, sharded over two processes by plans of all kinds, against loops by hand."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import recpipe
+from recpipe.data.criteo import SPARSE
+from recpipe.data.dataset import Dataset
+from recpipe.data.make import open_dataset
+from recpipe.embedding import shard
+from recpipe.embedding.groups import collections_of, group_tables
+from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan
+from recpipe.embedding.tables import TableOptimizer
+from recpipe.errors import UserError
+from recpipe.report.record import write_json
+from recpipe.table_files import state_name
+from recpipe.tasks.unshard import unshard
+from recpipe.tensor_files import TensorFiles
+from tests.any_model.runs import QUIET, train
+from tests.any_model.zoo import (
+    OVERRIDES,
+    Events,
+    Trained,
+    TwoTower,
+    by_hand,
+    events,
+    furthest,
+    is_table,
+    make,
+)
+from tests.processes import start_ranks
+
+BATCHES = 6
+BOUND = {"sgd": 1e-6, "rowwise_adagrad": 1e-5}
+
+
+ALONE = "alone"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Of one model by one plan, on two ranks; ``resume``: from a checkpoint of half the way, another run's or
+    one process's (``ALONE``)."""
+
+    model: str
+    kind: str
+    optimizer: str
+    resume: str = ""
+    deaf: bool = False
+    """Whether the gradients of replicated tables are not summed over the ranks."""
+
+    @property
+    def name(self) -> str:
+        extra = "-deaf" if self.deaf else ""
+        if self.resume:
+            extra = "-resumed-alone" if self.resume == ALONE else "-resumed"
+        return f"{self.model}-{self.kind}-{self.optimizer}{extra}"
+
+
+RUNS = (
+    Run("two_tower", "row_wise", "rowwise_adagrad"),
+    Run("two_tower", "row_wise", "rowwise_adagrad", resume="two_tower-row_wise-rowwise_adagrad"),
+    Run("two_tower", "mixed", "rowwise_adagrad", resume=ALONE),
+    Run("two_tower", "table_wise", "sgd"),
+    Run("two_tower", "data_parallel", "rowwise_adagrad"),
+    Run("two_tower", "data_parallel", "rowwise_adagrad", deaf=True),
+    Run("din", "row_wise", "sgd"),
+    Run("din", "table_wise", "rowwise_adagrad"),
+    Run("din", "data_parallel", "sgd"),
+    Run("din", "mixed", "rowwise_adagrad"),
+    Run("din", "mixed", "rowwise_adagrad", resume="din-mixed-rowwise_adagrad"),
+)
+MIXED = ("row_wise", "table_wise", "data_parallel")
+
+
+def plan(name: str, kind: str) -> ShardPlan:
+    """Every table of a model so; ``mixed``: in turn."""
+    tables = group_tables(collections_of(make(name)), lambda *_: TableOptimizer("sgd", 0.1), seed=1).shapes()
+    made = {}
+    for number, (table, (rows, dim, _)) in enumerate(tables.items()):
+        mine = MIXED[number % len(MIXED)] if kind == "mixed" else kind
+        half, rank = rows // 2, number % 2
+        shards = {
+            "row_wise": (Shard(0, 0, 0, half, dim), Shard(1, half, 0, half, dim)),
+            "table_wise": (Shard(rank, 0, 0, rows, dim),),
+            "data_parallel": (Shard(0, 0, 0, rows, dim), Shard(1, 0, 0, rows, dim)),
+        }[mine]
+        ranks = tuple(shard.rank for shard in shards)
+        kernel = "dense" if mine == "data_parallel" else "fused"
+        made[table] = TablePlan(mine, kernel, rows, dim, ranks, shards)
+    return ShardPlan(2, made)
+
+
+def rows_of(dataset: Dataset) -> list[Events]:
+    return events(dataset, BATCHES)
+
+
+def two_ranks(rank: int, folder: str, port: int) -> None:
+    """One of two processes, which train all of ``RUNS``, one after the other, and save twice."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    top = Path(folder)
+    recipe = {"name": "criteo", "path": str(top / "criteo.tsv.gz"), "cache_dir": folder}
+    batches = rows_of(open_dataset({**recipe, "tables": dict.fromkeys(SPARSE, 1000)}, seed=1))
+    for number, run in enumerate(RUNS):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # so that they do not meet the run before
+        saving = (f"trainer.checkpoint_dir={top / run.name}", f"trainer.checkpoint_every={BATCHES // 2}")
+        words = (*QUIET, *OVERRIDES[run.optimizer], *saving, f"tiers.plan={top / run.model}-{run.kind}.json")
+        if run.resume:
+            words += (f"resume='{saved(top / run.resume)[0]}'",)
+        with pytest.MonkeyPatch.context() as patch:
+            if run.deaf:
+                patch.setattr(shard, "_summed", own_sum)
+            recpipe.train(make(run.model), batches, *words, "trainer.max_epochs=1", quiet=True)
+
+
+def own_sum(channel: object, bucket: object) -> torch.futures.Future[torch.Tensor]:
+    """Of this rank alone."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())  # type: ignore[attr-defined]
+    return done
+
+
+def saved(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.ckpt"))
+
+
+@pytest.fixture(scope="module")
+def batches(criteo: Dataset) -> list[Events]:
+    return rows_of(criteo)
+
+
+@pytest.fixture(scope="module")
+def trained(batches: list[Events], data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where every run's checkpoints are."""
+    folder = tmp_path_factory.mktemp("sharded")
+    (folder / "criteo.tsv.gz").symlink_to(data_dir / "criteo_80k.tsv.gz")
+    for run in RUNS:
+        write_json(folder / f"{run.model}-{run.kind}.json", plan(run.model, run.kind).to_dict())
+    words = (f"trainer.checkpoint_dir={folder / ALONE}", f"trainer.checkpoint_every={BATCHES // 2}")
+    train(make("two_tower"), batches, "rowwise_adagrad", *words, "trainer.max_epochs=1")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    start_ranks(two_ranks, (str(folder), port), 2)
+    return folder
+
+
+def left_by(checkpoint: Path, name: str, folder: Path) -> Trained:
+    """What ``recpipe unshard`` and the tables' files have, by the names of the model's own parameters."""
+    file = folder / "whole.safetensors"
+    unshard(checkpoint, file)
+    tensors, files = load_file(file), TensorFiles.sharded(checkpoint / "tables")
+    parameters, states = {}, {}
+    for key, value in make(name).named_parameters():
+        table = key.split(".")[-2]
+        parameters[key] = tensors[table if is_table(key) else key]
+        if is_table(key):
+            state, rows = state_name(table), len(value)
+            kept = state in files.pieces
+            states[key] = torch.from_numpy(files.rows(state, 0, rows)) if kept else torch.empty(rows, 0)
+    return Trained(parameters, states, [])
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_two_ranks_train_as_by_hand(batches, trained, tmp_path, run) -> None:
+    """Tables, optimizer states and dense part; with lost gradients the comparison fails."""
+    mine = left_by(saved(trained / run.name)[-1], run.model, tmp_path)
+    distance = furthest(mine, by_hand(make(run.model), batches, run.optimizer))
+    assert distance > 1e-3 if run.deaf else distance < BOUND[run.optimizer]
+
+
+@pytest.mark.parametrize("run", [r for r in RUNS if r.resume not in ("", ALONE)], ids=lambda run: run.name)
+def test_stopping_and_resuming_is_bitwise(trained, tmp_path, run) -> None:
+    mine, whole = (left_by(saved(trained / n)[-1], run.model, tmp_path) for n in (run.name, run.resume))
+    assert furthest(mine, whole) == 0
+
+
+@pytest.mark.parametrize("run", [r for r in RUNS if r.resume not in ("", ALONE)], ids=lambda run: run.name)
+def test_one_process_goes_on_from_what_two_have_saved(batches, trained, run) -> None:
+    half = saved(trained / run.resume)[0]
+    mine = train(make(run.model), batches, run.optimizer, f"resume='{half}'", "trainer.max_epochs=1")
+    assert furthest(mine, by_hand(make(run.model), batches, run.optimizer)) < BOUND[run.optimizer]
+
+
+class Hashing(TwoTower):
+    """Looks up ids that it has computed."""
+
+    def forward(self, batch: Events) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = batch.lists
+        computed = KeyedJaggedTensor(ids.keys(), ids.values() // 2, lengths=ids.lengths())
+        return super().forward(replace(batch, lists=computed))
+
+
+def test_ids_that_the_model_computes_are_refused(batches) -> None:
+    with pytest.raises(UserError, match="'user' with ids that are not the batch's own, which Sharded"):
+        train(Hashing(), batches, "sgd", "tiers.sharded=true")
