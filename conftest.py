@@ -24,6 +24,7 @@ from recpipe.data.dataset import Dataset  # noqa: E402
 from recpipe.data.make import open_dataset  # noqa: E402
 from recpipe.plugin.offers import GROUPS  # noqa: E402
 from recpipe.report import plots  # noqa: E402
+from tests import composing  # noqa: E402
 from tests.plugin.samples import FakeEntryPoint, write_package  # noqa: E402
 from tests.processes import ROOT, Child, Cli  # noqa: E402
 
@@ -78,6 +79,20 @@ def _blank_plots() -> Iterator[None]:
         for name in DRAWN:
             patch.setattr(plots, name, blank)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _remembered_recipes() -> Iterator[None]:
+    """See ``tests.composing``."""
+    with pytest.MonkeyPatch.context() as patch:
+        composing.remember(patch)
+        yield
+
+
+@pytest.fixture
+def composed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes are composed from yaml, each time."""
+    composing.forget(monkeypatch)
 
 
 @pytest.fixture

@@ -8,7 +8,9 @@ import recpipe.report.html  # noqa: E402
 import recpipe.report.terminal  # noqa: E402
 import recpipe.run  # noqa: E402
 import recpipe.tasks.compare  # noqa: E402, F401
+from recpipe.config import compose  # noqa: E402
 from recpipe.plugin.load import installed  # noqa: E402
 
 for plugin in installed().values():
     plugin.load()
+compose()  # Hydra looks for its plugins, and its parser warms up, once
