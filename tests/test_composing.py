@@ -1,4 +1,4 @@
-"""``tests.composing``: a recipe that is remembered is the one that Hydra composes, and so is what it refuses."""
+"""``tests.composing``: a remembered recipe is the one that Hydra composes, and so is what it refuses."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ SMALL = (
     "trainer.logger=null",
     "trainer.eval_every=0.5",
 )
+MORE = (("nocache", "host"), ("lfu", "host"), ("lru", "ssd"))
 EPOCH = 25
 KINDS = {
     "resident": ("tiers.policy=resident",),
@@ -79,7 +80,11 @@ def furthest(left: Parameters, right: Parameters) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "store"),
-    [("resident", "host"), *((kind, store) for kind in list(KINDS)[1:] for store in ("host", "ssd"))],
+    [
+        *(("resident", "host"), ("lru", "host"), ("hotline", "host")),
+        *(("nocache", "ssd"), ("lfu", "ssd"), ("hotline", "ssd")),
+        *(pytest.param(*more, marks=pytest.mark.soak) for more in MORE),
+    ],
 )
 def test_stopped_and_resumed_equals_never_stopped(trained, tmp_path, kind, store) -> None:
     """Stopped in the middle of an epoch, at its end, and in the middle of the next one."""
