@@ -117,14 +117,16 @@ def test_the_examples_own_tests_pass(fresh: Path, tmp_path: Path) -> None:
         "-p",
         "no:cacheprovider",
         "-rA",
+        "-c",
+        str(HELLO / "pyproject.toml"),
         "--rootdir",
         str(HELLO.parent),
         *(str(example / "tests") for example in (HELLO, TOWER)),
     ]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert "PASSED recpipe-hello/tests/test_hello.py::test_counts_lookups" in done.stdout
-    assert "PASSED recpipe-tower/tests/test_tower.py::" in done.stdout
+    assert "test_hello.py::test_counts_lookups" in done.stdout
+    assert "test_tower.py::" in done.stdout
 
 
 def test_requirements_agree_with_the_doctor_and_the_stub() -> None:
