@@ -17,13 +17,14 @@ from recpipe.quiet import calm_threads
 calm_threads()  # before torch is imported, as the command line does
 
 import torch  # noqa: E402
-from markupsafe import Markup  # noqa: E402
 
 from recpipe.data.criteo import SPARSE  # noqa: E402
 from recpipe.data.dataset import Dataset  # noqa: E402
 from recpipe.data.make import open_dataset  # noqa: E402
 from recpipe.plugin.offers import GROUPS  # noqa: E402
 from recpipe.report import plots  # noqa: E402
+from tests import composing  # noqa: E402
+from tests.drawing import DRAWN, leave_blank  # noqa: E402
 from tests.plugin.samples import FakeEntryPoint, write_package  # noqa: E402
 from tests.processes import ROOT, Child, Cli  # noqa: E402
 
@@ -32,7 +33,25 @@ Install = Callable[..., Path]
 torch.set_num_threads(1)
 """Two tests run at a time, each on a core of its own. Tests of several threads ask for them."""
 
-DRAWN = {name: getattr(plots, name) for name in ("lines", "histogram", "bars", "stacked")}
+LONG = (
+    "tests/test_torchrun.py",
+    "tests/any_model/test_matrix.py",
+    "tests/test_trainer.py",
+    "tests/test_packaging.py",
+    "plugins/recpipe_neo/tests/test_neo_ranks.py",
+    "plugins/recpipe_bagpipe/tests/test_trainers_processes.py",
+    "plugins/recpipe_slipstream/tests/test_plugin.py",
+    "plugins/recpipe_slipstream/tests/test_filter.py",
+    "tests/test_pairs.py",
+    "tests/test_compare.py",
+    "tests/test_api.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files come first: one that came last would be waited for by one process, the other idle."""
+    order = {ROOT / name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(scope="session")
@@ -69,15 +88,24 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _blank_plots() -> Iterator[None]:
-    """Reports of runs in this process have empty plots: drawing takes longer than a test's training."""
-
-    def blank(title: str, *_: Any, **__: Any) -> plots.Plot:
-        return plots.Plot(title, Markup("<svg></svg>"))
-
+    """See ``tests.drawing``."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in DRAWN:
-            patch.setattr(plots, name, blank)
+        leave_blank(patch)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _remembered_recipes() -> Iterator[None]:
+    """See ``tests.composing``."""
+    with pytest.MonkeyPatch.context() as patch:
+        composing.remember(patch)
+        yield
+
+
+@pytest.fixture
+def composed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes are composed from yaml, each time."""
+    composing.forget(monkeypatch)
 
 
 @pytest.fixture

@@ -1,14 +1,23 @@
-"""What the server of tests/processes.py imports before it forks the first process."""
+"""What the server of tests/processes.py does before it forks the first process: imports, above all.
+
+Reports of its processes have empty plots; those of processes from the beginning have real ones.
+"""
 
 from recpipe.quiet import calm_threads
 
 calm_threads()  # before torch is imported, as the command line does
 
+import pytest  # noqa: E402
+
 import recpipe.report.html  # noqa: E402
 import recpipe.report.terminal  # noqa: E402
 import recpipe.run  # noqa: E402
 import recpipe.tasks.compare  # noqa: E402, F401
+from recpipe.config import compose  # noqa: E402
 from recpipe.plugin.load import installed  # noqa: E402
+from tests.drawing import leave_blank  # noqa: E402
 
 for plugin in installed().values():
     plugin.load()
+leave_blank(pytest.MonkeyPatch())  # for good
+compose()  # Hydra looks for its plugins, and its parser warms up, once

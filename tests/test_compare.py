@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from recpipe.tasks.compare import compare
 from recpipe.tasks.compare_rows import carried_overrides, parse_rows, quoted
 from recpipe.tasks.config import CompareConfig
 from recpipe.validation import typed
+from tests.processes import Cli
 
 ROOT = Path(__file__).parents[1]
 INSTALLED = ("hotline", "fae", "slipstream")
@@ -640,17 +640,12 @@ def test_an_interrupt_ends_the_run_in_flight(
 @pytest.mark.parametrize(
     "rows", [("lru",), pytest.param(("resident", "lru"), marks=pytest.mark.soak)], ids="+".join
 )
-def test_real_comparison_end_to_end(tmp_path: Path, rows: tuple[str, ...]) -> None:
+def test_real_comparison_end_to_end(cli: Cli, tmp_path: Path, rows: tuple[str, ...]) -> None:
+    """The comparison's runs are processes of its own, from the beginning."""
     rounds = [f"compare.plugins=[{','.join(rows)}]", "compare.repetitions=1", "compare.warmup=0"]
     few = ["data.samples=3000", "data.batch_size=64", "data.table_scale=0.01", "trainer.max_steps=5"]
     overrides = ["task=compare", *rounds, *few, quoted("hydra.run.dir", tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "recpipe", *overrides],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}"},
-        capture_output=True,
-        text=True,
-    )
+    done = cli(*overrides)
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "compare.json").read_text())
     assert [row["name"] for row in content["rows"]] == list(rows)

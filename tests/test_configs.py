@@ -12,6 +12,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.conf import package_conf, package_confs
 from recpipe.plugin.load import installed
 
+pytestmark = pytest.mark.usefixtures("composed_anew")
 ROOTS = [conf_dir(), *package_confs()]
 missing = object()
 FILES = sorted({file for root in ROOTS for file in root.glob("*/*.yaml")})

@@ -5,11 +5,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -32,6 +29,7 @@ from recpipe.report.record import (
     RunReport,
     Throughput,
 )
+from tests.processes import Child
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS, GUIDE = ROOT / "docs" / "plugins.md", ROOT / "docs" / "guide.md"
@@ -230,20 +228,16 @@ def test_hello_world_runs(tmp_path: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: recpipe-first\nVersion: 0.1.0\n")
     (info / "entry_points.txt").write_text("[{}]\n{} = {}\n".format(*entry.groups()))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "recpipe", "+plugin=[hotline,first]", "plugins.first.digits=2"),
-            *("data.samples=2000", "data.table_scale=0.01", "hydra.run.dir=out", "trainer.progress=false"),
-        ],
-        cwd=tmp_path,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path / "site", ROOT, ROOT / "plugins")))},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = Child(
+        tmp_path / "cli",
+        *("+plugin=[hotline,first]", "plugins.first.digits=2", "data.samples=2000", "data.table_scale=0.01"),
+        *("hydra.run.dir=out", "trainer.progress=false"),
+        script=f"import sys, recpipe.cli; sys.path[:0] = [{str(tmp_path / 'site')!r}]; recpipe.cli.program()",
+    ).ended()
     assert done.returncode == 0, done.stderr
-    shown = json.loads((tmp_path / "out" / "report.json").read_text())["plugins"]["first"]["click_share"]
+    shown = json.loads((tmp_path / "cli" / "out" / "report.json").read_text())["plugins"]["first"][
+        "click_share"
+    ]
     assert 0 < shown < 1
     assert shown == round(shown, 2)
     assert "first" not in installed()

@@ -108,8 +108,7 @@ def test_it_runs_from_another_folder_with_a_third_party_plugin(fresh: Path, tmp_
     assert refused.stderr == "error: plugins.hello.top=2: must be in (0, 1], for example 0.01\n"
 
 
-@pytest.mark.parametrize("example", [HELLO, TOWER], ids=lambda p: p.name)
-def test_the_examples_own_tests_pass(fresh: Path, tmp_path: Path, example: Path) -> None:
+def test_the_examples_own_tests_pass(fresh: Path, tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "HYDRA_FULL_ERROR")}
     command = [
         str(fresh),
@@ -117,12 +116,17 @@ def test_the_examples_own_tests_pass(fresh: Path, tmp_path: Path, example: Path)
         "pytest",
         "-p",
         "no:cacheprovider",
+        "-rA",
+        "-c",
+        str(HELLO / "pyproject.toml"),
         "--rootdir",
-        str(example),
-        str(example / "tests"),
+        str(HELLO.parent),
+        *(str(example / "tests") for example in (HELLO, TOWER)),
     ]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+    assert "test_hello.py::test_counts_lookups" in done.stdout
+    assert "test_tower.py::" in done.stdout
 
 
 def test_requirements_agree_with_the_doctor_and_the_stub() -> None:

@@ -151,9 +151,9 @@ def run_randomly(seed: int, count: int, folder: Path) -> dict[int, int]:
 
 
 def test_random_overrides_are_typed_or_refused_in_one_line() -> None:
-    refused, fine = fuzz(seed=1, count=2000)
-    assert refused > 300
-    assert fine > 100
+    refused, fine = fuzz(seed=1, count=500)
+    assert refused > 75
+    assert fine > 25
 
 
 def test_random_overrides_run_or_are_refused_in_one_line(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ SMALL = (
     "trainer.logger=null",
     "trainer.eval_every=0.5",
 )
+MORE = (("nocache", "host"), ("lfu", "host"), ("lru", "ssd"))
 EPOCH = 25
 KINDS = {
     "resident": ("tiers.policy=resident",),
@@ -79,7 +80,11 @@ def furthest(left: Parameters, right: Parameters) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "store"),
-    [("resident", "host"), *((kind, store) for kind in list(KINDS)[1:] for store in ("host", "ssd"))],
+    [
+        *(("resident", "host"), ("lru", "host"), ("hotline", "host")),
+        *(("nocache", "ssd"), ("lfu", "ssd"), ("hotline", "ssd")),
+        *(pytest.param(*more, marks=pytest.mark.soak) for more in MORE),
+    ],
 )
 def test_stopped_and_resumed_equals_never_stopped(trained, tmp_path, kind, store) -> None:
     """Stopped in the middle of an epoch, at its end, and in the middle of the next one."""
@@ -210,7 +215,7 @@ def test_a_new_learning_rate_counts(trained, tmp_path) -> None:
         ("data.tables={a: 12, b: 701, c: 90}", r"b\.weight\.npy holds \(700, 8\), .* has \(701, 8\)"),
         ("model.embedding_dim=16", r"holds \(12, 8\), .* has \(12, 16\)"),
         ("model.top=[32]", "another model: over_arch"),
-        ("model=dlrm_dcn", "another model: its dense parameters have other names"),
+        ("model=dlrm_dcn", "another model: its dense parameters and buffers have other names"),
         ("optim=sgd", r"state\.npy holds \(12, 1\), .* has \(12, 0\)"),
         ("optim.dense={name: SGD, lr: 0.1}", "made with optim.dense.name=Adagrad, not SGD"),
     ],

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from recpipe.errors import UserError
 from recpipe.recipe import Recipe
 from recpipe.words import for_hydra
 from tests.plugin.samples import write
+from tests.processes import Child
 
 TARGET = "model._target_=my_pkg.Tower"
 BUILT_IN = ("dlrm", "dlrm_dcn")
@@ -72,7 +71,7 @@ class Tower(nn.Module):
         super().__init__()
 """
 SEE = """
-import json, sys, types
+import json, os, sys, types
 import recpipe.cli
 from recpipe.recipe import Recipe
 module = types.ModuleType("recpipe.run")
@@ -85,7 +84,8 @@ def run(recipe, directory, command_line):
     print("SEEN", json.dumps([type(made).__module__, dict(model.arguments)]))
 module.run = run
 sys.modules["recpipe.run"] = module
-sys.path = [place for place in sys.path if place not in ("", sys.path[0])] if SCRIPT else sys.path
+sys.path = [place for place in sys.path if place not in ("", os.getcwd())]
+sys.path[:0] = [] if SCRIPT else [""]
 recpipe.cli.main()
 """
 
@@ -97,13 +97,7 @@ def seen(tmp_path: Path) -> Callable[..., list[object]]:
 
     def start(*arguments: str, script: bool = False) -> list[object]:
         code = SEE.replace("SCRIPT", str(script))
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env=os.environ,
-        )
+        done = Child(tmp_path, *arguments, script=code).ended()
         assert done.returncode == 0, done.stdout + done.stderr
         return [
             json.loads(line.removeprefix("SEEN "))

@@ -1,0 +1,96 @@
+"""Recipes in the tests' own process: what composing them from yaml gave is remembered, for it takes 0.3 s.
+
+A recipe's groups (``data=criteo``, ``+plugin=hotline``) are composed once; values of its keys are put into a
+copy by Hydra's own function, as Hydra does. With a package that a test has installed, with another folder of
+yaml, and for words of Hydra's own, nothing is remembered. Tests of composing itself ask for the fixture
+``composed_anew``; a process of its own (``tests.processes``) composes anew, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from recpipe import config
+
+COMPOSE, PARSE, ENTRY_POINTS = config._composed, OverridesParser.parse_rule, importlib.metadata.entry_points
+CONF, PATH = config.conf_dir, tuple(sys.path)
+_bases: dict[tuple[str, ...], DictConfig] = {}
+_parsed: dict[str, Override] = {}
+_installed: dict[str, Any] = {}
+
+
+def remember(patch: pytest.MonkeyPatch) -> None:
+    """Until ``patch`` ends."""
+    patch.setattr(config, "_composed", composed)
+    patch.setattr(OverridesParser, "parse_rule", parse_rule)
+    patch.setattr(importlib.metadata, "entry_points", entry_points)
+
+
+def forget(patch: pytest.MonkeyPatch) -> None:
+    """Recipes are composed anew until ``patch`` ends."""
+    patch.setattr(config, "_composed", COMPOSE)
+    patch.setattr(OverridesParser, "parse_rule", PARSE)
+    patch.setattr(importlib.metadata, "entry_points", ENTRY_POINTS)
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """As ``recpipe.config._composed``."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException:
+        return COMPOSE(overrides)
+    if not _as_installed() or any(map(_is_hydras, parsed)):
+        return COMPOSE(overrides)
+    groups = tuple(word for word, one in zip(overrides, parsed, strict=True) if not _is_value(one))
+    if groups not in _bases:
+        _bases[groups] = COMPOSE(groups)
+    recipe = copy.deepcopy(_bases[groups])
+    ConfigLoaderImpl._apply_overrides_to_config([one for one in parsed if _is_value(one)], recipe)
+    return recipe
+
+
+def _as_installed() -> bool:
+    """Whether no test has installed a package, or put other yaml in place."""
+    found = importlib.metadata.entry_points in (ENTRY_POINTS, entry_points)
+    return found and tuple(sys.path) == PATH and config.conf_dir is CONF
+
+
+def _is_hydras(override: Override) -> bool:
+    """What Hydra reads itself, and what is for it alone to refuse."""
+    if override.key_or_group.startswith("hydra") or override.is_sweep_override():
+        return True
+    return not _is_value(override) and isinstance(override.value(), dict)  # may be a group's, or a key's
+
+
+def _is_value(override: Override) -> bool:
+    """Of a key and no group: no group's name has a dot. Folders of checkpoints differ from test to test."""
+    return "." in override.key_or_group or override.key_or_group in ("seed", "resume")
+
+
+def parse_rule(parser: OverridesParser, text: str, rule: str) -> Any:
+    """As ``OverridesParser.parse_rule``."""
+    if rule != "override":
+        return PARSE(parser, text, rule)
+    if text not in _parsed:
+        _parsed[text] = PARSE(parser, text, rule)
+    return copy.copy(_parsed[text])
+
+
+def entry_points(**chosen: Any) -> Any:
+    """As ``importlib.metadata.entry_points``."""
+    if chosen.keys() != {"group"} or tuple(sys.path) != PATH:
+        return ENTRY_POINTS(**chosen)
+    if chosen["group"] not in _installed:
+        _installed[chosen["group"]] = ENTRY_POINTS(**chosen)
+    return _installed[chosen["group"]]
