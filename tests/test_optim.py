@@ -225,7 +225,7 @@ def test_each_table_trains_by_its_own(tmp_path, how, policy) -> None:
         for batch in batches:
             plan = None
             if driven is not None:
-                plan = driven.plan(batch)
+                plan = driven.plan(batch, placed_model.inputs.each(batch))
                 driven.advance(plan)
             dense.zero_grad()
             accumulate(placed_model, StagedBatch(batch, plan), StepTimes())

@@ -16,6 +16,7 @@ from recpipe import checkpoint
 from recpipe import run as run_module
 from recpipe.config import compose
 from recpipe.errors import UserError
+from recpipe.placing import Unplaced
 from recpipe.report import html, record
 from recpipe.run import run
 from recpipe.run_dir import ELSEWHERE
@@ -164,8 +165,10 @@ def test_plan_builds_nothing(tmp_path, monkeypatch, capsys) -> None:
     def built(*args, **kwargs):
         raise AssertionError("task=plan built something")
 
-    for name in ("build_embeddings", "PlacedModel", "TrainLoader", "make_trainer", "fit"):
+    for name in ("TrainLoader", "make_trainer", "fit"):
         monkeypatch.setattr(run_module, name, built)
+    for name in ("build", "over"):
+        monkeypatch.setattr(Unplaced, name, built)
     plan = run(compose(["task=plan", "+plugin=hotline", "data.table_scale=1e4"]), tmp_path)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["assembly.json", "recpipe.log"]
     assert json.loads((tmp_path / "assembly.json").read_text(encoding="utf-8")) == json.loads(
@@ -247,7 +250,7 @@ def test_a_full_disk_at_the_end_costs_neither_table_nor_the_other_file(
 
 def test_no_training_starts_where_nothing_can_be_written(tmp_path, monkeypatch) -> None:
     failing(monkeypatch, "assembly.json")
-    monkeypatch.setattr(run_module, "build_embeddings", None)
+    monkeypatch.setattr(Unplaced, "build", None)
     with pytest.raises(UserError, match=f"^cannot write {tmp_path}/assembly.json: No space left on device"):
         trained(tmp_path)
 

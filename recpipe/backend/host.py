@@ -61,6 +61,7 @@ class Notebook:
     """
 
     _measured: ClassVar[dict[Host, Choices]] = {}
+    _said: ClassVar[bool] = False
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.host = folder, Host.current()
@@ -71,6 +72,9 @@ class Notebook:
         """The faster way, measured where it is not known."""
         known = self.known.setdefault(signature, {}).setdefault(str(threads), {})
         if str(samples) not in known:
+            if not Notebook._said:
+                _log.info("measuring what is fast on this machine; later runs take it from %s", self.folder)
+            Notebook._said = True
             known[str(samples)] = measure()
         return known[str(samples)]
 

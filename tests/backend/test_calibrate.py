@@ -188,11 +188,11 @@ def test_the_nearest_measured_size_counts() -> None:
     ("text", "words"),
     [
         ("{", "delete it, and they are measured again"),
-        ('{"schema": 9, "choices": {}}', "schema 9, not 1"),
-        ('{"schema": 1, "choices": {"dot 3x8": []}}', "'dot 3x8' has no table"),
-        ('{"schema": 1, "choices": {"dot 3x8": {"two": {"16": "cpu"}}}}', "whole numbers above 0"),
-        ('{"schema": 1, "choices": {"dot 3x8": {"1": {"0": "cpu"}}}}', "whole numbers above 0"),
-        ('{"schema": 1, "choices": {"dot 3x8": {"1": {"16": "gpu"}}}}', "gpu"),
+        ('{"schema": 9, "choices": {}}', "schema 9, not 2"),
+        ('{"schema": 2, "choices": {"dot 3x8": []}}', "'dot 3x8' has no table"),
+        ('{"schema": 2, "choices": {"dot 3x8": {"two": {"16": "cpu"}}}}', "whole numbers above 0"),
+        ('{"schema": 2, "choices": {"dot 3x8": {"1": {"0": "cpu"}}}}', "whole numbers above 0"),
+        ('{"schema": 2, "choices": {"dot 3x8": {"1": {"16": "gpu"}}}}', "gpu"),
     ],
 )
 def test_a_damaged_file_is_named(text, words, tmp_path) -> None:

@@ -40,8 +40,8 @@ def on_popular_backward(rig: Rig, then: Callable[[TierPlan], None]) -> None:
     """Call ``then(plan)`` when the gradients of a popular micro-batch are complete."""
     lookups, (front,) = rig.model.lookups, rig.model.bound
 
-    def watched(batch: Any, plan: BatchPlan | None, sent: Any) -> BatchLookups:
-        found = lookups(batch, plan, sent)
+    def watched(batch: Any, plan: BatchPlan | None, *more: Any) -> BatchLookups:
+        found = lookups(batch, plan, *more)
         (group,) = found.groups[front]
         tiers, leaf = group.plan, group.leaf
         assert tiers is not None
