@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recpipe.backend.room import roomy_paths
 from recpipe.data.dataset import Dataset
 from recpipe.embedding.build import build_embeddings
 from recpipe.embedding.grouped import GroupedCollection
@@ -53,13 +54,27 @@ class Unplaced:
         run_dir: RunDir,
         ranks: Ranks,
         shards: tuple[Sharding, ShardPlan] | None = None,
+        roomy: bool = False,
     ) -> GroupedCollection:
-        """The tables' rows in the tiers that recipe and plugins say, or in ``shards``."""
+        """The tables' rows in the tiers that recipe and plugins say, or in ``shards``.
+
+        ``roomy``: with room in front of pooled rows, where the CPU back end's parts of the model use it.
+        """
         size = cfg.data.batch_size
         ids_per_bag = partial(dataset.ids_per_bag, size)
         module = self.called.module
         return build_embeddings(
-            self.inputs, cfg.tiers, assembly, device, run_dir, size, ranks, shards, ids_per_bag, module
+            self.inputs,
+            cfg.tiers,
+            assembly,
+            device,
+            run_dir,
+            size,
+            ranks,
+            shards,
+            ids_per_bag,
+            module,
+            roomy_paths(module) if roomy else (),
         )
 
     def over(self, embeddings: GroupedCollection) -> PlacedModel:

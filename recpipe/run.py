@@ -172,7 +172,8 @@ def run_on(
     # serves them here.
     reset_peak_rss()
     log.info("building %d tables: %s", len(tables.tables), readable_bytes(tables.total_bytes))
-    embeddings = unplaced.build(cfg, dataset, assembly, device, run_dir, ranks, shards)
+    roomy = trainer_config.backend != "plain"
+    embeddings = unplaced.build(cfg, dataset, assembly, device, run_dir, ranks, shards, roomy)
     trainers = ranks.channel(ranks.trainers)
     with ExitStack() as open_tiers:
         tiers = open_tiers.enter_context(closing_tiers(embeddings, inputs, ranks))

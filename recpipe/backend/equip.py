@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torchrec.models.dlrm import DLRM
 
 from recpipe.backend.calibrate import calibrated
 from recpipe.backend.choices import Choices, Chooser
 from recpipe.backend.convert import convert, revert
 from recpipe.backend.host import checked
+from recpipe.backend.room import roomy_paths
 from recpipe.backend.sharing import measured_sharing, signature
 from recpipe.embedding.capabilities import SendsAhead
 from recpipe.embedding.front import BagFront
@@ -124,15 +123,9 @@ def equip_loop(kind: str, model: PlacedModel, batch_size: int, device: torch.dev
 def _convert(model: PlacedModel, kind: str, choices: Choices) -> None:
     revert(model.module)
     convert(model.module, choices, measured_only=kind == "auto")
-    for front in map(_written_before, model.module.modules()):
-        if front is not None:
+    for front in map(model.module.get_submodule, roomy_paths(model.module)):
+        if isinstance(front, BagFront):
             front.wants_room = True
-
-
-def _written_before(module: nn.Module) -> BagFront | None:
-    """The front in a DLRM, whose interaction writes the dense vector in front of the pooled rows."""
-    front = module.get_submodule("sparse_arch.embedding_bag_collection") if type(module) is DLRM else None
-    return front if isinstance(front, BagFront) else None
 
 
 def _alone(model: PlacedModel) -> bool:

@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.backend.calibrate import medians, sizes
 from recpipe.backend.choices import FIRST_SHARES, Choices
 from recpipe.backend.host import Notebook
+from recpipe.backend.room import roomy_paths
 from recpipe.data.parts import batch_size
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.inputs import GroupIds, count_ids
@@ -81,8 +82,9 @@ class _Trial:
         """What stands in for each group's collection: its tables, with fewer rows."""
         groups, cpu = self.model.embeddings.tables.groups, torch.device("cpu")
         rows = max(1, STAND_IN_BYTES // sum(len(g.tables.tables) * g.tables.record_bytes for g in groups))
+        roomy = roomy_paths(self.model.module)
         return {
-            own: ResidentCollection(_with_rows(group.tables, rows), cpu)
+            own: ResidentCollection(_with_rows(group.tables, rows), cpu, room=group.path in roomy)
             for own, group in zip(self.model.embeddings.collections, groups, strict=True)
         }
 

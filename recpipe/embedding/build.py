@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -221,11 +221,13 @@ def build_embeddings(
     shards: tuple[Sharding, ShardPlan] | None = None,
     ids_per_bag: Callable[[], float] = lambda: 1.0,
     model: nn.Module | None = None,
+    roomy: Collection[str] = (),
 ) -> GroupedCollection:
     """The collections of tables that the recipe and the plugins ask for, filled with first values.
 
     ``shards``: as ``plan_shards`` gave it, where tables are sharded; then ``model`` is the one that holds the
-    tables. ``ids_per_bag`` gives the data's mean pooling factor.
+    tables. ``ids_per_bag`` gives the data's mean pooling factor; ``roomy`` the paths of collections whose
+    rows are wanted with room in front (``recpipe.backend.room``).
     """
     tables = inputs.tables
     owner = cache_owner(config, assembly, tables)
@@ -245,7 +247,7 @@ def build_embeddings(
             module = ReplicatedCollection(group.tables, device, ranks.channel())
         elif owner == "resident":
             tbes = tbe_count(config, group.tables, ids_per_bag, device)
-            module = ResidentCollection(group.tables, device, tbes)
+            module = ResidentCollection(group.tables, device, tbes, group.path in roomy)
         else:
             lookups = partial(inputs.bags, group=number)
             # Of ids that the model makes nothing can be planned: their rows stay in the store.

@@ -28,14 +28,16 @@ class ResidentCollection(RowCollection):
 
     FBGEMM's CPU kernels run in the thread that calls them. With ``groups`` above 1, tables are spread over so
     many TBEs, neighbours together, each driven by a thread of its own. Joining their outputs costs a copy, so
-    that this pays where bags hold many ids.
+    that this pays where bags hold many ids. ``room``: whether pooled rows may be asked for with room in front
+    of them; cutting it off where it is not asked for costs a copy of their gradient.
     """
 
-    def __init__(self, tables: TableSet, device: torch.device, groups: int = 1) -> None:
+    def __init__(self, tables: TableSet, device: torch.device, groups: int = 1, room: bool = True) -> None:
         super().__init__(tables)
         self.device = device
         # A table that nothing looks up comes first: its empty bags are the room for the dense vector.
-        self._has_room = groups == 1 and device.type == "cpu" and tables.pooled and not tables.weighted
+        bare = tables.pooled and not tables.weighted
+        self._has_room = room and groups == 1 and device.type == "cpu" and bare
         ahead = [1] if self._has_room else []
         cuts = [len(tables.tables) * group // groups for group in range(groups + 1)]
         parts = [tables.tables[a:b] for a, b in pairwise(cuts)]
