@@ -1,26 +1,33 @@
-"""Models of others under recpipe beside the loop that one writes by hand for them, interleaved.
+"""Models of others under recpipe beside the loop that one writes by hand for them, a few steps in turn.
 
-    python benchmarks/any_model.py [--rounds 5] [--batches 40]
+    python benchmarks/any_model.py [--models dlrm two_tower deepfm] [--backends plain auto]
+        [--batches 2048] [--dims 16] [--threads 2] [--rounds 10] [--steps 8]
 
-The loop by hand has TorchRec's plain collections and updates tables by fused FBGEMM kernels, as
-``FusedEmbeddingBagCollection`` does; recpipe trains the same module through ``recpipe.train`` with the tables
-resident, its back end off (plain) and on (auto). Printed are samples per second over the steps after the
-first tenth, medians over the rounds, and the ratios to the loop by hand round by round.
+The loop by hand has TorchRec's plain collections, updates tables by fused FBGEMM kernels, as
+``FusedEmbeddingBagCollection`` does, and takes its batches from a list. recpipe trains the same module on the
+same batches through ``recpipe.train`` with the tables resident; its time has Lightning's in it, and reading
+and checking the batches. Both run in this process, each with its own torch settings. Printed are
+milliseconds of a step, medians over the rounds, and the speed of recpipe over the loop's, round by round:
+median (lowest..highest).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from typing import Any
 
+import lightning as L
 import torch
 import torchrec.optim
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.models.deepfm import SimpleDeepFMNN
+from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import fuse_embedding_optimizer
@@ -29,9 +36,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import recpipe
 from recpipe.backend.host import Host
 
-ROWS, DENSE, BATCH = 20_000, 13, 2048
+ROWS, DENSE, LISTED = 20_000, 13, 20
 USER = [f"u{i}" for i in range(13)]
 ITEM = [f"i{i}" for i in range(13)]
+WARM = 2
+"""Rounds that do not count."""
 
 
 @dataclass
@@ -41,15 +50,15 @@ class Clicks:
     labels: torch.Tensor
 
 
-def clicks(seed: int) -> Clicks:
+def clicks(seed: int, batch: int) -> Clicks:
     random = torch.Generator().manual_seed(seed)
     names = [*USER, *ITEM]
-    ids = (torch.rand(len(names) * BATCH, generator=random) ** 4 * ROWS).long()
-    lengths = torch.ones(len(names) * BATCH, dtype=torch.long)
+    ids = (torch.rand(len(names) * batch, generator=random) ** 4 * ROWS).long()
+    lengths = torch.ones(len(names) * batch, dtype=torch.long)
     return Clicks(
-        torch.randn(BATCH, DENSE, generator=random),
+        torch.randn(batch, DENSE, generator=random),
         KeyedJaggedTensor(names, ids, lengths=lengths),
-        (torch.rand(BATCH, generator=random) < 0.25).float(),
+        (torch.rand(batch, generator=random) < 0.25).float(),
     )
 
 
@@ -62,70 +71,111 @@ def bags(names: list[str], dim: int) -> EmbeddingBagCollection:
 
 
 class TwoTower(nn.Module):
-    def __init__(self) -> None:
+    """Two collections, the items' twice as wide."""
+
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.user, self.item = bags(USER, 16), bags(ITEM, 32)
-        self.left = nn.Sequential(nn.Linear(13 * 16 + DENSE, 256), nn.ReLU(), nn.Linear(256, 64))
-        self.right = nn.Sequential(nn.Linear(13 * 32, 256), nn.ReLU(), nn.Linear(256, 64))
+        self.user, self.item = bags(USER, dim), bags(ITEM, 2 * dim)
+        self.left = nn.Sequential(nn.Linear(13 * dim + DENSE, 256), nn.ReLU(), nn.Linear(256, 64))
+        self.right = nn.Sequential(nn.Linear(26 * dim, 256), nn.ReLU(), nn.Linear(256, 64))
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         user = self.left(torch.cat([self.user(sparse_features).values(), dense_features], dim=1))
         return (user * self.right(self.item(sparse_features).values())).sum(1)
 
 
-def deepfm() -> nn.Module:
-    return SimpleDeepFMNN(DENSE, bags([*USER, *ITEM], 16), hidden_layer_size=256, deep_fm_dimension=64)
+def deepfm(dim: int) -> nn.Module:
+    return SimpleDeepFMNN(DENSE, bags([*USER, *ITEM], dim), hidden_layer_size=256, deep_fm_dimension=64)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"two_tower": TwoTower, "deepfm": deepfm}
+def dlrm(dim: int) -> nn.Module:
+    return DLRM(bags([*USER, *ITEM], dim), DENSE, [512, 256, dim], [512, 256, 1])
 
 
-def by_hand(make: Callable[[], nn.Module], batches: list[Clicks]) -> float:
-    """Samples per second of the loop written by hand."""
+MODELS: dict[str, Callable[[int], nn.Module]] = {"dlrm": dlrm, "two_tower": TwoTower, "deepfm": deepfm}
+
+
+class ByHand:
+    """The loop written by hand."""
+
+    def __init__(self, model: nn.Module, batches: list[Clicks]) -> None:
+        optimizer = torchrec.optim.RowWiseAdagrad
+        knobs = {"lr": 0.02, "eps": 1e-8}
+        self.model = fuse_embedding_optimizer(model, optimizer, knobs, torch.device("cpu"))
+        dense = [p for n, p in self.model.named_parameters() if "embedding_bags" not in n]
+        self.optimizer = torch.optim.Adagrad(dense, lr=0.02, fused=True)
+        self.batches = itertools.cycle(batches)
+
+    def train(self, steps: int) -> float:
+        """Seconds of so many steps."""
+        started = perf_counter()
+        for batch in itertools.islice(self.batches, steps):
+            self.optimizer.zero_grad()
+            logits = self.model(batch.dense_features, batch.sparse_features)
+            binary_cross_entropy_with_logits(logits.reshape(-1), batch.labels).backward()
+            self.optimizer.step()
+        return perf_counter() - started
+
+
+class Beside(L.Callback):
+    """After every ``steps`` of the run, as many of the loop by hand."""
+
+    by_hand: ByHand
+    steps: int
+
+    def __init__(self) -> None:
+        self.done, self.started = 0, perf_counter()
+        self.times: list[tuple[float, float]] = []
+        """Seconds of the run and of the loop, by round."""
+        Beside.last = self
+
+    last: Beside
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.done += 1
+        if self.done % self.steps == 0:
+            own, precision = perf_counter() - self.started, torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("highest")  # torch's default, as such a loop has it
+            self.times.append((own, self.by_hand.train(self.steps)))
+            torch.set_float32_matmul_precision(precision)
+            self.started = perf_counter()
+
+
+def measure(name: str, backend: str, batch: int, dim: int, rounds: int, steps: int) -> str:
+    """A line of the table."""
+    batches = [clicks(seed, batch) for seed in range(LISTED)]
     torch.manual_seed(1)
-    model = fuse_embedding_optimizer(
-        make(), torchrec.optim.RowWiseAdagrad, {"lr": 0.02, "eps": 1e-8}, torch.device("cpu")
+    Beside.by_hand, Beside.steps = ByHand(MODELS[name](dim), batches), steps
+    total = (rounds + WARM) * steps
+    words = (
+        *("trainer.progress=false", "trainer.logger=null", "optim.tables.lr=0.02"),
+        *(f"trainer.backend={backend}", f"trainer.max_steps={total}", f"trainer.max_epochs={total}"),
+        "trainer.callbacks=[{_target_: __main__.Beside}]",
     )
-    dense = [p for n, p in model.named_parameters() if "embedding_bags" not in n]
-    optimizer = torch.optim.Adagrad(dense, lr=0.02, fused=True)
-    skip, started = len(batches) // 10, 0.0
-    for number, batch in enumerate(batches):
-        if number == skip:
-            started = perf_counter()
-        optimizer.zero_grad()
-        logits = model(batch.dense_features, batch.sparse_features)
-        binary_cross_entropy_with_logits(logits.reshape(-1), batch.labels).backward()
-        optimizer.step()
-    return (len(batches) - skip) * BATCH / (perf_counter() - started)
-
-
-def by_recpipe(make: Callable[[], nn.Module], batches: list[Clicks], backend: str) -> float:
-    """Samples per second under ``recpipe.train``."""
-    torch.manual_seed(1)
-    words = ("trainer.progress=false", "optim.tables.lr=0.02", f"trainer.backend={backend}")
-    with recpipe.train(make(), batches, *words, quiet=True) as run:
-        return float(run.report["throughput"]["samples_per_second"])
+    recpipe.train(MODELS[name](dim), batches, *words, quiet=True).close()
+    times = Beside.last.times[WARM:]
+    ratios = [theirs / mine for mine, theirs in times]
+    mine, theirs = (1e3 * median(column) / steps for column in zip(*times, strict=True))
+    spread = f"{median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
+    return f"{name:10}{batch:>7}{dim:>5}  {backend:6}{theirs:>9.1f}{mine:>9.1f}   {spread}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batches", type=int, default=40)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--backends", nargs="+", choices=["plain", "auto", "cpu"], default=["plain", "auto"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[2048])
+    parser.add_argument("--dims", nargs="+", type=int, default=[16])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
-    batches = [clicks(seed) for seed in range(options.batches)]
-    print(Host.current(), f"{torch.get_num_threads()} threads, batches of {BATCH}")
-    for name, make in MODELS.items():
-        found: dict[str, list[float]] = {"by hand": [], "plain": [], "auto": []}
-        for _ in range(options.rounds):
-            found["by hand"].append(by_hand(make, batches))
-            for backend in ("plain", "auto"):
-                found[backend].append(by_recpipe(make, batches, backend))
-        for kind, speeds in found.items():
-            ratios = [mine / theirs for mine, theirs in zip(speeds, found["by hand"], strict=True)]
-            print(
-                f"{name:10} {kind:8} {median(speeds):>9,.0f} samples/s   "
-                f"{median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
-            )
+    torch.set_num_threads(options.threads)
+    print(f"{Host.current()}\n{options.threads} threads\n")
+    print(f"{'model':10}{'batch':>7}{'dim':>5}  back end  by hand  recpipe   speed")
+    chosen = (options.models, options.batches, options.dims, options.backends)
+    for name, batch, dim, backend in itertools.product(*chosen):
+        print(measure(name, backend, batch, dim, options.rounds, options.steps), flush=True)
 
 
 if __name__ == "__main__":

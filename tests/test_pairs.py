@@ -32,6 +32,16 @@ REFUSED = [
     ("bagpipe", "fae", "slipstream"),
     ("bagpipe", "hotline", "slipstream"),
 ]
+STORED = [
+    pytest.param(
+        pair,
+        store,
+        id=f"{'+'.join(pair)}-{store}",
+        marks=[pytest.mark.soak] if store == "ssd" and "hotline" not in pair else [],
+    )
+    for pair in WORKING
+    for store in ("host", "ssd")
+]
 RECIPE = (
     "data.samples=12000",
     "data.batch_size=128",
@@ -73,8 +83,7 @@ def trained(monkeypatch) -> list[Batch]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["host", "ssd"])
-@pytest.mark.parametrize("plugins", WORKING, ids="+".join)
+@pytest.mark.parametrize(("plugins", "store"), STORED)
 def test_together_they_train_as_plain_tables_would(tmp_path, monkeypatch, trained, plugins, store) -> None:
     report = run(compose(recipe(plugins, tmp_path / "pair", f"tiers.store={store}")), tmp_path)
     batches = list(trained)

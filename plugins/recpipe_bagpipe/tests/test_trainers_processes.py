@@ -44,13 +44,16 @@ def test_two_processes(tmp_path: Path) -> None:
     check(tmp_path, (0, 1), (0, 1), Plan(zipf_batches(20), optimizer="adagrad"))
 
 
+PLANS = (("sgd", 3, 1, 1), ("rowwise_adagrad", 7, 2, 1), ("rowwise_adagrad", 20, 5, 2))
+"""Optimizer, lookahead, clean-up and epochs."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("people", PEOPLE)
 def test_real_rows(people: str, real: Plan, tmp_path: Path) -> None:
     plans = [
         replace(real, optimizer=optimizer, lookahead=lookahead, cleanup=cleanup, epochs=epochs)
-        for optimizer in ("sgd", "rowwise_adagrad")
-        for lookahead, cleanup, epochs in ((3, 1, 1), (7, 2, 1), (20, 5, 2))
+        for optimizer, lookahead, cleanup, epochs in PLANS
     ]
     check(tmp_path, *PEOPLE[people], *plans)
 

@@ -71,7 +71,7 @@ def test_random_calls_equal_a_plain_array(kind: str, write_rows: int, tmp_path: 
     random = np.random.default_rng(write_rows)
     store = BulkStore(make(kind, tmp_path), write_rows)
     truth = np.repeat(np.arange(500.0, dtype=np.float32)[:, None], LAYOUT.width, 1)
-    for value in range(1, 400):
+    for value in range(1, 150):
         rows = random.permutation(500)[: random.integers(0, 60)]
         action = random.choice(["announce", "scatter", "gather", "flush"], p=[0.3, 0.35, 0.33, 0.02])
         if action == "announce":
