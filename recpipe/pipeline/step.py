@@ -179,9 +179,12 @@ class _Step:
             self._go_on()
             return self._nothing_trained()
         loss = self._forward(*self._part(low, high))
+        # Made here: the thread that now reads the next batch holds Python for a while, and a backward pass
+        # can do without it.
+        one = torch.ones_like(loss)
         self._go_on()
         with phase("dense backward"):
-            torch.autograd.backward(loss)
+            torch.autograd.backward(loss, one)
         return loss.detach()
 
     def _nothing_trained(self) -> torch.Tensor:
