@@ -105,7 +105,7 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     fronts = put_fronts(module, tables, embeddings)
     model = PlacedModel(called, fronts, embeddings, Inputs(tables, [[("sparse",)]])).eval()
     folder = default_cache_dir() / "backend"
-    Backend("auto", model, calibrated(module, batch, {torch.get_num_threads()}, folder), cores=1)
+    Backend("auto", model, calibrated(module, batch, {torch.get_num_threads()}, folder))
     keyed = keyed_by(batch)
     return lambda b: model(OurBatch(b.dense, keyed(b), b.labels))
 

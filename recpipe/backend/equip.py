@@ -19,7 +19,7 @@ from recpipe.backend.choices import Choices, Chooser
 from recpipe.backend.convert import convert, revert
 from recpipe.backend.host import checked
 from recpipe.backend.room import roomy_paths
-from recpipe.backend.sharing import measured_sharing, signature
+from recpipe.backend.sharing import measured_sharing
 from recpipe.embedding.capabilities import SendsAhead
 from recpipe.embedding.front import BagFront
 from recpipe.model.parts import find_out
@@ -36,21 +36,35 @@ log = logging.getLogger(__name__)
 class Backend:
     """The CPU back end of a run: ``kind`` as ``trainer.backend`` says, ``plain`` where there is none.
 
-    ``cores``: that may share a batch. ``name``: of the model among the ``choices``.
+    ``choices``: of kernels, as ``calibrated`` gives them.
     """
 
-    def __init__(self, kind: str, model: PlacedModel, choices: Choices, cores: int, name: str) -> None:
-        self.kind, self.model, self._name = kind, model, name
-        self._use(choices, cores)
+    def __init__(self, kind: str, model: PlacedModel, choices: Choices) -> None:
+        self.kind, self.model, self._name = kind, model, ""
+        self.choices: Choices = {}
+        self.cores: Cores | None = None
+        """Those that share a batch."""
+        self._convert(choices)
 
-    def _use(self, choices: Choices, cores: int) -> None:
-        self.choices = choices
-        if self.kind != "plain":
-            _convert(self.model, self.kind, choices)
-        self.cores = Cores(cores, partial(self._first_share, Chooser(choices, True))) if cores > 1 else None
+    def share(self, count: int, sharing: Choices) -> None:
+        """Let ``count`` cores share batches by what ``measured_sharing`` has found for the model."""
+        (self._name,) = sharing
+        self.choices = self.choices | sharing
+        self.cores = self._made(count)
 
-    def _first_share(self, chooser: Chooser, samples: int) -> float | None:
-        return chooser.first_share(self._name, samples)
+    def _convert(self, choices: Choices) -> None:
+        self.choices, module = choices, self.model.module
+        if self.kind == "plain":
+            return
+        revert(module)
+        convert(module, choices, measured_only=self.kind == "auto")
+        for front in map(module.get_submodule, roomy_paths(module)):
+            if isinstance(front, BagFront):
+                front.wants_room = True
+
+    def _made(self, count: int) -> Cores | None:
+        first_share = partial(Chooser(self.choices, True).first_share, self._name)
+        return Cores(count, first_share) if count > 1 else None
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -65,8 +79,10 @@ class Backend:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on as the run that left ``state``, unless this one's recipe says otherwise."""
         if state["kind"] == self.kind != "plain":
-            self.close()
-            self._use(checked(state["choices"]), int(state["cores"]) if self.cores is not None else 1)
+            self._convert(checked(state["choices"]))
+            if self.cores is not None:
+                self.cores.close()
+                self.cores = self._made(int(state["cores"]))
 
     def close(self) -> None:
         """End the cores' threads."""
@@ -106,10 +122,10 @@ def equip(
     choices: Choices = {}
     if kind != "plain":
         choices = calibrated(model.module, batch_size, {threads, 1 if cores > 1 else threads}, cache_dir)
-        _convert(model, kind, choices)
-    if cores > 1:
-        choices |= measured_sharing(model, batch, batch_size, cache_dir)
-    return Backend(kind, model, choices, cores, signature(model, batch))
+    backend = Backend(kind, model, choices)
+    if cores > 1:  # measured on the converted model
+        backend.share(cores, measured_sharing(model, batch, batch_size, cache_dir))
+    return backend
 
 
 def equip_loop(kind: str, model: PlacedModel, batch_size: int, device: torch.device, cache_dir: Path) -> None:
@@ -118,14 +134,6 @@ def equip_loop(kind: str, model: PlacedModel, batch_size: int, device: torch.dev
     if kind != "plain" and device.type == "cpu":
         choices = calibrated(model.module, batch_size, {torch.get_num_threads()}, cache_dir)
         convert(model.module, choices, measured_only=kind == "auto")
-
-
-def _convert(model: PlacedModel, kind: str, choices: Choices) -> None:
-    revert(model.module)
-    convert(model.module, choices, measured_only=kind == "auto")
-    for front in map(model.module.get_submodule, roomy_paths(model.module)):
-        if isinstance(front, BagFront):
-            front.wants_room = True
 
 
 def _alone(model: PlacedModel) -> bool:

@@ -95,7 +95,7 @@ class _Trial:
         """``openmp``, or one of ``FIRST_SHARES``."""
         count = torch.get_num_threads()
         shared = {name: Cores(count, partial(_always, first)) for name, first in FIRST_SHARES.items()}
-        dense, ids = list(self.model.dense_parameters().values()), self._ids(batch)
+        dense, ids = self.model.dense, self._ids(batch)
         runs = [partial(self._step, ids, batch, dense, c) for c in (None, *shared.values())]
         try:
             with undone(self.model):

@@ -158,7 +158,7 @@ def threads(request):
 @pytest.fixture(autouse=True)
 def _measures_nothing(monkeypatch) -> None:
     monkeypatch.setattr(equip_module, "calibrated", lambda *_: {})
-    monkeypatch.setattr(equip_module, "measured_sharing", lambda *_: {})
+    monkeypatch.setattr(equip_module, "measured_sharing", lambda *_: {"model": {}})
 
 
 def shared(
