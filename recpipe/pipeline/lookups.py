@@ -49,8 +49,9 @@ class GroupLookup:
         """Columns in front of the rows that belong to no feature."""
         self.kept: torch.Tensor | None = None
         """Gradients of all rows, where parts that are trained in other threads put theirs."""
-        self.gradient: torch.Tensor | None = None
-        """Of all rows, with columns in front as ``warm`` has them, once the backward pass was made."""
+        self._gradients: list[torch.Tensor] = []
+        """The last one is of all rows, with columns in front as ``warm`` has them; none before the backward
+        pass. A list, which a hook on the rows can fill without holding this object, and so the rows."""
         self._placed: set[tuple[int, int]] = set()
         self._given: list[tuple[int, int, torch.Tensor]] = []
 
@@ -123,11 +124,8 @@ class GroupLookup:
         """Rows of all samples, in the graph: a backward pass through them is the update."""
         rows = self.warm if self.cold is None else self.warm + self.cold
         if rows.requires_grad:
-            rows.register_hook(self._came)  # type: ignore[no-untyped-call]
+            rows.register_hook(self._gradients.append)  # type: ignore[no-untyped-call]
         return rows
-
-    def _came(self, gradient: torch.Tensor) -> None:
-        self.gradient = gradient
 
     def _cut(self, rows: torch.Tensor, low: int, high: int) -> torch.Tensor:
         if self.pooled:
@@ -153,7 +151,8 @@ class GroupLookup:
         """
         self.arrive()
         gradient = self._gradient()
-        self.gradient = gradient = gradient if scale == 1 else gradient * scale
+        gradient = gradient if scale == 1 else gradient * scale
+        self._gradients = [gradient]
         with one_thread() if alone else nullcontext():
             torch.autograd.backward(self.warm, gradient)
             if self.cold is not None:
@@ -163,10 +162,10 @@ class GroupLookup:
     def gradient_of(self, tables: TableSet, rows: RowIds) -> torch.Tensor:
         """What these lookups add to the gradients of distinct ``rows``, sorted: float32 [n, D]."""
         total = torch.zeros((len(rows), tables.dim), device=self.warm.device)
-        if self.gradient is not None:
+        if self._gradients:
             bags = row_bags(tables, self.ids)
             mine = np.flatnonzero(np.isin(bags.distinct, rows))
-            found = bags.gradients(self.gradient[:, self.dim :], tables.dim)[torch.from_numpy(mine)]
+            found = bags.gradients(self._gradients[-1][:, self.dim :], tables.dim)[torch.from_numpy(mine)]
             total[torch.from_numpy(np.searchsorted(rows, bags.distinct[mine]))] = found
         return total
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import runpy
+import weakref
 
 import lightning as L
 import pytest
@@ -100,6 +102,23 @@ def test_layers_and_interactions_are_converted(batches, name) -> None:
         mine = left_by(model)
     make(name).load_state_dict(mine.parameters, strict=True)
     assert furthest(mine, by_hand(make(name), batches, "rowwise_adagrad")) < 1e-5
+
+
+@pytest.mark.parametrize("technique", ["resident", "hotline"])
+def test_a_loop_leaves_nothing_of_its_batches_in_memory(batches, technique, monkeypatch) -> None:
+    """A cycle through autograd's graph would keep every batch's activations until the end."""
+    kept: list[weakref.ref] = []
+    made = GroupLookup.__init__
+
+    def remembered(self, *arguments: object) -> None:
+        made(self, *arguments)
+        kept.append(weakref.ref(self))
+
+    monkeypatch.setattr(GroupLookup, "__init__", remembered)
+    own_loop(make("two_tower"), batches, "sgd", technique)
+    gc.collect()
+    assert len(kept) > len(batches)
+    assert not [lookup for lookup in kept if lookup() is not None]
 
 
 def test_the_recipe_can_leave_the_dense_part_plain(batches) -> None:
