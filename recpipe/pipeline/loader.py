@@ -18,7 +18,7 @@ from recpipe.data.ahead import read_ahead
 from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, Split
 from recpipe.data.parts import batch_size
-from recpipe.embedding.inputs import Inputs, count_ids
+from recpipe.embedding.inputs import GroupIds, Inputs, count_ids
 from recpipe.errors import DataError
 from recpipe.phases import phase
 from recpipe.pipeline.select import between, select
@@ -128,8 +128,10 @@ class TrainLoader:
         if batch is None:
             return None
         if isinstance(batch, BatchShare):
-            self.inputs.require_ids(self.inputs.each(batch))
-            return self._with_ids(StagedBatch(on_device(batch, self.device), total=batch.total, alone=False))
+            each = self.inputs.each(batch)
+            self.inputs.require_ids(each)
+            staged = StagedBatch(on_device(batch, self.device), total=batch.total, alone=False)
+            return self._with_ids(staged, batch, each)
         consumed = batch_size(batch)
         batch = self.assembly.transform(batch)
         if not batch_size(batch):
@@ -141,16 +143,15 @@ class TrainLoader:
             self.inputs.require_ids(each)
         staged = self._share(batch, plan)
         staged.consumed = consumed
-        if staged.batch is batch:
-            staged.ids = each
-        self._with_ids(staged)
+        self._with_ids(staged, batch, each)
         if self.tiers is not None and self.tiers.prefetches and plan is not None:
             self.tiers.prefetch(plan)
         return staged
 
-    def _with_ids(self, staged: StagedBatch) -> StagedBatch:
-        """``staged`` with its ids in order: here and not in the training thread, which has more to do."""
-        staged.ids = staged.ids or self.inputs.each(staged.batch)
+    def _with_ids(self, staged: StagedBatch, batch: Any, each: GroupIds) -> StagedBatch:
+        """``staged`` with its ids in order, which are ``each`` if it is ``batch`` itself: here and not in the
+        training thread, which has more to do."""
+        staged.ids = each if staged.batch is batch else self.inputs.each(staged.batch)
         return staged
 
     def _share(self, batch: Any, plan: BatchPlan | None) -> StagedBatch:
