@@ -23,8 +23,15 @@ def test_products_stay_float32() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+def test_mkl_multiplies_on_intels_own(monkeypatch) -> None:
+    monkeypatch.setattr(matmul, "made_by_intel", lambda: True)
+    with vector_units(CPU):
+        assert float32_matmul() in ("MKL", "BLAS")
+
+
 @needs_onednn
 def test_onednn_is_not_used_where_it_rounds(monkeypatch) -> None:
+    monkeypatch.setattr(matmul, "made_by_intel", lambda: False)
     monkeypatch.setattr(matmul, "_error", lambda: 2e-3)
     with vector_units(CPU):
         assert torch.get_float32_matmul_precision() == "highest"
