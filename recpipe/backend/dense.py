@@ -83,7 +83,8 @@ def _affine(
 
 def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """gradient^T x, float32 [out, in]."""
-    if x.shape[1] <= gradient.shape[1] or x.dtype == torch.bfloat16 or torch.get_num_threads() == 1:
+    by_mkl = torch.get_float32_matmul_precision() == "highest"
+    if by_mkl or x.shape[1] <= gradient.shape[1] or x.dtype == torch.bfloat16 or torch.get_num_threads() == 1:
         return _float32(gradient.t() @ x)
     # Shared out to threads, the product whose rows are more takes oneDNN up to a fifth less.
     out = x.new_empty((gradient.shape[1], x.shape[1]))

@@ -37,9 +37,14 @@ def ids_at(batch: object, places: Sequence[Place]) -> KeyedJaggedTensor:
 
 def in_order(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
     """``ids`` with these features, in this order: itself, where it has no others."""
-    if ids.keys() == list(features):
+    keys, wanted = ids.keys(), list(features)
+    if keys == wanted:
         return ids
-    return ids.permute([ids.keys().index(name) for name in features])
+    first = keys.index(wanted[0])
+    after = first + len(wanted)
+    if keys[first:after] == wanted:  # neighbours: cut out, and not copied
+        return ids.split([first, len(wanted), len(keys) - after])[1]
+    return ids.permute([keys.index(name) for name in features])
 
 
 def _at(batch: object, place: Place) -> KeyedJaggedTensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,11 @@ from recpipe.pipeline.tiers import BatchPlan, Tiers
 from recpipe.plugin.api import micro_batch_step
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks
+
+
+WAITED = 1e-3
+"""Seconds of waiting for a batch from which on it counts as waited for."""
+SLOW = 8
 
 
 class TrainLoader:
@@ -97,17 +103,22 @@ class TrainLoader:
     def _planned(self, worker: ThreadPoolExecutor, source: Iterator[Batch]) -> Iterator[StagedBatch]:
         """Each batch as its turn comes; the next one is planned once this one's rows are on their way.
 
-        Without tiers it is read in this one's backward pass: two threads that run Python hold each other up.
+        Without tiers it is read while this one's tables are updated, or already in its backward pass as long
+        as training had to wait for more than one in ``SLOW``: two threads that run Python hold each other up.
         """
-        upcoming = cache(partial(worker.submit, self._stage, source))
-        while (staged := _waited(upcoming())) is not None:
+        upcoming, batches, waits = cache(partial(worker.submit, self._stage, source)), 0, 0
+        staged = _waited(upcoming())
+        while staged is not None:
             upcoming = cache(partial(worker.submit, self._stage, source))
             if self.tiers is not None and staged.plan is not None:
                 self.tiers.advance(staged.plan)
                 upcoming()
             else:
-                staged.stage_next = upcoming
+                staged.stage_next, staged.next_is_slow = upcoming, waits * SLOW > batches
             yield staged
+            asked = perf_counter()
+            staged = _waited(upcoming())
+            batches, waits = batches + 1, waits + (perf_counter() - asked > WAITED)
 
     def _linked(self, worker: ThreadPoolExecutor, source: Iterator[Batch]) -> Iterator[StagedBatch]:
         """Each batch with the one after it; the second after it is read while this one trains.

@@ -50,7 +50,9 @@ class StagedBatch:
     sent: Mapping[int, Any] = field(default_factory=dict)
     """Its ids on their way to the ranks that hold their rows, by group; none where rows are not sharded."""
     stage_next: Callable[[], object] = _nothing
-    """Starts to read the batch after it; called once this one is in long kernels."""
+    """Starts to read the batch after it; may be called again."""
+    next_is_slow: bool = False
+    """Whether reading that takes longer than the tables' update, as far as the batches before tell."""
     upcoming: StagedBatch | None = None
     """The batch after it, whose ids are sent while this one trains; None at the epoch's end, or unsent."""
     size: int = field(init=False)
@@ -118,6 +120,8 @@ class _Step:
             low = high
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         added = self._adding_up()
+        # The tables' update leaves cores free; operators shared out to all cores would wait for the reader.
+        staged.stage_next()
         if usable(staged, loss):
             self.lookups.backward(staged.alone)
             self.model.update_late(self.lookups)
@@ -156,10 +160,10 @@ class _Step:
                 self.times.before_cold += elapsed
 
     def _go_on(self) -> None:
-        """After a forward pass: the next batch is read, and its ids go out, while the backward pass runs."""
+        """After a forward pass: the next batch's ids go out, and a slow one is read, in the backward pass."""
         staged = self.staged
-        staged.stage_next()
-        staged.stage_next = _nothing
+        if staged.next_is_slow:
+            staged.stage_next()
         for sent in staged.upcoming.sent.values() if staged.upcoming is not None else ():
             sent.send_ids()
 
@@ -179,12 +183,9 @@ class _Step:
             self._go_on()
             return self._nothing_trained()
         loss = self._forward(*self._part(low, high))
-        # Made here: the thread that now reads the next batch holds Python for a while, and a backward pass
-        # can do without it.
-        one = torch.ones_like(loss)
         self._go_on()
         with phase("dense backward"):
-            torch.autograd.backward(loss, one)
+            torch.autograd.backward(loss)
         return loss.detach()
 
     def _nothing_trained(self) -> torch.Tensor:
