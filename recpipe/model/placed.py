@@ -66,6 +66,11 @@ def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def saved_values(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and saved buffers by name, sharing the module's memory, without a graph."""
+    return {name: p.detach() for name, p in module.named_parameters()} | saved_buffers(module)
+
+
 class PlacedModel(nn.Module):
     """What training and evaluation call. Its parameters are those of the dense part.
 
@@ -108,10 +113,8 @@ class PlacedModel(nn.Module):
         return list(self.dense_parameters().values())
 
     def dense_state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps of the dense part, sharing its memory: the parameters, and the buffers that
-        the model wants saved."""
-        parameters = {name: p.detach() for name, p in self.dense_parameters().items()}
-        return parameters | saved_buffers(self.module)
+        """What a checkpoint keeps of the dense part, sharing its memory."""
+        return saved_values(self.module)
 
     # -- the batch's own ids -----------------------------------------------------------------
 
