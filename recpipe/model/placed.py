@@ -112,6 +112,11 @@ class PlacedModel(nn.Module):
         """``dense_parameters`` without their names, found once: that takes as long as a small layer."""
         return list(self.dense_parameters().values())
 
+    def trained(self) -> list[nn.Parameter]:
+        """The dense parameters that want gradients, as the module has them now: an owner of the loop may
+        freeze or exchange some."""
+        return [p for p in self.module.parameters() if p.requires_grad]
+
     def dense_state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps of the dense part, sharing its memory."""
         return saved_values(self.module)
