@@ -180,11 +180,12 @@ class PlacedModel(nn.Module):
             found += front.look_up(ids)
         return found
 
-    def send(self, batch: Any) -> dict[int, Any]:
-        """Start to send the ids of a batch over the ranks; by group."""
+    def send(self, batch: Any, each: GroupIds | None = None) -> dict[int, Any]:
+        """Start to send the ids of ``batch``, which are ``each``, over the ranks; by group."""
         sent: dict[int, Any] = {}
-        for number, collection in enumerate(self.embeddings.collections):
-            ahead, ids = collection.offers(SendsAhead), self.inputs.ids(batch, number)
+        pairs = zip(self.embeddings.collections, each or self.inputs.each(batch), strict=True)
+        for number, (collection, ids) in enumerate(pairs):
+            ahead = collection.offers(SendsAhead)
             if ahead is not None and ids is not None:
                 sent[number] = ahead.start(ids)
         return sent
