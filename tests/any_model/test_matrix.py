@@ -12,8 +12,8 @@ import torch
 
 import recpipe
 from recpipe.data.dataset import Dataset
-from recpipe.model.module import RankingModule
 from recpipe.pipeline.lookups import GroupLookup
+from recpipe.training.module import RankingModule
 from tests.any_model.runs import QUIET, left_by, train
 from tests.any_model.zoo import OVERRIDES, ZOO, Events, Trained, by_hand, events, furthest, is_table, make
 from tests.processes import start_ranks

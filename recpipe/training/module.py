@@ -288,7 +288,7 @@ class RankingModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue at the saved data position, with the same rows resident when the tiers are the same.
 
-        ``recpipe.model.resume`` has checked it all before.
+        ``recpipe.training.resume`` has checked it all before.
         """
         saved = checkpoint["recpipe"]
         # torch would take the learning rate from the checkpoint even where the recipe has a new one.
