@@ -19,7 +19,7 @@ from recpipe.embedding.inputs import GroupIds, Inputs
 from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.phases import phase
-from recpipe.pipeline.lookups import BatchLookups, GroupLookup, Part
+from recpipe.pipeline.lookups import BatchLookups, GroupLookup, Part, same_ids
 from recpipe.pipeline.tiers import BatchPlan
 
 
@@ -33,6 +33,23 @@ class Parts:
     """Why they do not make it at all; None: they do."""
     own_ids: bool = True
     """Whether the model looks rows up by the batch's ids alone, as far as the tried samples tell."""
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """A front's rows of a whole batch as they are, to be handed out."""
+
+    front: Front
+    ids: KeyedJaggedTensor
+    found: list[torch.Tensor]
+
+    def holds(self, sparse: KeyedJaggedTensor) -> bool:
+        """Whether ``sparse`` has the ids of the batch."""
+        return same_ids(sparse, self.ids, self.front)
+
+    def rows(self) -> list[torch.Tensor]:
+        """Of each group."""
+        return self.found
 
 
 def put_fronts(module: nn.Module, tables: ModelTables, embeddings: GroupedCollection) -> dict[str, Front]:
@@ -171,13 +188,17 @@ class PlacedModel(nn.Module):
             loss, _ = self.called(batch)
         return loss if share == 1 or self.parts.sums else loss * share
 
-    def look_up(self, batch: Any) -> list[torch.Tensor]:
-        """All rows of ``batch`` as they are, without the model; all ranks take part where rows are shared."""
-        found = []
+    def look_up(self, batch: Any) -> dict[Front, LookedUp]:
+        """All rows of ``batch`` as they are, without the model; all ranks take part where rows are shared.
+
+        Front by front in one order, whatever order the model calls them in: a rank without samples does not
+        call it.
+        """
+        found = {}
         for front in self.bound:
             ids = self.ids_of(front, batch)
             assert ids is not None, "the front is bound"
-            found += front.look_up(ids)
+            found[front] = LookedUp(front, ids, front.look_up(ids))
         return found
 
     def send(self, batch: Any, each: GroupIds | None = None) -> dict[int, Any]:
