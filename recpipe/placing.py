@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recpipe.backend.room import roomy_paths
+from recpipe.backend.convert import roomy_paths
 from recpipe.data.dataset import Dataset
 from recpipe.embedding.build import build_embeddings
 from recpipe.embedding.grouped import GroupedCollection

@@ -30,8 +30,6 @@ from recpipe.given import NOTHING, Given, Outcome
 from recpipe.launch import Process, begin_run, joined, require_same_data
 from recpipe.metrics import reset_peak_rss
 from recpipe.model.matmul import require_bfloat16_units, vector_units
-from recpipe.model.module import RankingModule
-from recpipe.model.resume import check_resumable
 from recpipe.model.sizes import sizes_of
 from recpipe.optim import dense_optimizer, try_out
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
@@ -60,7 +58,9 @@ from recpipe.tasks.summary import summarize
 from recpipe.tasks.unshard import load_pretrained
 from recpipe.training.figures import FigureLogger
 from recpipe.training.loggers import make_logger
+from recpipe.training.module import RankingModule
 from recpipe.training.recorder import Recorder
+from recpipe.training.resume import check_resumable
 from recpipe.training.signals import interruptible
 from recpipe.training.trainer import fit, make_callbacks, make_trainer, saved_last
 

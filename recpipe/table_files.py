@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.embedding.collection import TableCollection
-from recpipe.embedding.tables import FILL_ROWS, Region, Values
+from recpipe.embedding.tables import FILL_ROWS, Region, Values, state_name, weight_name
 from recpipe.errors import UserError
 from recpipe.saved import Damaged
 from recpipe.tensor_files import TensorFiles
@@ -218,16 +218,6 @@ def check_shape(files: TensorFiles, name: str, allowed: tuple[tuple[int, ...], .
         raise UserError(
             f"the checkpoint's '{name}' is {files.shape(name)}, the recipe's {allowed[0]}; use its recipe"
         )
-
-
-def weight_name(table: str) -> str:
-    """A table's weights among saved tensors."""
-    return f"{table}.weight"
-
-
-def state_name(table: str) -> str:
-    """Its optimizer state."""
-    return f"{table}.state"
 
 
 def saved_weights(directory: Path) -> dict[str, Streamed]:

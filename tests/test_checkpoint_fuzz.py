@@ -12,9 +12,9 @@ from recpipe import checkpoint, manifest
 from recpipe.checkpoint import TableCheckpointIO
 from recpipe.config import compose
 from recpipe.errors import UserError
-from recpipe.model.module import RankingModule
 from recpipe.run import run
 from recpipe.tasks.unshard import unshard
+from recpipe.training.module import RankingModule
 from tests.embedding.samples import dump, identical
 from tests.mutations import damage
 from tests.resuming import STEP, before_training, going_on, saved

@@ -13,15 +13,9 @@ import pytest
 
 from recpipe.data.dataset import SparseFeature
 from recpipe.embedding.resident import ResidentCollection
-from recpipe.embedding.tables import TableOptimizer, TableSet
+from recpipe.embedding.tables import TableOptimizer, TableSet, weight_name
 from recpipe.metrics import peak_rss_bytes, reset_peak_rss
-from recpipe.table_files import (
-    load_regions,
-    load_tables,
-    save_tables,
-    saved_weights,
-    weight_name,
-)
+from recpipe.table_files import load_regions, load_tables, save_tables, saved_weights
 from recpipe.tensor_files import TensorFiles
 from recpipe.tensor_writer import write_tensors
 from tests.embedding.samples import CPU

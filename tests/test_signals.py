@@ -15,7 +15,7 @@ import torch
 from recpipe import metrics, run
 from recpipe.checkpoint import TableCheckpointIO, newest
 from recpipe.metrics import Quality
-from recpipe.model.module import EvaluationStopped, RankingModule
+from recpipe.training.module import EvaluationStopped, RankingModule
 from tests.test_trainer import EPOCH, KINDS, identical, trained  # noqa: F401
 
 PLATEAU = (

@@ -298,6 +298,59 @@ def test_the_table_has_every_job_in_order(tmp_path) -> None:
     assert max(map(len, narrow.partition("every job")[0].splitlines())) <= 80
 
 
+def predicting(**quality: float) -> dict[str, Any]:
+    """A report of predictions that are no clicks."""
+    nothing = dict.fromkeys(make_report().to_dict()["quality"])
+    return make_report().to_dict() | {"quality": nothing | quality}
+
+
+SECONDS = {"loss": 2.5, "mse": 2.5, "rmse": 1.58, "mae": 1.25}
+
+
+@pytest.mark.parametrize(
+    ("quality", "titles", "values"),
+    [
+        (SECONDS, ["loss", "MSE", "RMSE", "MAE"], "2.5000 2.5000 1.5800 1.2500"),
+        ({"loss": 0.5, "poisson_deviance": 0.75}, ["loss", "Poisson deviance"], "0.5000 0.7500"),
+        ({"loss": 0.5}, ["loss"], "0.5000"),
+    ],
+    ids=["values", "counts", "a loss alone"],
+)
+def test_jobs_show_the_figures_of_their_loss(tmp_path, quality, titles, values) -> None:
+    put(tmp_path / "0", ["seed=1"], predicting(**quality))
+    put(tmp_path / "1", ["seed=2"], predicting(**{name: 2 * value for name, value in quality.items()}))
+    put(tmp_path / "2", ["seed=3"], exit_status=1)
+    jobs, text = shown(tmp_path, width=80)
+    assert jobs[1].quality["loss"] == 2 * quality["loss"]
+    assert f" {values} " in " ".join(text.split())
+    assert "AUC" not in text
+    page = (tmp_path / "sweep.html").read_text()
+    assert "".join(f'<th class="n">{title}</th>' for title in titles) in page
+    first = next((title for title in ("RMSE", "Poisson deviance") if title in titles), "loss")
+    assert f"{first} on the held-out part" in page
+    assert json.loads((tmp_path / "sweep.json").read_text())["jobs"][0].items() >= quality.items()
+
+
+def test_jobs_of_several_losses_show_the_figures_of_each(tmp_path) -> None:
+    """More than one table of eighty columns holds."""
+    put(tmp_path / "0", ["model.loss=binary_cross_entropy"], make_report().to_dict())
+    put(tmp_path / "1", ["model.loss=mean_squared_error"], predicting(**SECONDS))
+    _, text = shown(tmp_path, width=80)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert max(map(len, text.partition("report:")[0].splitlines())) <= 80
+    assert any(line.endswith("- - - 2.5000 2.5000 1.5800 1.2500 done") for line in lines)
+    assert any("0.7700 0.4900 0.8300 - - - - done" in line for line in lines)
+    page = (tmp_path / "sweep.html").read_text()
+    assert all(f"{title} on the held-out part" in page for title in ("AUC", "RMSE"))
+
+
+def test_a_report_of_an_earlier_version_has_clicks_alone(tmp_path) -> None:
+    quality = {"auc": 0.77, "logloss": 0.49, "ne": 0.83}
+    put(tmp_path / "0", ["seed=1"], make_report().to_dict() | {"quality": quality})
+    jobs, _ = shown(tmp_path)
+    assert (jobs[0].state, jobs[0].auc, jobs[0].loss) == ("done", 0.77, None)
+
+
 DAMAGED = {
     "half": (json.dumps(make_report().to_dict())[:500].rpartition(",")[0], "delimiter: line 1 column"),
     "empty": ("", "Expecting value"),

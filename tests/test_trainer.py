@@ -16,10 +16,10 @@ from recpipe import checkpoint, manifest
 from recpipe.checkpoint import newest
 from recpipe.config import compose
 from recpipe.errors import UserError
-from recpipe.model.module import RankingModule
 from recpipe.report import html
 from recpipe.run import run
 from recpipe.training.config import TrainerConfig
+from recpipe.training.module import RankingModule
 from recpipe.validation import typed
 from tests.processes import Child
 
@@ -265,7 +265,7 @@ def test_a_full_disk_ends_the_run_with_one_line(trained, monkeypatch) -> None:
 
 SLOWLY = """
 import sys, time
-from recpipe.model.module import RankingModule
+from recpipe.training.module import RankingModule
 step = RankingModule.training_step
 def slow(self, batch, index):
     print("step", index, flush=True)

@@ -18,7 +18,7 @@ from recpipe.cli import main as run_recpipe
 
 def record() -> list[float]:
     """From now on every training step's mean loss goes into this list."""
-    from recpipe.model.module import RankingModule
+    from recpipe.training.module import RankingModule
 
     losses: list[float] = []
     train = RankingModule.training_step

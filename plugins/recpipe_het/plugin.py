@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from recpipe.plugin.errors import PluginError
 from recpipe_het.bounds import Bounds
 from recpipe_het.lines import Lines
 from recpipe_het.policy import LfuOpt
-from recpipe_het.rounds import Rounds
+from recpipe_het.rounds import Rounds, Totals
 from recpipe_het.tables import HetTables
 
 CACHES: dict[str, type[CachePolicy]] = {"lru": Lru, "lfu": Lfu, "lfuopt": LfuOpt}
@@ -50,27 +50,22 @@ class HET(Plugin):
         cached = CachedTables(CACHES[self.cache], self.bound, self.bounds)
         return Contribution(
             tables=[TableClaim("*", frozenset({"cache"}), cached)],
-            report=[lambda run: figures(cached.built)],
+            report=[lambda run: figures(cached.groups)],
         )
 
 
 class CachedTables(TablePolicy):
-    """Builds the tables and keeps them for the report."""
+    """Builds the tables, each group with versions and rounds of its own, and keeps them for the report."""
 
     def __init__(self, cache: type[CachePolicy], bound: int, bounds: dict[str, int]) -> None:
         self.cache_type, self.bound, self.bounds = cache, bound, bounds
-        self.built: HetTables | None = None
+        self.groups: list[HetTables] = []
 
     def collection(self, parts: TierParts) -> TableCollection:
-        """The tables of this rank; called on every rank."""
+        """A group's tables on this rank; called on every rank, group by group."""
         if parts.device.type != "cpu":
             raise PluginError(
                 f"trainer.device={parts.device}: het keeps its caches in host memory; use trainer.device=cpu"
-            )
-        if parts.group:
-            raise PluginError(
-                "het serves one group of tables, and the model's differ in dimension, optimizer or "
-                "collection: give them one of each, or use another plugin"
             )
         layout = parts.tables.layout
         updates = np.array([self.bounds.get(name, self.bound) for name in layout.tables], np.int64)
@@ -79,12 +74,12 @@ class CachedTables(TablePolicy):
         if not parts.ranks.trains:
             assert isinstance(parts.store, ShardedStore), "a rank that only holds rows holds a part"
             return ServedRows(parts.store, rounds)
-        space = RowSpace(layout.bases, min(parts.slots, layout.total_rows))
+        space = RowSpace(layout.bases, min(parts.slots, layout.total_rows), parts.group)
         lines = Lines(
             lambda: self.cache_type(space), bounds, parts.tables.optimizer, parts.tables.dim, layout.width
         )
-        self.built = HetTables(parts, rounds, lines)
-        return self.built
+        self.groups.append(HetTables(parts, rounds, lines))
+        return self.groups[-1]
 
 
 class ServedRows(HeldRows):
@@ -100,13 +95,30 @@ class ServedRows(HeldRows):
         self.store.close()
 
 
-def figures(tables: HetTables | None) -> dict[str, Figure]:
-    """What was shipped, on this trainer. ``share_saved`` is against every distinct row of every batch
-    pulled and pushed. All trainers call this."""
-    assert tables is not None, "the report comes after the tables were built"
-    totals = tables.settle()
-    shipped, lines = tables.shipped, tables.lines
-    moved = shipped.rows_pulled + shipped.rows_pushed
+def figures(groups: Sequence[HetTables]) -> dict[str, Figure]:
+    """What was shipped, on this trainer, for all ``groups`` of tables. ``share_saved`` is against every
+    distinct row of every batch pulled and pushed. All trainers call this."""
+    assert groups, "the report comes after the tables were built"
+    totals = [tables.settle() for tables in groups]
+    traffic = _together([_traffic(tables) for tables in groups])
+    moved = traffic["rows_pulled"] + traffic["rows_pushed"]
+    return {
+        **traffic,
+        "share_saved": 1 - moved / max(1, 2 * traffic["version_checks"]),
+        **_together([_protocol(*of_group) for of_group in zip(groups, totals, strict=True)]),
+    }
+
+
+def _together(groups: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Sums over the groups, and the largest of what is a largest."""
+    return {
+        name: (max if name.startswith("largest") else sum)(figures[name] for figures in groups)
+        for name in groups[0]
+    }
+
+
+def _traffic(tables: HetTables) -> dict[str, int]:
+    shipped = tables.shipped
     return {
         "lookups": shipped.lookups,
         "version_checks": shipped.checks,
@@ -115,13 +127,18 @@ def figures(tables: HetTables | None) -> dict[str, Figure]:
         "rows_pushed": shipped.rows_pushed,
         "bytes_pulled": shipped.rows_pulled * tables.tables.record_bytes,
         "bytes_pushed": shipped.rows_pushed * 4 * tables.tables.dim,
-        "share_saved": 1 - moved / max(1, 2 * shipped.checks),
+    }
+
+
+def _protocol(tables: HetTables, totals: Totals) -> dict[str, int]:
+    lines = tables.lines
+    return {
         "pushes_bound": lines.pushed["bound"],
         "pushes_eviction": lines.pushed["eviction"],
         "pushes_no_line": lines.pushed["no_line"],
         "rows_flushed": lines.pushed["flush"],
         "largest_staleness": totals.largest_staleness,
-        "largest_stale_pull": shipped.largest_stale_pull,
+        "largest_stale_pull": tables.shipped.largest_stale_pull,
         "largest_pending": lines.largest_pending,
         "updates_made": totals.made,
         "updates_applied": totals.applied,

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from recpipe.data.batch import Batch
 from recpipe.embedding.tiered import TieredEmbeddingBagCollection
-from recpipe.model.module import RankingModule
 from recpipe.pipeline.tiers import BatchPlan
 from recpipe.plugin.errors import PluginError
 from recpipe.saved import Damaged, entries, within
+from recpipe.training.module import RankingModule
 from recpipe_slipstream.classifier import InputClassifier, Marks
 from recpipe_slipstream.freeze import FrozenRows
 from recpipe_slipstream.snapshot import Changes, Snapshot, changes, count_touches

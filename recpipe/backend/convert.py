@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.models.deepfm import FMInteractionArch
-from torchrec.models.dlrm import InteractionArch, SparseArch
+from torchrec.models.dlrm import DLRM, InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.deepfm import DeepFM, FactorizationMachine
 
@@ -34,9 +34,11 @@ from recpipe.backend.chain import (
 from recpipe.backend.choices import Chooser
 from recpipe.backend.crosses import cross, factorize
 from recpipe.backend.dense import Layer, chain, interact
-from recpipe.backend.room import has_room, marked
+from recpipe.embedding.room import has_room, marked
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+_COLLECTION = "sparse_arch.embedding_bag_collection"
+"""Of a DLRM."""
 
 
 def convert(
@@ -61,6 +63,12 @@ def revert(model: nn.Module) -> None:
     for module in model.modules():
         if is_converted(module):
             del module.forward
+
+
+def roomy_paths(model: nn.Module) -> set[str]:
+    """Paths of the collections before whose rows the interaction of a DLRM in ``model`` writes."""
+    found = (path for path, module in model.named_modules() if type(module) is DLRM)
+    return {f"{path}.{_COLLECTION}" if path else _COLLECTION for path in found}
 
 
 def precision() -> torch.dtype | None:

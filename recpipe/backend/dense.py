@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from recpipe.backend.room import widened
+from recpipe.embedding.room import widened
 from recpipe.phases import phase
 
 LEAK = 1e-30

@@ -16,9 +16,8 @@ import torch
 
 from recpipe.backend.calibrate import calibrated
 from recpipe.backend.choices import Choices, Chooser
-from recpipe.backend.convert import convert, revert
+from recpipe.backend.convert import convert, revert, roomy_paths
 from recpipe.backend.host import checked
-from recpipe.backend.room import roomy_paths
 from recpipe.backend.sharing import measured_sharing
 from recpipe.embedding.capabilities import SendsAhead
 from recpipe.embedding.front import BagFront

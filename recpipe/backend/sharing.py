@@ -18,8 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.backend.calibrate import medians, sizes
 from recpipe.backend.choices import FIRST_SHARES, Choices
+from recpipe.backend.convert import roomy_paths
 from recpipe.backend.host import Notebook
-from recpipe.backend.room import roomy_paths
 from recpipe.data.parts import batch_size
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.inputs import GroupIds, count_ids

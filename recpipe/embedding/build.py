@@ -227,7 +227,7 @@ def build_embeddings(
 
     ``shards``: as ``plan_shards`` gave it, where tables are sharded; then ``model`` is the one that holds the
     tables. ``ids_per_bag`` gives the data's mean pooling factor; ``roomy`` the paths of collections whose
-    rows are wanted with room in front (``recpipe.backend.room``).
+    rows are wanted with room in front (``recpipe.embedding.room``).
     """
     tables = inputs.tables
     owner = cache_owner(config, assembly, tables)

@@ -259,7 +259,7 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         means = [table.pooling == PoolingType.MEAN for table in self.configs for _ in table.feature_names]
         self._means = np.array(means)
         self.wants_room = False
-        """Whether the model writes one more feature before the pooled rows (``recpipe.backend.room``)."""
+        """Whether the model writes one more feature before the pooled rows (``recpipe.embedding.room``)."""
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """As TorchRec's collection."""

@@ -29,8 +29,7 @@ from torch.futures import Future
 
 from recpipe.embedding.seams import LocalShard
 from recpipe.embedding.shard import ShardedCollection
-from recpipe.embedding.tables import FILL_ROWS, to_numpy
-from recpipe.table_files import state_name, weight_name
+from recpipe.embedding.tables import FILL_ROWS, state_name, to_numpy, weight_name
 from recpipe.tensor_writer import write_tensors
 
 Saved = dict[str, torch.Tensor | ShardedTensor]

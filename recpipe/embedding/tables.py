@@ -176,6 +176,16 @@ def module_name(table: str) -> str:
     return safe or "%"
 
 
+def weight_name(table: str) -> str:
+    """A table's weights among saved tensors."""
+    return f"{table}.weight"
+
+
+def state_name(table: str) -> str:
+    """Its optimizer state."""
+    return f"{table}.state"
+
+
 @dataclass(frozen=True)
 class Region:
     """Rows [start, stop) and columns [left, right) of one table: the unit of saving and loading."""

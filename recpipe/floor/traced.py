@@ -42,12 +42,11 @@ class Traced:
     def __init__(self, model: PlacedModel, batch: Any) -> None:
         self._trace = _Trace(model.module)
         handed = {front: _Rows(front, model, batch) for front in model.fronts.values()}
-        dense = [p for p in model.dense_parameters().values() if p.requires_grad]
         with undone(model), torch.enable_grad(), self._trace.watching():
             with handing_out(handed):
                 loss, _ = model.called(batch)
             leaves = [leaf for rows in handed.values() for leaf in rows.leaves]
-            torch.autograd.grad(loss, [*leaves, *dense], allow_unused=True)
+            torch.autograd.grad(loss, [*leaves, *model.trained()], allow_unused=True)
         numbers = {id(group): n for n, group in enumerate(model.embeddings.tables.groups)}
         self.late = defaultdict[int, list[Lookups]](list)
         """By group: its lookups by ids that are not the batch's own."""

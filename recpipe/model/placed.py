@@ -19,7 +19,7 @@ from recpipe.embedding.inputs import GroupIds, Inputs
 from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.phases import phase
-from recpipe.pipeline.lookups import BatchLookups, GroupLookup, Part
+from recpipe.pipeline.lookups import BatchLookups, GroupLookup, Part, same_ids
 from recpipe.pipeline.tiers import BatchPlan
 
 
@@ -33,6 +33,23 @@ class Parts:
     """Why they do not make it at all; None: they do."""
     own_ids: bool = True
     """Whether the model looks rows up by the batch's ids alone, as far as the tried samples tell."""
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """A front's rows of a whole batch as they are, to be handed out."""
+
+    front: Front
+    ids: KeyedJaggedTensor
+    found: list[torch.Tensor]
+
+    def holds(self, sparse: KeyedJaggedTensor) -> bool:
+        """Whether ``sparse`` has the ids of the batch."""
+        return same_ids(sparse, self.ids, self.front)
+
+    def rows(self) -> list[torch.Tensor]:
+        """Of each group."""
+        return self.found
 
 
 def put_fronts(module: nn.Module, tables: ModelTables, embeddings: GroupedCollection) -> dict[str, Front]:
@@ -64,6 +81,11 @@ def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
         for name, buffer in member._buffers.items()
         if buffer is not None and name not in member._non_persistent_buffers_set
     }
+
+
+def saved_values(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and saved buffers by name, sharing the module's memory, without a graph."""
+    return {name: p.detach() for name, p in module.named_parameters()} | saved_buffers(module)
 
 
 class PlacedModel(nn.Module):
@@ -107,11 +129,14 @@ class PlacedModel(nn.Module):
         """``dense_parameters`` without their names, found once: that takes as long as a small layer."""
         return list(self.dense_parameters().values())
 
+    def trained(self) -> list[nn.Parameter]:
+        """The dense parameters that want gradients, as the module has them now: an owner of the loop may
+        freeze or exchange some."""
+        return [p for p in self.module.parameters() if p.requires_grad]
+
     def dense_state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps of the dense part, sharing its memory: the parameters, and the buffers that
-        the model wants saved."""
-        parameters = {name: p.detach() for name, p in self.dense_parameters().items()}
-        return parameters | saved_buffers(self.module)
+        """What a checkpoint keeps of the dense part, sharing its memory."""
+        return saved_values(self.module)
 
     # -- the batch's own ids -----------------------------------------------------------------
 
@@ -163,20 +188,25 @@ class PlacedModel(nn.Module):
             loss, _ = self.called(batch)
         return loss if share == 1 or self.parts.sums else loss * share
 
-    def look_up(self, batch: Any) -> list[torch.Tensor]:
-        """All rows of ``batch`` as they are, without the model; all ranks take part where rows are shared."""
-        found = []
+    def look_up(self, batch: Any) -> dict[Front, LookedUp]:
+        """All rows of ``batch`` as they are, without the model; all ranks take part where rows are shared.
+
+        Front by front in one order, whatever order the model calls them in: a rank without samples does not
+        call it.
+        """
+        found = {}
         for front in self.bound:
             ids = self.ids_of(front, batch)
             assert ids is not None, "the front is bound"
-            found += front.look_up(ids)
+            found[front] = LookedUp(front, ids, front.look_up(ids))
         return found
 
-    def send(self, batch: Any) -> dict[int, Any]:
-        """Start to send the ids of a batch over the ranks; by group."""
+    def send(self, batch: Any, each: GroupIds | None = None) -> dict[int, Any]:
+        """Start to send the ids of ``batch``, which are ``each``, over the ranks; by group."""
         sent: dict[int, Any] = {}
-        for number, collection in enumerate(self.embeddings.collections):
-            ahead, ids = collection.offers(SendsAhead), self.inputs.ids(batch, number)
+        pairs = zip(self.embeddings.collections, each or self.inputs.each(batch), strict=True)
+        for number, (collection, ids) in enumerate(pairs):
+            ahead = collection.offers(SendsAhead)
             if ahead is not None and ids is not None:
                 sent[number] = ahead.start(ids)
         return sent

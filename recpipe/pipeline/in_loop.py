@@ -80,7 +80,7 @@ class InLoop:
 
     def _in_parts(self, staged: StagedBatch, lookups: BatchLookups) -> Any:
         """The micro-batches' forward and backward passes; the loss, and the outputs joined and detached."""
-        dense = [p for p in self.model.dense_parameters().values() if p.requires_grad]
+        dense = self.model.trained()
         total = [torch.zeros_like(p) for p in dense]
         losses, outputs, low = [], [], 0
         for number, high in enumerate(staged.bounds):

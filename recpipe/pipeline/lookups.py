@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.backend.room import widened, with_room
 from recpipe.data.parts import in_order
 from recpipe.embedding.capabilities import Planned, SendsAhead
 from recpipe.embedding.collection import TableCollection
 from recpipe.embedding.front import BagFront, Front
 from recpipe.embedding.planner import TierPlan
 from recpipe.embedding.policies import RowIds
+from recpipe.embedding.room import widened, with_room
 from recpipe.embedding.rowtable import row_bags
 from recpipe.embedding.tables import TableSet
 from recpipe.phases import phase

@@ -141,7 +141,7 @@ class _Step:
         self.lookups.look_up(wait, shared)
         self.looked_up = True
         if staged.upcoming is not None:
-            staged.upcoming.sent = self.model.send(staged.upcoming.batch)
+            staged.upcoming.sent = self.model.send(staged.upcoming.batch, staged.upcoming.ids)
 
     def _cold_comes(self, started: float) -> float:
         if self.staged.plan is None:

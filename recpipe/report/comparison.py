@@ -212,10 +212,4 @@ def _plots(rows: Sequence[Mapping[str, Any]]) -> list[plots.Plot]:
         ),
         plots.bars("Cold bytes moved", names, mib, "MiB read and written"),
     ]
-    if any(row["auc"] is not None for row in done):
-        drawn.append(
-            plots.bars(
-                "AUC on the held-out part", names, [row["auc"] for row in done], "AUC", from_zero=False
-            )
-        )
-    return drawn
+    return drawn + html.quality_bars(names, done)

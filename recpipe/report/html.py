@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from omegaconf import OmegaConf
 
 from recpipe.report import figures, plots, profile
-from recpipe.report.quality import LABELS, shown, told
+from recpipe.report.quality import FIRST, LABELS, Figures, shown, told
 from recpipe.report.record import replace_file
 
 
@@ -61,6 +61,19 @@ def _templates() -> Environment:
     return jinja
 
 
+def quality_bars(names: Sequence[str], several: Sequence[Figures]) -> list[plots.Plot]:
+    """A plot of each figure by which ``several`` runs, with these ``names``, are judged first, or of the
+    loss; none where nobody has it."""
+    found = shown(several)
+    drawn = []
+    for key in [key for key in FIRST if key in found] or ["loss"]:
+        values = [figures.get(key) for figures in several]
+        if any(value is not None for value in values):
+            title = f"{LABELS[key]} on the held-out part"
+            drawn.append(plots.bars(title, names, values, LABELS[key], from_zero=False))
+    return drawn
+
+
 def _learning(history: list[dict[str, Any]]) -> list[plots.Plot]:
     if not history:
         return []
@@ -70,10 +83,10 @@ def _learning(history: list[dict[str, Any]]) -> list[plots.Plot]:
         return [point[name] for point in history]
 
     names = shown(history)
+    first = next((name for name in FIRST if name in names), "")
     if "logloss" in names:
-        first, held_out, unit = "auc", {"evaluation logloss": column("logloss")}, "nats"
+        held_out, unit = {"evaluation logloss": column("logloss")}, "nats"
     else:
-        first = next((name for name in names if name in ("rmse", "poisson_deviance")), "")
         held_out, unit = {"evaluation loss": column("eval_loss")}, ""
     drawn = [
         plots.lines("Loss", samples, held_out | {"training loss": column("loss")}, "samples trained", unit)

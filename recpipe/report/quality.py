@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 CLICKS = ("auc", "logloss", "ne")
 LABELS = {
@@ -17,16 +17,21 @@ LABELS = {
     "poisson_deviance": "Poisson deviance",
 }
 """All figures of quality, by their names in report.json."""
+FIRST = ("auc", "rmse", "poisson_deviance")
+"""By which predictions of each kind are judged first."""
 Figures = Mapping[str, float | None]
 
 
 def shown(several: Iterable[Figures]) -> list[str]:
-    """Names of the figures to show of ``several``: AUC, logloss and NE where one has a logloss, or nobody has
-    anything; else the loss and what any of them has besides."""
-    there = {name for figures in several for name in LABELS if not _absent(figures.get(name))}
-    if "logloss" in there or not there:
-        return list(CLICKS)
-    return [name for name in LABELS if name in there]
+    """Names of the figures to show of ``several``: of each one AUC, logloss and NE where it has a logloss,
+    else the loss and what it has besides; AUC, logloss and NE where nobody has anything."""
+    found = {name for figures in several for name in _shown(figures)}
+    return [name for name in LABELS if name in found] or list(CLICKS)
+
+
+def _shown(figures: Figures) -> Sequence[str]:
+    there = [name for name in LABELS if not _absent(figures.get(name))]
+    return CLICKS if "logloss" in there else there
 
 
 def told(figures: Figures) -> list[tuple[str, float | None]]:

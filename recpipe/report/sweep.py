@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from recpipe.errors import UserError
 from recpipe.launcher import JOB_FILE
 from recpipe.report import figures, html, plots, terminal
 from recpipe.report.files import ReportFiles
+from recpipe.report.quality import CLICKS, LABELS, shown
 from recpipe.report.record import SCHEMA, replace_file
 
 REPORT, OVERRIDES = "report.json", Path(".hydra") / "overrides.yaml"
@@ -48,6 +49,11 @@ class Job:
     auc: float | None = None
     logloss: float | None = None
     ne: float | None = None
+    loss: float | None = None
+    mse: float | None = None
+    rmse: float | None = None
+    mae: float | None = None
+    poisson_deviance: float | None = None
     bytes_between_ranks: int | None = None
     """Sent and received by rank 0; None for a run of one process."""
     peak_rss_bytes: int | None = None
@@ -57,6 +63,34 @@ class Job:
     def label(self) -> str:
         """What sets it apart."""
         return f"{self.job}{'*' if self.altered else ''} {' '.join(self.differs)}".strip()
+
+    @property
+    def quality(self) -> dict[str, float | None]:
+        """By the names of report.json."""
+        return {name: getattr(self, name) for name in LABELS}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of every job."""
+
+    title: str
+    cell: Callable[[Job], str]
+    narrow: str = ""
+    """The title over several lines of a terminal."""
+
+
+SPEED = (
+    Column("samples/s", lambda job: figures.count(job.samples_per_second), "samples\n/s"),
+    Column("step p50 (ms)", lambda job: figures.decimal(job.step_ms_p50, 2), "p50\nms"),
+)
+COSTS = (
+    Column("bytes between ranks", lambda job: figures.size(job.bytes_between_ranks), "between\nranks"),
+    Column("peak RSS", lambda job: figures.size(job.peak_rss_bytes), "peak\nRSS"),
+)
+NARROW = {"logloss": "log-\nloss", "poisson_deviance": "Poisson\ndeviance"}
+MOST = 4
+"""Figures of quality that eighty columns hold beside the others."""
 
 
 def report(directory: Path, console: Console | None = None) -> list[Job]:
@@ -164,11 +198,11 @@ def _fill(job: Job, content: object) -> None:
     read = {
         "samples_per_second": _number(content, "throughput", "samples_per_second"),
         "step_ms_p50": _number(content, "throughput", "step_ms", "p50"),
-        "auc": _number(content, "quality", "auc"),
-        "logloss": _number(content, "quality", "logloss"),
-        "ne": _number(content, "quality", "ne"),
         "peak_rss_bytes": _number(content, "memory", "peak_rss_bytes"),
     }
+    for name in LABELS:
+        if name in CLICKS or name in content["quality"]:  # earlier versions know clicks alone
+            read[name] = _number(content, "quality", name)
     if (_number(content, "ranks", "world") or 1) > 1:
         sent, received = (_number(content, "ranks", f"bytes_{way}") for way in ("sent", "received"))
         read["bytes_between_ranks"] = (sent or 0) + (received or 0)
@@ -188,32 +222,22 @@ def _number(content: Mapping[str, Any], *keys: str) -> float | None:
     raise ValueError(f"{'.'.join(keys)} is no number")
 
 
-def _cells(job: Job) -> list[str]:
-    """Formatted figures in the order of the columns."""
-    return [
-        figures.count(job.samples_per_second),
-        figures.decimal(job.step_ms_p50, 2),
-        figures.decimal(job.auc),
-        figures.decimal(job.logloss),
-        figures.decimal(job.ne),
-        figures.size(job.bytes_between_ranks),
-        figures.size(job.peak_rss_bytes),
-    ]
+def _quality(jobs: Sequence[Job]) -> list[Column]:
+    """The figures that fit what the jobs predict."""
+
+    def column(name: str) -> Column:
+        return Column(LABELS[name], lambda job: figures.decimal(job.quality[name]), NARROW.get(name, ""))
+
+    return [column(name) for name in shown(job.quality for job in jobs)]
 
 
 def _print(every: Sequence[str], jobs: Sequence[Job], console: Console) -> None:
-    # Eighty columns hold it only without padding; the box leaves one space between columns.
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
-    table.add_column("job", overflow="fold")
-    table.add_column("overrides", overflow="fold")
-    for name in ("samples\n/s", "p50\nms", "AUC", "log-\nloss", "NE", "between\nranks", "peak\nRSS"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    for job in jobs:
-        name = job.job + ("*" if job.altered else "")
-        state = Text(job.state, style="" if job.state == "done" else "bold red")
-        table.add_row(Text(name), Text("\n".join(job.differs)), *_cells(job), state)
-    console.print(table)
+    quality = _quality(jobs)
+    if len(quality) > MOST:
+        console.print(_table(jobs, [*SPEED, *COSTS]))
+        console.print(_table(jobs, quality))
+    else:
+        console.print(_table(jobs, [*SPEED, *quality, *COSTS]))
     lines = [f"every job: {' '.join(every)}"] if every else []
     lines += [f"* job {job.job} alters {', '.join(job.altered)}" for job in jobs if job.altered]
     lines += [f"job {job.job} {job.state}: {job.fault}" for job in jobs if job.fault]
@@ -221,9 +245,25 @@ def _print(every: Sequence[str], jobs: Sequence[Job], console: Console) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
+def _table(jobs: Sequence[Job], columns: Sequence[Column]) -> Table:
+    # Eighty columns hold it only without padding; the box leaves one space between columns.
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    table.add_column("job", overflow="fold")
+    table.add_column("overrides", overflow="fold")
+    for column in columns:
+        table.add_column(column.narrow or column.title, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for job in jobs:
+        name = job.job + ("*" if job.altered else "")
+        state = Text(job.state, style="" if job.state == "done" else "bold red")
+        cells = (column.cell(job) for column in columns)
+        table.add_row(Text(name), Text("\n".join(job.differs)), *cells, state)
+    return table
+
+
 def _html(every: Sequence[str], jobs: Sequence[Job]) -> str:
-    template = html.page("sweep.html.j2")
-    return template.render(every=every, jobs=jobs, cells=_cells, plots=_plots(jobs))
+    template, columns = html.page("sweep.html.j2"), [*SPEED, *_quality(jobs), *COSTS]
+    return template.render(every=every, jobs=jobs, columns=columns, plots=_plots(jobs))
 
 
 def _plots(jobs: Sequence[Job]) -> list[plots.Plot]:
@@ -235,9 +275,7 @@ def _plots(jobs: Sequence[Job]) -> list[plots.Plot]:
         plots.bars("Speed", names, [job.samples_per_second for job in done], "samples/s"),
         plots.bars("Step time, median", names, [job.step_ms_p50 for job in done], "ms"),
     ]
-    if any(job.auc is not None for job in done):
-        auc = [job.auc for job in done]
-        drawn.append(plots.bars("AUC on the held-out part", names, auc, "AUC", from_zero=False))
+    drawn += html.quality_bars(names, [job.quality for job in done])
     if any(job.bytes_between_ranks for job in done):
         mib = [(job.bytes_between_ranks or 0) / 2**20 for job in done]
         drawn.append(plots.bars("Bytes between ranks", names, mib, "MiB sent and received by rank 0"))

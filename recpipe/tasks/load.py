@@ -14,7 +14,7 @@ from recpipe.embedding.tables import module_name
 from recpipe.errors import UserError
 from recpipe.manifest import TABLES
 from recpipe.model.dlrm import META, make_dlrm
-from recpipe.model.placed import saved_buffers
+from recpipe.model.placed import saved_values
 from recpipe.model.sizes import DlrmSizes
 from recpipe.saved import typed_as
 from recpipe.table_files import saved_weights
@@ -56,7 +56,7 @@ def _parameters_of_tables(
     model: nn.Module, dense: Mapping[str, torch.Tensor], tables: Mapping[str, Streamed], directory: Path
 ) -> dict[str, str]:
     """By table, the name of its parameter; ``UserError`` where ``model`` has others than the checkpoint."""
-    own = _values(model)
+    own = saved_values(model)
     names = {table: _table_parameter(table, own, directory) for table in tables}
     left, extra = own.keys() - names.values() - dense.keys(), dense.keys() - own.keys()
     if left or extra:
@@ -79,7 +79,7 @@ def _fill(
     tables: Mapping[str, Streamed],
     names: Mapping[str, str],
 ) -> None:
-    own = _values(model)
+    own = saved_values(model)
     with torch.no_grad():
         for name, value in dense.items():
             own[name].copy_(value)
@@ -88,11 +88,6 @@ def _fill(
             for block in blocks:
                 target[start : start + len(block)] = torch.from_numpy(np.array(block))
                 start += len(block)
-
-
-def _values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and saved buffers, by name."""
-    return {**dict(model.named_parameters()), **saved_buffers(model)}
 
 
 _KINDS = ("embedding_bags", "embeddings")

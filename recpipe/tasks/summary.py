@@ -12,13 +12,13 @@ from recpipe.embedding.collection import TableCollection, TierFigures
 from recpipe.embedding.groups import ModelTables
 from recpipe.embedding.seams import Collective
 from recpipe.metrics import peak_rss_bytes
-from recpipe.model.module import RankingModule
 from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks
 from recpipe.recipe import Recipe
 from recpipe.report.environment import environment
 from recpipe.report.record import DataFigures, Io, Memory, RankFigures, Resumed, RunReport, Throughput
+from recpipe.training.module import RankingModule
 from recpipe.training.recorder import Recorder
 
 

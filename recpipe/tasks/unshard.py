@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.checkpoint import naming, newest, open_checkpoint
-from recpipe.embedding.tables import to_numpy
+from recpipe.embedding.tables import to_numpy, weight_name
 from recpipe.errors import UserError
 from recpipe.manifest import TABLES
 from recpipe.model.placed import PlacedModel
 from recpipe.saved import entries, tensor
-from recpipe.table_files import saved_weights, weight_name
+from recpipe.table_files import saved_weights
 from recpipe.tensor_files import FLOATS, INT64, TensorFiles
 from recpipe.tensor_writer import Streamed, write_tensors
 

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from recpipe.errors import UserError
-from recpipe.model.module import LossTotal, RankingModule
 from recpipe.report.quality import shown
+from recpipe.training.module import LossTotal, RankingModule
 from recpipe.training.recorder import Recorder
 
 LOG_EVERY = 50

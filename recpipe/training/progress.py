@@ -9,10 +9,10 @@ import lightning as L
 import torch
 
 from recpipe.console import Meter, log
-from recpipe.model.module import RankingModule
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch
 from recpipe.training.config import TrainerConfig
+from recpipe.training.module import RankingModule
 
 
 class Extent(L.Callback):

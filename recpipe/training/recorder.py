@@ -11,11 +11,11 @@ import lightning as L
 
 from recpipe.console import log
 from recpipe.metrics import Quality
-from recpipe.model.module import LossTotal, RankingModule
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch
 from recpipe.report.quality import told
 from recpipe.report.record import Point
+from recpipe.training.module import LossTotal, RankingModule
 
 
 class Recorder(L.Callback):

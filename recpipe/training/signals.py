@@ -15,8 +15,8 @@ import numpy as np
 
 from recpipe.checkpoint import SUFFIX
 from recpipe.launch import Process
-from recpipe.model.module import EvaluationStopped, RankingModule
 from recpipe.ranks import Channel
+from recpipe.training.module import EvaluationStopped, RankingModule
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
 

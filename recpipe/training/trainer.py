@@ -15,13 +15,13 @@ from lightning.pytorch.plugins.io import CheckpointIO
 
 from recpipe.console import log
 from recpipe.errors import CheckpointError, UserError
-from recpipe.model.module import EvaluationStopped, RankingModule
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.ranks import Channel
 from recpipe.targets import make
 from recpipe.training.config import TrainerConfig
 from recpipe.training.figures import LOG_EVERY
 from recpipe.training.loggers import CsvLogger
+from recpipe.training.module import EvaluationStopped, RankingModule
 from recpipe.training.progress import Extent, Progress
 from recpipe.training.recorder import Recorder
 from recpipe.training.signals import StopOnSignal

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
 import recpipe
 from recpipe.embedding.front import Front
-from tests.any_model.zoo import OVERRIDES, Events, Trained
+from tests.any_model.zoo import OVERRIDES, Events, Trained, is_table, make
+from tests.processes import start_ranks
 
 QUIET = ("trainer.progress=false", "tiers.resident_bytes=20%")
 
@@ -36,3 +42,44 @@ def train(model: nn.Module, batches: list[Events], optimizer: str, *overrides: s
     """Through ``recpipe.train``; nothing is written."""
     with recpipe.train(model, batches, *QUIET, *OVERRIDES[optimizer], *overrides, quiet=True) as run:
         return left_by(run.model)
+
+
+def on_two_ranks(
+    folder: Path, batches: list[Events], name: str, *words: str, held_out: list[Events] | None = None
+) -> dict[str, dict]:
+    """Train a model of the zoo by row-wise Adagrad in two processes, which leave its parameters in
+    ``folder``; the report's quality and plugins."""
+    torch.save((batches, held_out), folder / "rows.pt")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        (folder / "port").write_text(str(free.getsockname()[1]))
+    start_ranks(_rank, (str(folder), name, words), 2)
+    return json.loads((folder / "told.json").read_text())
+
+
+def _rank(rank: int, folder: str, name: str, words: tuple[str, ...]) -> None:
+    """One of two processes; the first leaves parameters and what it reports."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": Path(folder, "port").read_text()}
+    torch.set_num_threads(1)
+    rows, held_out = torch.load(Path(folder, "rows.pt"), weights_only=False)
+    target = f"task.export_parameters={Path(folder, 'parameters')}"
+    overrides = (*QUIET, *OVERRIDES["rowwise_adagrad"], *words, target)
+    with recpipe.train(make(name), rows, *overrides, held_out=held_out, quiet=True) as run:
+        if rank == 0:
+            told = {section: run.report[section] for section in ("quality", "plugins")}
+            Path(folder, "told.json").write_text(json.dumps(told))
+
+
+def furthest_left(folder: Path, theirs: Trained) -> float:
+    """Largest difference of any parameter that two processes left in ``folder``."""
+    left, apart = folder / "parameters", []
+    for key, value in theirs.parameters.items():
+        if is_table(key):
+            (file,) = left.glob(f"*{key.split('.')[-2]}.npy")
+            mine = np.load(file)
+        else:
+            mine = np.load(left / "dense.npz")[key]
+        assert mine.shape == value.shape
+        apart.append(np.abs(mine - value.numpy()).max())
+    return float(np.max(apart))

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 
 import recpipe
 from recpipe.data.dataset import Dataset
-from recpipe.model.module import RankingModule
 from recpipe.pipeline.lookups import GroupLookup
-from tests.any_model.runs import QUIET, left_by, train
-from tests.any_model.zoo import OVERRIDES, ZOO, Events, Trained, by_hand, events, furthest, is_table, make
-from tests.processes import start_ranks
+from recpipe.training.module import RankingModule
+from tests.any_model.runs import QUIET, furthest_left, left_by, on_two_ranks, train
+from tests.any_model.zoo import OVERRIDES, ZOO, Events, Trained, by_hand, events, furthest, make
 
 BATCHES = 8
 BOUND = {"sgd": 1e-6, "rowwise_adagrad": 1e-5}
@@ -37,6 +31,7 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
         "plugins.hotline.learn_batches=2",
         "plugins.slipstream.drop=0",
     ),
+    "het": ("+plugin=het", "plugins.het.bound=0"),
 }
 """Slipstream leaves nothing out here, so that it must not change anything."""
 
@@ -138,19 +133,10 @@ def test_what_was_trained_loads_into_plain_torchrec(batches, tmp_path, name) -> 
         torch.testing.assert_close(logits.reshape(-1), scores)
 
 
-def two_ranks(rank: int, folder: str, name: str, words: tuple[str, ...]) -> None:
-    """One of two processes; the first leaves the parameters."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": Path(folder, "port").read_text()}
-    torch.set_num_threads(1)
-    rows = torch.load(Path(folder, "rows.pt"), weights_only=False)
-    target = f"task.export_parameters={Path(folder, 'parameters')}"
-    recpipe.train(make(name), rows, *QUIET, *OVERRIDES["rowwise_adagrad"], *words, target, quiet=True)
-
-
 RANKS = {
     "bagpipe": (tuple(ZOO), TECHNIQUES["bagpipe"]),
     "neo": (tuple(ZOO), ("+plugin=neo", "plugins.neo.planner=karmarkar_karp")),
+    "het": (("two_tower", "din"), TECHNIQUES["het"]),
 }
 
 
@@ -159,16 +145,5 @@ RANKS = {
 )
 def test_two_ranks_train_as_by_hand(batches, tmp_path, technique, name) -> None:
     _, words = RANKS[technique]
-    torch.save(batches, tmp_path / "rows.pt")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        (tmp_path / "port").write_text(str(free.getsockname()[1]))
-    start_ranks(two_ranks, (str(tmp_path), name, words), 2)
-    left = tmp_path / "parameters"
-    for key, value in reference(name, batches, "rowwise_adagrad").parameters.items():
-        if is_table(key):
-            (file,) = left.glob(f"*{key.split('.')[-2]}.npy")
-            mine = np.load(file)
-        else:
-            mine = np.load(left / "dense.npz")[key]
-        np.testing.assert_allclose(mine, value.numpy(), atol=1e-5, err_msg=key)
+    on_two_ranks(tmp_path, batches, name, *words)
+    assert furthest_left(tmp_path, reference(name, batches, "rowwise_adagrad")) < 1e-5

@@ -19,10 +19,9 @@ from recpipe.data.make import open_dataset
 from recpipe.embedding import shard
 from recpipe.embedding.groups import collections_of, group_tables
 from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan
-from recpipe.embedding.tables import TableOptimizer
+from recpipe.embedding.tables import TableOptimizer, state_name
 from recpipe.errors import UserError
 from recpipe.report.record import write_json
-from recpipe.table_files import state_name
 from recpipe.tasks.unshard import unshard
 from recpipe.tensor_files import TensorFiles
 from tests.any_model.runs import QUIET, train

@@ -95,9 +95,22 @@ class TwoTower(nn.Module):
 
     def forward(self, batch: Events) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss, and logits [B]."""
-        user = self.left(torch.cat([self.user(batch.lists).values(), batch.dense_features], dim=1))
-        item = self.right(self.item["tables"](batch.sparse_features).values())
-        logits = (user * item).sum(1)
+        logits = (self.of_user(batch) * self.of_item(batch)).sum(1)
+        return binary_cross_entropy_with_logits(logits, batch.labels), logits
+
+    def of_user(self, batch: Events) -> torch.Tensor:
+        return self.left(torch.cat([self.user(batch.lists).values(), batch.dense_features], dim=1))
+
+    def of_item(self, batch: Events) -> torch.Tensor:
+        return self.right(self.item["tables"](batch.sparse_features).values())
+
+
+class Turned(TwoTower):
+    """Calls its collections in another order than it has them."""
+
+    def forward(self, batch: Events) -> tuple[torch.Tensor, torch.Tensor]:
+        item = self.of_item(batch)
+        logits = (self.of_user(batch) * item).sum(1)
         return binary_cross_entropy_with_logits(logits, batch.labels), logits
 
 
@@ -149,6 +162,8 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "two_tower": TwoTower,
     "din": Din,
 }
+OTHERS: dict[str, Callable[[], nn.Module]] = {"turned": Turned}
+"""Which not every technique is tried with."""
 OPTIMIZERS = {
     "sgd": (lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
     "rowwise_adagrad": (
@@ -166,7 +181,7 @@ OVERRIDES = {
 def make(name: str) -> nn.Module:
     """A model with its first weights, the same at every call."""
     torch.manual_seed(7)
-    return ZOO[name]()
+    return (ZOO | OTHERS)[name]()
 
 
 @dataclass

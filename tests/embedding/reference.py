@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -141,6 +142,12 @@ def trained_plainly(kind: Kind, optimizer: str, stream: Sequence[KeyedJaggedTens
         state = [v.reshape(len(parameter), -1) for v in states if isinstance(v, torch.Tensor)]
         left[name] = torch.cat([parameter.detach(), *state], dim=1).numpy()
     return left
+
+
+@cache
+def expected(kind: Kind, optimizer: str) -> Records:
+    """What ``batches`` leave in plain TorchRec; not to be changed."""
+    return trained_plainly(kind, optimizer, batches())
 
 
 # -- recpipe's collections -----------------------------------------------------------------------

@@ -18,13 +18,12 @@ from recpipe.embedding.groups import ModelTables
 from recpipe.embedding.shard_files import load_shards, save_shards
 from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan, load_plan
 from recpipe.embedding.sharding import Prediction, Sharding
-from recpipe.embedding.tables import module_name
+from recpipe.embedding.tables import module_name, weight_name
 from recpipe.errors import UserError
 from recpipe.plugin.api import Contribution, Origin, TableInfo
 from recpipe.plugin.assembly import assemble
 from recpipe.ranks import Ranks
 from recpipe.report.record import write_json
-from recpipe.table_files import weight_name
 from recpipe.tensor_files import TensorFiles
 from tests.embedding.samples import CPU
 from tests.embedding.sharded import DIM, FEATURES, Case, Places, assembly, batches, build, process, table_set

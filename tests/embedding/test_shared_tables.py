@@ -1,4 +1,5 @@
-"""Tables that several features share, and weighted bags, against plain TorchRec: one update of the sum."""
+"""Tables that several features share, weighted bags and rows that are not pooled, against plain TorchRec: one
+update of the sum."""
 
 from __future__ import annotations
 
@@ -15,33 +16,29 @@ from tests.embedding import samples
 from tests.embedding.reference import (
     BATCHES,
     FEATURES,
+    SEQUENCES,
     SUMS,
     TABLES,
     TOLERANCE,
     WEIGHTED,
     Kind,
-    Records,
     batches,
+    expected,
     loss_of,
     one_feature_at_a_time,
     plain_module,
     plain_rows,
     train,
     train_ahead,
-    trained_plainly,
 )
 from tests.embedding.samples import CPU, MAKERS, difference, dump, identical, stream, table_set, tiers
 
 OPTIMIZERS = tuple(TOLERANCE)
-KINDS = pytest.mark.parametrize("kind", [SUMS, WEIGHTED], ids=lambda kind: kind.name)
-KNOWN: dict[tuple[str, str], Records] = {}
+POOLED = (SUMS, WEIGHTED)
 
 
-def expected(kind: Kind, optimizer: str) -> Records:
-    """What plain TorchRec leaves; once for each kind and optimizer."""
-    if (kind.name, optimizer) not in KNOWN:
-        KNOWN[kind.name, optimizer] = trained_plainly(kind, optimizer, batches())
-    return KNOWN[kind.name, optimizer]
+def of_kinds(*kinds: Kind) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: kind.name)
 
 
 def test_features_of_a_table_look_up_the_same_rows() -> None:
@@ -51,7 +48,7 @@ def test_features_of_a_table_look_up_the_same_rows() -> None:
         assert len(clicked & carted) > 1
 
 
-@KINDS
+@of_kinds(*POOLED, SEQUENCES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("groups", [1, 2, len(TABLES)])
 def test_resident_tables_are_plain_ones(kind: Kind, optimizer: str, groups: int) -> None:
@@ -61,7 +58,7 @@ def test_resident_tables_are_plain_ones(kind: Kind, optimizer: str, groups: int)
     collection.close()
 
 
-@KINDS
+@of_kinds(*POOLED, SEQUENCES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("policy", MAKERS)
 def test_tiers_are_plain_tables(kind: Kind, optimizer: str, policy: str, tmp_path: Path) -> None:
@@ -80,7 +77,7 @@ def test_tiers_are_plain_tables(kind: Kind, optimizer: str, policy: str, tmp_pat
     assert all(identical(other, left[0]) for other in left[1:])
 
 
-@KINDS
+@of_kinds(*POOLED)
 def test_pooled_rows_are_plain_ones_whatever_the_order_of_features(kind: Kind, tmp_path: Path) -> None:
     tables = kind.tables("sgd")
     plain = plain_module(tables)

@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import recpipe
 from recpipe.errors import UserError
 from recpipe.metrics import BackgroundQuality, judged
-from recpipe.report import html, terminal
+from recpipe.report import html, sweep, terminal
 from recpipe.report.comparison import RowResult, print_result, summarise, write_html
 from recpipe.report.quality import CLICKS, shown, told
 
@@ -202,7 +202,21 @@ def test_a_comparison_of_such_runs(tmp_path: Path) -> None:
     assert "Poisson deviance" in text.replace("\n", " ") or "Poisson" in text
     assert "AUC" not in text
     page = write_html(content, tmp_path / "compare.html").read_text()
+    assert "Poisson deviance on the held-out part" in page
     assert '<th class="n">Poisson deviance</th>' in page
+
+
+def test_a_sweep_of_such_runs(tmp_path: Path) -> None:
+    reports = [
+        trained(Visitor(), f"model.loss={loss}", "model.labels=seconds", output=tmp_path / str(number))[0]
+        for number, loss in enumerate(("mean_squared_error", "huber"))
+    ]
+    console = Console(file=io.StringIO(), record=True, width=80)
+    jobs = sweep.report(tmp_path, console)
+    text = console.export_text()
+    assert all(f"{report['quality']['rmse']:.4f}" in text for report in reports)
+    assert [job.quality for job in jobs] == [report["quality"] for report in reports]
+    assert "AUC" not in text
 
 
 # -- the figures themselves ------------------------------------------------------------------------
@@ -233,5 +247,6 @@ def test_which_figures_are_shown() -> None:
     nothing = dict.fromkeys(CLICKS)
     assert shown([nothing]) == list(CLICKS)
     assert shown([nothing, {"loss": 1.0}]) == ["loss"]
+    assert shown([{"loss": 1.0, "rmse": 2.0}, {"loss": 1.0, "logloss": 0.5}]) == [*CLICKS, "loss", "rmse"]
     assert shown([{"loss": 1.0, "auc": None, "logloss": 0.5, "ne": None}]) == list(CLICKS)
     assert told({"loss": 1.0, "rmse": 2.0, "mae": float("nan")}) == [("loss", 1.0), ("RMSE", 2.0)]

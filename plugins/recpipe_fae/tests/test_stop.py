@@ -14,9 +14,9 @@ from recpipe_fae.callback import ShuffleScheduler
 from recpipe_fae.schedule import Scheduler, Segment, plan
 from recpipe_fae.tests.test_resume import RECIPE
 
-from recpipe.model.module import RankingModule
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.testing import train
+from recpipe.training.module import RankingModule
 
 HANGS_AFTER = 90
 ONE_EPOCH = (*RECIPE, "trainer.max_epochs=1")

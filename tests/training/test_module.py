@@ -11,7 +11,7 @@ import torch
 
 from recpipe.errors import UserError
 from recpipe.metrics import quality
-from recpipe.model.module import LossTotal, RankingModule, random_state, set_random_state
+from recpipe.training.module import LossTotal, RankingModule, random_state, set_random_state
 from tests.embedding.samples import dump, identical
 from tests.pipeline.samples import (
     SIZE,

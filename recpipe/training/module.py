@@ -18,6 +18,7 @@ from torch import nn
 from recpipe.backend.equip import Backend
 from recpipe.data.parts import batch_size, tensors_of
 from recpipe.embedding.capabilities import Placed
+from recpipe.embedding.front import handing_out
 from recpipe.errors import UserError
 from recpipe.metrics import BackgroundQuality, Quality
 from recpipe.model.placed import PlacedModel, saved_buffers
@@ -146,8 +147,10 @@ class RankingModule(L.LightningModule):
         with torch.no_grad():
             was_training = self.model.training
             self.model.eval()
-            named += [("the rows of its ids", rows) for rows in self.model.look_up(batch)]
-            named += self._outputs(batch)
+            rows = self.model.look_up(batch)
+            named += [("the rows of its ids", found) for front in rows.values() for found in front.rows()]
+            with handing_out(rows):
+                named += self._outputs(batch)
             self.model.train(was_training)
         bad = next(
             (name for name, t in named if not torch.isfinite(t).all()), "the loss (all inputs are finite)"
@@ -158,9 +161,8 @@ class RankingModule(L.LightningModule):
         )
 
     def _outputs(self, batch: Any) -> list[tuple[str, torch.Tensor]]:
-        """What the model gives, by name; of a share without samples nothing, but its lookups are made."""
+        """What the model gives, by name; of a share without samples nothing."""
         if not batch_size(batch):
-            self.model.look_up(batch)
             return []
         _, output = self.model.called(batch)
         return [(f"the model's {name}", tensor) for name, tensor in tensors_of(output, "output")]
@@ -205,10 +207,12 @@ class RankingModule(L.LightningModule):
     def _judged(self, batch: Any) -> tuple[float, int, torch.Tensor, torch.Tensor]:
         """The loss of so many samples, and the predictions and labels that are scored, [B] or [0]."""
         samples, none = batch_size(batch), torch.empty(0)
-        if not samples:  # its lookups are made, since other ranks take part in them
-            self.model.look_up(batch)
+        # Other ranks take part in the lookups, also in those of a share without samples.
+        rows = self.model.look_up(batch) if self.trainers.size > 1 else {}
+        if not samples:
             return 0.0, 0, none, none
-        loss, scored = self.model.called.judge(batch)
+        with handing_out(rows):
+            loss, scored = self.model.called.judge(batch)
         logits, labels = (none, none) if scored is None else scored
         return float(loss), samples, logits, labels
 
@@ -288,7 +292,7 @@ class RankingModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue at the saved data position, with the same rows resident when the tiers are the same.
 
-        ``recpipe.model.resume`` has checked it all before.
+        ``recpipe.training.resume`` has checked it all before.
         """
         saved = checkpoint["recpipe"]
         # torch would take the learning rate from the checkpoint even where the recipe has a new one.

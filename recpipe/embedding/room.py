@@ -9,17 +9,8 @@ has none.
 from __future__ import annotations
 
 import torch
-from torch import nn
-from torchrec.models.dlrm import DLRM
 
 _MARK = "_recpipe_room"
-_COLLECTION = "sparse_arch.embedding_bag_collection"
-
-
-def roomy_paths(model: nn.Module) -> set[str]:
-    """Paths of the collections before whose rows the interaction of a DLRM in ``model`` writes."""
-    found = (path for path, module in model.named_modules() if type(module) is DLRM)
-    return {f"{path}.{_COLLECTION}" if path else _COLLECTION for path in found}
 
 
 def with_room(wide: torch.Tensor, dim: int) -> torch.Tensor:

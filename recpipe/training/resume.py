@@ -21,8 +21,8 @@ from recpipe.backend.equip import Backend
 from recpipe.checkpoint import SUFFIX
 from recpipe.embedding.capabilities import Placed
 from recpipe.errors import UserError
-from recpipe.model.module import RankingModule
 from recpipe.saved import Damaged, entries, like, tensor
+from recpipe.training.module import RankingModule
 
 Plain = bool | int | float | str | tuple[float | None, ...] | None
 """What an optimizer's hyperparameter may be."""
