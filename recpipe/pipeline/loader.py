@@ -30,7 +30,6 @@ from recpipe.plugin.api import micro_batch_step
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Ranks
 
-
 WAITED = 1e-3
 """Seconds of waiting for a batch from which on it counts as waited for."""
 SLOW = 8
