@@ -24,10 +24,18 @@ from omegaconf import DictConfig
 from recpipe import config
 
 COMPOSE, PARSE, ENTRY_POINTS = config._composed, OverridesParser.parse_rule, importlib.metadata.entry_points
-CONF, PATH = config.conf_dir, tuple(sys.path)
+CONF = config.conf_dir
 _bases: dict[tuple[str, ...], DictConfig] = {}
 _parsed: dict[str, Override] = {}
 _installed: dict[str, Any] = {}
+
+
+def places() -> tuple[str, ...]:
+    """Where packages are looked for, but for setuptools' own, which it adds when a library imports it."""
+    return tuple(place for place in sys.path if not place.endswith("setuptools/_vendor"))
+
+
+PATH = places()
 
 
 def remember(patch: pytest.MonkeyPatch) -> None:
@@ -63,7 +71,7 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 def _as_installed() -> bool:
     """Whether no test has installed a package, or put other yaml in place."""
     found = importlib.metadata.entry_points in (ENTRY_POINTS, entry_points)
-    return found and tuple(sys.path) == PATH and config.conf_dir is CONF
+    return found and places() == PATH and config.conf_dir is CONF
 
 
 def _is_hydras(override: Override) -> bool:
@@ -89,7 +97,7 @@ def parse_rule(parser: OverridesParser, text: str, rule: str) -> Any:
 
 def entry_points(**chosen: Any) -> Any:
     """As ``importlib.metadata.entry_points``."""
-    if chosen.keys() != {"group"} or tuple(sys.path) != PATH:
+    if chosen.keys() != {"group"} or places() != PATH:
         return ENTRY_POINTS(**chosen)
     if chosen["group"] not in _installed:
         _installed[chosen["group"]] = ENTRY_POINTS(**chosen)
