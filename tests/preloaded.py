@@ -15,9 +15,11 @@ import recpipe.run  # noqa: E402
 import recpipe.tasks.compare  # noqa: E402, F401
 from recpipe.config import compose  # noqa: E402
 from recpipe.plugin.load import installed  # noqa: E402
+from tests import composing  # noqa: E402
 from tests.drawing import leave_blank  # noqa: E402
 
 for plugin in installed().values():
     plugin.load()
 leave_blank(pytest.MonkeyPatch())  # for good
+composing.remember_parts(pytest.MonkeyPatch())
 compose()  # Hydra looks for its plugins, and its parser warms up, once
