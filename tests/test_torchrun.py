@@ -1,4 +1,4 @@
-"""Runs of several processes: one output directory, the same training. ``test_sweep`` has one of torchrun's."""
+"""Runs of several processes: one output directory, the same training; test_sweep has one under torchrun."""
 
 from __future__ import annotations
 
