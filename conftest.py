@@ -23,7 +23,7 @@ from recpipe.data.dataset import Dataset  # noqa: E402
 from recpipe.data.make import open_dataset  # noqa: E402
 from recpipe.plugin.offers import GROUPS  # noqa: E402
 from recpipe.report import plots  # noqa: E402
-from tests import composing  # noqa: E402
+from tests import composing, generating  # noqa: E402
 from tests.drawing import DRAWN, leave_blank  # noqa: E402
 from tests.plugin.samples import FakeEntryPoint, write_package  # noqa: E402
 from tests.processes import ROOT, Child, Cli  # noqa: E402
@@ -100,6 +100,20 @@ def _remembered_recipes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         composing.remember(patch)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _remembered_clicks() -> Iterator[None]:
+    """See ``tests.generating``."""
+    with pytest.MonkeyPatch.context() as patch:
+        generating.remember(patch)
+        yield
+
+
+@pytest.fixture
+def generated_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clicks are drawn, each time."""
+    generating.forget(monkeypatch)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import recpipe.run  # noqa: E402
 import recpipe.tasks.compare  # noqa: E402, F401
 from recpipe.config import compose  # noqa: E402
 from recpipe.plugin.load import installed  # noqa: E402
+from recpipe.report.environment import environment  # noqa: E402
 from tests import composing  # noqa: E402
 from tests.drawing import leave_blank  # noqa: E402
 
@@ -23,3 +24,4 @@ for plugin in installed().values():
 leave_blank(pytest.MonkeyPatch())  # for good
 composing.remember_parts(pytest.MonkeyPatch())
 compose()  # Hydra looks for its plugins, and its parser warms up, once
+environment()  # asks git, once
