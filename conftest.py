@@ -25,6 +25,7 @@ from recpipe.plugin.offers import GROUPS  # noqa: E402
 from recpipe.report import plots  # noqa: E402
 from tests import composing, generating  # noqa: E402
 from tests.drawing import DRAWN, leave_blank  # noqa: E402
+from tests.meta import leave_undrawn  # noqa: E402
 from tests.plugin.samples import FakeEntryPoint, write_package  # noqa: E402
 from tests.processes import ROOT, Child, Cli  # noqa: E402
 
@@ -91,6 +92,14 @@ def _blank_plots() -> Iterator[None]:
     """See ``tests.drawing``."""
     with pytest.MonkeyPatch.context() as patch:
         leave_blank(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _undrawn_metas() -> Iterator[None]:
+    """See ``tests.meta``."""
+    with pytest.MonkeyPatch.context() as patch:
+        leave_undrawn(patch)
         yield
 
 

@@ -1,4 +1,4 @@
-"""Generated clicks in the tests' own process: drawn once, for a small run draws 40,000 samples to train 1,000.
+"""Generated clicks in the tests' own process: drawn once; a small run draws 40,000 samples to train 1,000.
 
 A click model is calibrated on 32,768 samples, and a block has 8,192. Tests of the generator itself ask for
 the fixture ``generated_anew``; a process of its own (``tests.processes``) draws anew, too.

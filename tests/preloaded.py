@@ -18,10 +18,12 @@ from recpipe.plugin.load import installed  # noqa: E402
 from recpipe.report.environment import environment  # noqa: E402
 from tests import composing  # noqa: E402
 from tests.drawing import leave_blank  # noqa: E402
+from tests.meta import leave_undrawn  # noqa: E402
 
 for plugin in installed().values():
     plugin.load()
 leave_blank(pytest.MonkeyPatch())  # for good
+leave_undrawn(pytest.MonkeyPatch())
 composing.remember_parts(pytest.MonkeyPatch())
 compose()  # Hydra looks for its plugins, and its parser warms up, once
 environment()  # asks git, once
