@@ -35,17 +35,19 @@ torch.set_num_threads(1)
 """Two tests run at a time, each on a core of its own. Tests of several threads ask for them."""
 
 LONG = (
-    "tests/test_torchrun.py",
     "tests/any_model/test_matrix.py",
     "tests/test_trainer.py",
+    "tests/test_torchrun.py",
+    "tests/test_sweep.py",
+    "tests/test_api.py",
     "tests/test_packaging.py",
     "plugins/recpipe_neo/tests/test_neo_ranks.py",
-    "plugins/recpipe_bagpipe/tests/test_trainers_processes.py",
-    "plugins/recpipe_slipstream/tests/test_plugin.py",
-    "plugins/recpipe_slipstream/tests/test_filter.py",
-    "tests/test_pairs.py",
     "tests/test_compare.py",
-    "tests/test_api.py",
+    "plugins/recpipe_slipstream/tests/test_filter.py",
+    "plugins/recpipe_slipstream/tests/test_plugin.py",
+    "tests/test_pairs.py",
+    "plugins/recpipe_hotline/tests/test_exact.py",
+    "plugins/recpipe_bagpipe/tests/test_trainers_processes.py",
 )
 
 
