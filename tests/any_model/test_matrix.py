@@ -138,33 +138,40 @@ def test_what_was_trained_loads_into_plain_torchrec(batches, tmp_path, name) -> 
         torch.testing.assert_close(logits.reshape(-1), scores)
 
 
-def two_ranks(rank: int, folder: str, name: str, words: tuple[str, ...]) -> None:
-    """One of two processes; the first leaves the parameters."""
+RANKS = {
+    "bagpipe": TECHNIQUES["bagpipe"],
+    "neo": ("+plugin=neo", "plugins.neo.planner=karmarkar_karp"),
+}
+TOGETHER = [(technique, name) for technique in RANKS for name in ZOO]
+
+
+def two_ranks(rank: int, folder: str, port: int) -> None:
+    """One of two processes, which train all of ``TOGETHER``; the first leaves the parameters."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": Path(folder, "port").read_text()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     rows = torch.load(Path(folder, "rows.pt"), weights_only=False)
-    target = f"task.export_parameters={Path(folder, 'parameters')}"
-    recpipe.train(make(name), rows, *QUIET, *OVERRIDES["rowwise_adagrad"], *words, target, quiet=True)
+    for number, (technique, name) in enumerate(TOGETHER):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # so that they do not meet the run before
+        target = f"task.export_parameters={Path(folder, technique, name)}"
+        words = (*QUIET, *OVERRIDES["rowwise_adagrad"], *RANKS[technique], target)
+        recpipe.train(make(name), rows, *words, quiet=True)
 
 
-RANKS = {
-    "bagpipe": (tuple(ZOO), TECHNIQUES["bagpipe"]),
-    "neo": (tuple(ZOO), ("+plugin=neo", "plugins.neo.planner=karmarkar_karp")),
-}
+@pytest.fixture(scope="module")
+def together(batches: list[Events], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes have left the parameters of every technique and model."""
+    folder = tmp_path_factory.mktemp("together")
+    torch.save(batches, folder / "rows.pt")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    start_ranks(two_ranks, (str(folder), port), 2)
+    return folder
 
 
-@pytest.mark.parametrize(
-    ("technique", "name"), [(t, name) for t, (names, _) in RANKS.items() for name in names]
-)
-def test_two_ranks_train_as_by_hand(batches, tmp_path, technique, name) -> None:
-    _, words = RANKS[technique]
-    torch.save(batches, tmp_path / "rows.pt")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        (tmp_path / "port").write_text(str(free.getsockname()[1]))
-    start_ranks(two_ranks, (str(tmp_path), name, words), 2)
-    left = tmp_path / "parameters"
+@pytest.mark.parametrize(("technique", "name"), TOGETHER)
+def test_two_ranks_train_as_by_hand(batches, together, technique, name) -> None:
+    left = together / technique / name
     for key, value in reference(name, batches, "rowwise_adagrad").parameters.items():
         if is_table(key):
             (file,) = left.glob(f"*{key.split('.')[-2]}.npy")
