@@ -23,8 +23,9 @@ from recpipe.data.dataset import Dataset  # noqa: E402
 from recpipe.data.make import open_dataset  # noqa: E402
 from recpipe.plugin.offers import GROUPS  # noqa: E402
 from recpipe.report import plots  # noqa: E402
-from tests import composing  # noqa: E402
+from tests import composing, generating  # noqa: E402
 from tests.drawing import DRAWN, leave_blank  # noqa: E402
+from tests.meta import leave_undrawn  # noqa: E402
 from tests.plugin.samples import FakeEntryPoint, write_package  # noqa: E402
 from tests.processes import ROOT, Child, Cli  # noqa: E402
 
@@ -34,17 +35,19 @@ torch.set_num_threads(1)
 """Two tests run at a time, each on a core of its own. Tests of several threads ask for them."""
 
 LONG = (
-    "tests/test_torchrun.py",
     "tests/any_model/test_matrix.py",
     "tests/test_trainer.py",
+    "tests/test_torchrun.py",
+    "tests/test_sweep.py",
+    "tests/test_api.py",
     "tests/test_packaging.py",
     "plugins/recpipe_neo/tests/test_neo_ranks.py",
-    "plugins/recpipe_bagpipe/tests/test_trainers_processes.py",
-    "plugins/recpipe_slipstream/tests/test_plugin.py",
-    "plugins/recpipe_slipstream/tests/test_filter.py",
-    "tests/test_pairs.py",
     "tests/test_compare.py",
-    "tests/test_api.py",
+    "plugins/recpipe_slipstream/tests/test_filter.py",
+    "plugins/recpipe_slipstream/tests/test_plugin.py",
+    "tests/test_pairs.py",
+    "plugins/recpipe_hotline/tests/test_exact.py",
+    "plugins/recpipe_bagpipe/tests/test_trainers_processes.py",
 )
 
 
@@ -95,11 +98,33 @@ def _blank_plots() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _undrawn_metas() -> Iterator[None]:
+    """See ``tests.meta``."""
+    with pytest.MonkeyPatch.context() as patch:
+        leave_undrawn(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _remembered_recipes() -> Iterator[None]:
     """See ``tests.composing``."""
     with pytest.MonkeyPatch.context() as patch:
         composing.remember(patch)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _remembered_clicks() -> Iterator[None]:
+    """See ``tests.generating``."""
+    with pytest.MonkeyPatch.context() as patch:
+        generating.remember(patch)
+        yield
+
+
+@pytest.fixture
+def generated_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clicks are drawn, each time."""
+    generating.forget(monkeypatch)
 
 
 @pytest.fixture

@@ -2,8 +2,9 @@
 
 A recipe's groups (``data=criteo``, ``+plugin=hotline``) are composed once; values of its keys are put into a
 copy by Hydra's own function, as Hydra does. With a package that a test has installed, with another folder of
-yaml, and for words of Hydra's own, nothing is remembered. Tests of composing itself ask for the fixture
-``composed_anew``; a process of its own (``tests.processes``) composes anew, too.
+yaml, and for words of Hydra's own, nothing is remembered. The command line composes anew, and so does a
+process of its own (``tests.processes``), from files that are read once as long as they stay as they are.
+Tests of composing itself ask for the fixture ``composed_anew``.
 """
 
 from __future__ import annotations
@@ -12,29 +13,48 @@ import copy
 import importlib.metadata
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig
 
 from recpipe import config
 
 COMPOSE, PARSE, ENTRY_POINTS = config._composed, OverridesParser.parse_rule, importlib.metadata.entry_points
-CONF, PATH = config.conf_dir, tuple(sys.path)
+LOAD = FileConfigSource.load_config
+CONF = config.conf_dir
 _bases: dict[tuple[str, ...], DictConfig] = {}
 _parsed: dict[str, Override] = {}
 _installed: dict[str, Any] = {}
+_files: dict[tuple[str, Path, int, int], ConfigResult] = {}
+
+
+def places() -> tuple[str, ...]:
+    """Where packages are looked for, but for setuptools' own, which it adds when a library imports it."""
+    return tuple(place for place in sys.path if not place.endswith("setuptools/_vendor"))
+
+
+PATH = places()
 
 
 def remember(patch: pytest.MonkeyPatch) -> None:
     """Until ``patch`` ends."""
     patch.setattr(config, "_composed", composed)
+    remember_parts(patch)
+
+
+def remember_parts(patch: pytest.MonkeyPatch) -> None:
+    """Recipes are composed anew, of words, files and lists of what is installed that are remembered."""
     patch.setattr(OverridesParser, "parse_rule", parse_rule)
     patch.setattr(importlib.metadata, "entry_points", entry_points)
+    patch.setattr(FileConfigSource, "load_config", load_config)
 
 
 def forget(patch: pytest.MonkeyPatch) -> None:
@@ -42,6 +62,7 @@ def forget(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(config, "_composed", COMPOSE)
     patch.setattr(OverridesParser, "parse_rule", PARSE)
     patch.setattr(importlib.metadata, "entry_points", ENTRY_POINTS)
+    patch.setattr(FileConfigSource, "load_config", LOAD)
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
@@ -63,7 +84,7 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 def _as_installed() -> bool:
     """Whether no test has installed a package, or put other yaml in place."""
     found = importlib.metadata.entry_points in (ENTRY_POINTS, entry_points)
-    return found and tuple(sys.path) == PATH and config.conf_dir is CONF
+    return found and places() == PATH and config.conf_dir is CONF
 
 
 def _is_hydras(override: Override) -> bool:
@@ -89,8 +110,20 @@ def parse_rule(parser: OverridesParser, text: str, rule: str) -> Any:
 
 def entry_points(**chosen: Any) -> Any:
     """As ``importlib.metadata.entry_points``."""
-    if chosen.keys() != {"group"} or tuple(sys.path) != PATH:
+    if chosen.keys() != {"group"} or places() != PATH:
         return ENTRY_POINTS(**chosen)
     if chosen["group"] not in _installed:
         _installed[chosen["group"]] = ENTRY_POINTS(**chosen)
     return _installed[chosen["group"]]
+
+
+def load_config(source: FileConfigSource, config_path: str) -> ConfigResult:
+    """As ``FileConfigSource.load_config``."""
+    file = Path(source.path) / source._normalize_file_name(config_path)
+    if not file.is_file():
+        return LOAD(source, config_path)
+    state = file.stat()
+    key = (source.provider, file, state.st_mtime_ns, state.st_size)
+    if key not in _files:
+        _files[key] = LOAD(source, config_path)
+    return copy.deepcopy(_files[key])

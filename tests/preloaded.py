@@ -13,11 +13,18 @@ import recpipe.report.html  # noqa: E402
 import recpipe.report.terminal  # noqa: E402
 import recpipe.run  # noqa: E402
 import recpipe.tasks.compare  # noqa: E402, F401
+import tests.any_model.zoo  # noqa: E402, F401
 from recpipe.config import compose  # noqa: E402
 from recpipe.plugin.load import installed  # noqa: E402
+from recpipe.report.environment import _commit  # noqa: E402
+from tests import composing  # noqa: E402
 from tests.drawing import leave_blank  # noqa: E402
+from tests.meta import leave_undrawn  # noqa: E402
 
 for plugin in installed().values():
     plugin.load()
 leave_blank(pytest.MonkeyPatch())  # for good
+leave_undrawn(pytest.MonkeyPatch())
+composing.remember_parts(pytest.MonkeyPatch())
 compose()  # Hydra looks for its plugins, and its parser warms up, once
+_commit()  # asks git, once

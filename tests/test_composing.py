@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.plugins.config_source import ConfigLoadError
 
 from recpipe import config
 from recpipe.config import compose
@@ -47,3 +50,15 @@ def test_what_a_test_installs_is_not_remembered(install: Callable[..., object]) 
     install("acme")
     assert list(config.active_plugins(compose(["+plugin=acme", "seed=1"]))) == ["acme"]
     assert set(composing._bases) == before
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("k: 1\n")
+    source = FileConfigSource("mine", str(tmp_path))
+    source.load_config("a").config.k = 7
+    assert source.load_config("a").config.k == 1
+    (tmp_path / "a.yaml").write_text("k: 22\n")
+    assert source.load_config("a.yaml").config.k == 22
+    (tmp_path / "a.yaml").unlink()
+    with pytest.raises(ConfigLoadError, match="not found"):
+        source.load_config("a")

@@ -7,7 +7,6 @@ import logging
 import os
 import pty
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from recpipe.console import LogFile, Meter, Screen, append_to_log, heard, log, s
 from recpipe.errors import UserError
 from recpipe.quiet import quiet_libraries
 from recpipe.run import run
+from tests.processes import Child
 
 SMALL = (
     "data.samples=2000",
@@ -241,19 +241,26 @@ def test_of_several_processes_the_first_one_tells(monkeypatch, rank, level) -> N
     quiet_libraries()
 
 
+HEAD = """
+import os, sys, threading
+from recpipe.cli import program
+reads, writes = os.pipe()
+os.dup2(writes, 1)
+os.close(writes)
+
+def first_line():
+    with os.fdopen(reads) as pipe:
+        pipe.readline()
+
+threading.Thread(target=first_line, daemon=True).start()
+program()
+"""
+
+
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path) -> None:
     """As ``| head -1`` does: the reports are whole, and nothing is complained of."""
-    said = subprocess.Popen(
-        [sys.executable, "-m", "recpipe", *SMALL, f"hydra.run.dir={tmp_path / 'run'}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert said.stdout is not None
-    assert said.stderr is not None
-    said.stdout.readline()
-    said.stdout.close()
-    assert (said.stderr.read(), said.wait()) == ("", 0)
+    done = Child(tmp_path / "cli", *SMALL, f"hydra.run.dir={tmp_path / 'run'}", script=HEAD).ended()
+    assert (done.stderr, done.returncode) == ("", 0)
     assert {"report.json", "report.html"} <= {path.name for path in (tmp_path / "run").iterdir()}
     assert "writing the report" in (tmp_path / "run" / "recpipe.log").read_text()
 

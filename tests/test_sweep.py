@@ -26,7 +26,7 @@ from recpipe.report import sweep
 from recpipe.tasks import compare_run
 from tests.processes import ROOT, Cli
 from tests.test_report import BARE, make_report
-from tests.test_torchrun import SMALL
+from tests.test_torchrun import SMALL, alone, difference
 
 USE = ("-m", "hydra/launcher=torchrun", "hydra.launcher.nproc_per_node=2")
 TORCHRUN = """
@@ -75,8 +75,10 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_job_of_two_ranks(cli: Cli, tmp_path: Path) -> None:
-    swept = ("data.batch_size=65", SMALL[0], *SMALL[2:])
-    done = cli(*USE, *swept, "trainer.max_steps=3", "hydra.sweep.dir=sweep")
+    """Under torchrun itself, whose ranks train what one process trains."""
+    swept = ("data.batch_size=65", SMALL[0], *SMALL[2:], "tiers.policy=lru", "tiers.store=ssd")
+    export = f"task.export_parameters={tmp_path / 'parameters'}"
+    done = cli(*USE, *swept, export, "hydra.sweep.dir=sweep")
     assert done.returncode == 0, done.stderr
     assert "job 1/1: data.batch_size=65 data.samples=1300" in done.stdout
     assert done.stdout.count("report: sweep/sweep.html") == 1
@@ -90,6 +92,8 @@ def test_a_job_of_two_ranks(cli: Cli, tmp_path: Path) -> None:
     assert report["ranks"]["world"] == 2
     assert job["samples_per_second"] == report["throughput"]["samples_per_second"] > 0
     assert job["bytes_between_ranks"] > 1000
+    alone(tmp_path / "one", base=swept)
+    assert difference(tmp_path / "one", tmp_path) < 1e-5
 
 
 @pytest.mark.soak

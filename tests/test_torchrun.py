@@ -1,4 +1,4 @@
-"""Runs of several processes, started as a user starts them: one output directory, the same training."""
+"""Runs of several processes: one output directory, the same training; test_sweep has one under torchrun."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ SMALL = (
 def start(
     folder: Path, ranks: int, *overrides: str, restarts: int = 0, base: Recipe = SMALL
 ) -> subprocess.Popen[str]:
+    """A run under torchrun itself, whose processes do all their imports."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [f"--max-restarts={restarts}", "-m", "recpipe", *base, *overrides]
     environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
@@ -53,13 +54,6 @@ def start(
         text=True,
         start_new_session=True,
     )
-
-
-def torchrun(folder: Path, ranks: int, *overrides: str, base: Recipe = SMALL) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a whole run in ``folder``."""
-    process = start(folder, ranks, *overrides, base=base)
-    out, err = process.communicate(timeout=240)
-    return process.returncode, out, err
 
 
 def alone(folder: Path, *overrides: str, base: Recipe = SMALL) -> dict:
@@ -76,14 +70,6 @@ def together(folder: Path, ranks: int, *overrides: str, base: Recipe = SMALL) ->
     return report_in(folder)
 
 
-def under_torchrun(folder: Path, ranks: int, *overrides: str) -> dict:
-    """As ``together``, with processes that torchrun starts."""
-    status, out, err = torchrun(folder, ranks, "task.export_parameters=parameters", *overrides)
-    assert status == 0, err
-    assert out.count("report:") == 1, "rank 0 alone reports"
-    return report_in(folder)
-
-
 def report_in(folder: Path) -> dict:
     """The report of the one run directory that was made in ``folder``."""
     (report,) = folder.glob("outputs/*/*/report.json")
@@ -96,11 +82,10 @@ def difference(one: Path, other: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("started", "ranks", "recipe"),
+    ("ranks", "recipe"),
     [
-        (under_torchrun, 2, ("tiers.policy=lru", "tiers.store=ssd")),
+        (2, ("tiers.policy=lru", "tiers.store=ssd")),
         (
-            together,
             3,
             (
                 "tiers.policy=resident",
@@ -112,10 +97,10 @@ def difference(one: Path, other: Path) -> float:
     ],
     ids=["lru ssd", "resident row-wise"],
 )
-def test_ranks_train_what_one_process_trains(tmp_path, started, ranks, recipe) -> None:
+def test_ranks_train_what_one_process_trains(tmp_path, ranks, recipe) -> None:
     """1,040 training samples in batches of 64: the last one has 16, and 3 ranks share no batch evenly."""
     expected = alone(tmp_path / "one", *recipe)
-    report = started(tmp_path / "many", ranks, *recipe)
+    report = together(tmp_path / "many", ranks, *recipe)
     assert difference(tmp_path / "one", tmp_path / "many") < 1e-5
     assert report["quality"] == pytest.approx(expected["quality"], abs=1e-4)
     assert report["data"] == {**expected["data"], "lookups": report["data"]["lookups"]}

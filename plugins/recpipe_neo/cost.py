@@ -206,16 +206,20 @@ def _nnls(a: Vector, b: Vector, sweeps: int = 3000) -> Vector:
     size = np.sqrt((a * a).sum(axis=0))
     used = np.flatnonzero(size)
     scaled = a[:, used] / size[used]
-    gram, target = scaled.T @ scaled, scaled.T @ b
-    x = np.zeros(len(used))
+    gram, slope = scaled.T @ scaled, scaled.T @ b
+    x = [0.0] * len(used)
     for _ in range(sweeps):
-        before = x.copy()
-        for j in range(len(x)):
-            x[j] = max(0.0, x[j] + target[j] - gram[j] @ x)
-        if np.abs(x - before).max(initial=0) < 1e-9:
+        furthest = 0.0
+        for j, row in enumerate(gram):
+            step = max(-x[j], float(slope[j]))
+            if step:  # most coefficients stay 0
+                x[j] += step
+                slope -= step * row
+                furthest = max(furthest, abs(step))
+        if furthest < 1e-9:
             break
     result = np.zeros(a.shape[1])
-    result[used] = x / size[used]
+    result[used] = np.array(x) / size[used]
     return result
 
 

@@ -99,10 +99,11 @@ class PluginSuite:
 
     @pytest.mark.parametrize("first", [True, False])
     def test_composes_or_conflicts_with_every_other(self, first: bool) -> None:
+        mine = self._knobs()[self.plugin]
         for other, ep in installed().items():
             if other == self.plugin or not _works_alone(ep, self.context):
                 continue
-            pair = [(self.plugin, self._knobs()[self.plugin]), (other, default_knobs(ep))]
+            pair = [(self.plugin, mine), (other, default_knobs(ep))]
             active = dict(pair if first else pair[::-1])
             try:
                 assemble(gather(activate(active), self.context), self.context.tables)

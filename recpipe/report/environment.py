@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+@cache
 def _version(packages: tuple[str, ...]) -> str | None:
     for package in packages:
         try:
@@ -64,8 +66,12 @@ def _version(packages: tuple[str, ...]) -> str | None:
     return None
 
 
+@cache
 def _commit() -> str | None:
-    """The checkout's commit, if this file is tracked there (not in a venv inside another's checkout)."""
+    """The checkout's commit, if this file is tracked there (not in a venv inside another's checkout).
+
+    It is asked for once: what a process runs is what it has imported.
+    """
     here = Path(__file__)
     tracked = _git("ls-files", "--error-unmatch", here.name, cwd=here.parent)
     return (

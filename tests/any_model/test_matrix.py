@@ -138,12 +138,40 @@ RANKS = {
     "neo": (tuple(ZOO), ("+plugin=neo", "plugins.neo.planner=karmarkar_karp")),
     "het": (("two_tower", "din"), TECHNIQUES["het"]),
 }
+TOGETHER = [(technique, name) for technique, (names, _) in RANKS.items() for name in names]
 
 
-@pytest.mark.parametrize(
-    ("technique", "name"), [(t, name) for t, (names, _) in RANKS.items() for name in names]
-)
-def test_two_ranks_train_as_by_hand(batches, tmp_path, technique, name) -> None:
-    _, words = RANKS[technique]
-    on_two_ranks(tmp_path, batches, name, *words)
-    assert furthest_left(tmp_path, reference(name, batches, "rowwise_adagrad")) < 1e-5
+def two_ranks(rank: int, folder: str, port: int) -> None:
+    """One of two processes, which train all of ``TOGETHER``; the first leaves the parameters."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    rows = torch.load(Path(folder, "rows.pt"), weights_only=False)
+    for number, (technique, name) in enumerate(TOGETHER):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # so that they do not meet the run before
+        target = f"task.export_parameters={Path(folder, technique, name)}"
+        words = (*QUIET, *OVERRIDES["rowwise_adagrad"], *RANKS[technique][1], target)
+        recpipe.train(make(name), rows, *words, quiet=True)
+
+
+@pytest.fixture(scope="module")
+def together(batches: list[Events], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes have left the parameters of every technique and model."""
+    folder = tmp_path_factory.mktemp("together")
+    torch.save(batches, folder / "rows.pt")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    start_ranks(two_ranks, (str(folder), port), 2)
+    return folder
+
+
+@pytest.mark.parametrize(("technique", "name"), TOGETHER)
+def test_two_ranks_train_as_by_hand(batches, together, technique, name) -> None:
+    left = together / technique / name
+    for key, value in reference(name, batches, "rowwise_adagrad").parameters.items():
+        if is_table(key):
+            (file,) = left.glob(f"*{key.split('.')[-2]}.npy")
+            mine = np.load(file)
+        else:
+            mine = np.load(left / "dense.npz")[key]
+        np.testing.assert_allclose(mine, value.numpy(), atol=1e-5, err_msg=key)

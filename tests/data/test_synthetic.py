@@ -10,6 +10,9 @@ from recpipe.data.config import SyntheticConfig
 from recpipe.data.make import open_dataset
 from recpipe.data.popularity import TABLE_ROWS, Popularity
 from recpipe.errors import UserError
+from tests import generating
+
+pytestmark = pytest.mark.usefixtures("generated_anew")
 
 
 def joined(dataset, split: str, size: int, first: int = 0) -> list[torch.Tensor]:
@@ -157,3 +160,15 @@ def test_schema_and_scale():
 def test_bad_settings(settings, message):
     with pytest.raises(UserError, match=message.replace("[", r"\[")):
         open_dataset(SyntheticConfig(**settings), 0)
+
+
+def test_what_tests_remember_is_what_is_drawn(monkeypatch) -> None:
+    """``tests.generating``; a batch that a test alters stays as it was for the others."""
+    config = SyntheticConfig(samples=9000, tables={"a": 100, "b": 7}, pooling=[1, 3])
+    drawn = joined(open_dataset(config, 3), "train", 500)
+    generating.remember(monkeypatch)
+    for batch in open_dataset(config, 3).batches("train", 500):
+        batch.dense.zero_()
+        batch.sparse.values().zero_()
+    assert same(joined(open_dataset(config, 3), "train", 500), drawn)
+    assert not same(joined(open_dataset(config, 4), "train", 500), drawn)

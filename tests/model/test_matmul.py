@@ -18,7 +18,7 @@ needs_onednn = pytest.mark.skipif(not matmul.has_onednn(), reason="this torch ha
 @needs_onednn
 def test_products_stay_float32() -> None:
     with vector_units(CPU):
-        assert matmul._error() < matmul.TOLERANCE
+        assert matmul._error(torch.get_float32_matmul_precision()) < matmul.TOLERANCE
         assert float32_matmul() in ("oneDNN", "MKL", "BLAS")
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -32,11 +32,11 @@ def test_mkl_multiplies_on_intels_own(monkeypatch) -> None:
 @needs_onednn
 def test_onednn_is_not_used_where_it_rounds(monkeypatch) -> None:
     monkeypatch.setattr(matmul, "made_by_intel", lambda: False)
-    monkeypatch.setattr(matmul, "_error", lambda: 2e-3)
+    monkeypatch.setattr(matmul, "_error", lambda precision: 2e-3)
     with vector_units(CPU):
         assert torch.get_float32_matmul_precision() == "highest"
         assert float32_matmul() in ("MKL", "BLAS")
-    monkeypatch.setattr(matmul, "_error", lambda: 2e-7)
+    monkeypatch.setattr(matmul, "_error", lambda precision: 2e-7)
     with vector_units(CPU):
         assert float32_matmul() == "oneDNN"
 

@@ -31,6 +31,20 @@ from recpipe.errors import UserError
 
 BATCHES = zipf_batches(26)
 WINDOWS = [(3, 1), (6, 2), (8, 3), (20, 6), (100, 25)]
+OPTIMIZERS = ["sgd", "rowwise_adagrad", "adagrad"]
+CASES = [
+    pytest.param(
+        trainers,
+        window,
+        optimizer,
+        id=f"{trainers}-window{number}-{optimizer}",
+        marks=pytest.mark.soak if (trainers + number + kind) % len(OPTIMIZERS) else [],
+    )
+    for trainers in (1, 2, 3)
+    for number, window in enumerate(WINDOWS)
+    for kind, optimizer in enumerate(OPTIMIZERS)
+]
+"""By default each number of trainers meets every window, with one optimizer, and every optimizer."""
 
 
 def same(one: Bits, two: Bits) -> bool:
@@ -42,9 +56,7 @@ def run(plan: Plan, trainers: int) -> list[Trained]:
     return in_threads(make_threads(plan, trainers))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad"])
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("trainers", [1, 2, 3])
+@pytest.mark.parametrize(("trainers", "window", "optimizer"), CASES)
 def test_equals_the_synchronous_run(trainers: int, window: tuple[int, int], optimizer: str) -> None:
     plan = Plan(BATCHES, optimizer=optimizer, lookahead=window[0], cleanup=window[1])
     reference = synchronous(plan, trainers)

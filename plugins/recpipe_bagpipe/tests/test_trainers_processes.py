@@ -49,7 +49,13 @@ PLANS = (("sgd", 3, 1, 1), ("rowwise_adagrad", 7, 2, 1), ("rowwise_adagrad", 20,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("people", PEOPLE)
+@pytest.mark.parametrize(
+    "people",
+    [
+        pytest.param(people, marks=pytest.mark.soak if people == "two trainers hold" else [])
+        for people in PEOPLE
+    ],
+)
 def test_real_rows(people: str, real: Plan, tmp_path: Path) -> None:
     plans = [
         replace(real, optimizer=optimizer, lookahead=lookahead, cleanup=cleanup, epochs=epochs)

@@ -49,8 +49,19 @@ def hotline(dataset: Dataset, setting: Setting, folder: Path) -> tuple[Rig, dict
     return rig, parameters
 
 
-@pytest.mark.parametrize("source", ["criteo", "synthetic"])
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"{s.model}-{s.optimizer}-{s.store}")
+@pytest.mark.parametrize(
+    ("source", "setting"),
+    [
+        pytest.param(
+            source,
+            setting,
+            id=f"{setting.model}-{setting.optimizer}-{setting.store}-{source}",
+            marks=pytest.mark.soak if setting.model == "dlrm_dcn" and source == "synthetic" else [],
+        )
+        for source in ("criteo", "synthetic")
+        for setting in SETTINGS
+    ],
+)
 def test_equals_the_run_without_it(
     source: str, setting: Setting, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -74,7 +74,7 @@ def test_checkpoints_move_between_numbers_of_ranks(
 def test_a_plan_is_made_kept_and_trained_by(tmp_path: Path) -> None:
     """task=plan for two ranks in one process; a run by it, pipelined and not, ends with the same bits."""
     tables = "data.tables={a: 3000, b: 800, c: 50}"
-    recipe = (tables, "optim=sgd", "data.samples=6000")
+    recipe = (tables, "optim=sgd", "data.samples=3000")
     alone(tmp_path, *NEO, *recipe, "task=plan", "task.ranks=2")
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["world"] == 2

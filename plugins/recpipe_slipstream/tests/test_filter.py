@@ -52,8 +52,15 @@ def marks_of(rig: Rig) -> Marks:
 # -- what is left out ------------------------------------------------------------------------
 
 
-@BOTH
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+@pytest.mark.parametrize(
+    ("setting", "optimizer"),
+    [
+        pytest.param(ALONE, "sgd", id="sgd-alone"),
+        pytest.param(ALONE, "rowwise_adagrad", id="rowwise_adagrad-alone"),
+        pytest.param(WITH_HOTLINE, "sgd", id="sgd-hotline", marks=pytest.mark.soak),  # as in tests/test_pairs
+        pytest.param(WITH_HOTLINE, "rowwise_adagrad", id="rowwise_adagrad-hotline"),
+    ],
+)
 def test_a_run_of_the_kept_inputs_alone_has_the_same_bits(
     setting: Setting, optimizer: str, clicks: Dataset, tmp_path: Path
 ) -> None:
@@ -261,8 +268,15 @@ def stale_rows_changed(rig: Rig, steps: int) -> tuple[int, int]:
     return len(stale), len(changed)
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
-@pytest.mark.parametrize("others", [{}, {"hotline": HOTLINE}], ids=["alone", "hotline"])
+@pytest.mark.parametrize(
+    ("others", "prefetch"),
+    [
+        pytest.param({}, True, id="alone-True"),
+        pytest.param({}, False, id="alone-False", marks=pytest.mark.soak),
+        pytest.param({"hotline": HOTLINE}, True, id="hotline-True"),
+        pytest.param({"hotline": HOTLINE}, False, id="hotline-False"),
+    ],
+)
 def test_a_frozen_row_keeps_its_bits_while_marked(
     others: dict[str, dict[str, float]], prefetch: bool, clicks: Dataset, tmp_path: Path
 ) -> None:
