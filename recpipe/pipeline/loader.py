@@ -144,14 +144,15 @@ class TrainLoader:
             return self._with_ids(staged, batch, each)
         consumed = batch_size(batch)
         batch = self.assembly.transform(batch)
-        if not batch_size(batch):
+        size = batch_size(batch) if self.assembly.batch else consumed
+        if not size:
             raise DataError("a plugin's batch transform returned a batch without samples; it must leave one")
         plan, each = None, self.inputs.each(batch)
         if self.tiers is not None:
             plan = self.tiers.plan(batch, each)  # checks the ids
         else:
             self.inputs.require_ids(each)
-        staged = self._share(batch, plan)
+        staged = self._share(batch, size, plan)
         staged.consumed = consumed
         self._with_ids(staged, batch, each)
         if self.tiers is not None and self.tiers.prefetches and plan is not None:
@@ -164,13 +165,12 @@ class TrainLoader:
         staged.ids = each if staged.batch is batch else self.inputs.each(staged.batch)
         return staged
 
-    def _share(self, batch: Any, plan: BatchPlan | None) -> StagedBatch:
+    def _share(self, batch: Any, size: int, plan: BatchPlan | None) -> StagedBatch:
         """What this rank trains of ``batch``, in the splitter's micro-batches if there is one."""
-        size = batch_size(batch)
-        needs_cold = plan.needs_cold if plan is not None else np.zeros(size, bool)
         splitter, alone = self.assembly.splitter, len(self.ranks.trainers) == 1
         if splitter is None and alone:
-            return StagedBatch(on_device(batch, self.device), plan)
+            return StagedBatch(on_device(batch, self.device), plan, size=size)
+        needs_cold = plan.needs_cold if plan is not None else np.zeros(size, bool)
         order = np.arange(size)
         bounds: tuple[int, ...] = (size,)
         if splitter is not None:

@@ -55,11 +55,11 @@ class StagedBatch:
     """Whether reading that takes longer than the tables' update, as far as the batches before tell."""
     upcoming: StagedBatch | None = None
     """The batch after it, whose ids are sent while this one trains; None at the epoch's end, or unsent."""
-    size: int = field(init=False)
-    """Samples of ``batch``."""
+    size: int = 0
+    """Samples of ``batch`` (0: to be counted)."""
 
     def __post_init__(self) -> None:
-        self.size = batch_size(self.batch)
+        self.size = self.size or batch_size(self.batch)
         self.total = self.total or self.size
         self.consumed = self.consumed or self.total
 

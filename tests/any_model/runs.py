@@ -44,31 +44,44 @@ def train(model: nn.Module, batches: list[Events], optimizer: str, *overrides: s
         return left_by(run.model)
 
 
+Job = tuple[str, tuple[str, ...]]
+"""A model of the zoo, and words of its recipe."""
+
+
 def on_two_ranks(
     folder: Path, batches: list[Events], name: str, *words: str, held_out: list[Events] | None = None
 ) -> dict[str, dict]:
     """Train a model of the zoo by row-wise Adagrad in two processes, which leave its parameters in
     ``folder``; the report's quality and plugins."""
-    torch.save((batches, held_out), folder / "rows.pt")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        (folder / "port").write_text(str(free.getsockname()[1]))
-    start_ranks(_rank, (str(folder), name, words), 2)
+    all_on_two_ranks(folder, batches, {".": (name, words)}, held_out)
     return json.loads((folder / "told.json").read_text())
 
 
-def _rank(rank: int, folder: str, name: str, words: tuple[str, ...]) -> None:
+def all_on_two_ranks(
+    folder: Path, batches: list[Events], jobs: dict[str, Job], held_out: list[Events] | None = None
+) -> None:
+    """As ``on_two_ranks``, all of ``jobs`` one after the other, each in a folder of its name."""
+    torch.save((batches, held_out), folder / "rows.pt")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    start_ranks(_rank, (str(folder), port, jobs), 2)
+
+
+def _rank(rank: int, folder: str, port: int, jobs: dict[str, Job]) -> None:
     """One of two processes; the first leaves parameters and what it reports."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": Path(folder, "port").read_text()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     rows, held_out = torch.load(Path(folder, "rows.pt"), weights_only=False)
-    target = f"task.export_parameters={Path(folder, 'parameters')}"
-    overrides = (*QUIET, *OVERRIDES["rowwise_adagrad"], *words, target)
-    with recpipe.train(make(name), rows, *overrides, held_out=held_out, quiet=True) as run:
-        if rank == 0:
-            told = {section: run.report[section] for section in ("quality", "plugins")}
-            Path(folder, "told.json").write_text(json.dumps(told))
+    for number, (label, (name, words)) in enumerate(jobs.items()):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # so that they do not meet the run before
+        own = Path(folder, label)
+        target = f"task.export_parameters={own / 'parameters'}"
+        overrides = (*QUIET, *OVERRIDES["rowwise_adagrad"], *words, target)
+        with recpipe.train(make(name), rows, *overrides, held_out=held_out, quiet=True) as run:
+            if rank == 0:
+                told = {section: run.report[section] for section in ("quality", "plugins")}
+                (own / "told.json").write_text(json.dumps(told))
 
 
 def furthest_left(folder: Path, theirs: Trained) -> float:
