@@ -49,8 +49,13 @@ SETTINGS = {
     "small": Setting(16, 2048, (512, 256, 64), (512, 256)),
     "large": Setting(64, 8192, (512, 256), (512, 256)),
     "tiny": Setting(16, 2048, (64,), (64,)),
+    **{
+        f"dim{dim}-batch{batch}": Setting(dim, batch, (512, 256, 64), (512, 256))
+        for dim in (16, 64)
+        for batch in (128, 512, 2048, 8192)
+    },
 }
-"""``tiny`` has next to no GEMMs: there a framework's own cost shows most."""
+"""``tiny`` has next to no GEMMs: there a framework's own cost shows most. The last ones are a grid."""
 
 
 class Batch(NamedTuple):
