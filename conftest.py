@@ -32,7 +32,7 @@ from tests.processes import ROOT, Child, Cli  # noqa: E402
 Install = Callable[..., Path]
 """What the fixture ``install`` is."""
 torch.set_num_threads(1)
-"""Two tests run at a time, each on a core of its own. Tests of several threads ask for them."""
+"""Tests run at the same time, each in one thread. Tests of several threads ask for them."""
 
 LONG = (
     "tests/any_model/test_matrix.py",
