@@ -491,7 +491,7 @@ def test_divergence_names_step_and_tensor_and_keeps_checkpoints(
     ("arguments", "part"),
     [
         (["data=criteo", "data.path=nowhere.tsv"], "nowhere.tsv: no such file or directory"),
-        (["+plugin=hotline", "tiers.policy=lfu"], "tiers.policy=lfu"),
+        pytest.param(["+plugin=hotline", "tiers.policy=lfu"], "tiers.policy=lfu", marks=pytest.mark.soak),
     ],
 )
 def test_a_process_ends_with_status_2_and_one_line(cli: Cli, arguments: list[str], part: str) -> None:

@@ -44,7 +44,7 @@ def one_line(fault: UserError) -> None:
     assert text.isprintable(), text
 
 
-@pytest.mark.parametrize("way", ["lru", "sharded", "plugin slipstream"])
+@pytest.mark.parametrize("way", ["lru", "sharded", pytest.param("plugin slipstream", marks=pytest.mark.soak)])
 def test_a_damaged_checkpoint_is_read_or_refused(tmp_path: Path, way: str) -> None:
     """Refused before a table is touched; ``unshard`` reads it or refuses it likewise."""
     whole = saved(tmp_path / "made", WAYS[way])

@@ -126,6 +126,7 @@ def test_it_runs_from_another_folder_with_a_third_party_plugin(fresh: Path, tmp_
     assert error == "error: plugins.hello.top=2: must be in (0, 1], for example 0.01\n"
 
 
+@pytest.mark.soak
 def test_the_examples_own_tests_pass(fresh: Path, tmp_path: Path) -> None:
     command = [
         str(fresh),

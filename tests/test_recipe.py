@@ -151,13 +151,13 @@ def run_randomly(seed: int, count: int, folder: Path) -> dict[int, int]:
 
 
 def test_random_overrides_are_typed_or_refused_in_one_line() -> None:
-    refused, fine = fuzz(seed=1, count=300)
-    assert refused > 75
-    assert fine > 25
+    refused, fine = fuzz(seed=1, count=200)
+    assert refused > 50
+    assert fine > 16
 
 
 def test_random_overrides_run_or_are_refused_in_one_line(tmp_path: Path) -> None:
-    seen = run_randomly(4, 12, tmp_path)
+    seen = run_randomly(4, 8, tmp_path)
     assert seen.keys() == {0, 2}, "the sample is to have both"
 
 

@@ -35,7 +35,7 @@ SMALL = (
     "trainer.logger=null",
     "trainer.eval_every=0.5",
 )
-MORE = (("nocache", "host"), ("lfu", "host"), ("lru", "ssd"))
+MORE = (("nocache", "host"), ("lfu", "host"), ("hotline", "host"), ("nocache", "ssd"), ("lru", "ssd"))
 EPOCH = 25
 KINDS = {
     "resident": ("tiers.policy=resident",),
@@ -81,8 +81,7 @@ def furthest(left: Parameters, right: Parameters) -> float:
 @pytest.mark.parametrize(
     ("kind", "store"),
     [
-        *(("resident", "host"), ("lru", "host"), ("hotline", "host")),
-        *(("nocache", "ssd"), ("lfu", "ssd"), ("hotline", "ssd")),
+        *(("resident", "host"), ("lru", "host"), ("lfu", "ssd"), ("hotline", "ssd")),
         *(pytest.param(*more, marks=pytest.mark.soak) for more in MORE),
     ],
 )
@@ -173,7 +172,7 @@ def test_resuming_at_another_position_is_seen(trained, tmp_path, monkeypatch) ->
     assert not identical(trained("rest", *recipe, f"resume={tmp_path}/part"), whole)
 
 
-@pytest.mark.parametrize("kind", ["hotline", "lru"])
+@pytest.mark.parametrize("kind", ["hotline", pytest.param("lru", marks=pytest.mark.soak)])
 def test_resumed_under_another_policy(trained, tmp_path, kind) -> None:
     whole = trained("whole", *KINDS["resident"])
     trained("part", *KINDS[kind], "trainer.max_steps=10", "trainer.checkpoint_every=10")
@@ -182,7 +181,7 @@ def test_resumed_under_another_policy(trained, tmp_path, kind) -> None:
         assert furthest(last, whole) < 1e-5
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.soak), "adagrad"])
 def test_other_optimizers_resume_bitwise(trained, tmp_path, optimizer) -> None:
     recipe = (*KINDS["lru"], f"optim={optimizer}")
     whole = trained("whole", *recipe)

@@ -15,8 +15,8 @@ Rows: hand_dmp (the reference), hand_fused (FusedEmbeddingBagCollection), hand_u
 (EmbeddingBagCollection), dlrm, dlrm_sgd, fuxictr, fuxictr_sgd, deepctr, recpipe, recpipe_bf16, and, only
 where asked for, loader: recpipe's data path alone. What is not installed is left out with a line. Peers that
 want versions of their own get an interpreter of their own: ``--python fuxictr=PATH`` (names: torchrec,
-recpipe, dlrm, fuxictr, deepctr). Settings: small, large, tiny, whose MLPs have 64 units, and a grid: dim16-batch128, dim16-batch512 and so on
-to dim64-batch8192. ``OMP_NUM_THREADS`` sets the threads of all sides.
+recpipe, dlrm, fuxictr, deepctr). Settings: small, large, tiny, whose MLPs have 64 units, and a grid from
+dim16-batch128 to dim64-batch8192. ``OMP_NUM_THREADS`` sets the threads of all sides.
 
 ``--losses``: both sides train 50 steps from the same weights, in float32; the largest relative difference of
 a loss, beside what rounding alone does to the hand-written loop, under Adagrad and SGD.

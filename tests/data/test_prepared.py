@@ -240,6 +240,7 @@ print(peak(lambda: list(large.blocks())))
 """
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_memory_does_not_grow_with_the_file(tmp_path):
     rng = random.Random(2)

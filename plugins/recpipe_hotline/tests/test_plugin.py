@@ -128,7 +128,7 @@ def test_the_readme_explains_every_figure() -> None:
         assert f"`{figure}`" in readme, figure
 
 
-@pytest.mark.parametrize("stop", [7, 23])
+@pytest.mark.parametrize("stop", [pytest.param(7, marks=pytest.mark.soak), 23])
 def test_resumed_is_bitwise_the_run_that_never_stopped(stop: int, tmp_path: Path) -> None:
     """Before the first learning, and between later ones."""
     overrides = ["+plugin=hotline", *SMALL, *TestHotline.overrides, "trainer.progress=false"]

@@ -192,7 +192,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "stop"),
-    [("alone", 2), ("alone", 5), ("alone", 9), ("alone", 20), ("hotline", 7), ("frozen", 30)],
+    [
+        *(("alone", 5), ("alone", 20), ("hotline", 7), ("frozen", 30)),
+        *(pytest.param("alone", stop, marks=pytest.mark.soak) for stop in (2, 9)),
+    ],
 )
 def test_resumed_is_bitwise_the_run_that_never_stopped(
     kind: str, stop: int, whole: Any, tmp_path: Path

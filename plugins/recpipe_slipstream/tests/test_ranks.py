@@ -17,7 +17,9 @@ COUNTS = ("dropped_samples", "hot_samples", "stale_rows", "sampled_inputs", "sna
     "recipe",
     [
         ("+plugin=[hotline,slipstream]", "plugins.slipstream.snapshot_every=12"),
-        ("+plugin=slipstream", "plugins.slipstream.freeze_stale_rows=true"),
+        pytest.param(
+            ("+plugin=slipstream", "plugins.slipstream.freeze_stale_rows=true"), marks=pytest.mark.soak
+        ),
     ],
     ids=["hotline", "frozen"],
 )
