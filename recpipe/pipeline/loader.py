@@ -33,6 +33,7 @@ from recpipe.ranks import Ranks
 WAITED = 1e-3
 """Seconds of waiting for a batch from which on it counts as waited for."""
 SLOW = 8
+"""One batch in so many may be waited for before the next ones are read earlier."""
 
 
 class TrainLoader:

@@ -122,6 +122,7 @@ class _Step:
         added = self._adding_up()
         # The tables' update leaves cores free; operators shared out to all cores would wait for the reader.
         staged.stage_next()
+        staged.stage_next = _nothing  # which would hold all batches after this one, as long as this is held
         if usable(staged, loss):
             self.lookups.backward(staged.alone)
             self.model.update_late(self.lookups)
