@@ -36,8 +36,8 @@ from torchrec.sparse.jagged_tensor import KeyedTensor  # noqa: E402
 from recpipe.backend.calibrate import calibrated, medians  # noqa: E402
 from recpipe.backend.convert import convert  # noqa: E402
 from recpipe.backend.host import Host  # noqa: E402
+from recpipe.backend.matmul import vector_units  # noqa: E402
 from recpipe.embedding.room import with_room  # noqa: E402
-from recpipe.model.matmul import vector_units  # noqa: E402
 
 FEATURES, DENSE = 26, 13
 BOTTOM, TOP = (512, 256, 64), (512, 256)

@@ -17,6 +17,7 @@ import torch
 from omegaconf import DictConfig
 
 from recpipe.backend.equip import equip
+from recpipe.backend.matmul import require_bfloat16_units, vector_units
 from recpipe.checkpoint import TableCheckpointIO
 from recpipe.clock import run_start
 from recpipe.console import heard, log
@@ -29,7 +30,6 @@ from recpipe.footprint import require_inputs, require_memory
 from recpipe.given import NOTHING, Given, Outcome
 from recpipe.launch import Process, begin_run, joined, require_same_data
 from recpipe.metrics import reset_peak_rss
-from recpipe.model.matmul import require_bfloat16_units, vector_units
 from recpipe.model.sizes import sizes_of
 from recpipe.optim import dense_optimizer, try_out
 from recpipe.pipeline.loader import EvalLoader, TrainLoader

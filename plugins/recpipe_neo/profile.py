@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
+from recpipe.backend.host import processor
 from recpipe.errors import UserError
 from recpipe.saved import Damaged, entries, parse_json, typed_as
 
@@ -101,7 +101,7 @@ class Machine:
         """This process's machine."""
         world = group.size()
         return cls(
-            processor=torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+            processor=torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             threads=torch.get_num_threads(),
             torch_version=torch.__version__,
@@ -193,11 +193,3 @@ class MachineProfile:
 
 def _least(samples: Sequence[Sample], *times: str) -> Sample:
     return replace(samples[0], **{name: min(getattr(sample, name) for sample in samples) for name in times})
-
-
-def _processor() -> str:
-    """The CPU's model, which Python itself does not know on Linux."""
-    listing = Path("/proc/cpuinfo")
-    lines = listing.read_text(encoding="utf-8").splitlines() if listing.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

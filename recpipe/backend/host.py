@@ -136,7 +136,16 @@ def save(folder: Path, host: Host, choices: Choices) -> None:
 
 def processor() -> str:
     """The CPU's model, which Python itself does not know on Linux."""
+    return _listed("model name") or platform.processor() or platform.machine()
+
+
+def made_by_intel() -> bool:
+    """Whether Intel made this CPU, as far as the system tells."""
+    return _listed("vendor_id") == "GenuineIntel"
+
+
+def _listed(field: str) -> str | None:
+    """What Linux says of its first core."""
     listing = Path("/proc/cpuinfo")
     lines = listing.read_text(encoding="utf-8").splitlines() if listing.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), None)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from recpipe.allocator import allocator_settings
-from recpipe.model.matmul import float32_matmul
+from recpipe.backend.host import processor
+from recpipe.backend.matmul import float32_matmul
 
 _PACKAGES = {
     "recpipe": ("recpipe",),
@@ -32,7 +33,7 @@ def environment() -> dict[str, Any]:
     ``ram_bytes`` the machine's memory; ``commit`` (with ``-dirty`` where files differ) only in a checkout.
     """
     return {
-        "cpu": _cpu_model(),
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "allocator": allocator_settings(),
@@ -45,15 +46,6 @@ def environment() -> dict[str, Any]:
         **{name: _version(packages) for name, packages in _PACKAGES.items()},
         "commit": _commit(),
     }
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 @cache

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from recpipe.backend import matmul
+from recpipe.backend.matmul import float32_matmul, require_bfloat16_units, vector_units
 from recpipe.config import compose
 from recpipe.errors import UserError
-from recpipe.model import matmul
-from recpipe.model.matmul import float32_matmul, require_bfloat16_units, vector_units
 from recpipe.run import run
 
 CPU = torch.device("cpu")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 import torch
 
+from recpipe.backend.host import made_by_intel
 from recpipe.errors import UserError
 
 TOLERANCE = 1e-5
@@ -53,12 +53,6 @@ def float32_matmul() -> str:
     if precision != "highest":
         return "oneDNN" if _error(precision) <= TOLERANCE else "oneDNN, rounded to bfloat16"
     return "MKL" if torch.has_mkl else "BLAS"
-
-
-def made_by_intel() -> bool:
-    """Whether Intel made this CPU, as far as the system tells."""
-    listing = Path("/proc/cpuinfo")
-    return listing.exists() and "GenuineIntel" in listing.read_text(encoding="utf-8")
 
 
 def has_onednn() -> bool:
