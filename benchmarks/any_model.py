@@ -36,9 +36,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import recpipe
 from recpipe.backend.host import Host
 
-ROWS, DENSE, LISTED = 20_000, 13, 20
+ROWS, DENSE = 20_000, 13
 USER = [f"u{i}" for i in range(13)]
 ITEM = [f"i{i}" for i in range(13)]
+EPOCH = 40_960
+"""Samples of an epoch at least: each has a start, which would count more in a short one."""
 WARM = 2
 """Rounds that do not count."""
 
@@ -143,7 +145,7 @@ class Beside(L.Callback):
 
 def measure(name: str, backend: str, batch: int, dim: int, rounds: int, steps: int) -> str:
     """A line of the table."""
-    batches = [clicks(seed, batch) for seed in range(LISTED)]
+    batches = [clicks(seed, batch) for seed in range(max(20, EPOCH // batch))]
     torch.manual_seed(1)
     Beside.by_hand, Beside.steps = ByHand(MODELS[name](dim), batches), steps
     total = (rounds + WARM) * steps

@@ -38,6 +38,11 @@ def watch(on: bool) -> None:
     _watched = on
 
 
+def watched() -> bool:
+    """Whether ranges are recorded."""
+    return _watched
+
+
 def phase(name: str) -> AbstractContextManager[None]:
     """A range of this name in the trace, where one is made; on a GPU it waits for its kernels."""
     return _range(name) if _watched else _OFF

@@ -23,6 +23,7 @@ from recpipe.embedding.capabilities import SendsAhead
 from recpipe.embedding.front import BagFront
 from recpipe.model.parts import find_out
 from recpipe.model.placed import PlacedModel
+from recpipe.pipeline.beside import Beside
 from recpipe.pipeline.cores import Cores
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.errors import PluginError
@@ -43,6 +44,8 @@ class Backend:
         self.choices: Choices = {}
         self.cores: Cores | None = None
         """Those that share a batch."""
+        self.beside: Beside | None = None
+        """Threads for work on tables."""
         self._convert(choices)
 
     def share(self, count: int, sharing: Choices) -> None:
@@ -84,9 +87,10 @@ class Backend:
                 self.cores = self._made(int(state["cores"]))
 
     def close(self) -> None:
-        """End the cores' threads."""
-        if self.cores is not None:
-            self.cores.close()
+        """End all threads."""
+        for threads in (self.cores, self.beside):
+            if threads is not None:
+                threads.close()
 
 
 def equip(
@@ -122,6 +126,8 @@ def equip(
     if kind != "plain":
         choices = calibrated(model.module, batch_size, {threads, 1 if cores > 1 else threads}, cache_dir)
     backend = Backend(kind, model, choices)
+    if shares:
+        backend.beside = Beside(threads - 1)
     if cores > 1:  # measured on the converted model
         backend.share(cores, measured_sharing(model, batch, batch_size, cache_dir))
     return backend

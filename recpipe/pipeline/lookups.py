@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from recpipe.embedding.room import widened, with_room
 from recpipe.embedding.rowtable import row_bags
 from recpipe.embedding.tables import TableSet
 from recpipe.phases import phase
+from recpipe.pipeline.beside import Beside
 from recpipe.threads import one_thread
 
 
@@ -52,6 +54,8 @@ class GroupLookup:
         self._gradients: list[torch.Tensor] = []
         """The last one is of all rows, with columns in front as ``warm`` has them; none before the backward
         pass. A list, which a hook on the rows can fill without holding this object, and so the rows."""
+        self._roomy_gradients: list[torch.Tensor] = []
+        """Of leaves with room."""
         self._placed: set[tuple[int, int]] = set()
         self._given: list[tuple[int, int, torch.Tensor]] = []
 
@@ -117,6 +121,8 @@ class GroupLookup:
         """As ``leaf``, with room in front of the rows. Parts write there at the same time, which torch would
         take for a change of each other's rows, were it not for ``.data``."""
         leaf = with_room(self.warm.data[low:high], self.dim).requires_grad_()
+        if self.kept is None:  # as it comes: ``leaf.grad`` is a copy, without room
+            leaf.register_hook(self._roomy_gradients.append)  # type: ignore[no-untyped-call]
         self._given.append((low, high, leaf))
         return leaf
 
@@ -198,8 +204,8 @@ class GroupLookup:
 
     def _wide_gradient(self, given: list[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
         """With columns for the room, whose values do not matter."""
-        if len(given) == 1 and given[0][2].grad is not None and given[0][1] == len(self.warm):
-            wide = widened(given[0][2].grad.flatten(1), self.dim)
+        if len(given) == 1 and self._roomy_gradients and given[0][1] == len(self.warm):
+            wide = widened(self._roomy_gradients[-1].flatten(1), self.dim)
             if wide is not None:
                 return wide
         gradient = torch.zeros_like(self.warm)
@@ -242,16 +248,15 @@ class BatchLookups:
         for lookup in self.all:
             lookup.share()
 
-    def look_up(self, wait: bool, shared: bool = False) -> None:
+    def look_up(self, wait: bool, shared: bool = False, beside: Beside | None = None) -> None:
         """Look the resident rows up; with ``wait``, all rows, once they have arrived. ``shared``: for parts
-        in several threads."""
+        in several threads. Groups are looked up ``beside`` each other, if that is given."""
         try:
             with phase("embedding forward"):
                 if wait or any(g.plan is not None and g.plan.fetches_residents for g in self.all):
                     for lookup in self.all:
                         lookup.arrive()
-                for lookup in self.all:
-                    lookup.look_up_warm()
+                self._look_up_warm(beside)
                 if wait:
                     self._look_up_cold()
                 if shared:
@@ -260,6 +265,14 @@ class BatchLookups:
             self._ready.set_exception(fault)
             raise
         self._ready.set_result(None)
+
+    def _look_up_warm(self, beside: Beside | None) -> None:
+        if beside is None or len(self.all) == 1:
+            for lookup in self.all:
+                lookup.look_up_warm()
+        else:
+            beside.begin("look up", [lookup.look_up_warm for lookup in self.all])
+            beside.finish()
 
     def wait_for_cold(self) -> None:
         """Block until the slabs hold this batch's rows, and look them up."""
@@ -282,9 +295,12 @@ class BatchLookups:
         self._ready.result()
         return [lookup.leaf(low, high) for lookup in self.groups[front]]
 
-    def backward(self, alone: bool, scale: float = 1.0) -> None:
-        """The tables' update, from the leaves' gradients times ``scale``."""
+    def backward(self, alone: bool, scale: float = 1.0, beside: Beside | None = None) -> None:
+        """The tables' update, from the leaves' gradients times ``scale``; begun ``beside``, if given."""
         with phase("embedding backward and update"):
+            if beside is not None:
+                beside.begin("update", [partial(lookup.backward, alone, scale) for lookup in self.all])
+                return
             for lookup in self.all:
                 lookup.backward(alone, scale)
 

@@ -18,6 +18,7 @@ from recpipe.embedding.inputs import GroupIds
 from recpipe.errors import UserError
 from recpipe.model.placed import PlacedModel
 from recpipe.phases import phase
+from recpipe.pipeline.beside import Beside
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.lookups import BatchLookups, GroupLookup, Part
 from recpipe.pipeline.select import between
@@ -78,19 +79,21 @@ def accumulate(
     times: StepTimes,
     cores: Cores | None = None,
     lookups: BatchLookups | None = None,
+    beside: Beside | None = None,
 ) -> torch.Tensor:
     """Forward and backward of one batch; returns the mean loss, detached.
 
-    On return the tables have made their fused update and the dense gradients are those of the mean
-    loss over the whole batch. Where several ranks train, loss and dense gradients are this rank's
-    addends. On a CPU with one trainer, a loss that is not finite leaves the tables as they were.
+    On return the dense gradients are those of the mean loss over the whole batch, and the tables have made
+    their fused update (or begun it, ``beside``, whose ``finish`` waits for it). Where several ranks train,
+    loss and dense gradients are this rank's addends. On a CPU with one trainer, a loss that is not finite
+    leaves the tables as they were.
 
     Every tier is looked up once, before any update. Micro-batches follow one another; with ``cores``
     each is shared out among them. ``lookups``: of the batch in other tables than the model's own.
     """
     if lookups is None:
         lookups = model.lookups(staged.batch, staged.plan, staged.sent, staged.ids)
-    return _Step(model, staged, times, cores, lookups).run()
+    return _Step(model, staged, times, cores, lookups, beside).run()
 
 
 class _Step:
@@ -101,9 +104,10 @@ class _Step:
         times: StepTimes,
         cores: Cores | None,
         lookups: BatchLookups,
+        beside: Beside | None,
     ) -> None:
         self.model, self.staged, self.times, self.cores = model, staged, times, cores
-        self.lookups = lookups
+        self.lookups, self.beside = lookups, beside
         self.dense = [p for p in model.dense if p.requires_grad]
         self.looked_up = False
         self._late_calls = model.late_calls
@@ -119,13 +123,13 @@ class _Step:
             losses.append(self._micro_batch(low, high))
             low = high
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        trained = usable(staged, loss)
         added = self._adding_up()
         # The tables' update leaves cores free; operators shared out to all cores would wait for the reader.
         staged.stage_next()
         staged.stage_next = _nothing  # which would hold all batches after this one, as long as this is held
-        if usable(staged, loss):
-            self.lookups.backward(staged.alone)
-            self.model.update_late(self.lookups)
+        if trained:
+            self._update_tables()
         if added is not None:
             with phase("dense backward"):
                 added.result()
@@ -133,13 +137,20 @@ class _Step:
         self._count(started)
         return loss
 
+    def _update_tables(self) -> None:
+        if self.model.late_calls == self._late_calls:
+            self.lookups.backward(self.staged.alone, beside=self.beside)
+        else:
+            self.lookups.backward(self.staged.alone)
+            self.model.update_late(self.lookups)
+
     # -- rows --------------------------------------------------------------------------------
 
     def _look_up(self, shared: bool = False) -> None:
         """What the first micro-batch needs; then the numbers of the next batch's ids go out."""
         staged = self.staged
         wait = staged.plan is not None and (not staged.bounds or staged.cold_from == 0)
-        self.lookups.look_up(wait, shared)
+        self.lookups.look_up(wait, shared, self.beside)
         self.looked_up = True
         if staged.upcoming is not None:
             staged.upcoming.sent = self.model.send(staged.upcoming.batch, staged.upcoming.ids)

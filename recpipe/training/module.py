@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import astuple, fields
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from recpipe.errors import UserError
 from recpipe.metrics import BackgroundQuality, Quality
 from recpipe.model.placed import PlacedModel, saved_buffers
 from recpipe.phases import phase
+from recpipe.pipeline.beside import Beside
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
@@ -30,6 +32,7 @@ from recpipe.pipeline.sync import add_up
 from recpipe.plugin.assembly import Assembly
 from recpipe.ranks import Channel, Ranks
 from recpipe.saved import tensor
+from recpipe.threads import using_threads
 
 LOOK_EVERY = 50
 """Steps between looks at the loss on a GPU, each of which waits for it."""
@@ -110,12 +113,12 @@ class RankingModule(L.LightningModule):
         for parameter in self.dense:
             parameter.grad = None
         with self.assembly.around_step(batch.batch):
-            loss = accumulate(self.model, batch, self.step_times, self.cores)
+            loss = accumulate(self.model, batch, self.step_times, self.cores, beside=self.beside)
             loss, self.stop_agreed = add_up(self.trainers, self.dense, loss, self.stop_asked)
             looked_at = loss.device.type == "cpu" or batch_idx % LOOK_EVERY == 0
             if looked_at and not math.isfinite(loss.item()):
                 raise UserError(self._diverged(batch.batch))
-            with phase("dense optimizer"):
+            with phase("dense optimizer"), self._beside_tables():
                 optimizer.step()
             with phase("embedding backward and update"):
                 self.model.embeddings.update()
@@ -126,8 +129,23 @@ class RankingModule(L.LightningModule):
             self.samples += batch.consumed
         return loss
 
+    @contextmanager
+    def _beside_tables(self) -> Iterator[None]:
+        """On leaving it, the tables' update has come to its end."""
+        if self.beside is None or not self.beside.busy:
+            yield
+            return
+        try:
+            callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+            if any(map(_sees_gradients, callbacks)):  # and maybe the tables
+                self.beside.finish()
+            with using_threads(max(1, torch.get_num_threads() - self.beside.busy)):
+                yield
+        finally:
+            self.beside.finish()
+
     def close(self) -> None:
-        """End the threads of the cores that share a batch."""
+        """End the threads of the cores that share a batch, and of those for tables."""
         if self.backend is not None:
             self.backend.close()
 
@@ -135,6 +153,11 @@ class RankingModule(L.LightningModule):
     def cores(self) -> Cores | None:
         """Those that share a batch."""
         return None if self.backend is None else self.backend.cores
+
+    @property
+    def beside(self) -> Beside | None:
+        """Threads for work on tables."""
+        return None if self.backend is None else self.backend.beside
 
     def loss_total(self) -> LossTotal:
         """Of the steps that this process has trained; waits for a GPU."""
@@ -309,6 +332,11 @@ class RankingModule(L.LightningModule):
         placed = self.model.embeddings.offers(Placed)
         if placed is not None:
             placed.load_placement_state(saved["placement"])
+
+
+def _sees_gradients(callback: L.Callback) -> bool:
+    """Whether a callback is called between the backward pass and the dense optimizer's step."""
+    return type(callback).on_before_optimizer_step is not L.Callback.on_before_optimizer_step
 
 
 def random_state() -> dict[str, Any]:
