@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
@@ -31,9 +32,10 @@ def locate(path: str, key: str) -> Any:
 
 
 def _submodule(parent: Any, name: str, part: str, path: str, key: str) -> ModuleType:
-    inside = [module.name for module in pkgutil.iter_modules(getattr(parent, "__path__", []))]
-    if part in inside:
+    folders = getattr(parent, "__path__", [])
+    if folders and find_spec(f"{name}.{part}"):  # also of a folder without __init__.py
         return _imported(f"{name}.{part}", path, key)
+    inside = [module.name for module in pkgutil.iter_modules(folders)]
     public = [word for word in dir(parent) if not word.startswith("_")]
     raise UserError(f"{key}={path}: {name} has no '{part}'.{did_you_mean(part, [*public, *inside])}")
 

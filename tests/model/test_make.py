@@ -297,3 +297,12 @@ def test_a_function_that_renames_it_is_the_way() -> None:
     words = f"model._target_={__name__}.renamed", "model.its_loss=rank", "model.loss=huber"
     assert typed(*words).loss == "huber"
     assert made(*words).said == ("rank", 3, "tower")
+
+
+def test_a_class_in_folders_without_an_init_file(tmp_path, monkeypatch) -> None:
+    inside = tmp_path / "without_init" / "deeper"
+    inside.mkdir(parents=True)
+    (inside / "towers.py").write_text("from tests.model.models import Tower\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    target = "model._target_=without_init.deeper.towers.Tower"
+    assert type(made(target, "model.hidden=8")) is type(made(TOWER, "model.hidden=8"))
