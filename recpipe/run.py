@@ -198,7 +198,7 @@ def run_on(
             unplaced.first_batch,
             cfg.data.batch_size,
             device,
-            ranks,
+            trainers,
             default_cache_dir() / "backend",
         )
         module = RankingModule(model, make_optimizer, assembly, loader, trainers, backend)

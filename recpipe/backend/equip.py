@@ -6,12 +6,14 @@ run rounds as before.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from recpipe.backend.calibrate import calibrated
@@ -27,7 +29,7 @@ from recpipe.pipeline.beside import Beside
 from recpipe.pipeline.cores import Cores
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.errors import PluginError
-from recpipe.ranks import Ranks
+from recpipe.ranks import Channel
 from recpipe.saved import entries
 
 log = logging.getLogger(__name__)
@@ -100,19 +102,20 @@ def equip(
     batch: Any,
     batch_size: int,
     device: torch.device,
-    ranks: Ranks,
+    trainers: Channel,
     cache_dir: Path,
 ) -> Backend:
-    """The back end of ``model``, after it was found out whether ``batch`` can be trained in parts.
+    """The back end of ``model``, on each of the ``trainers``, after it was found out whether ``batch`` can be
+    trained in parts.
 
     ``PluginError`` where a splitter is active and the model must have its batches whole.
     """
     kind = kind if device.type == "cpu" else "plain"
-    threads, several = torch.get_num_threads(), len(ranks.trainers) > 1
+    threads, several = torch.get_num_threads(), trainers.size > 1
     shares = kind != "plain" and threads > 1 and not several and _alone(model)
     if assembly.splitter or several or shares:
         # Sharded tables are built for a rank's share of a batch.
-        model.parts = find_out(model, batch, -(-batch_size // len(ranks.trainers)))
+        model.parts = find_out(model, batch, -(-batch_size // trainers.size))
     refused = model.parts.refused
     if refused is not None and assembly.splitter is not None:
         raise PluginError(
@@ -124,7 +127,8 @@ def equip(
     cores = threads if shares and refused is None and model.parts.own_ids else 1
     choices: Choices = {}
     if kind != "plain":
-        choices = calibrated(model.module, batch_size, {threads, 1 if cores > 1 else threads}, cache_dir)
+        counts = {threads, 1 if cores > 1 else threads}
+        choices = _of_first(trainers, partial(calibrated, model.module, batch_size, counts, cache_dir))
     backend = Backend(kind, model, choices)
     if shares:
         backend.beside = Beside(threads - 1)
@@ -139,6 +143,14 @@ def equip_loop(kind: str, model: PlacedModel, batch_size: int, device: torch.dev
     if kind != "plain" and device.type == "cpu":
         choices = calibrated(model.module, batch_size, {torch.get_num_threads()}, cache_dir)
         convert(model.module, choices, measured_only=kind == "auto")
+
+
+def _of_first(trainers: Channel, measure: Callable[[], Choices]) -> Choices:
+    """The first trainer's choices, on all: those that share the cores must not measure at the same time, and
+    what is kept must be what was trained with."""
+    own = json.dumps(measure() if trainers.index == 0 else {}).encode()
+    first, *_ = trainers.gather(np.frombuffer(own, np.uint8))
+    return checked(json.loads(first.tobytes()))
 
 
 def _alone(model: PlacedModel) -> bool:

@@ -12,30 +12,20 @@ from recpipe.data.dataset import Dataset
 from recpipe.pipeline.lookups import GroupLookup
 from recpipe.training.module import RankingModule
 from tests.any_model.runs import QUIET, all_on_two_ranks, furthest_left, left_by, train
-from tests.any_model.zoo import OVERRIDES, ZOO, Events, Trained, by_hand, events, furthest, make
+from tests.any_model.zoo import (
+    OVERRIDES,
+    TECHNIQUES,
+    ZOO,
+    Events,
+    Trained,
+    by_hand,
+    events,
+    furthest,
+    make,
+)
 
 BATCHES = 8
 BOUND = {"sgd": 1e-6, "rowwise_adagrad": 1e-5}
-TECHNIQUES: dict[str, tuple[str, ...]] = {
-    "resident": (),
-    "lru_ssd": ("tiers.policy=lru", "tiers=ssd"),
-    "hotline": ("+plugin=hotline", "plugins.hotline.min_micro_batch=1", "plugins.hotline.learn_batches=2"),
-    "bagpipe": ("+plugin=bagpipe", "plugins.bagpipe.lookahead=3", "tiers.resident_bytes=90%"),
-    "fae": (
-        "+plugin=fae",
-        "plugins.fae.schedule=false",
-        "plugins.fae.sample=1.0",
-        "tiers.resident_bytes=80%",
-    ),
-    "slipstream_hotline": (
-        "+plugin=[hotline,slipstream]",
-        "plugins.hotline.min_micro_batch=1",
-        "plugins.hotline.learn_batches=2",
-        "plugins.slipstream.drop=0",
-    ),
-    "het": ("+plugin=het", "plugins.het.bound=0"),
-}
-"""Slipstream leaves nothing out here, so that it must not change anything."""
 
 
 @pytest.fixture(scope="module")

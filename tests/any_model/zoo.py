@@ -23,6 +23,26 @@ ROWS = 400
 BATCH = 128
 FLAT = tuple(f"c{i}" for i in range(8))
 """Features with one id for each sample."""
+TECHNIQUES: dict[str, tuple[str, ...]] = {
+    "resident": (),
+    "lru_ssd": ("tiers.policy=lru", "tiers=ssd"),
+    "hotline": ("+plugin=hotline", "plugins.hotline.min_micro_batch=1", "plugins.hotline.learn_batches=2"),
+    "bagpipe": ("+plugin=bagpipe", "plugins.bagpipe.lookahead=3", "tiers.resident_bytes=90%"),
+    "fae": (
+        "+plugin=fae",
+        "plugins.fae.schedule=false",
+        "plugins.fae.sample=1.0",
+        "tiers.resident_bytes=80%",
+    ),
+    "slipstream_hotline": (
+        "+plugin=[hotline,slipstream]",
+        "plugins.hotline.min_micro_batch=1",
+        "plugins.hotline.learn_batches=2",
+        "plugins.slipstream.drop=0",
+    ),
+    "het": ("+plugin=het", "plugins.het.bound=0"),
+}
+"""Slipstream leaves nothing out here, so that it must not change anything."""
 
 
 @dataclass

@@ -161,11 +161,23 @@ def _measures_nothing(monkeypatch) -> None:
     monkeypatch.setattr(equip_module, "measured_sharing", lambda *_: {"model": {}})
 
 
+class TwoTrainers:
+    """The channel of the first of them, whose words the other one takes."""
+
+    size, index = 2, 0
+
+    def gather(self, part):
+        return [part, part[:0]]
+
+
 def shared(
-    model: PlacedModel, ranks: Ranks | None = None, device: torch.device = CPU, kind: str = "auto", **parts
+    model: PlacedModel, trainers=None, device: torch.device = CPU, kind="auto", **parts
 ) -> Cores | None:
-    assembly, everyone = assembly_of(**parts), ranks or Ranks()
-    return equip(kind, model, assembly, BATCH, BATCH.size, device, everyone, Path()).cores
+    everyone = trainers or Ranks().channel()
+    backend = equip(kind, model, assembly_of(**parts), BATCH, BATCH.size, device, everyone, Path())
+    if backend.beside is not None:
+        backend.beside.close()
+    return backend.cores
 
 
 def test_as_many_cores_as_threads_share(threads, tmp_path) -> None:
@@ -188,8 +200,11 @@ def test_one_thread_has_nobody_to_share_with() -> None:
     "why", ["plain", "sharded", "ranks", "device", "tables' threads", "other ids", "no place"]
 )
 def test_some_runs_are_not_shared_out(threads, monkeypatch, why) -> None:
-    two = Ranks(0, 2, (0, 1), (0, 1))
-    how = {"plain": {"kind": "plain"}, "ranks": {"ranks": two}, "device": {"device": torch.device("cuda")}}
+    how = {
+        "plain": {"kind": "plain"},
+        "ranks": {"trainers": TwoTrainers()},
+        "device": {"device": torch.device("cuda")},
+    }
     if why == "tables' threads":
         model = model_of("Mean", collection_over=lambda tables: ResidentCollection(tables, CPU, 2))
     else:
@@ -210,7 +225,7 @@ def test_a_splitter_is_refused_with_the_reason_and_cores_stay_away(threads, kind
 
 
 def test_ranks_are_warned(caplog) -> None:
-    assert shared(model_of("InBatch"), Ranks(0, 2, (0, 1), (0, 1))) is None
+    assert shared(model_of("InBatch"), TwoTrainers()) is None
     assert "each rank trains its share as a batch of its own: its loss is neither" in caplog.text
 
 
@@ -257,3 +272,18 @@ def test_a_run_splits_means_and_sums(tmp_path, kind) -> None:
     resident = quality(kind, tmp_path / "resident", "tiers.policy=resident", *rates)
     popular = quality(kind, tmp_path / "hotline", "+plugin=hotline", *rates)
     assert popular == pytest.approx(resident, rel=1e-4)
+
+
+def test_all_trainers_take_the_first_ones_choices(monkeypatch) -> None:
+    """Ranks that measured for themselves rounded differently, and one of them kept its answers last."""
+
+    class Second(TwoTrainers):
+        index = 1
+
+        def gather(self, part):
+            assert part.tobytes() == b"{}", "the second one measures nothing"
+            return [np.frombuffer(b'{"chain 3-1": {"1": {"16": "cpu"}}}', np.uint8), part]
+
+    monkeypatch.setattr(equip_module, "calibrated", lambda *_: pytest.fail("measured"))
+    made = equip("auto", model_of("Mean"), assembly_of(), BATCH, BATCH.size, CPU, Second(), Path())
+    assert made.choices == {"chain 3-1": {"1": {"16": "cpu"}}}

@@ -19,14 +19,7 @@ from recpipe.pipeline.lookups import GroupLookup
 from recpipe.threads import using_threads
 from recpipe.training.module import RankingModule
 from tests.any_model.runs import train
-from tests.any_model.zoo import Events, Trained, events, make
-
-TECHNIQUES = {
-    "resident": ("tiers.policy=resident",),
-    "lru": ("tiers.policy=lru", "tiers=ssd"),
-    "bagpipe": ("+plugin=bagpipe", "plugins.bagpipe.lookahead=4", "tiers.resident_bytes=90%"),
-    "hotline": ("+plugin=hotline", "plugins.hotline.min_micro_batch=1", "plugins.hotline.learn_batches=2"),
-}
+from tests.any_model.zoo import TECHNIQUES, Events, Trained, events, make
 
 
 @pytest.fixture(scope="module")
