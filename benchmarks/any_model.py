@@ -1,10 +1,11 @@
 """Models of others under recpipe beside the loop that one writes by hand for them, a few steps in turn.
 
     python benchmarks/any_model.py [--models dlrm two_tower deepfm] [--backends plain auto]
-        [--batches 2048] [--dims 16] [--threads 2] [--rounds 10] [--steps 8]
+        [--batches 2048] [--dims 16] [--threads 2] [--rounds 10] [--steps 8] [--sharded]
 
 The loop by hand has TorchRec's plain collections, updates tables by fused FBGEMM kernels, as
-``FusedEmbeddingBagCollection`` does, and takes its batches from a list. recpipe trains the same module on the
+``FusedEmbeddingBagCollection`` does, and takes its batches from a list. With ``--sharded`` its model is a
+``DistributedModelParallel`` of one process, as in benchmarks/peers. recpipe trains the same module on the
 same batches through ``recpipe.train`` with the tables resident; its time has Lightning's in it, and reading
 and checking the batches. Both run in this process, each with its own torch settings. Printed are
 milliseconds of a step, medians over the rounds, and the speed of recpipe over the loop's, round by round:
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -23,9 +26,15 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import torchrec.optim
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -100,10 +109,13 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {"dlrm": dlrm, "two_tower": TwoT
 class ByHand:
     """The loop written by hand."""
 
-    def __init__(self, model: nn.Module, batches: list[Clicks]) -> None:
+    def __init__(self, model: nn.Module, batches: list[Clicks], is_sharded: bool = False) -> None:
         optimizer = torchrec.optim.RowWiseAdagrad
         knobs = {"lr": 0.02, "eps": 1e-8}
-        self.model = fuse_embedding_optimizer(model, optimizer, knobs, torch.device("cpu"))
+        if is_sharded:
+            self.model: nn.Module = sharded(model)
+        else:
+            self.model = fuse_embedding_optimizer(model, optimizer, knobs, torch.device("cpu"))
         dense = [p for n, p in self.model.named_parameters() if "embedding_bags" not in n]
         self.optimizer = torch.optim.Adagrad(dense, lr=0.02, fused=True)
         self.batches = itertools.cycle(batches)
@@ -117,6 +129,27 @@ class ByHand:
             binary_cross_entropy_with_logits(logits.reshape(-1), batch.labels).backward()
             self.optimizer.step()
         return perf_counter() - started
+
+
+def sharded(model: nn.Module) -> DistributedModelParallel:
+    """``model`` in one process, with fused row-wise Adagrad."""
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02, "eps": 1e-8}
+    sharders = [EmbeddingBagCollectionSharder(fused_params=fused)]
+    tables = [
+        c.name
+        for m in model.modules()
+        if isinstance(m, EmbeddingBagCollection)
+        for c in m.embedding_bag_configs()
+    ]
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=1, local_world_size=1, compute_device="cpu"),
+        constraints={name: ParameterConstraints(compute_kernels=["fused"]) for name in tables},
+    )
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
 
 
 class Beside(L.Callback):
@@ -143,11 +176,11 @@ class Beside(L.Callback):
             self.started = perf_counter()
 
 
-def measure(name: str, backend: str, batch: int, dim: int, rounds: int, steps: int) -> str:
+def measure(name: str, backend: str, batch: int, dim: int, rounds: int, steps: int, is_sharded: bool) -> str:
     """A line of the table."""
     batches = [clicks(seed, batch) for seed in range(max(20, EPOCH // batch))]
     torch.manual_seed(1)
-    Beside.by_hand, Beside.steps = ByHand(MODELS[name](dim), batches), steps
+    Beside.by_hand, Beside.steps = ByHand(MODELS[name](dim), batches, is_sharded), steps
     total = (rounds + WARM) * steps
     words = (
         *("trainer.progress=false", "trainer.logger=null", "optim.tables.lr=0.02"),
@@ -171,13 +204,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--sharded", action="store_true", help="by DistributedModelParallel")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"{Host.current()}\n{options.threads} threads\n")
     print(f"{'model':10}{'batch':>7}{'dim':>5}  back end  by hand  recpipe   speed")
     chosen = (options.models, options.batches, options.dims, options.backends)
     for name, batch, dim, backend in itertools.product(*chosen):
-        print(measure(name, backend, batch, dim, options.rounds, options.steps), flush=True)
+        print(measure(name, backend, batch, dim, options.rounds, options.steps, options.sharded), flush=True)
+    if options.sharded:
+        sys.stdout.flush()
+        os._exit(0)  # gloo's threads may abort an orderly end
 
 
 if __name__ == "__main__":
