@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from recpipe.embedding import seams
 from recpipe.embedding.collection import RowCollection, fused_tbe
 from recpipe.embedding.policies import RowIds
 from recpipe.embedding.tables import Region, Table, TableSet, Values, to_numpy
+from recpipe.threads import keep_to_one_core
 
 T = TypeVar("T")
 
@@ -47,8 +47,7 @@ class ResidentCollection(RowCollection):
         views = [view for tbe in self.tbes for view in seams.tbe_views(tbe)][len(ahead) :]
         self._storage = dict(zip(tables.layout.tables, views, strict=True))
         # One core each: FBGEMM's update would otherwise enter a parallel region for every table.
-        one_core = partial(torch.set_num_threads, 1)
-        self._threads = ThreadPoolExecutor(groups, "recpipe-tbe", one_core) if groups > 1 else None
+        self._threads = ThreadPoolExecutor(groups, "recpipe-tbe", keep_to_one_core) if groups > 1 else None
         self._offsets = torch.empty(0), torch.empty(0)
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
         self.fill_first_values()

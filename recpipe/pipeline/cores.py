@@ -16,12 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import TypeVar
 
-import torch
-
-from recpipe.threads import one_thread
+from recpipe.threads import keep_to_one_core, one_thread
 
 T = TypeVar("T")
 FirstShare = Callable[[int], float | None]
@@ -35,7 +32,7 @@ class Cores:
 
     def __init__(self, count: int, first_share: FirstShare) -> None:
         self.count, self._first_share = count, first_share
-        self._others = ThreadPoolExecutor(count - 1, "recpipe-samples", partial(torch.set_num_threads, 1))
+        self._others = ThreadPoolExecutor(count - 1, "recpipe-samples", keep_to_one_core)
 
     def close(self) -> None:
         """End the other cores' threads."""

@@ -138,10 +138,9 @@ class _Step:
         return loss
 
     def _update_tables(self) -> None:
-        if self.model.late_calls == self._late_calls:
-            self.lookups.backward(self.staged.alone, beside=self.beside)
-        else:
-            self.lookups.backward(self.staged.alone)
+        late = self.model.late_calls != self._late_calls
+        self.lookups.backward(self.staged.alone, beside=None if late else self.beside)
+        if late:
             self.model.update_late(self.lookups)
 
     # -- rows --------------------------------------------------------------------------------
