@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from recpipe.quiet import calm_threads
+from recpipe.common.quiet import calm_threads
 
 calm_threads()  # before torch is imported, as the command line does
 
 import torch  # noqa: E402
 
-from recpipe.data.criteo import SPARSE  # noqa: E402
 from recpipe.data.dataset import Dataset  # noqa: E402
 from recpipe.data.make import open_dataset  # noqa: E402
+from recpipe.data.sources.criteo import SPARSE  # noqa: E402
 from recpipe.plugin.offers import GROUPS  # noqa: E402
 from recpipe.report import plots  # noqa: E402
 from tests import composing, generating  # noqa: E402
@@ -36,13 +36,13 @@ torch.set_num_threads(1)
 
 LONG = (
     "tests/any_model/test_matrix.py",
-    "tests/test_trainer.py",
-    "tests/test_torchrun.py",
-    "tests/test_sweep.py",
+    "tests/training/test_trainer.py",
+    "tests/distributed/test_torchrun.py",
+    "tests/tasks/test_sweep.py",
     "tests/test_api.py",
     "tests/test_packaging.py",
     "plugins/recpipe_neo/tests/test_neo_ranks.py",
-    "tests/test_compare.py",
+    "tests/tasks/test_compare.py",
     "plugins/recpipe_slipstream/tests/test_filter.py",
     "plugins/recpipe_slipstream/tests/test_plugin.py",
     "tests/test_pairs.py",

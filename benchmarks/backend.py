@@ -21,7 +21,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from recpipe.allocator import bound_kernel_caches, tune_allocator
+from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 
 tune_allocator()
 bound_kernel_caches()
@@ -37,7 +37,7 @@ from recpipe.backend.calibrate import calibrated, medians  # noqa: E402
 from recpipe.backend.convert import convert  # noqa: E402
 from recpipe.backend.host import Host  # noqa: E402
 from recpipe.backend.matmul import vector_units  # noqa: E402
-from recpipe.embedding.room import with_room  # noqa: E402
+from recpipe.tables.room import with_room  # noqa: E402
 
 FEATURES, DENSE = 26, 13
 BOTTOM, TOP = (512, 256, 64), (512, 256)

@@ -96,9 +96,9 @@ class Result:
 
 def operations(point: Point, overrides: Sequence[str]) -> float:
     """Of a step's matrix products, forward and backward."""
-    from recpipe.config import compose
-    from recpipe.floor.workload import dense_work
-    from recpipe.recipe import Recipe
+    from recpipe.config.compose import compose
+    from recpipe.config.recipe import Recipe
+    from recpipe.perf.workload import dense_work
 
     words = [word for word in overrides if word.startswith("model")]
     model = Recipe.of(compose([*words, f"model.embedding_dim={point.dim}"])).model
@@ -111,7 +111,7 @@ def write_data(point: Point, directory: Path) -> None:
     import pyarrow.parquet as pq
 
     from recpipe.data.config import SyntheticConfig
-    from recpipe.data.synthetic import SyntheticDataset
+    from recpipe.data.sources.synthetic import SyntheticDataset
 
     if directory.exists():
         return

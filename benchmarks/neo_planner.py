@@ -45,7 +45,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.batch import Batch
-from recpipe.embedding.sharding import TableSharder
+from recpipe.tables.sharding.planning import TableSharder
 
 TYPES = ["table_wise", "row_wise", "column_wise", "table_row_wise"]
 FUSED = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.01}

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.quiet import calm_threads
+from recpipe.common.quiet import calm_threads
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 from work import SETTINGS, SKIPPED
@@ -53,7 +53,7 @@ Run = dict[str, Any]
 def write_samples(directory: Path, samples: int) -> None:
     """TorchRec's .npy triple of generated clicks, and the tables' rows."""
     from recpipe.data.config import SyntheticConfig
-    from recpipe.data.synthetic import SyntheticDataset
+    from recpipe.data.sources.synthetic import SyntheticDataset
 
     dataset = SyntheticDataset(SyntheticConfig(samples=samples, eval_fraction=0.0), seed=1)
     features = len(dataset.schema.sparse)
@@ -76,10 +76,10 @@ def train_by_hand(directory: Path, out: Path, size: str) -> None:
     from torchrec.distributed.types import ShardingPlan
 
     from recpipe.data.dataset import SparseFeature
-    from recpipe.embedding.groups import ModelTables
-    from recpipe.embedding.shard_modules import module_paths
-    from recpipe.embedding.shard_plan import from_torchrec
-    from recpipe.embedding.tables import TableOptimizer, TableSet
+    from recpipe.tables.groups import ModelTables
+    from recpipe.tables.sharding.modules import module_paths
+    from recpipe.tables.sharding.plan import from_torchrec
+    from recpipe.tables.specs import TableOptimizer, TableSet
 
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.embedding.stores import Fill, SsdStore, StoreLayout
 from recpipe.errors import UserError
+from recpipe.tables.stores import Fill, SsdStore, StoreLayout
 
 BLOCK = 4096
 Sample = dict[str, float]

@@ -3,7 +3,7 @@
 Importing the package does not import torch.
 """
 
-import recpipe.clock  # noqa: F401  first of all: it notes the time
+import recpipe.common.clock  # noqa: F401  first of all: it notes the time
 from recpipe.api import Run, load, place, train
 from recpipe.errors import UserError
 from recpipe.plugin.api import (

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from torch import nn
 
+    from recpipe.config.recipe import Recipe
     from recpipe.data.dataset import Dataset
     from recpipe.data.given import Batches
-    from recpipe.given import Outcome
     from recpipe.loop import Placed
-    from recpipe.recipe import Recipe
+    from recpipe.setup.given import Outcome
 
 WITHOUT_FILES = ("trainer.logger=null", "trainer.checkpoint_every=null")
 """Ahead of the caller's overrides where there is no output directory."""
@@ -43,8 +43,8 @@ class Run:
     def predict(self, batch: Any) -> torch.Tensor:
         """The model's scores of ``batch``, without gradient, rows as they were trained (a DLRM's: logits
         float32 [B]). ``UserError`` on an id that is not in its table, and when the run is closed."""
-        from recpipe.launch import Process
-        from recpipe.quiet import quieted
+        from recpipe.common.quiet import quieted
+        from recpipe.distributed.launch import Process
 
         if not self._end.alive or Process.current().world > 1:
             why = "is closed" if not self._end.alive else "had several processes"
@@ -105,8 +105,8 @@ def train(
     batch.
     """
     _prepare_process()
-    from recpipe.config import compose, readable_errors
-    from recpipe.recipe import Recipe
+    from recpipe.config.compose import compose, readable_errors
+    from recpipe.config.recipe import Recipe
 
     with readable_errors(overrides):
         words = _words(data, held_out, overrides, output)
@@ -146,7 +146,7 @@ def place(model: nn.Module, loader: Batches, *overrides: str) -> Placed:
     Raises ``UserError`` for a plugin that needs Lightning's loop (FAE, Slipstream) and for several ranks.
     """
     _prepare_process()
-    from recpipe.config import compose, readable_errors
+    from recpipe.config.compose import compose, readable_errors
     from recpipe.data.cache import cached_in
     from recpipe.data.given import GivenBatches
     from recpipe.loop import place as placed_in
@@ -177,9 +177,9 @@ def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
 
 def _prepare_process() -> None:
     """What the command line does first, as far as it is not too late."""
-    from recpipe.allocator import bound_kernel_caches, tune_allocator
-    from recpipe.doctor import check_versions
-    from recpipe.quiet import calm_threads
+    from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
+    from recpipe.common.quiet import calm_threads
+    from recpipe.tasks.doctor import check_versions
 
     calm_threads()
     tune_allocator()
@@ -254,11 +254,11 @@ def _carried_out(
     files: bool,
     quiet: bool,
 ) -> Outcome:
-    from recpipe.console import alone
+    from recpipe.common.console import alone
     from recpipe.data.cache import cached_in
-    from recpipe.given import Given
-    from recpipe.launch import Process
+    from recpipe.distributed.launch import Process
     from recpipe.run import carry_out
+    from recpipe.setup.given import Given
 
     screen = not quiet and Process.current().rank == 0
     given = Given(model, dataset, screen, files, keeps=True)

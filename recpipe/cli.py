@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from recpipe.allocator import bound_kernel_caches, tune_allocator
+from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
+from recpipe.common.quiet import calm_threads, quiet_libraries
 from recpipe.errors import ThroughHydra, UserError, shown
-from recpipe.quiet import calm_threads, quiet_libraries
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 INTERRUPTED = 130
@@ -120,7 +120,7 @@ def _say(error: UserError, full_error: str | None) -> int:
     if full_error:
         raise error
     if _several():
-        from recpipe.launch import first_to_say
+        from recpipe.distributed.launch import first_to_say
 
         if not first_to_say(str(error)):
             return 2
@@ -136,7 +136,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     if command in ("plugins", "doctor") and len(argv) > 1:
         raise UserError(f"recpipe {command} takes no arguments, not '{argv[1]}'")
     if command == "plugins":
-        from recpipe.plugin.listing import print_plugins
+        from recpipe.tasks.plugins import print_plugins
 
         return print_plugins()
     if command == "unshard":
@@ -146,7 +146,7 @@ def _dispatch(argv: Sequence[str]) -> int:
 
         return unshard(Path(argv[1]), Path(argv[2]))
     if command == "doctor":
-        from recpipe.doctor import print_findings
+        from recpipe.tasks.doctor import print_findings
 
         return print_findings()
     if command == "sweep-report":
@@ -178,7 +178,7 @@ def _sweep_report(arguments: Sequence[str]) -> int:
 
 def _choices() -> str:
     """Config groups and their options, one line each."""
-    from recpipe.config import choices
+    from recpipe.config.compose import choices
 
     groups = {f"{'+' if g == 'plugin' else ''}{g}=": sorted(options) for g, options in choices().items()}
     width = max(map(len, groups))
@@ -191,7 +191,9 @@ def _run_hydra(argv: Sequence[str]) -> None:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig
 
-    from recpipe.config import (
+    from recpipe.common.console import log
+    from recpipe.common.run_dir import letting_go
+    from recpipe.config.compose import (
         CONFIG_NAME,
         check,
         check_overrides,
@@ -200,17 +202,16 @@ def _run_hydra(argv: Sequence[str]) -> None:
         readable_errors,
         register,
     )
-    from recpipe.console import log
-    from recpipe.launcher import TorchrunLauncher, refuse_without_sweep
-    from recpipe.run_dir import letting_go
-    from recpipe.sweeps import noted, table_at_end
+    from recpipe.tasks import sweep_launcher
+    from recpipe.tasks.sweep_launcher import TorchrunLauncher, refuse_without_sweep
+    from recpipe.tasks.sweeps import noted, table_at_end
 
     user_setting = os.environ.get(FULL_ERROR)
     calm_threads()
     tune_allocator()
     bound_kernel_caches()
     if _several():
-        from recpipe.launch import agreed_arguments
+        from recpipe.distributed.launch import agreed_arguments
 
         argv = agreed_arguments(argv)
         sys.argv[1:] = argv
@@ -227,7 +228,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
             hydra = HydraConfig.get()
             log.info("this run's directory: %s", hydra.runtime.output_dir)
             log.info("loading torch")  # which takes seconds
-            from recpipe.doctor import check_versions
+            from recpipe.tasks.doctor import check_versions
 
             check_versions()
             from recpipe.run import run
@@ -236,6 +237,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
             run(recipe, Path(hydra.runtime.output_dir), command_line_overrides(hydra))
 
     register()
+    sweep_launcher.register()
     check_overrides(argv)
     sys.argv[1:] = argv = hydra_words(argv)
     TorchrunLauncher.environment = dict(os.environ)
@@ -279,7 +281,7 @@ def _set(value: str | None) -> None:
 @contextmanager
 def _stopping() -> Iterator[None]:
     """Out of a run with its user's error, also written into its recpipe.log."""
-    from recpipe.console import append_to_log
+    from recpipe.common.console import append_to_log
 
     try:
         yield

@@ -14,22 +14,22 @@ from torch import nn
 
 from recpipe.backend.convert import revert
 from recpipe.backend.equip import equip_loop
+from recpipe.common.run_dir import hold
+from recpipe.config.recipe import Recipe
 from recpipe.data.cache import default_cache_dir
 from recpipe.data.given import GivenBatches
-from recpipe.embedding.build import is_sharded
+from recpipe.distributed.launch import Process
+from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
-from recpipe.launch import Process
-from recpipe.model.parts import find_out
-from recpipe.model.placed import PlacedModel
 from recpipe.pipeline.in_loop import InLoop
 from recpipe.pipeline.loader import TrainLoader
-from recpipe.placing import Unplaced
+from recpipe.pipeline.parts import find_out
+from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.errors import PluginError
-from recpipe.ranks import Ranks
-from recpipe.recipe import Recipe
-from recpipe.run_dir import hold
-from recpipe.setup import assemble_plugins, choose_device, closing_tiers
+from recpipe.setup.placing import Unplaced
+from recpipe.setup.prepare import assemble_plugins, choose_device, closing_tiers
+from recpipe.tables.build import is_sharded
 
 
 class PlacedLoader:

@@ -18,28 +18,27 @@ from omegaconf import DictConfig
 
 from recpipe.backend.equip import equip
 from recpipe.backend.matmul import require_bfloat16_units, vector_units
-from recpipe.checkpoint import TableCheckpointIO
-from recpipe.clock import run_start
-from recpipe.console import heard, log
+from recpipe.checkpoint.table_io import TableCheckpointIO
+from recpipe.common.clock import run_start
+from recpipe.common.console import heard, log
+from recpipe.common.quiet import quieted
+from recpipe.common.run_dir import RunDir, hold
+from recpipe.common.sizes import readable_bytes
+from recpipe.config.recipe import Recipe
+from recpipe.config.task import InstalledTask, PlanConfig, ProfileConfig
 from recpipe.data.cache import default_cache_dir
 from recpipe.data.make import open_dataset
-from recpipe.embedding.build import is_sharded, plan_shards
-from recpipe.embedding.capabilities import SendsAhead
+from recpipe.distributed.launch import Process, begin_run, joined, require_same_data
+from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
-from recpipe.footprint import require_inputs, require_memory
-from recpipe.given import NOTHING, Given, Outcome
-from recpipe.launch import Process, begin_run, joined, require_same_data
-from recpipe.metrics import reset_peak_rss
+from recpipe.model.metrics import reset_peak_rss
 from recpipe.model.sizes import sizes_of
-from recpipe.optim import dense_optimizer, try_out
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
-from recpipe.placing import Unplaced
-from recpipe.quiet import quieted
-from recpipe.ranks import Ranks
-from recpipe.recipe import Recipe
 from recpipe.report.files import ReportFiles
-from recpipe.run_dir import RunDir, hold
-from recpipe.setup import (
+from recpipe.setup.footprint import require_inputs, require_memory
+from recpipe.setup.given import NOTHING, Given, Outcome
+from recpipe.setup.placing import Unplaced
+from recpipe.setup.prepare import (
     assemble_plugins,
     choose_device,
     closing_tiers,
@@ -47,18 +46,19 @@ from recpipe.setup import (
     remove_left_stores,
     resume_from,
 )
-from recpipe.sizes import readable_bytes
-from recpipe.tasks.config import InstalledTask, PlanConfig
+from recpipe.tables.build import is_sharded, plan_shards
+from recpipe.tables.capabilities import SendsAhead
 from recpipe.tasks.export import export_parameters
 from recpipe.tasks.installed import run_installed
 from recpipe.tasks.nudge import Nudge
 from recpipe.tasks.plan import describe, planned_ranks, print_plan
-from recpipe.tasks.profile import ProfileConfig, StepProfiler
+from recpipe.tasks.profile import StepProfiler
 from recpipe.tasks.summary import summarize
 from recpipe.tasks.unshard import load_pretrained
 from recpipe.training.figures import FigureLogger
 from recpipe.training.loggers import make_logger
 from recpipe.training.module import RankingModule
+from recpipe.training.optim import dense_optimizer, try_out
 from recpipe.training.recorder import Recorder
 from recpipe.training.resume import check_resumable
 from recpipe.training.signals import interruptible

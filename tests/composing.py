@@ -25,7 +25,7 @@ from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig
 
-from recpipe import config
+from recpipe.config import compose as config
 
 COMPOSE, PARSE, ENTRY_POINTS = config._composed, OverridesParser.parse_rule, importlib.metadata.entry_points
 LOAD = FileConfigSource.load_config
@@ -66,7 +66,7 @@ def forget(patch: pytest.MonkeyPatch) -> None:
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
-    """As ``recpipe.config._composed``."""
+    """As ``recpipe.config.compose._composed``."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException:

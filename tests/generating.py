@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from recpipe.data.columns import Columns, Float32
-from recpipe.data.synthetic import SyntheticDataset
+from recpipe.data.sources.synthetic import SyntheticDataset
 
 FEATURES = SyntheticDataset._features
 KEPT = 12

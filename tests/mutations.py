@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from recpipe.manifest import MANIFEST, TRAINER, seal
+from recpipe.checkpoint.manifest import MANIFEST, TRAINER, seal
 
 ODD: tuple[Any, ...] = (
     *(

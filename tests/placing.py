@@ -7,20 +7,20 @@ from typing import Any
 import torch
 
 from recpipe.data.dataset import Dataset, Schema
-from recpipe.embedding.capabilities import Planned
-from recpipe.embedding.collection import RowCollection
-from recpipe.embedding.grouped import GroupedCollection
-from recpipe.embedding.groups import ModelTables
-from recpipe.embedding.inputs import Inputs
-from recpipe.embedding.tables import TableSet
 from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig
 from recpipe.model.dlrm import make_dlrm
 from recpipe.model.loss import parse_loss
-from recpipe.model.placed import PlacedModel, put_fronts
 from recpipe.model.sizes import DlrmSizes
-from recpipe.pipeline.tiers import Tiers
+from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.plugin.api import Context, GroupInfo, TableInfo
+from recpipe.tables.capabilities import Planned
+from recpipe.tables.collection import RowCollection
+from recpipe.tables.grouped import GroupedCollection
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.inputs import Inputs
+from recpipe.tables.specs import TableSet
+from recpipe.tables.tiers.batch import Tiers
 
 PLACE = "sparse_arch.embedding_bag_collection"
 """Of the collection in recpipe's own models."""

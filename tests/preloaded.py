@@ -3,7 +3,7 @@
 Reports of its processes have empty plots; those of processes from the beginning have real ones.
 """
 
-from recpipe.quiet import calm_threads
+from recpipe.common.quiet import calm_threads
 
 calm_threads()  # before torch is imported, as the command line does
 
@@ -14,7 +14,7 @@ import recpipe.report.terminal  # noqa: E402
 import recpipe.run  # noqa: E402
 import recpipe.tasks.compare  # noqa: E402, F401
 import tests.any_model.zoo  # noqa: E402, F401
-from recpipe.config import compose  # noqa: E402
+from recpipe.config.compose import compose  # noqa: E402
 from recpipe.plugin.load import installed  # noqa: E402
 from recpipe.report.environment import _commit  # noqa: E402
 from tests import composing  # noqa: E402

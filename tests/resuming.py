@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import recpipe.run
-from recpipe.checkpoint import newest
-from recpipe.config import compose
+from recpipe.checkpoint.table_io import newest
+from recpipe.config.compose import compose
 from recpipe.run import run
 
 RECIPE = (

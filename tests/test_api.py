@@ -32,16 +32,16 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
-from recpipe.checkpoint import MODEL
-from recpipe.config import compose
+from recpipe.checkpoint.manifest import TRAINER, seal
+from recpipe.checkpoint.table_io import MODEL
+from recpipe.checkpoint.trainer_file import load_trainer, save_trainer
+from recpipe.config.compose import compose
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset
 from recpipe.data.given import GivenBatches
 from recpipe.data.make import open_dataset
 from recpipe.errors import DataError, UserError
-from recpipe.manifest import TRAINER, seal
 from recpipe.run import run as run_recipe
-from recpipe.trainer_file import load_trainer, save_trainer
 from tests.processes import ROOT, SOURCE, Child
 
 TABLES = "data.tables={a: 300, b/c: 80, d.e: 60}"

@@ -470,8 +470,8 @@ def test_divergence_names_step_and_tensor_and_keeps_checkpoints(
     refused: Run, tmp_path: Path, plugin: list[str]
 ) -> None:
     """The loss becomes infinite; the checkpoint made before it stays whole and is named by nobody's loss."""
-    from recpipe.checkpoint import newest
-    from recpipe.manifest import verify
+    from recpipe.checkpoint.manifest import verify
+    from recpipe.checkpoint.table_io import newest
 
     wild = ["optim.dense.name=SGD", "optim.dense.lr=1e30", "trainer.checkpoint_every=1"]
     settings = [*SMALL, *plugin, "trainer.progress=false", "trainer.logger=null", *wild]

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from recpipe import cli as command_line
 from recpipe.errors import UserError
 from tests.processes import Cli
-from tests.test_report import make_report
+from tests.report.test_report import make_report
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.plugins.config_source import ConfigLoadError
 
-from recpipe import config
-from recpipe.config import compose
+from recpipe.config import compose as config
+from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from tests import composing
 

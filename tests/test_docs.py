@@ -14,9 +14,8 @@ from typing import get_args
 import pytest
 from omegaconf import OmegaConf
 
-from recpipe.config import compose, conf_dir
+from recpipe.config.compose import compose, conf_dir
 from recpipe.data.config import CONFIGS
-from recpipe.embedding.policies import POLICIES
 from recpipe.plugin.api import Aspect, Contribution, Invariant
 from recpipe.plugin.load import installed
 from recpipe.report.record import (
@@ -29,6 +28,7 @@ from recpipe.report.record import (
     RunReport,
     Throughput,
 )
+from recpipe.tables.tiers.policies import POLICIES
 from tests.processes import Child
 
 ROOT = Path(__file__).resolve().parent.parent

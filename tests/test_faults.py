@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from recpipe.tasks.compare_run import parameter_difference
-from tests.test_torchrun import start
+from tests.distributed.test_torchrun import start
 
 RECIPE = (
     "optim=rowwise_adagrad",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recpipe.config import compose
+from recpipe.config.compose import compose
 from recpipe.data.batch import Batch
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.plugin.errors import PluginError

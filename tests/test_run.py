@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from recpipe import checkpoint
 from recpipe import run as run_module
-from recpipe.config import compose
+from recpipe.checkpoint import table_io as checkpoint
+from recpipe.common.run_dir import ELSEWHERE
+from recpipe.config.compose import compose
 from recpipe.errors import UserError
-from recpipe.placing import Unplaced
 from recpipe.report import html, record
 from recpipe.run import run
-from recpipe.run_dir import ELSEWHERE
+from recpipe.setup.placing import Unplaced
 
 SMALL = (
     "data.samples=2000",

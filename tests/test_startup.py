@@ -9,8 +9,8 @@ from time import perf_counter
 
 import pytest
 
-from recpipe import clock
-from recpipe.config import compose
+from recpipe.common import clock
+from recpipe.config.compose import compose
 from recpipe.run import run
 
 SMALL = (
@@ -30,13 +30,14 @@ LATER = (
     "recpipe.report.plots",
     "recpipe.report.terminal",
     "recpipe.tasks.compare",
-    "recpipe.plugin.listing",
+    "recpipe.tasks.plugins",
 )
 """What is for the end of a run, or for other runs."""
 
 TO_FIRST_STEP = f"""
 import sys
-from recpipe import cli, doctor
+from recpipe import cli
+from recpipe.tasks import doctor
 
 def before_torch():
     print("torch imported:", "torch" in sys.modules)

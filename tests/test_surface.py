@@ -10,7 +10,7 @@ import pytest
 import recpipe
 from recpipe.plugin import api
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.listing import SAMPLE
+from recpipe.tasks.plugins import SAMPLE
 
 API = (1, 3)
 CONTRIBUTION = {

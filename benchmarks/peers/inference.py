@@ -28,8 +28,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of each batch size")
     arguments = parser.parse_args()
     if arguments.as_run:  # before torch is imported
-        from recpipe.allocator import tune_allocator
-        from recpipe.quiet import calm_threads
+        from recpipe.backend.allocator import tune_allocator
+        from recpipe.common.quiet import calm_threads
 
         calm_threads()
         tune_allocator()
@@ -81,17 +81,17 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     from recpipe.data.batch import Batch as OurBatch
     from recpipe.data.cache import default_cache_dir
     from recpipe.data.dataset import Schema, SparseFeature
-    from recpipe.embedding.grouped import GroupedCollection
-    from recpipe.embedding.groups import collections_of, group_tables
-    from recpipe.embedding.inputs import Inputs
-    from recpipe.embedding.resident import ResidentCollection
-    from recpipe.embedding.tables import TableOptimizer
     from recpipe.model.call import Called
     from recpipe.model.config import ModelConfig
     from recpipe.model.dlrm import make_dlrm
     from recpipe.model.loss import parse_loss
-    from recpipe.model.placed import PlacedModel, put_fronts
     from recpipe.model.sizes import DlrmSizes
+    from recpipe.pipeline.placed import PlacedModel, put_fronts
+    from recpipe.tables.grouped import GroupedCollection
+    from recpipe.tables.groups import collections_of, group_tables
+    from recpipe.tables.inputs import Inputs
+    from recpipe.tables.resident import ResidentCollection
+    from recpipe.tables.specs import TableOptimizer
 
     cpu = torch.device("cpu")
     features = tuple(SparseFeature(name, rows) for name, rows in TABLES.items())

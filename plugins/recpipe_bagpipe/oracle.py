@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.embedding.rowtable import distinct
 from recpipe.errors import UserError
+from recpipe.tables.rowtable import distinct
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.uint64]

@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from recpipe.data.batch import Batch
-from recpipe.embedding.collection import TableCollection
-from recpipe.embedding.parts import TierParts
-from recpipe.embedding.policies import CachePolicy, RowSpace
-from recpipe.embedding.stores.base import ColdStore
-from recpipe.embedding.stores.bulk import BulkStore
 from recpipe.plugin.api import (
     Context,
     Contribution,
@@ -22,6 +17,11 @@ from recpipe.plugin.api import (
     TablePolicy,
 )
 from recpipe.plugin.errors import PluginError
+from recpipe.tables.collection import TableCollection
+from recpipe.tables.stores.base import ColdStore
+from recpipe.tables.stores.bulk import BulkStore
+from recpipe.tables.tiers.parts import TierParts
+from recpipe.tables.tiers.policies import CachePolicy, RowSpace
 from recpipe_bagpipe.policy import Lookahead
 from recpipe_bagpipe.replicas import Replicas, replicas
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.common.saved import Damaged, within
 from recpipe.data.batch import Batch
-from recpipe.embedding.planner import Bags
-from recpipe.embedding.policies import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
-from recpipe.embedding.stores.bulk import BulkStore
-from recpipe.saved import Damaged, within
+from recpipe.tables.stores.bulk import BulkStore
+from recpipe.tables.tiers.placement import Bags
+from recpipe.tables.tiers.policies import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.ahead import Ahead, slack
 from recpipe_bagpipe.oracle import BatchPlan, Rows, plan
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.embedding.rowtable import updated
-from recpipe.embedding.tables import TableOptimizer
-from recpipe.ranks import Channel
+from recpipe.distributed.ranks import Channel
+from recpipe.tables.rowtable import updated
+from recpipe.tables.specs import TableOptimizer
 from recpipe_bagpipe.replica import Replica
 from recpipe_bagpipe.steps import Handover, Step, Sync
 from recpipe_bagpipe.worker import Worker

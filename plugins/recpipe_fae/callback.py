@@ -10,12 +10,12 @@ import lightning as L
 import numpy as np
 import torch
 
+from recpipe.common.saved import entries
 from recpipe.data.parts import batch_size
-from recpipe.model.placed import PlacedModel
 from recpipe.pipeline.loader import on_device
+from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.api import Context
 from recpipe.plugin.errors import PluginError
-from recpipe.saved import entries
 from recpipe_fae.prepare import Preparation
 from recpipe_fae.schedule import Scheduler, plan
 

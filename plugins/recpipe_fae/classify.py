@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from recpipe.data.batch import Batch
 from recpipe.data.parts import batch_size
-from recpipe.embedding.planner import Bags
-from recpipe.embedding.policies import RowIds
-from recpipe.embedding.profile import table_bases
-from recpipe.pipeline.select import join, select
+from recpipe.data.select import join, select
 from recpipe.plugin.api import Context
+from recpipe.tables.tiers.access_counts import table_bases
+from recpipe.tables.tiers.placement import Bags
+from recpipe.tables.tiers.policies import RowIds
 
 
 @dataclass(frozen=True)

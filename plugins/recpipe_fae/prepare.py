@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.data.batch import Batch
-from recpipe.embedding.policies import CachePolicy, HotSet, RowIds, RowSpace
-from recpipe.embedding.popularity import top_rows
-from recpipe.embedding.profile import group_rows, load_profile, table_bases
 from recpipe.plugin.api import Context, EpochOrder, TablePolicy
+from recpipe.tables.tiers.access_counts import group_rows, load_profile, table_bases
+from recpipe.tables.tiers.policies import CachePolicy, HotSet, RowIds, RowSpace
+from recpipe.tables.tiers.popularity import top_rows
 from recpipe_fae.classify import Classes, class_batches, classify
 from recpipe_fae.schedule import Scheduler, plan
 

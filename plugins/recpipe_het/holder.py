@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from recpipe.embedding.rowtable import distinct, updated
-from recpipe.embedding.stores.base import ColdStore, Records
-from recpipe.embedding.tables import TableOptimizer
+from recpipe.tables.rowtable import distinct, updated
+from recpipe.tables.specs import TableOptimizer
+from recpipe.tables.stores.base import ColdStore, Records
 from recpipe_het.bounds import Bounds
 from recpipe_het.messages import ABSENT, Check, Push, Reply, Rows
 

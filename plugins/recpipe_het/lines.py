@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from recpipe.embedding.policies import CachePolicy, Slots
-from recpipe.embedding.rowtable import updated
-from recpipe.embedding.tables import TableOptimizer
+from recpipe.tables.rowtable import updated
+from recpipe.tables.specs import TableOptimizer
+from recpipe.tables.tiers.policies import CachePolicy, Slots
 from recpipe_het.bounds import Bounds
 from recpipe_het.messages import ABSENT, Check, Floats, Push, Reply, Rows
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from recpipe.embedding.collection import TableCollection
-from recpipe.embedding.parts import TierParts
-from recpipe.embedding.policies import CachePolicy, Lfu, Lru, RowSpace
-from recpipe.embedding.stores.sharded import HeldRows, ShardedStore
 from recpipe.plugin.api import Context, Contribution, Figure, Invariant, Plugin, TableClaim, TablePolicy
 from recpipe.plugin.errors import PluginError
+from recpipe.tables.collection import TableCollection
+from recpipe.tables.stores.sharded import HeldRows, ShardedStore
+from recpipe.tables.tiers.parts import TierParts
+from recpipe.tables.tiers.policies import CachePolicy, Lfu, Lru, RowSpace
 from recpipe_het.bounds import Bounds
 from recpipe_het.lines import Lines
 from recpipe_het.policy import LfuOpt

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.embedding.policies import CachePolicy, Placement, RowIds, RowSpace, Slots, distinct
-from recpipe.saved import within
+from recpipe.common.saved import within
+from recpipe.tables.tiers.policies import CachePolicy, Placement, RowIds, RowSpace, Slots, distinct
 
 PERMANENT_USES = 10
 """Uses (batches that look a row up) after which it is never evicted, as in HET's code."""

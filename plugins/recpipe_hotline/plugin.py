@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recpipe.embedding.policies import CachePolicy, RowSpace
 from recpipe.plugin.api import (
     Context,
     Contribution,
@@ -16,6 +15,7 @@ from recpipe.plugin.api import (
     micro_batch_step,
 )
 from recpipe.plugin.errors import PluginError
+from recpipe.tables.tiers.policies import CachePolicy, RowSpace
 from recpipe_hotline.policy import Learning, PopularRows
 from recpipe_hotline.splitter import PopularFirst
 
@@ -79,7 +79,7 @@ class PopularTables(TablePolicy):
         """The policy for ``space``."""
         policy = PopularRows(space, self.learning)
         if self.profiled is not None:
-            from recpipe.embedding.profile import SAMPLE, group_rows, load_profile, table_bases
+            from recpipe.tables.tiers.access_counts import SAMPLE, group_rows, load_profile, table_bases
 
             counts = load_profile(self.profiled, SAMPLE).dense(int(table_bases(self.profiled)[-1]))
             policy.counts = counts[group_rows(self.profiled, space.group)]

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.embedding.policies import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
-from recpipe.embedding.popularity import top_rows
-from recpipe.saved import residents, within
+from recpipe.common.saved import residents, within
+from recpipe.tables.tiers.policies import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
+from recpipe.tables.tiers.popularity import top_rows
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstima
 from torchrec.distributed.planner.types import Perf, PerfModel, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingPlanner
 
-from recpipe.embedding.sharding import Prediction
-from recpipe.embedding.tables import module_name
 from recpipe.errors import UserError
+from recpipe.seams import module_name
+from recpipe.tables.sharding.planning import Prediction
 from recpipe_neo.cost import CostModel
 from recpipe_neo.estimate import MeasuredEstimator, MeasuredStep, TableCosts
 from recpipe_neo.measure import measure

@@ -13,9 +13,9 @@ from typing import Any, cast
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlanner, ShardingType
 
-from recpipe.embedding.tables import module_name
 from recpipe.plugin.api import Context, Contribution, Invariant, Plugin, TableClaim, TableInfo, TablePolicy
 from recpipe.plugin.errors import PluginError
+from recpipe.seams import module_name
 from recpipe_neo.planner import PLANNERS, PlanRecord, make_planner
 from recpipe_neo.precision import (
     TABLE_PRECISIONS,

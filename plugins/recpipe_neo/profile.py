@@ -16,8 +16,8 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from recpipe.backend.host import processor
+from recpipe.common.saved import Damaged, entries, parse_json, typed_as
 from recpipe.errors import UserError
-from recpipe.saved import Damaged, entries, parse_json, typed_as
 
 SCHEMA = 1
 

@@ -12,11 +12,11 @@ import lightning as L
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.common.saved import Damaged, entries, within
 from recpipe.data.batch import Batch
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
-from recpipe.pipeline.tiers import BatchPlan
 from recpipe.plugin.errors import PluginError
-from recpipe.saved import Damaged, entries, within
+from recpipe.tables.tiers.batch import BatchPlan
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.training.module import RankingModule
 from recpipe_slipstream.classifier import InputClassifier, Marks
 from recpipe_slipstream.freeze import FrozenRows

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.data.batch import Batch
-from recpipe.embedding.planner import Bags
-from recpipe.embedding.policies import RowIds
-from recpipe.pipeline.select import select
+from recpipe.data.select import select
+from recpipe.tables.tiers.placement import Bags
+from recpipe.tables.tiers.policies import RowIds
 from recpipe_slipstream.threshold import samples_of
 from recpipe_slipstream.tiers import HotTiers
 

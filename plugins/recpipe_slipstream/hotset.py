@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from recpipe.embedding.policies import CachePolicy, HotSet, RowSpace
-from recpipe.embedding.popularity import top_rows
-from recpipe.embedding.profile import SAMPLE, group_rows, load_profile, table_bases
 from recpipe.plugin.api import Context, TablePolicy
+from recpipe.tables.tiers.access_counts import SAMPLE, group_rows, load_profile, table_bases
+from recpipe.tables.tiers.policies import CachePolicy, HotSet, RowSpace
+from recpipe.tables.tiers.popularity import top_rows
 
 
 class HotTables(TablePolicy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.embedding.planner import Bags
+from recpipe.tables.tiers.placement import Bags
 from recpipe_slipstream.snapshot import Changes
 
 Scores = NDArray[np.float32]

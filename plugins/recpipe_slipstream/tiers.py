@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.embedding.planner import Bags
-from recpipe.embedding.policies import RowIds
-from recpipe.embedding.stores.base import Records
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.stores.base import Records
+from recpipe.tables.tiers.placement import Bags
+from recpipe.tables.tiers.policies import RowIds
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 
 class HotTiers:

@@ -34,7 +34,7 @@ from recpipe.backend.chain import (
 from recpipe.backend.choices import Chooser
 from recpipe.backend.crosses import cross, factorize
 from recpipe.backend.dense import Layer, chain, interact
-from recpipe.embedding.room import has_room, marked
+from recpipe.tables.room import has_room, marked
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _COLLECTION = "sparse_arch.embedding_bag_collection"

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from recpipe.embedding.room import widened
-from recpipe.phases import phase
+from recpipe.common.phases import phase
+from recpipe.tables.room import widened
 
 LEAK = 1e-30
 """Slope of the ReLU below 0 in bfloat16."""

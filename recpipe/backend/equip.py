@@ -21,16 +21,16 @@ from recpipe.backend.choices import Choices, Chooser
 from recpipe.backend.convert import convert, revert, roomy_paths
 from recpipe.backend.host import checked
 from recpipe.backend.sharing import measured_sharing
-from recpipe.embedding.capabilities import SendsAhead
-from recpipe.embedding.front import BagFront
-from recpipe.model.parts import find_out
-from recpipe.model.placed import PlacedModel
-from recpipe.pipeline.beside import Beside
+from recpipe.common.saved import entries
+from recpipe.distributed.ranks import Channel
 from recpipe.pipeline.cores import Cores
+from recpipe.pipeline.parts import find_out
+from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.errors import PluginError
-from recpipe.ranks import Channel
-from recpipe.saved import entries
+from recpipe.tables.beside import Beside
+from recpipe.tables.capabilities import SendsAhead
+from recpipe.tables.front import BagFront
 
 log = logging.getLogger(__name__)
 

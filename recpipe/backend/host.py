@@ -16,8 +16,8 @@ from typing import ClassVar
 import torch
 
 from recpipe.backend.choices import ANSWERS, Choices
+from recpipe.common.saved import Damaged, entries, parse_json
 from recpipe.errors import UserError
-from recpipe.saved import Damaged, entries, parse_json
 
 SCHEMA = 2
 _log = logging.getLogger("recpipe")

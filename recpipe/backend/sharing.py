@@ -21,15 +21,15 @@ from recpipe.backend.choices import FIRST_SHARES, Choices
 from recpipe.backend.convert import roomy_paths
 from recpipe.backend.host import Notebook
 from recpipe.data.parts import batch_size
-from recpipe.embedding.collection import TableCollection
-from recpipe.embedding.inputs import GroupIds, count_ids
-from recpipe.embedding.resident import ResidentCollection
-from recpipe.embedding.tables import TableSet
-from recpipe.model.parts import undone
-from recpipe.model.placed import PlacedModel
+from recpipe.data.select import between
 from recpipe.pipeline.cores import Cores
-from recpipe.pipeline.select import between
+from recpipe.pipeline.parts import undone
+from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.tables.collection import TableCollection
+from recpipe.tables.inputs import GroupIds, count_ids
+from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.specs import TableSet
 
 STAND_IN_BYTES = 64 << 20
 """Of all tables that are looked up while a step is timed: more than a cache holds, and made in no time."""

@@ -15,12 +15,12 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
 
-from recpipe.console import Meter
+from recpipe.common.console import Meter
+from recpipe.common.sizes import readable_bytes
 from recpipe.data.columns import Columns
 from recpipe.data.dataset import Schema
 from recpipe.data.prepared import FORMAT_VERSION, PreparedWriter, check_prepared
 from recpipe.errors import DataError
-from recpipe.sizes import readable_bytes
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_type_hints
 
 from annotated_types import Gt, Interval, MinLen
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from recpipe.config import plain
+from recpipe.common.validation import Count, FilePath, Positive, Text, chosen, mapping, one_of, typed
 from recpipe.errors import UserError, shown
 from recpipe.plugin.errors import PluginLoadError
 from recpipe.plugin.offers import entry, imported, is_offered, offered, origin_of
-from recpipe.validation import Count, FilePath, Positive, Text, chosen, mapping, one_of, typed
 
 Rows = Annotated[int, Interval(ge=2, le=2**31 - 1)]
 """Rows of a table; row 0 is that of missing ids."""
@@ -137,7 +136,9 @@ def parse_config(node: DictConfig | Mapping[str, Any] | DataConfig) -> DataConfi
     """The checked dataclass for a ``data`` node, interpolations resolved; ``UserError`` names a bad key."""
     if isinstance(node, DataConfig):
         return typed(type(node), vars(node), "data")
-    values = mapping(plain(node) if isinstance(node, DictConfig) else node, "data")
+    values = mapping(
+        OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else node, "data"
+    )
     name = values.get("name")
     if name in [*CONFIGS] or not is_offered("data", name):
         return chosen(CONFIGS, values, "data", also=offered("data"))

@@ -10,8 +10,8 @@ from typing import Literal
 from urllib.parse import quote
 
 from recpipe.data.batch import Batch, BatchShare
+from recpipe.distributed.ranks import part_of
 from recpipe.errors import DataError, UserError, shown
-from recpipe.ranks import part_of
 
 Split = Literal["train", "eval"]
 LONGEST_NAME = 200

@@ -9,7 +9,6 @@ from typing import Any, get_type_hints
 
 from omegaconf import DictConfig
 
-from recpipe.data import criteo
 from recpipe.data.cache import Source, prepare
 from recpipe.data.config import (
     CONFIGS,
@@ -24,12 +23,13 @@ from recpipe.data.config import (
     installed_source,
     parse_config,
 )
-from recpipe.data.criteo import CriteoSource
 from recpipe.data.dataset import Dataset, NumberedDataset
 from recpipe.data.files import input_files
-from recpipe.data.npy import NpySource, triples
 from recpipe.data.prepared import PreparedDataset
-from recpipe.data.synthetic import SyntheticDataset
+from recpipe.data.sources import criteo
+from recpipe.data.sources.criteo import CriteoSource
+from recpipe.data.sources.npy import NpySource, triples
+from recpipe.data.sources.synthetic import SyntheticDataset
 from recpipe.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def _installed(config: DataConfig, seed: int) -> Dataset:
 def _source(config: FileConfig) -> Source:
     skip = config.on_bad_row == "skip"
     if isinstance(config, ParquetConfig):
-        from recpipe.data.parquet import ParquetSource  # with pyarrow, which the others do without
+        from recpipe.data.sources.parquet import ParquetSource  # with pyarrow, which the others do without
 
         return ParquetSource(config, skip)
     assert isinstance(config, CriteoConfig)

@@ -11,9 +11,9 @@ from torch import nn
 
 from recpipe.data.parts import batch_size
 from recpipe.errors import UserError, nearest_or_all, shown
-from recpipe.metrics import Kind
 from recpipe.model.config import UserModel
 from recpipe.model.loss import Loss, parse_loss, vector
+from recpipe.model.metrics import Kind
 
 LABELS = "labels"
 """Where labels are, unless the recipe says otherwise."""

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 from annotated_types import Interval, MinLen, MultipleOf
 from pydantic import AfterValidator
 
+from recpipe.common.validation import FilePath, Positive, Text, chosen, fitted, mapping, one_of, typed_part
+from recpipe.common.words import CUSTOM
 from recpipe.plugin.conf import TARGET
 from recpipe.plugin.offers import is_offered, offered
-from recpipe.validation import FilePath, Positive, Text, chosen, fitted, mapping, one_of, typed_part
-from recpipe.words import CUSTOM
 
 Sizes = Annotated[list[Annotated[int, Interval(ge=1, le=2**31 - 1)]], MinLen(1)]
 """Widths of an MLP's layers."""

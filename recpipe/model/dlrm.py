@@ -7,8 +7,8 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from recpipe.embedding.tables import module_name
 from recpipe.model.sizes import DlrmSizes
+from recpipe.seams import module_name
 
 META = torch.device("meta")
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, cast
 import torch
 from torch.nn import functional as F
 
+from recpipe.common.targets import make
 from recpipe.errors import UserError, nearest_or_all, shown
-from recpipe.metrics import Kind
+from recpipe.model.metrics import Kind
 from recpipe.plugin.conf import TARGET
-from recpipe.targets import make
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From a prediction and labels to the mean loss of their samples, a 0-dim tensor."""

@@ -12,8 +12,10 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from recpipe.common.targets import made_within
+from recpipe.common.validation import no_value
+from recpipe.common.words import CUSTOM
 from recpipe.data.dataset import Dataset, Schema
-from recpipe.embedding.tables import module_name
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig, ModelKeys, UserModel
@@ -23,9 +25,7 @@ from recpipe.model.sizes import DlrmSizes
 from recpipe.model.target import locate, told
 from recpipe.plugin.conf import TARGET
 from recpipe.plugin.offers import entry, imported, offered
-from recpipe.targets import made_within
-from recpipe.validation import no_value
-from recpipe.words import CUSTOM
+from recpipe.seams import module_name
 
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from recpipe.common.saved import Damaged
 from recpipe.data.dataset import Dataset, Schema
 from recpipe.model.config import ModelConfig, UserModel
-from recpipe.saved import Damaged
 
 
 @dataclass(frozen=True)

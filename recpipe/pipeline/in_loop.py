@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from recpipe.embedding.front import handing_out
-from recpipe.model.placed import PlacedModel
-from recpipe.pipeline.lookups import BatchLookups, Part
-from recpipe.pipeline.select import between, join
+from recpipe.data.select import between, join
+from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StagedBatch
+from recpipe.tables.front import handing_out
+from recpipe.tables.lookups import BatchLookups, Part
 
 
 class _Whole(Part):

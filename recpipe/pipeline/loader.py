@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from recpipe.common.phases import phase
 from recpipe.data.ahead import read_ahead
 from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, Split
 from recpipe.data.parts import batch_size
-from recpipe.embedding.inputs import GroupIds, Inputs, count_ids
+from recpipe.data.select import between, select
+from recpipe.distributed.ranks import Ranks
 from recpipe.errors import DataError
-from recpipe.phases import phase
-from recpipe.pipeline.select import between, select
 from recpipe.pipeline.share import cut, in_steps
 from recpipe.pipeline.step import StagedBatch
-from recpipe.pipeline.tiers import BatchPlan, Tiers
 from recpipe.plugin.api import micro_batch_step
 from recpipe.plugin.assembly import Assembly
-from recpipe.ranks import Ranks
+from recpipe.tables.inputs import GroupIds, Inputs, count_ids
+from recpipe.tables.tiers.batch import BatchPlan, Tiers
 
 WAITED = 1e-3
 """Seconds of waiting for a batch from which on it counts as waited for."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.ranks import Ranks
+from recpipe.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
+from recpipe.common.phases import phase
 from recpipe.data.parts import batch_size
-from recpipe.embedding.front import Front
-from recpipe.embedding.inputs import GroupIds
+from recpipe.data.select import between
 from recpipe.errors import UserError
-from recpipe.model.placed import PlacedModel
-from recpipe.phases import phase
-from recpipe.pipeline.beside import Beside
 from recpipe.pipeline.cores import Cores
-from recpipe.pipeline.lookups import BatchLookups, GroupLookup, Part
-from recpipe.pipeline.select import between
-from recpipe.pipeline.tiers import BatchPlan
+from recpipe.pipeline.placed import PlacedModel
+from recpipe.tables.beside import Beside
+from recpipe.tables.front import Front
+from recpipe.tables.inputs import GroupIds
+from recpipe.tables.lookups import BatchLookups, GroupLookup, Part
+from recpipe.tables.tiers.batch import BatchPlan
 
 
 def _nothing() -> None:

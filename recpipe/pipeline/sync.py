@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from recpipe.ranks import Channel
+from recpipe.distributed.ranks import Channel
 
 
 def add_up(

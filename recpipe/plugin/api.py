@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodec, ShardingPlanner
 
     from recpipe.data.batch import Batch
-    from recpipe.embedding.collection import TableCollection
-    from recpipe.embedding.parts import TierParts
-    from recpipe.embedding.planner import Bags
-    from recpipe.embedding.policies import CachePolicy, RowSpace
-    from recpipe.embedding.stores.base import ColdStore
     from recpipe.report.record import Io
+    from recpipe.tables.collection import TableCollection
+    from recpipe.tables.stores.base import ColdStore
+    from recpipe.tables.tiers.parts import TierParts
+    from recpipe.tables.tiers.placement import Bags
+    from recpipe.tables.tiers.policies import CachePolicy, RowSpace
 
 API = (1, 3)
 """Version of this file's contract: a plugin's major must equal it, its minor must not exceed it."""

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from torchrec.distributed.planner.types import ParameterConstraints
 
     from recpipe.data.batch import Batch
-    from recpipe.embedding.collection import TableCollection
-    from recpipe.embedding.parts import TierParts
-    from recpipe.embedding.policies import CachePolicy, RowSpace
-    from recpipe.embedding.stores.base import ColdStore
+    from recpipe.tables.collection import TableCollection
+    from recpipe.tables.stores.base import ColdStore
+    from recpipe.tables.tiers.parts import TierParts
+    from recpipe.tables.tiers.policies import CachePolicy, RowSpace
 
 R = TypeVar("R")
 

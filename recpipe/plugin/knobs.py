@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
+from recpipe.common.validation import fitted
 from recpipe.errors import UserError, did_you_mean
 from recpipe.plugin.api import Origin, Plugin
 from recpipe.plugin.errors import PluginError
-from recpipe.validation import fitted
 
 
 def check_knobs(cls: type[Plugin], origin: Origin, knobs: Mapping[str, Any]) -> None:

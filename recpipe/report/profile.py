@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from recpipe.console import Output
+from recpipe.common.console import Output
 from recpipe.report import figures, plots
 
 COLUMNS = ("phase", "ms", "share", "floor ms", "x floor")

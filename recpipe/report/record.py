@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.metrics import Quality
+from recpipe.model.metrics import Quality
 
 SCHEMA = 1
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from recpipe.console import show
+from recpipe.common.console import show
 from recpipe.report import figures, profile
 from recpipe.report.quality import told
 

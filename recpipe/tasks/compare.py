@@ -11,9 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from recpipe.console import Output
+from recpipe.common.console import Output
+from recpipe.common.made import scratch_directory
+from recpipe.config.task import CompareConfig
 from recpipe.errors import UserError
-from recpipe.made import scratch_directory
 from recpipe.report import comparison, figures, terminal
 from recpipe.report.comparison import RowResult
 from recpipe.report.environment import environment
@@ -21,7 +22,6 @@ from recpipe.report.files import ReportFiles
 from recpipe.report.remarks import faults
 from recpipe.tasks import compare_run
 from recpipe.tasks.compare_rows import Row, carried_overrides, parse_rows, quoted
-from recpipe.tasks.config import CompareConfig
 
 UNTIMED = ("trainer.checkpoint_every=null", "trainer.eval_every=1.0")
 """What costs time but is not compared; the user's own overrides come later and win."""

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.common.run_dir import unwritable
 from recpipe.errors import UserError
 from recpipe.report.exactness import Difference
-from recpipe.run_dir import unwritable
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node={}"
 _GRACE_SECONDS = 40  # torchrun gives its ranks 30

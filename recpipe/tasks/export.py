@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.embedding.tables import to_numpy
+from recpipe.checkpoint.table_files import read_along, save_tables
 from recpipe.errors import UserError
-from recpipe.model.placed import PlacedModel
-from recpipe.table_files import read_along, save_tables
+from recpipe.pipeline.placed import PlacedModel
+from recpipe.tables.specs import to_numpy
 
 
 def export_parameters(directory: Path, model: PlacedModel, writes: bool = True) -> None:

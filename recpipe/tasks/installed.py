@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from recpipe.launch import Process
+from recpipe.config.recipe import Recipe
+from recpipe.distributed.launch import Process
 from recpipe.plugin.errors import PluginLoadError
 from recpipe.plugin.offers import entry, imported, offered, origin_of
-from recpipe.recipe import Recipe
 from recpipe.report.files import ReportFiles
 
 

@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from recpipe.checkpoint import MODEL, naming, newest, open_checkpoint
-from recpipe.embedding.tables import module_name
+from recpipe.checkpoint.manifest import TABLES
+from recpipe.checkpoint.table_files import saved_weights
+from recpipe.checkpoint.table_io import MODEL, naming, newest, open_checkpoint
+from recpipe.common.saved import typed_as
+from recpipe.common.tensor_writer import Streamed
 from recpipe.errors import UserError
-from recpipe.manifest import TABLES
 from recpipe.model.dlrm import META, make_dlrm
-from recpipe.model.placed import saved_values
 from recpipe.model.sizes import DlrmSizes
-from recpipe.saved import typed_as
-from recpipe.table_files import saved_weights
+from recpipe.pipeline.placed import saved_values
+from recpipe.seams import module_name
 from recpipe.tasks.unshard import saved_dense
-from recpipe.tensor_writer import Streamed
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Module:

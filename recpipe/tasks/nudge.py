@@ -8,7 +8,7 @@ import lightning as L
 import numpy as np
 import torch
 
-from recpipe.embedding.collection import TableCollection
+from recpipe.tables.collection import TableCollection
 
 
 class Nudge(L.Callback):

@@ -12,17 +12,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from recpipe.console import show
-from recpipe.embedding.build import TierConfig, cache_owner
-from recpipe.embedding.groups import ModelTables
-from recpipe.embedding.shard_plan import ShardPlan
-from recpipe.embedding.sharding import Sharding
+from recpipe.common.console import show
+from recpipe.common.sizes import readable_bytes
+from recpipe.config.task import PlanConfig, TaskConfig
+from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError, printable
 from recpipe.plugin.api import Invariant
 from recpipe.plugin.assembly import Assembly
-from recpipe.ranks import Ranks
-from recpipe.sizes import readable_bytes
-from recpipe.tasks.config import PlanConfig, TaskConfig
+from recpipe.tables.build import TierConfig, cache_owner
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.sharding.plan import ShardPlan
+from recpipe.tables.sharding.planning import Sharding
 from recpipe.tasks.plan_shards import described, print_shards
 
 MOST_SHARDS = 25_000

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from recpipe.embedding.shard_plan import Shard, ShardPlan
-from recpipe.embedding.tables import TableSet
+from recpipe.common.sizes import readable_bytes
 from recpipe.errors import printable
-from recpipe.sizes import readable_bytes
+from recpipe.tables.sharding.plan import Shard, ShardPlan
+from recpipe.tables.specs import TableSet
 
 
 def shard_bytes(shard: Shard, tables: TableSet) -> int:

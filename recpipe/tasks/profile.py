@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from itertools import product
 from statistics import fmean
 from typing import Any, TypeVar
@@ -12,11 +12,14 @@ import lightning as L
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
-from recpipe import phases
-from recpipe.floor import machine
-from recpipe.floor.parts import tell_parts
-from recpipe.floor.roofline import floors_ms
-from recpipe.floor.trace import (
+from recpipe.common import phases
+from recpipe.common.phases import PHASES
+from recpipe.config.task import ProfileConfig
+from recpipe.model.config import ModelConfig, UserModel
+from recpipe.perf import machine
+from recpipe.perf.parts import tell_parts
+from recpipe.perf.roofline import floors_ms
+from recpipe.perf.trace import (
     OVERHEAD,
     STEP,
     ProfiledStep,
@@ -24,8 +27,8 @@ from recpipe.floor.trace import (
     profiled_steps,
     top_operators,
 )
-from recpipe.floor.traced import Traced
-from recpipe.floor.workload import (
+from recpipe.perf.traced import Traced
+from recpipe.perf.workload import (
     FLOAT_BYTES,
     Lookups,
     Work,
@@ -34,37 +37,16 @@ from recpipe.floor.workload import (
     embedding_work,
     optimizer_work,
 )
-from recpipe.model.config import ModelConfig, UserModel
-from recpipe.model.placed import PlacedModel
-from recpipe.phases import PHASES
+from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StagedBatch
 from recpipe.report.files import ReportFiles
 from recpipe.report.record import RunReport, Throughput
-from recpipe.tasks.config import TaskConfig
-from recpipe.training.config import TrainerConfig
 from recpipe.training.recorder import Recorder
-from recpipe.validation import Count, Positive
 
 T = TypeVar("T")
 TRACE = "trace.json.gz"
 COUNTED_BATCHES = 8
 """The first ones of a run, whose lookups are counted."""
-
-
-@dataclass(frozen=True)
-class ProfileConfig(TaskConfig):
-    """``conf/task/profile.yaml``."""
-
-    warmup: Count = 20
-    """Steps before any is timed."""
-    steps: Positive = 30
-    """Steps that are timed without the profiler, and again so many with it."""
-
-    def shortened(self, trainer: TrainerConfig) -> TrainerConfig:
-        """``trainer`` for the steps that are needed, in as many epochs as that takes, and nothing else."""
-        steps = self.warmup + 2 * self.steps
-        only = replace(trainer, checkpoint_every=None, logger=None, callbacks=[])
-        return replace(only, max_steps=steps, max_epochs=steps)
 
 
 def _nothing() -> None:

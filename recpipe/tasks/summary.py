@@ -7,17 +7,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
-from recpipe.embedding.collection import TableCollection, TierFigures
-from recpipe.embedding.groups import ModelTables
-from recpipe.embedding.seams import Collective
-from recpipe.metrics import peak_rss_bytes
+from recpipe.distributed.ranks import Ranks
+from recpipe.model.metrics import peak_rss_bytes
 from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import Assembly
-from recpipe.ranks import Ranks
-from recpipe.recipe import Recipe
 from recpipe.report.environment import environment
 from recpipe.report.record import DataFigures, Io, Memory, RankFigures, Resumed, RunReport, Throughput
+from recpipe.seams import Collective
+from recpipe.tables.collection import TableCollection, TierFigures
+from recpipe.tables.groups import ModelTables
 from recpipe.training.module import RankingModule
 from recpipe.training.recorder import Recorder
 

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.checkpoint import naming, newest, open_checkpoint
-from recpipe.embedding.tables import to_numpy, weight_name
+from recpipe.checkpoint.manifest import TABLES
+from recpipe.checkpoint.table_files import saved_weights
+from recpipe.checkpoint.table_io import naming, newest, open_checkpoint
+from recpipe.common.saved import entries, tensor
+from recpipe.common.tensor_files import FLOATS, INT64, TensorFiles
+from recpipe.common.tensor_writer import Streamed, write_tensors
 from recpipe.errors import UserError
-from recpipe.manifest import TABLES
-from recpipe.model.placed import PlacedModel
-from recpipe.saved import entries, tensor
-from recpipe.table_files import saved_weights
-from recpipe.tensor_files import FLOATS, INT64, TensorFiles
-from recpipe.tensor_writer import Streamed, write_tensors
+from recpipe.pipeline.placed import PlacedModel
+from recpipe.tables.specs import to_numpy, weight_name
 
 
 def unshard(checkpoint: Path, target: Path) -> int:

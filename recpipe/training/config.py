@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator
 
-from recpipe.validation import FilePath, Positive, one_of
+from recpipe.common.validation import FilePath, Positive, one_of
 
 
 def _device(value: Any) -> Any:
@@ -53,7 +53,7 @@ class TrainerConfig:
     keep_checkpoints: Positive
     checkpoint_dir: FilePath | None
     logger: Annotated[str, AfterValidator(_logger)] | dict[str, Any] | None
-    """A name, or what ``recpipe.targets`` makes a Lightning logger of."""
+    """A name, or what ``recpipe.common.targets`` makes a Lightning logger of."""
     callbacks: list[dict[str, Any]]
     """Of which it makes Lightning callbacks."""
     progress: bool

@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
+from recpipe.common.run_dir import unwritable
+from recpipe.common.targets import make
 from recpipe.errors import UserError
-from recpipe.run_dir import unwritable
-from recpipe.targets import make
 
 
 class CsvLogger(CSVLogger):

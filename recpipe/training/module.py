@@ -17,22 +17,22 @@ import torch
 from torch import nn
 
 from recpipe.backend.equip import Backend
+from recpipe.common.phases import phase
+from recpipe.common.saved import tensor
+from recpipe.common.threads import using_threads
 from recpipe.data.parts import batch_size, tensors_of
-from recpipe.embedding.capabilities import Placed
-from recpipe.embedding.front import handing_out
+from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.errors import UserError
-from recpipe.metrics import BackgroundQuality, Quality
-from recpipe.model.placed import PlacedModel, saved_buffers
-from recpipe.phases import phase
-from recpipe.pipeline.beside import Beside
+from recpipe.model.metrics import BackgroundQuality, Quality
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.loader import TrainLoader
+from recpipe.pipeline.placed import PlacedModel, saved_buffers
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.pipeline.sync import add_up
 from recpipe.plugin.assembly import Assembly
-from recpipe.ranks import Channel, Ranks
-from recpipe.saved import tensor
-from recpipe.threads import using_threads
+from recpipe.tables.beside import Beside
+from recpipe.tables.capabilities import Placed
+from recpipe.tables.front import handing_out
 
 LOOK_EVERY = 50
 """Steps between looks at the loss on a GPU, each of which waits for it."""

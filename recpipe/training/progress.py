@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from recpipe.console import Meter, log
+from recpipe.common.console import Meter, log
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch
 from recpipe.training.config import TrainerConfig

@@ -9,8 +9,8 @@ from typing import Any
 
 import lightning as L
 
-from recpipe.console import log
-from recpipe.metrics import Quality
+from recpipe.common.console import log
+from recpipe.model.metrics import Quality
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch
 from recpipe.report.quality import told

@@ -18,10 +18,10 @@ from packaging.version import InvalidVersion, Version
 from torch import nn
 
 from recpipe.backend.equip import Backend
-from recpipe.checkpoint import SUFFIX
-from recpipe.embedding.capabilities import Placed
+from recpipe.checkpoint.table_io import SUFFIX
+from recpipe.common.saved import Damaged, entries, like, tensor
 from recpipe.errors import UserError
-from recpipe.saved import Damaged, entries, like, tensor
+from recpipe.tables.capabilities import Placed
 from recpipe.training.module import RankingModule
 
 Plain = bool | int | float | str | tuple[float | None, ...] | None

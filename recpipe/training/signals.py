@@ -13,9 +13,9 @@ from typing import Any
 import lightning as L
 import numpy as np
 
-from recpipe.checkpoint import SUFFIX
-from recpipe.launch import Process
-from recpipe.ranks import Channel
+from recpipe.checkpoint.table_io import SUFFIX
+from recpipe.distributed.launch import Process
+from recpipe.distributed.ranks import Channel
 from recpipe.training.module import EvaluationStopped, RankingModule
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)

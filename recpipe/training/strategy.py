@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from recpipe.ranks import Channel
+from recpipe.distributed.ranks import Channel
 
 
 class AgreeingStrategy(SingleDeviceStrategy):

@@ -13,11 +13,11 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoi
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from recpipe.console import log
+from recpipe.common.console import log
+from recpipe.common.targets import make
+from recpipe.distributed.ranks import Channel
 from recpipe.errors import CheckpointError, UserError
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
-from recpipe.ranks import Channel
-from recpipe.targets import make
 from recpipe.training.config import TrainerConfig
 from recpipe.training.figures import LOG_EVERY
 from recpipe.training.loggers import CsvLogger

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import recpipe
-from recpipe.embedding.front import Front
+from recpipe.tables.front import Front
 from tests.any_model.zoo import OVERRIDES, Events, Trained, is_table, make
 from tests.processes import start_ranks
 

@@ -15,8 +15,8 @@ import recpipe
 from recpipe.backend.chain import is_converted
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
-from recpipe.pipeline.lookups import GroupLookup
 from recpipe.plugin.errors import PluginError
+from recpipe.tables.lookups import GroupLookup
 from tests.any_model.runs import left_by
 from tests.any_model.zoo import (
     OPTIMIZERS,

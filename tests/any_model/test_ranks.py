@@ -8,7 +8,7 @@ import pytest
 
 import recpipe
 from recpipe.data.dataset import Dataset
-from recpipe.pipeline.select import between
+from recpipe.data.select import between
 from tests.any_model.runs import QUIET, on_two_ranks
 from tests.any_model.zoo import OVERRIDES, events, make
 

@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
+from recpipe.common.tensor_files import TensorFiles
 from recpipe.data.dataset import Dataset
-from recpipe.embedding import shard
-from recpipe.embedding.groups import collections_of, group_tables
-from recpipe.embedding.shard_plan import Shard, ShardPlan, TablePlan
-from recpipe.embedding.tables import TableOptimizer, state_name
 from recpipe.errors import UserError
 from recpipe.report.record import write_json
+from recpipe.tables.groups import collections_of, group_tables
+from recpipe.tables.sharding import collection as shard
+from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
+from recpipe.tables.specs import TableOptimizer, state_name
 from recpipe.tasks.unshard import unshard
-from recpipe.tensor_files import TensorFiles
 from tests.any_model.runs import QUIET, train
 from tests.any_model.zoo import (
     OVERRIDES,

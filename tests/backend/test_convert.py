@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from recpipe.backend import convert as back
 from recpipe.backend import crosses, dense
 from recpipe.backend.convert import convert, revert
-from recpipe.embedding.room import with_room
+from recpipe.tables.room import with_room
 from tests.backend.models import BATCH, DENSE, DIM, FEATURES, MODELS, Own, assert_close, batch, made, step
 
 

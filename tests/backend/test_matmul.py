@@ -7,7 +7,7 @@ import torch
 
 from recpipe.backend import matmul
 from recpipe.backend.matmul import float32_matmul, require_bfloat16_units, vector_units
-from recpipe.config import compose
+from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.run import run
 

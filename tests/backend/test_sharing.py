@@ -12,10 +12,10 @@ import torch
 from recpipe.backend import host, sharing
 from recpipe.backend.choices import Chooser
 from recpipe.backend.sharing import measured_sharing, signature
-from recpipe.model.placed import PlacedModel
-from recpipe.pipeline.select import between
-from tests.embedding.samples import dump, identical
+from recpipe.data.select import between
+from recpipe.pipeline.placed import PlacedModel
 from tests.pipeline.samples import collection_of, model_config, model_over, random_batch
+from tests.tables.samples import dump, identical
 
 SIZE = 1024
 BATCH = random_batch(np.random.default_rng(5), SIZE, True)

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recpipe.data.config import CONFIGS, parse_config
-from recpipe.data.criteo import criteo_schema
+from recpipe.data.sources.criteo import criteo_schema
 from recpipe.errors import UserError
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "data"

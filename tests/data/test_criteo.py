@@ -13,11 +13,11 @@ import pyarrow as pa
 import pytest
 from omegaconf import OmegaConf
 
-from recpipe import console
+from recpipe.common import console
 from recpipe.data import cache
-from recpipe.data import criteo as module
 from recpipe.data.config import CriteoConfig
 from recpipe.data.make import open_dataset
+from recpipe.data.sources import criteo as module
 from recpipe.errors import DataError, UserError
 
 from .conftest import TABLES, assert_matches

@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpipe.data import criteo as criteo_module
-from recpipe.data import criteo_text
 from recpipe.data.config import CriteoConfig, DataConfig, NpyConfig, ParquetConfig
-from recpipe.data.criteo import criteo_schema
 from recpipe.data.make import open_dataset
+from recpipe.data.sources import criteo as criteo_module
+from recpipe.data.sources import criteo_text
+from recpipe.data.sources.criteo import criteo_schema
 from recpipe.errors import UserError
 
 from .conftest import TABLES, make_row

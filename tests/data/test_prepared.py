@@ -166,7 +166,8 @@ def test_unwritable_cache_is_named(rows, criteo, tmp_path):
 
 SLOW = """
 import sys, time
-from recpipe.data import criteo, criteo_text
+from recpipe.data.sources import criteo
+from recpipe.data.sources import criteo_text
 from recpipe.data.config import CriteoConfig
 from recpipe.data.make import open_dataset
 
@@ -220,7 +221,7 @@ def test_two_processes_prepare_once(tmp_path):
 MEMORY = """
 import gc, sys
 from pathlib import Path
-from recpipe.data import criteo
+from recpipe.data.sources import criteo
 from recpipe.data.cache import prepare
 
 def peak(task):

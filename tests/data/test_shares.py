@@ -14,9 +14,9 @@ from recpipe.data.config import NpyConfig, SyntheticConfig
 from recpipe.data.dataset import NumberedDataset
 from recpipe.data.make import open_dataset
 from recpipe.data.prepared import PreparedDataset, PreparedWriter
+from recpipe.data.select import select
+from recpipe.distributed.ranks import Ranks, part_of
 from recpipe.errors import DataError
-from recpipe.pipeline.select import select
-from recpipe.ranks import Ranks, part_of
 
 from .conftest import TABLES
 from .test_npy import write as write_npy

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpipe.config import compose
-from recpipe.data.criteo import SPARSE
+from recpipe.config.compose import compose
+from recpipe.data.sources.criteo import SPARSE
 from recpipe.errors import UserError
 from recpipe.run import run
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from recpipe.config import compose
+from recpipe.config.compose import compose
+from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset, Schema, SparseFeature
 from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
@@ -17,7 +18,6 @@ from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig, UserModel
 from recpipe.model.make import make_model
 from recpipe.plugin.errors import PluginLoadError
-from recpipe.recipe import Recipe
 from tests.model.models import HERE
 
 CPU = torch.device("cpu")

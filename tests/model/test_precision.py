@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe.config import compose
+from recpipe.config.compose import compose
+from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Schema
-from recpipe.embedding.resident import ResidentCollection
 from recpipe.errors import UserError
 from recpipe.model.config import ModelConfig
-from recpipe.model.placed import PlacedModel
-from recpipe.recipe import Recipe
+from recpipe.pipeline.placed import PlacedModel
 from recpipe.run import run
-from tests.embedding.samples import CPU, FEATURES, table_set
+from recpipe.tables.resident import ResidentCollection
 from tests.pipeline.samples import random_batch
 from tests.placing import model_over
+from tests.tables.samples import CPU, FEATURES, table_set
 
 
 def placed(precision: str) -> PlacedModel:

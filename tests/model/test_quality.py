@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
 from recpipe.errors import UserError
-from recpipe.metrics import BackgroundQuality, judged
+from recpipe.model.metrics import BackgroundQuality, judged
 from recpipe.report import html, sweep, terminal
 from recpipe.report.comparison import RowResult, print_result, summarise, write_html
 from recpipe.report.quality import CLICKS, shown, told

@@ -11,29 +11,29 @@ from torch import nn
 
 from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, Schema, Split
-from recpipe.embedding.capabilities import Planned
-from recpipe.embedding.collection import RowCollection
-from recpipe.embedding.grouped import GroupedCollection
-from recpipe.embedding.groups import ModelTables, collections_of, group_tables
-from recpipe.embedding.inputs import Inputs
-from recpipe.embedding.resident import ResidentCollection
-from recpipe.embedding.tables import TableOptimizer, TableSet
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.data.select import select
+from recpipe.distributed.ranks import Ranks, part_of
 from recpipe.model.call import Called
 from recpipe.model.config import ModelConfig
 from recpipe.model.dlrm import make_dlrm
 from recpipe.model.loss import parse_loss
-from recpipe.model.placed import PlacedModel, put_fronts
 from recpipe.model.sizes import DlrmSizes
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
-from recpipe.pipeline.select import select
+from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
-from recpipe.pipeline.tiers import BatchPlan, Tiers
 from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import Assembly
-from recpipe.ranks import Ranks, part_of
-from tests.embedding.samples import CPU, DIM, FEATURES, dump, jagged, table_set, tiers
+from recpipe.tables.capabilities import Planned
+from recpipe.tables.collection import RowCollection
+from recpipe.tables.grouped import GroupedCollection
+from recpipe.tables.groups import ModelTables, collections_of, group_tables
+from recpipe.tables.inputs import Inputs
+from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.tables.tiers.batch import BatchPlan, Tiers
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.plugin.samples import ACME, merged
+from tests.tables.samples import CPU, DIM, FEATURES, dump, jagged, table_set, tiers
 
 SIZE = 32
 DENSE = 3

@@ -16,9 +16,8 @@ import torch
 
 from recpipe.pipeline import step as step_module
 from recpipe.pipeline.cores import ROWS, Cores
-from recpipe.pipeline.lookups import GroupLookup
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
-from tests.embedding.samples import dump, identical
+from recpipe.tables.lookups import GroupLookup
 from tests.pipeline.samples import (
     SIZE,
     Listed,
@@ -31,6 +30,7 @@ from tests.pipeline.samples import (
     staged_of,
 )
 from tests.pipeline.test_step import AnySplit
+from tests.tables.samples import dump, identical
 
 POLICIES = ["resident", "nocache", "lru"]
 

@@ -15,16 +15,16 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
-from recpipe.embedding.tables import TableOptimizer, TableSet
 from recpipe.errors import UserError
 from recpipe.pipeline.loader import TrainLoader
-from recpipe.pipeline.lookups import GroupLookup
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
-from recpipe.pipeline.tiers import Tiers
-from tests.embedding.samples import CPU, DIM, FEATURES, tiers
+from recpipe.tables.lookups import GroupLookup
+from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.tables.tiers.batch import Tiers
 from tests.pipeline.samples import SIZE, Listed, assembly_of, placed
 from tests.pipeline.test_cores import FewSamples
 from tests.pipeline.test_step import AnySplit
+from tests.tables.samples import CPU, DIM, FEATURES, tiers
 
 LR = 0.1
 OPTIMIZERS = {
@@ -120,7 +120,7 @@ def test_trains_as_a_loop_by_hand(tmp_path, optimizer, policy, own, splitter) ->
 
 
 def test_without_their_update_it_differs(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("recpipe.model.placed.PlacedModel.update_late", lambda self, lookups: None)
+    monkeypatch.setattr("recpipe.pipeline.placed.PlacedModel.update_late", lambda self, lookups: None)
     state, _ = by_recpipe(True, "resident", tmp_path)
     assert furthest(state, by_hand(True)) > 1e-3
 

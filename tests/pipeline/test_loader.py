@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from recpipe.data.select import select
 from recpipe.errors import DataError
-from recpipe.pipeline.select import select
 from recpipe.pipeline.share import in_steps
 from recpipe.plugin.api import Link, Split, micro_batch_step
-from tests.embedding.samples import FEATURES
 from tests.pipeline.samples import (
     SIZE,
     Listed,
@@ -23,6 +22,7 @@ from tests.pipeline.samples import (
     loader_of,
     parameters_after,
 )
+from tests.tables.samples import FEATURES
 
 
 def same(left, right) -> bool:

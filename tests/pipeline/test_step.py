@@ -8,12 +8,11 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from recpipe.data.batch import Batch
-from recpipe.pipeline.select import select
+from recpipe.data.select import select
+from recpipe.distributed.ranks import Ranks
 from recpipe.pipeline.share import cut
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.plugin.api import Split
-from recpipe.ranks import Ranks
-from tests.embedding.samples import dump, identical
 from tests.pipeline.samples import (
     Listed,
     collection_of,
@@ -24,6 +23,7 @@ from tests.pipeline.samples import (
     random_batch,
     staged_of,
 )
+from tests.tables.samples import dump, identical
 
 TOLERANCE = {"sgd": 1e-6, "rowwise_adagrad": 1e-5, "adagrad": 1e-5}
 POLICIES = ("resident", "nocache", "lru", "lfu", "hot")

@@ -10,7 +10,7 @@ import pytest
 from recpipe.plugin.api import Context, Contribution, Invariant, Link
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.listing import SAMPLE
+from recpipe.tasks.plugins import SAMPLE
 from tests.plugin.samples import ACME, HOTLINE, TABLES, Good, Shuffles, merged
 
 NOTE = "raised inside plugin acme (recpipe-acme 2.3.0), part acme"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from recpipe import config
+from recpipe.config import compose as config
 from recpipe.errors import UserError
 from recpipe.plugin import conf
-from recpipe.plugin.listing import describe
 from recpipe.plugin.load import installed
 from recpipe.tasks.compare_rows import parse_rows
+from recpipe.tasks.plugins import describe
 from tests.plugin.samples import write
 
 

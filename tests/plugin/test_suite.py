@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recpipe.plugin import testing
+from recpipe import testing
 from recpipe.plugin.api import Context, Contribution, Invariant
-from recpipe.plugin.listing import describe
 from recpipe.plugin.load import installed
-from recpipe.plugin.testing import PluginSuite, Trained
+from recpipe.tasks.plugins import describe
+from recpipe.testing import PluginSuite, Trained
 from tests.plugin.samples import Good
 
 
@@ -157,7 +157,7 @@ def test_a_broken_package_of_others_fails_nobodys_suite(install, monkeypatch, ya
 @pytest.mark.slow
 @pytest.mark.usefixtures("poison")
 def test_a_real_run_that_differs_fails(tmp_path: Path) -> None:
-    from recpipe.plugin.testing import SMALL, train
+    from recpipe.testing import SMALL, train
 
     assert "poison" in {ep.name for ep in importlib.metadata.entry_points(group="recpipe.plugins")}
 

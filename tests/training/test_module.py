@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from recpipe.errors import UserError
-from recpipe.metrics import quality
+from recpipe.model.metrics import quality
 from recpipe.training.module import LossTotal, RankingModule, random_state, set_random_state
-from tests.embedding.samples import dump, identical
 from tests.pipeline.samples import (
     SIZE,
     Listed,
@@ -22,6 +21,7 @@ from tests.pipeline.samples import (
     loader_of,
     model_over,
 )
+from tests.tables.samples import dump, identical
 
 
 def module_of(dataset, embeddings, lr=0.1, name="dlrm") -> RankingModule:

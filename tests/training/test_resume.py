@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from recpipe.config import compose
+from recpipe.checkpoint.trainer_file import load_trainer
+from recpipe.common.saved import Damaged
+from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.run import run
-from recpipe.saved import Damaged
-from recpipe.trainer_file import load_trainer
 from recpipe.training.resume import check_resumable
 from tests.mutations import reseal
 from tests.resuming import STEP, before_training, going_on, saved

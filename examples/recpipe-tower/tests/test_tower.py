@@ -2,13 +2,13 @@ import pytest
 import torch
 
 from recpipe import UserError
-from recpipe.config import compose
+from recpipe.config.compose import compose
+from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_dataset
 from recpipe.model.call import Called
 from recpipe.model.config import UserModel
 from recpipe.model.make import make_model
-from recpipe.recipe import Recipe
 
 CPU = torch.device("cpu")
 

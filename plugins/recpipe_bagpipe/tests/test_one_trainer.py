@@ -17,14 +17,8 @@ from recpipe_bagpipe.plugin import BagPipe
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_dataset
-from recpipe.embedding.parts import TierParts
-from recpipe.embedding.policies import NoCache, RowSpace
-from recpipe.embedding.stores import make_store
-from recpipe.embedding.stores.bulk import BulkStore
-from recpipe.embedding.tables import TableOptimizer, TableSet
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.distributed.ranks import Ranks
 from recpipe.model.config import ModelConfig
-from recpipe.optim import dense_optimizer
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StepTimes
@@ -32,7 +26,13 @@ from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import activate
-from recpipe.ranks import Ranks
+from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.tables.stores import make_store
+from recpipe.tables.stores.bulk import BulkStore
+from recpipe.tables.tiers.parts import TierParts
+from recpipe.tables.tiers.policies import NoCache, RowSpace
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.training.optim import dense_optimizer
 from tests.placing import context_of, inputs_of, model_over, tiers_of
 
 BATCH, STEPS = 64, 40

@@ -25,9 +25,9 @@ from recpipe_bagpipe.tests.trainers import (
 from recpipe_bagpipe.worker import Worker
 
 from recpipe.data.batch import Batch
-from recpipe.embedding.planner import table_bags
-from recpipe.embedding.tables import to_numpy
 from recpipe.errors import UserError
+from recpipe.tables.specs import to_numpy
+from recpipe.tables.tiers.placement import table_bags
 
 BATCHES = zipf_batches(26)
 WINDOWS = [(3, 1), (6, 2), (8, 3), (20, 6), (100, 25)]

@@ -21,15 +21,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import SparseFeature
-from recpipe.embedding.parts import TierParts
-from recpipe.embedding.planner import table_bags
-from recpipe.embedding.rowtable import RowBags, updated
-from recpipe.embedding.stores.base import IoCounters
-from recpipe.embedding.stores.host import HostStore
-from recpipe.embedding.stores.sharded import ShardedStore
-from recpipe.embedding.tables import TableOptimizer, TableSet
-from recpipe.pipeline.select import select
-from recpipe.ranks import Channel, Emulation, PeerLost, Ranks
+from recpipe.data.select import select
+from recpipe.distributed.ranks import Channel, Emulation, PeerLost, Ranks
+from recpipe.tables.rowtable import RowBags, updated
+from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.tables.stores.base import IoCounters
+from recpipe.tables.stores.host import HostStore
+from recpipe.tables.stores.sharded import ShardedStore
+from recpipe.tables.tiers.parts import TierParts
+from recpipe.tables.tiers.placement import table_bags
 from tests.placing import inputs_of
 from tests.ranks import joined
 

@@ -12,20 +12,20 @@ from recpipe_fae.callback import ShuffleScheduler
 from recpipe_fae.prepare import HotAndCold
 from recpipe_hotline.tests.rig import DENSE, Fixed, Rig
 
-from recpipe.config import active_plugins, compose
+from recpipe.config.compose import active_plugins, compose
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset
-from recpipe.embedding.policies import HotSet, RowSpace
-from recpipe.embedding.stores import make_store
-from recpipe.embedding.stores.base import IoCounters
-from recpipe.embedding.tables import TableOptimizer, TableSet
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.model.config import ModelConfig
-from recpipe.optim import dense_optimizer
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StepTimes
 from recpipe.plugin.assembly import Assembly, assemble, gather
 from recpipe.plugin.load import activate
+from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.tables.stores import make_store
+from recpipe.tables.stores.base import IoCounters
+from recpipe.tables.tiers.policies import HotSet, RowSpace
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.training.optim import dense_optimizer
 from tests.placing import context_of, model_over, tiers_of
 
 SIZE = 256

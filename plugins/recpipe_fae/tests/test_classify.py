@@ -10,9 +10,9 @@ from recpipe_fae.prepare import choose
 from recpipe_hotline.tests.rig import Fixed, Random
 
 from recpipe.data.batch import Batch
-from recpipe.embedding.tables import TableOptimizer, TableSet
-from recpipe.pipeline.select import join
+from recpipe.data.select import join
 from recpipe.plugin.api import Context
+from recpipe.tables.specs import TableOptimizer, TableSet
 from tests.placing import context_of
 
 

@@ -13,8 +13,8 @@ from recpipe_fae.tests.rig import Run, pair
 from recpipe_hotline.tests.rig import difference
 
 from recpipe.data.dataset import Dataset
-from recpipe.embedding.planner import table_bags
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.tiers.placement import table_bags
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from recpipe_fae.plugin import FAE
 
-from recpipe.config import active_plugins, compose
+from recpipe.config.compose import active_plugins, compose
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.testing import PluginSuite
+from recpipe.testing import PluginSuite
 
 
 class TestFAE(PluginSuite):

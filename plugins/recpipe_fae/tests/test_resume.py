@@ -9,7 +9,7 @@ import pytest
 
 from recpipe.errors import UserError
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.testing import SMALL, Trained, train
+from recpipe.testing import SMALL, Trained, train
 
 RECIPE = (
     *SMALL,

@@ -15,7 +15,7 @@ from recpipe_fae.schedule import Scheduler, Segment, plan
 from recpipe_fae.tests.test_resume import RECIPE
 
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.testing import train
+from recpipe.testing import train
 from recpipe.training.module import RankingModule
 
 HANGS_AFTER = 90

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_torchrun import alone, difference, together
+from tests.distributed.test_torchrun import alone, difference, together
 
 RECIPE = (
     "+plugin=fae",

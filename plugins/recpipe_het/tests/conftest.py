@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recpipe.data.criteo import SPARSE
+from recpipe.data.sources.criteo import SPARSE
 
 ROWS = 5000
 

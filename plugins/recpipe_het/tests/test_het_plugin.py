@@ -10,9 +10,8 @@ import pytest
 from recpipe_het.plugin import HET
 
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.listing import SAMPLE
-from recpipe.plugin.testing import SMALL, Trained, train
-from recpipe.testing import PluginSuite
+from recpipe.tasks.plugins import SAMPLE
+from recpipe.testing import SMALL, PluginSuite, Trained, train
 
 RUN: tuple[str, ...] = (*SMALL, "trainer.progress=false")
 

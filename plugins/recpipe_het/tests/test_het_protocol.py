@@ -8,9 +8,9 @@ import torch
 from recpipe_het.policy import LfuOpt
 from recpipe_het.tests.rig import DIM, World, batch, schedule
 
-from recpipe.embedding.policies import CachePolicy, Lfu, Lru
-from recpipe.embedding.rowtable import updated
-from recpipe.embedding.tables import TableOptimizer
+from recpipe.tables.rowtable import updated
+from recpipe.tables.specs import TableOptimizer
+from recpipe.tables.tiers.policies import CachePolicy, Lfu, Lru
 
 POLICIES = [Lru, Lfu, LfuOpt]
 

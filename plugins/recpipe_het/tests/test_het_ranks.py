@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_torchrun import alone, difference, together
+from tests.distributed.test_torchrun import alone, difference, together
 
 HET = ("+plugin=het", "tiers.resident_bytes=30%", "model.embedding_dim=8")
 ROWWISE = ("optim=rowwise_adagrad", "+optim.dense.eps=1e-3", "optim.tables.eps=1e-3")

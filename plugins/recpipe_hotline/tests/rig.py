@@ -13,16 +13,10 @@ from numpy.typing import NDArray
 from recpipe_hotline.policy import PopularRows
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.config import active_plugins, compose
+from recpipe.config.compose import active_plugins, compose
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset, Schema, SparseFeature, Split
-from recpipe.embedding.policies import RowSpace
-from recpipe.embedding.resident import ResidentCollection
-from recpipe.embedding.stores import make_store
-from recpipe.embedding.tables import TableOptimizer, TableSet, to_numpy
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.model.config import ModelConfig
-from recpipe.optim import dense_optimizer
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch, StepTimes
@@ -30,6 +24,12 @@ from recpipe.plugin.api import Figure, RunFigures
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.load import activate
 from recpipe.report.record import Io
+from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.specs import TableOptimizer, TableSet, to_numpy
+from recpipe.tables.stores import make_store
+from recpipe.tables.tiers.policies import RowSpace
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.training.optim import dense_optimizer
 from tests.placing import context_of, model_over, tiers_of
 
 TOLERANCE = {"sgd": 1e-6, "rowwise_adagrad": 1e-5, "adagrad": 1e-5}

@@ -10,7 +10,7 @@ import torch
 from recpipe_hotline.tests.rig import Rig, Setting, difference, train
 
 from recpipe.data.dataset import Dataset
-from recpipe.embedding.stores import HostStore
+from recpipe.tables.stores import HostStore
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,13 +12,13 @@ from recpipe_hotline.tests.rig import QUICK, TOLERANCE, Rig, Setting, difference
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.dataset import Dataset
-from recpipe.embedding.front import handing_out
-from recpipe.embedding.planner import Bags
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
-from recpipe.model.placed import PlacedModel
+from recpipe.data.select import between
 from recpipe.pipeline import step
-from recpipe.pipeline.select import between
+from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StagedBatch, StepTimes
+from recpipe.tables.front import handing_out
+from recpipe.tables.tiers.placement import Bags
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 STEPS = 60
 SETTINGS = [

@@ -15,10 +15,9 @@ from recpipe_hotline.tests.test_policy import batches, make, see
 from recpipe.data.dataset import Dataset
 from recpipe.plugin.api import RunFigures
 from recpipe.plugin.errors import PluginError
-from recpipe.plugin.testing import SMALL
-from recpipe.plugin.testing import train as run
 from recpipe.report.record import Io
-from recpipe.testing import PluginSuite
+from recpipe.testing import SMALL, PluginSuite
+from recpipe.testing import train as run
 
 FIGURES = {
     "popular_sample_share",

@@ -11,10 +11,10 @@ from recpipe_hotline.plugin import Hotline
 from recpipe_hotline.tests.rig import default_knobs
 from recpipe_hotline.tests.test_plugin import TestHotline as Suite
 
-from recpipe.embedding.policies import RowSpace
-from recpipe.embedding.profile import SAMPLE, load_profile, table_bases
-from recpipe.embedding.tables import TableOptimizer, TableSet
-from recpipe.plugin.testing import SMALL, train
+from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.tables.tiers.access_counts import SAMPLE, load_profile, table_bases
+from recpipe.tables.tiers.policies import RowSpace
+from recpipe.testing import SMALL, train
 from tests.placing import context_of
 
 

@@ -14,10 +14,10 @@ import torch
 from recpipe_hotline.tests.rig import QUICK, Rig, Setting, difference, train
 
 from recpipe.data.dataset import Dataset
-from recpipe.embedding.planner import TierPlan
-from recpipe.embedding.stores.base import ColdStore
-from recpipe.pipeline.lookups import BatchLookups
-from recpipe.pipeline.tiers import BatchPlan
+from recpipe.tables.lookups import BatchLookups
+from recpipe.tables.stores.base import ColdStore
+from recpipe.tables.tiers.batch import BatchPlan
+from recpipe.tables.tiers.placement import TierPlan
 
 STEPS = 40
 

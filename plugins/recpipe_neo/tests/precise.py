@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from recpipe_neo.precision import codecs
 
-from recpipe.embedding.groups import ModelTables
-from recpipe.embedding.resident import ResidentCollection
-from recpipe.embedding.shard import ShardedTables, join_group
-from recpipe.embedding.sharding import Sharding
 from recpipe.plugin.api import Contribution, Origin, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble
-from tests.embedding.samples import CPU
-from tests.embedding.sharded import (
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.sharding.collection import ShardedTables, join_group
+from recpipe.tables.sharding.planning import Sharding
+from tests.ranks import joined
+from tests.tables.samples import CPU
+from tests.tables.sharded import (
     DIM,
     FEATURES,
     SIZE,
@@ -30,7 +31,6 @@ from tests.embedding.sharded import (
     table_set,
     train,
 )
-from tests.ranks import joined
 
 SEQUENCE = "sequence "
 """In front of the sharding type of tables whose rows are not pooled."""

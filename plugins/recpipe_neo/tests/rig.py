@@ -25,7 +25,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.batch import Batch
-from recpipe.embedding.sharding import TableSharder
+from recpipe.tables.sharding.planning import TableSharder
 
 
 def option(name: str, kind: str, costs: list[float], sizes: list[int] | None = None) -> ShardingOption:

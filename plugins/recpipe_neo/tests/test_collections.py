@@ -20,7 +20,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.embedding.sharding import TableSharder
+from recpipe.tables.sharding.planning import TableSharder
 
 SAMPLES = 64
 LONG = 20

@@ -11,14 +11,13 @@ import pytest
 from recpipe_neo.plugin import Neo
 from recpipe_neo.tests.rig import measure_little
 
-from recpipe.config import compose
+from recpipe.config.compose import compose
 from recpipe.plugin.api import Invariant, TableInfo
 from recpipe.plugin.errors import PluginConflict, PluginError
-from recpipe.plugin.listing import SAMPLE, default_knobs
 from recpipe.plugin.load import activate, installed
-from recpipe.plugin.testing import SMALL, Trained
 from recpipe.run import run
-from recpipe.testing import PluginSuite
+from recpipe.tasks.plugins import SAMPLE, default_knobs
+from recpipe.testing import SMALL, PluginSuite, Trained
 
 KNOBS: dict[str, Any] = {
     "planner": "torchrec",

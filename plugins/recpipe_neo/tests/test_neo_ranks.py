@@ -11,8 +11,8 @@ from recpipe_het.tests.conftest import criteo  # noqa: F401
 from safetensors.numpy import load_file
 
 from recpipe.tasks.unshard import unshard
+from tests.distributed.test_torchrun import SMALL, alone, difference, together
 from tests.processes import run_ranks
-from tests.test_torchrun import SMALL, alone, difference, together
 
 NEO = ("+plugin=neo", "plugins.neo.planner=torchrec", "optim=sgd")
 COMMON = ("trainer.logger=null", "trainer.eval_every=1.0", "trainer.checkpoint_every=null")

@@ -28,8 +28,8 @@ from plugins.recpipe_neo.tests.rig import (
     topology,
     uniform_stats,
 )
-from recpipe.embedding.sharding import TableSharder
 from recpipe.errors import UserError
+from recpipe.tables.sharding.planning import TableSharder
 from tests.processes import start_ranks
 from tests.ranks import joined
 

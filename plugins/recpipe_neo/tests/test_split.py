@@ -7,7 +7,7 @@ from recpipe_neo.split import SplitProposer, cost
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 
 from plugins.recpipe_neo.tests.rig import collection, option, options, topology
-from recpipe.embedding.sharding import TableSharder
+from recpipe.tables.sharding.planning import TableSharder
 
 FUSED = ["fused", "dense"]
 

@@ -13,15 +13,10 @@ from numpy.typing import NDArray
 from recpipe_slipstream.callback import StaleInputs
 from recpipe_slipstream.tiers import HotTiers
 
-from recpipe.config import active_plugins, compose
+from recpipe.config.compose import active_plugins, compose
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset, Split
-from recpipe.embedding.policies import CachePolicy, RowSpace
-from recpipe.embedding.stores import make_store
-from recpipe.embedding.tables import TableOptimizer, TableSet, to_numpy
-from recpipe.embedding.tiered import TieredEmbeddingBagCollection
 from recpipe.model.config import ModelConfig
-from recpipe.optim import dense_optimizer
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch, StepTimes
@@ -29,6 +24,11 @@ from recpipe.plugin.api import Context, Origin
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.load import activate
+from recpipe.tables.specs import TableOptimizer, TableSet, to_numpy
+from recpipe.tables.stores import make_store
+from recpipe.tables.tiers.policies import CachePolicy, RowSpace
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.training.optim import dense_optimizer
 from tests.placing import context_of, model_over, tiers_of
 
 BATCH = 200

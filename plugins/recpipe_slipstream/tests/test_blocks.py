@@ -16,7 +16,7 @@ from recpipe_slipstream.threshold import (
     stale_share,
 )
 
-from recpipe.embedding.planner import Bags
+from recpipe.tables.tiers.placement import Bags
 
 
 def bags_of(inputs: list[list[list[int]]]) -> Bags:

@@ -18,7 +18,7 @@ from recpipe_slipstream.threshold import BAND
 
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset
-from recpipe.embedding.policies import HotSet, RowSpace
+from recpipe.tables.tiers.policies import HotSet, RowSpace
 
 STEPS = 80
 HOTLINE = {"learn_batches": 5, "relearn_every": 20, "sample": 1.0, "min_micro_batch": 4}

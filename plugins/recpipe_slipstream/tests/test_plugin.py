@@ -14,14 +14,13 @@ from recpipe_slipstream.callback import batches_of
 from recpipe_slipstream.plugin import Slipstream
 from recpipe_slipstream.tests.rig import defaults
 
-from recpipe.config import compose
+from recpipe.config.compose import compose
 from recpipe.plugin import load
 from recpipe.plugin.api import Context, Contribution, Invariant, Plugin
 from recpipe.plugin.errors import PluginConflict, PluginError
-from recpipe.plugin.listing import SAMPLE
-from recpipe.plugin.testing import SMALL, Trained
-from recpipe.plugin.testing import train as run
-from recpipe.testing import PluginSuite
+from recpipe.tasks.plugins import SAMPLE
+from recpipe.testing import SMALL, PluginSuite, Trained
+from recpipe.testing import train as run
 
 FIGURES = {
     "dropped_share",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from recpipe_slipstream.tests.test_plugin import KNOBS, ROOM
 
-from tests.test_torchrun import alone, difference, together
+from tests.distributed.test_torchrun import alone, difference, together
 
 COUNTS = ("dropped_samples", "hot_samples", "stale_rows", "sampled_inputs", "snapshots")
 

@@ -1,0 +1,123 @@
+"""A checkpoint's MANIFEST.json: every file's size and digest, so that what is read is what was written.
+
+What a checkpoint holds is said here and nowhere else: ``trainer.pt`` and files in ``tables``, all of them in
+the manifest, none of them a symbolic link. Names in the manifest are looked up among the files that are
+there; nothing follows them to another place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from recpipe.common.saved import Damaged, entries, read_json, typed_as
+from recpipe.errors import UserError
+
+MANIFEST = "MANIFEST.json"
+SCHEMA = 1
+TRAINER, TABLES = "trainer.pt", "tables"
+_NAME = re.compile(rf"{re.escape(TRAINER)}|{TABLES}/(?!\.\.?$)[^/\0]+", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The file's content; ``files``: size in bytes and BLAKE2b digest by relative path."""
+
+    schema: int
+    step: int
+    files: dict[str, tuple[int, str]]
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """``UserError`` where it makes no sense or is not of a whole checkpoint."""
+    file = directory / MANIFEST
+    try:
+        content = read_json(file)
+        schema = entries({"schema": int}, content)["schema"]
+        if schema != SCHEMA:
+            raise UserError(
+                f"{file} is of schema {schema}, and this recpipe knows {SCHEMA}: read it with the recpipe "
+                f"that wrote it, or resume from another checkpoint in {directory.parent}"
+            )
+        manifest = typed_as(Manifest, content)
+        _check_names(manifest)
+    except (OSError, ValueError) as fault:
+        raise UserError(
+            f"{file} is damaged ({fault}): remove {directory.name}, or resume from another checkpoint in "
+            f"{directory.parent}"
+        ) from fault
+    return manifest
+
+
+def _check_names(manifest: Manifest) -> None:
+    strange = next((name for name in manifest.files if not _NAME.fullmatch(name)), None)
+    if strange is not None:
+        raise Damaged(f"a checkpoint has no file {strange[:80]!r}")
+    for wanted in (TRAINER, f"{TABLES}/"):
+        if not any(name.startswith(wanted) for name in manifest.files):
+            raise Damaged(f"it lists no {wanted}")
+
+
+def verify(directory: Path) -> Manifest:
+    """Compare all files with the manifest; ``UserError`` names the first that differs or is not in it."""
+    manifest = read_manifest(directory)
+    remedy = f"resume from an older checkpoint in {directory.parent}"
+    try:
+        found = set(_regular_files(directory))
+        for name, (size, digest) in manifest.files.items():
+            file = directory / name
+            if name not in found or file.stat().st_size != size or _digest(file) != digest:
+                raise UserError(f"{file} is damaged or missing: {remedy}")
+    except OSError as fault:
+        raise UserError(f"cannot read {fault.filename}: {fault.strerror}; {remedy}") from fault
+    extra = min(found - manifest.files.keys(), default=None)
+    if extra is not None:
+        raise UserError(f"{directory / extra} is not in {MANIFEST}: remove it, or {remedy}")
+    return manifest
+
+
+def _regular_files(directory: Path) -> Iterator[str]:
+    """Relative paths of ``trainer.pt`` and of the tables' files; ``UserError`` on anything else there."""
+    places = [directory / TRAINER, directory / TABLES]
+    if places[1].is_dir() and not places[1].is_symlink():
+        places[1:] = sorted(places[1].iterdir())
+    for place in places:
+        if place.is_symlink() or (place.exists() and not place.is_file()):
+            raise UserError(
+                f"{place} is a link or no file at all, and is not followed: put the file itself there"
+            )
+        if place.exists():
+            yield str(place.relative_to(directory))
+
+
+def seal(directory: Path, step: int) -> None:
+    """Flush all files to disk and write the manifest, last of all and in one step."""
+    files = sorted(f for f in directory.rglob("*") if f.is_file())
+    for file in files:
+        sync(file)
+    entries = {str(f.relative_to(directory)): [f.stat().st_size, _digest(f)] for f in files}
+    sync(directory / TABLES)
+    draft = directory / f"{MANIFEST}.new"
+    draft.write_text(json.dumps({"schema": SCHEMA, "step": step, "files": entries}, indent=1))
+    sync(draft)
+    draft.rename(directory / MANIFEST)
+    sync(directory)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

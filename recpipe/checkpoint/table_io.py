@@ -1,0 +1,171 @@
+"""Checkpoints as directories: written whole under another name, then renamed; tables beside the rest.
+
+    step-00000040.ckpt/
+      MANIFEST.json            written last: every file's size and BLAKE2b digest
+      trainer.pt               dense parameters, optimizer, Lightning's loops, data position, random state,
+                               sizes of recpipe's own models
+      tables/<t>.weight.npy    float32 [rows, D], whatever tier the rows were in
+      tables/<t>.state.npy     float32 [rows, S]
+      tables/*.safetensors     instead, for sharded tables: each rank's parts of <t>.weight and <t>.state
+
+A directory is whole when it has a manifest. It is written as ``.ckpt.partial`` and renamed at the end;
+a kill at any moment leaves the checkpoint of before or the new one whole, under one of the two names.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.plugins.io import CheckpointIO
+
+from recpipe.checkpoint.manifest import MANIFEST, TABLES, TRAINER, read_manifest, seal, sync, verify
+from recpipe.checkpoint.table_files import (
+    Shapes,
+    check_tables,
+    load_regions,
+    load_tables,
+    read_along,
+    save_tables,
+)
+from recpipe.checkpoint.trainer_file import load_trainer, save_trainer
+from recpipe.common.saved import Damaged
+from recpipe.errors import CheckpointError, UserError
+from recpipe.tables.capabilities import SavedByRanks
+from recpipe.tables.collection import TableCollection
+
+SUFFIX = ".ckpt"
+PARTIAL = ".partial"
+MODEL = "model"
+"""Key of trainer.pt; older checkpoints lack it."""
+_NAMES = (f"*{SUFFIX}", f"*{SUFFIX}{PARTIAL}")
+
+
+class TableCheckpointIO(CheckpointIO):
+    """Lightning's door for saving and loading, for directories that hold the tables too."""
+
+    def __init__(
+        self,
+        storage: TableCollection,
+        shapes: Shapes,
+        writes: bool = True,
+        check: Callable[[dict[str, Any]], None] | None = None,
+        model: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.storage = storage
+        self.shapes = shapes
+        self.writes = writes
+        """Whether this rank writes files; the others take part in reading the tables."""
+        self.check = check
+        """Raises ``UserError`` or ``Damaged`` on a trainer.pt that the run cannot go on from."""
+        self.model = model
+        """What ``recpipe.load`` makes the model by, plain values alone; None: it has to be told."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write ``path`` atomically; it is durable on return, on the rank that writes."""
+        final = Path(path)
+        partial = final.with_name(final.name + PARTIAL)
+        try:
+            if self.writes:
+                shutil.rmtree(partial, ignore_errors=True)
+                (partial / TABLES).mkdir(parents=True)
+                save_trainer({**checkpoint, MODEL: self.model}, partial / TRAINER)
+            self._save_tables(partial / TABLES)
+            if not self.writes:
+                return
+            seal(partial, int(checkpoint["global_step"]))
+        except OSError as fault:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(
+                f"cannot write the checkpoint {final}: {fault.strerror}; "
+                "free space or set trainer.checkpoint_dir=DIRECTORY"
+            ) from fault
+        _discard(final)
+        partial.rename(final)
+        sync(final.parent)
+
+    def _save_tables(self, directory: Path) -> None:
+        """Sharded tables are written by their ranks, others by the rank that writes."""
+        ranks = self.storage.offers(SavedByRanks)
+        if ranks is not None:
+            ranks.save_tables(directory)
+        elif self.writes:
+            save_tables(directory, self.storage, self.shapes)
+        else:
+            read_along(self.storage)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Check everything, then load the tables and return the rest: a refusal leaves tables as they are."""
+        directory = Path(path)
+        trainer = open_checkpoint(directory)
+        files = check_tables(directory / TABLES, self.shapes)
+        if self.check is not None:
+            with naming(directory):
+                self.check(trainer)
+        ranks = self.storage.offers(SavedByRanks)
+        if files is None:
+            load_tables(directory / TABLES, self.storage, self.shapes)
+        elif ranks is None:
+            load_regions(files, self.storage, self.shapes)
+        else:
+            ranks.load_tables(directory / TABLES)
+        return trainer
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint that newer ones replace."""
+        if self.writes:
+            _discard(Path(path))
+
+
+def holds_checkpoint(directory: Path) -> bool:
+    """Whether a whole checkpoint lies in ``directory``."""
+    return any((d / MANIFEST).is_file() for name in _NAMES for d in directory.glob(name))
+
+
+def newest(directory: Path) -> Path:
+    """The newest whole checkpoint in ``directory`` (or ``directory`` itself); ``UserError`` without one."""
+    if (directory / MANIFEST).is_file():
+        return directory
+    found = [d for name in _NAMES for d in directory.glob(name) if (d / MANIFEST).is_file()]
+    if not found and (directory / "checkpoints").is_dir():
+        return newest(directory / "checkpoints")
+    if not found:
+        partial = list(directory.glob(f"*{PARTIAL}"))
+        extra = f" ({partial[0].name} was cut off while it was written)" if partial else ""
+        raise UserError(
+            f"resume={directory}: no whole checkpoint there{extra}; name a run's checkpoints directory"
+        )
+    return max(found, key=lambda d: (read_manifest(d).step, d.name))
+
+
+def open_checkpoint(directory: Path) -> dict[str, Any]:
+    """Verify all files against the manifest and read trainer.pt; ``UserError`` names the file that is bad."""
+    manifest = verify(directory)
+    with naming(directory):
+        trainer = load_trainer(directory / TRAINER)
+        if trainer["global_step"] != manifest.step:
+            raise Damaged(f"of step {trainer['global_step']!r}, and the manifest of {manifest.step}")
+    return trainer
+
+
+@contextmanager
+def naming(directory: Path) -> Iterator[None]:
+    """Within it, what is ``Damaged`` is trainer.pt."""
+    try:
+        yield
+    except (OSError, Damaged) as fault:
+        raise UserError(
+            f"{directory / TRAINER} is damaged or of another program: {fault}; "
+            f"resume from another checkpoint in {directory.parent}"
+        ) from fault
+
+
+def _discard(directory: Path) -> None:
+    """Remove a checkpoint, its manifest first: what a kill leaves of it is not taken for a whole one."""
+    (directory / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,277 @@
+"""What a run says: the same timed lines on the terminal and in recpipe.log, and bars on a terminal.
+
+Lines go through the logger "recpipe"; ``conf/train.yaml`` hands them to ``Screen`` and ``LogFile``. Of
+several processes rank 0 alone says more than warnings (``quiet.quiet_libraries``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import timedelta
+from io import StringIO, TextIOWrapper
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
+
+from recpipe.common.shared_state import Shared
+
+LOG_FILE = "recpipe.log"
+LINE_SECONDS = 10.0
+"""Between the lines of a ``Meter``."""
+REDRAW_SECONDS = 0.2
+"""Between its redraws on a terminal: one costs as much as a small model's optimizer."""
+_BAR_WIDTH = 20
+_WITH_BAR = 80
+"""Columns that a terminal must have for a bar beside the text."""
+
+log = logging.getLogger("recpipe")
+
+
+class Lines(logging.Formatter):
+    """``12:34:56  message``; warnings say that they are; of a record that is ``plain``, the message alone."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s  %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The text of ``record``."""
+        return record.getMessage() if getattr(record, "plain", False) else super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Its first line, without a traceback."""
+        if record.levelno >= logging.WARNING:
+            record.message = f"{record.levelname.lower()}: {record.message}"
+        return super().formatMessage(record)
+
+
+class Screen(logging.Handler):
+    """Prints on what ``sys.stdout`` is at the time, which is above the bars while there are any."""
+
+    def __init__(self, stream: None = None) -> None:
+        super().__init__()
+        self.setFormatter(Lines())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one line; a reader that has gone away (``| head``) does not end the run."""
+        try:
+            print(self.format(record), flush=True)
+        except BrokenPipeError:
+            nobody_reads()
+        except OSError:
+            return
+        except Exception:
+            self.handleError(record)
+
+
+class Output(Console):
+    """Standard output; a reader that has gone away does not end the run here either."""
+
+    def on_broken_pipe(self) -> None:
+        """Say no more. rich would exit, before all reports are written."""
+        self.quiet = True
+        nobody_reads()
+
+
+def nobody_reads() -> None:
+    """Whatever is still printed goes nowhere, and does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class LogFile(logging.FileHandler):
+    """recpipe.log, made with its first line. A disk that refuses it costs the run its log, nothing else."""
+
+    def __init__(self, filename: str) -> None:
+        super().__init__(filename, encoding="utf-8", delay=True)
+        self.setFormatter(Lines())
+        self._refused = False
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append one line."""
+        try:
+            super().emit(record)
+        except OSError:  # from opening the file; what goes wrong later comes to handleError by itself
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say once that the file cannot be written."""
+        fault = sys.exception()
+        if not isinstance(fault, OSError):
+            super().handleError(record)
+        elif not self._refused:
+            self._refused = True
+            why = f"cannot write {self.baseFilename}: {fault.strerror}; going on without it"
+            print(f"warning: {why}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Close the file; a line that the disk has refused is not tried again."""
+        with suppress(OSError):
+            super().close()
+
+
+_run: ContextVar[object] = ContextVar("recpipe_run", default=None)
+"""Whose lines are said in this thread; None: in a thread that does not know, so that all hear them."""
+_silent: ContextVar[bool] = ContextVar("recpipe_silent", default=False)
+"""Whether nothing is to be drawn on the terminal."""
+
+
+@contextmanager
+def heard(directory: Path | None, screen: bool = True) -> Iterator[None]:
+    """Within it a run that Hydra did not start is heard as others are: on the terminal, where ``screen``,
+    and in recpipe.log in ``directory``, where there is one.
+
+    Of two runs in threads of one process each hears its own lines, and those of both runs' worker threads.
+    """
+    root = logging.getLogger()
+    for left in [h for h in root.handlers if isinstance(h, Screen | LogFile)]:
+        root.removeHandler(left)  # of a run in this process that Hydra did start, and that has ended
+        left.close()
+    handlers: list[logging.Handler] = [Screen()] if screen else []
+    if directory is not None:
+        handlers.append(LogFile(str(directory / LOG_FILE)))
+    run = object()
+    tokens = _run.set(run), _silent.set(not screen)
+    for handler in handlers:
+        handler.addFilter(lambda record: _run.get() in (None, run))
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            log.removeHandler(handler)
+            handler.close()
+        _run.reset(tokens[0])
+        _silent.reset(tokens[1])
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    before, log.propagate = log.propagate, False
+    try:
+        yield
+    finally:
+        log.propagate = before
+
+
+alone = Shared(_alone)
+"""Within it lines do not go to the handlers of the program around, which would say them once more."""
+
+
+def show(draw: Callable[[Console], None], console: Console | None = None) -> None:
+    """Print what ``draw`` draws, in colours where the console has them, and plainly into recpipe.log."""
+    out = console or Output()
+    if not _silent.get():
+        draw(out)
+    text = StringIO()
+    draw(Console(file=text, width=out.width))
+    append_to_log(text.getvalue())
+
+
+def append_to_log(text: str) -> None:
+    """Into recpipe.log alone, as it is: what has been shown in another form."""
+    record = log.makeRecord(
+        log.name, logging.INFO, __file__, 0, text.rstrip("\n"), (), None, extra={"plain": True}
+    )
+    for handler in (*log.handlers, *logging.getLogger().handlers):
+        if isinstance(handler, LogFile):
+            handler.handle(record)
+
+
+def on_terminal() -> bool:
+    """Whether output can be redrawn; not in files and pipes, notebooks, and on TERM=dumb."""
+    return sys.stdout.isatty() and not Output().is_dumb_terminal
+
+
+class Meter:
+    """How far a long piece of work is: a bar on a terminal, a line every ``LINE_SECONDS`` elsewhere.
+
+    ``first``: the share of the work that was done before. Ask ``due`` as often as you like, and ``show``
+    when it says so. Used in a with statement, which takes the bar away.
+    """
+
+    def __init__(self, first: float = 0.0) -> None:
+        self._first = first
+        self._began = self._shown = perf_counter()
+        self._task = _bars.add() if on_terminal() and not _silent.get() else None
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to show something."""
+        pause = LINE_SECONDS if self._task is None else REDRAW_SECONDS
+        return perf_counter() - self._shown >= pause
+
+    def show(self, share: float, text: str) -> None:
+        """Show ``text`` and the time left; ``share`` of the work, in [0, 1], is done."""
+        self._shown = perf_counter()
+        if share > self._first:
+            left = (self._shown - self._began) * (1 - share) / (share - self._first)
+            text += f"  {timedelta(seconds=round(left))} left"
+        if self._task is None:
+            log.info(text)
+        else:
+            _bars.draw(self._task, share, text)
+
+    def close(self) -> None:
+        """Take the bar away; again: nothing."""
+        if self._task is not None:
+            _bars.remove(self._task)
+        self._task = None
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Bars:
+    """The lines at the bottom of the terminal that are redrawn, one for each open ``Meter``."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+
+    def add(self) -> TaskID:
+        if self._progress is None:
+            console = Output()
+            bar = [BarColumn(_BAR_WIDTH)] if console.width >= _WITH_BAR else []
+            text = TextColumn(
+                "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
+            )
+            self._progress = Progress(
+                *bar,
+                text,
+                console=console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stderr=sys.stderr.isatty(),
+            )
+            self._progress.start()
+        return self._progress.add_task("", total=1.0, visible=False)
+
+    def draw(self, task: TaskID, share: float, text: str) -> None:
+        assert self._progress is not None
+        self._progress.update(task, completed=share, description=text, visible=True, refresh=True)
+
+    def remove(self, task: TaskID) -> None:
+        assert self._progress is not None
+        self._progress.remove_task(task)
+        if not self._progress.task_ids:
+            self._progress.stop()
+            self._progress = None
+
+
+_bars = _Bars()

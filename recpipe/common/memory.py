@@ -1,0 +1,58 @@
+"""Memory of this machine: how much there is, how much is free, and a line for what cannot fit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from recpipe.common.sizes import readable_bytes
+from recpipe.errors import UserError
+
+CGROUPS = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+
+def there(device: torch.device) -> int:
+    """Bytes that this process could take on ``device``; on a CPU its share of swap space counts as well.
+
+    What is free now, and at most an equal share of the whole for each rank of this machine: the others may
+    not have taken theirs yet.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free, whole = _host()
+    return min(free, whole // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _host() -> tuple[int, int]:
+    """Free and whole memory, both with swap: the machine's, or this container's where that is less."""
+    try:
+        rows = (line.split() for line in MEMINFO.read_text().splitlines())
+        info = {row[0].rstrip(":"): int(row[1]) << 10 for row in rows}
+        free, whole = info["MemAvailable"] + info["SwapFree"], info["MemTotal"] + info["SwapTotal"]
+    except (OSError, KeyError):  # not Linux
+        free = whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = int((CGROUPS / "memory.max").read_text())
+        used = int((CGROUPS / "memory.current").read_text())
+        rows = (line.split() for line in (CGROUPS / "memory.stat").read_text().splitlines())
+        cached = int({row[0]: row[1] for row in rows}["file"])
+    except (OSError, ValueError, KeyError):  # no limit ("max"), or no cgroup of the second version
+        return free, whole
+    return min(free, limit - used + cached), min(whole, limit)
+
+
+def require(needs: Mapping[str, int], device: torch.device, remedy: str) -> None:
+    """``UserError`` with ``remedy`` unless the bytes of ``needs``, by what they are for, could be had."""
+    wanted, free = sum(needs.values()), there(device)
+    if wanted <= free:
+        return
+    parts = ", ".join(f"{what} {readable_bytes(size)}" for what, size in needs.items())
+    where = f"of {device}" if device.type == "cuda" else "of memory"
+    raise UserError(
+        f"this run needs at least {readable_bytes(wanted)} {where} ({parts}), and {readable_bytes(free)} "
+        f"are there: {remedy}"
+    )

@@ -1,0 +1,90 @@
+"""Settings that must be made before torch is imported: quiet libraries, and threads that wait politely."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from recpipe.common.shared_state import Shared
+
+NOISE = (
+    r".*does not have many workers.*",
+    r".*isinstance\(treespec, LeafSpec\).*",
+    r".*Using ModelCheckpoint with manual optimization.*",
+    r".*Experiment logs directory .* exists and is not empty.*",
+    r".*Checkpoint directory .* exists and is not empty.*",
+    r".*smaller than the logging interval.*",
+    r".*`weights_only`.*",
+    r".*resuming from a checkpoint that ended before the epoch ended.*",
+    r".*HeuristicalStorageReservation is known to cause issues.*",
+    r".*`broadcast_buffers` is deprecated.*",
+    r".*torch.distributed.*_tensor` is deprecated.*",
+    r".*dense_embedding_codegen_lookup_function: an autograd kernel was not registered.*",
+    r".*Please use DTensor instead and we are deprecating ShardedTensor.*",
+    r".*You are using `torch.load` with `weights_only=False`.*",
+    r".*TypedStorage is deprecated.*",
+)
+"""Warnings about things that recpipe does on purpose."""
+_LEVELS = {
+    "lightning.pytorch": logging.WARNING,
+    "lightning.fabric": logging.WARNING,
+    "torchrec": logging.WARNING,
+    "fbgemm_gpu": logging.WARNING,
+    # Its planner warns of every replicated table, and of a way to make topologies that is new in 1.8.
+    "torchrec.distributed": logging.ERROR,
+    "torch.fx._symbolic_trace": logging.ERROR,
+}
+
+
+def quiet_libraries() -> None:
+    """Warnings about user mistakes stay; banners, deprecations inside libraries and known noise go."""
+    # Torch's profiler says on stderr that it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # FBGEMM reports every library that it loads through the root logger.
+    logging.getLogger().setLevel(logging.WARNING)
+    # Of several processes (torchrun) the first one tells; warnings are heard from all of them.
+    leads = os.environ.get("RANK", "0") == "0"
+    logging.getLogger("recpipe").setLevel(logging.INFO if leads else logging.WARNING)
+    for name, level in _LEVELS.items():
+        logging.getLogger(name).setLevel(level)
+    logging.getLogger().addFilter(_worth_saying)
+    for message in NOISE:
+        warnings.filterwarnings("ignore", message=message)
+
+
+@contextmanager
+def _quieted() -> Iterator[None]:
+    names = ("", "recpipe", *_LEVELS)
+    before = {name: logging.getLogger(name).level for name in names}
+    filters = list(logging.getLogger().filters)
+    with warnings.catch_warnings():
+        quiet_libraries()
+        try:
+            yield
+        finally:
+            for name, level in before.items():
+                logging.getLogger(name).setLevel(level)
+            logging.getLogger().filters[:] = filters
+
+
+quieted = Shared(_quieted)
+"""``quiet_libraries`` within a block; after it the program has its own logging and warnings again."""
+
+
+def _worth_saying(record: logging.LogRecord) -> bool:
+    """Not TorchRec's line, through the root logger, for each data-parallel table of a plan."""
+    return not record.getMessage().startswith("Sharding spec not found")
+
+
+def calm_threads() -> None:
+    """Let OpenMP threads spin for microseconds, not milliseconds, before they sleep at a barrier.
+
+    The loader and the I/O thread share the cores with torch's threads. A thread that spins while its
+    partner waits for a core holds that core up: a backward pass of 2 ms was measured at 1,200 ms on
+    2 busy cores. Read by libgomp when torch loads it; a user's own setting stays.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -1,0 +1,316 @@
+"""Recipes: where the yaml is, how it composes, and one clear line for each way it can fail to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobRuntime, setup_globals
+from hydra.errors import HydraException, OverrideParseException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from hydra.version import VersionBase
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from packaging.version import Version
+from yaml import YAMLError
+
+from recpipe.common.validation import nearest_key, no_value
+from recpipe.common.words import CUSTOM, for_hydra, named, opened
+from recpipe.errors import UserError, did_you_mean, shown
+from recpipe.plugin.conf import PluginSearchPath, PluginSource, package_confs
+from recpipe.plugin.load import installed
+from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, is_offered, offered
+
+CONFIG_NAME = "train"
+HYDRA = Version("1.3")
+"""``version_base`` of recpipe's yaml."""
+DEEPEST = 20
+"""Levels of an override's value; OmegaConf recurses over them."""
+LONGEST_LINE = 1000
+"""Characters of what Hydra says, which echoes values whole."""
+_composing = RLock()
+
+
+def conf_dir() -> Path:
+    """The framework's yaml: ``recpipe/conf`` in a wheel, ``conf`` beside the package in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / f"{CONFIG_NAME}.yaml").is_file():
+            return folder
+    raise UserError(
+        f"no conf/{CONFIG_NAME}.yaml beside {package}: recpipe is not installed whole. Reinstall it"
+    )
+
+
+class FrameworkPath(SearchPathPlugin):
+    """Keeps the framework's yaml within reach where ``--config-path`` has put a user's in its place."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        own = f"file://{conf_dir()}"
+        if all(element.path not in (own, str(conf_dir())) for element in search_path.get_path()):
+            search_path.append("recpipe", own)
+
+
+def register() -> None:
+    """Make Hydra find packages' yaml; calling it again changes nothing."""
+    Plugins.instance().register(PluginSource)
+    Plugins.instance().register(FrameworkPath)
+    Plugins.instance().register(PluginSearchPath)
+
+
+def compose(overrides: Sequence[str] = ()) -> DictConfig:
+    """The recipe that ``python -m recpipe *overrides`` would run; ``recpipe.run.run`` carries it out.
+
+    Hydra's state in this process (``GlobalHydra``, ``HydraConfig``) is neither used nor changed, so that a
+    program that runs under Hydra itself may call it. Raises ``UserError`` with one line that names the
+    override and the nearest right one.
+    """
+    register()
+    check_overrides(overrides)
+    overrides = hydra_words(overrides)
+    with readable_errors(overrides):
+        recipe = _composed(overrides)
+        check(recipe)
+    return recipe
+
+
+def hydra_words(words: Sequence[str]) -> list[str]:
+    """``words`` as Hydra is to get them: a model of the user's own may have any keys
+    (``recpipe.common.words``).
+
+    So may a data source of an installed package, whose typed keys the recipe is held against.
+    """
+    models = {file.stem for file in (conf_dir() / "model").glob("*.yaml")} - {CUSTOM}
+    if any(is_offered("data", source) for source in named(words, "data")):
+        words = opened(words, "data")
+    return for_hydra(words, models, lambda: offered("model"))
+
+
+def _composed(overrides: Sequence[str]) -> DictConfig:
+    """As ``hydra.compose``, without the singleton that ``hydra.initialize`` makes."""
+    setup_globals()  # resolvers, such as ${now:}
+    with _hydra_version():
+        loader = ConfigLoaderImpl(create_config_search_path(str(conf_dir())))
+        recipe = loader.load_configuration(CONFIG_NAME, list(overrides), RunMode.RUN, from_shell=False)
+    with open_dict(recipe):
+        del recipe["hydra"]
+    return recipe
+
+
+@contextmanager
+def _hydra_version() -> Iterator[None]:
+    """Hydra's behaviour as recpipe's yaml expects it; a program around may have chosen an older one.
+
+    What ``@hydra.main`` has noted of that program (its name) is not ours, and comes back at the end too.
+    """
+    base, job = VersionBase.instance(), JobRuntime.instance()
+    with _composing:
+        before = base.version_base, job.conf
+        base.version_base, job.conf = HYDRA, OmegaConf.create({"name": "recpipe"})
+        try:
+            yield
+        finally:
+            base.version_base, job.conf = before
+
+
+def check_overrides(words: Sequence[str]) -> None:
+    """Refuse what Hydra would meet with a traceback: a group's option that is no name, nests or digits
+    without end. Words of ``words`` that are no overrides (``-m``, ``--cfg job``) are left alone."""
+    for word in words:
+        if word.startswith("-") or not ("=" in word or word.startswith("~")):
+            continue
+        with readable_errors(words):
+            try:
+                (override,) = OverridesParser.create().parse_overrides([word])
+            except (RecursionError, ValueError) as fault:
+                raise UserError(f"cannot read the override '{shown(word)}': {shown(fault, 100)}") from fault
+        if _depth(override.value()) > DEEPEST:
+            raise UserError(f"'{shown(word)}' nests more than {DEEPEST} levels deep, which no recipe does")
+        value = override.value()
+        options = value if isinstance(value, list) else [value]
+        if override.is_sweep_override() or all(o is None or isinstance(o, str) for o in options):
+            continue
+        if "." in override.key_or_group:  # a key in the recipe, and no group
+            continue
+        known = choices().get(override.key_or_group)
+        if known is not None:
+            raise UserError(
+                f"{shown(word)}: must name an option of {override.key_or_group}; "
+                f"there are {', '.join(sorted(known))}"
+            )
+
+
+def _depth(value: object) -> int:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, parts), default=0)
+
+
+def check(recipe: DictConfig) -> None:
+    """Refuse a ``plugin`` key that Hydra took for a plain value: no plugin would be active."""
+    if "plugin" not in recipe:
+        return
+    if OmegaConf.is_dict(recipe.plugin):
+        raise UserError(
+            f"the yaml that sets {', '.join(map(str, recipe.plugin))} under 'plugin' lacks its first line, "
+            "'# @package plugins.NAME', so no plugin would be active. Ask the plugin's author to add it"
+        )
+    names = [str(n) for n in recipe.plugin] if OmegaConf.is_list(recipe.plugin) else [str(recipe.plugin)]
+    known = list(installed())
+    unknown = next((n for n in names if n not in known), names[0] if names else "")
+    raise UserError(
+        f"no yaml for plugin '{unknown}', so no plugin would be active.{did_you_mean(unknown, known)} "
+        f"Installed: {', '.join(known) or 'none'}"
+    )
+
+
+def active_plugins(recipe: DictConfig) -> dict[str, dict[str, Any]]:
+    """``plugins:`` as plain values: name -> knobs, in the order of the command line."""
+    node = recipe.get("plugins")
+    if node is not None and not isinstance(node, DictConfig):
+        raise UserError(
+            f"plugins={node}: must map plugin names to their knobs; switch one on with +plugin=NAME"
+        )
+    plain = OmegaConf.to_container(node or OmegaConf.create({}), resolve=True, throw_on_missing=True)
+    assert isinstance(plain, dict)
+    return {str(name): _knobs(str(name), knobs) for name, knobs in plain.items()}
+
+
+def _knobs(name: str, knobs: Any) -> dict[str, Any]:
+    if knobs is None:
+        return {}
+    if not isinstance(knobs, dict):
+        raise UserError(f"plugins.{name}={knobs}: must map the plugin's knobs to values")
+    return {str(k): v for k, v in knobs.items()}
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The recipe as dicts, lists and scalars, keys as text, interpolations resolved; nothing is missing."""
+    with readable_errors(()):
+        content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    named = _named(content)
+    assert isinstance(named, dict)
+    return named
+
+
+def _named(node: Any) -> Any:
+    """``node`` with text for keys, as JSON has them; yaml's may be numbers."""
+    if isinstance(node, dict):
+        return {str(key): _named(value) for key, value in node.items()}
+    return [_named(item) for item in node] if isinstance(node, list) else node
+
+
+@contextmanager
+def readable_errors(overrides: Sequence[str]) -> Iterator[None]:
+    """Turn Hydra's and OmegaConf's errors into a ``UserError`` of one line."""
+    try:
+        yield
+    except OverrideParseException as fault:
+        raise UserError(
+            f"cannot read the override '{shown(fault.override)}': {_parse_fault(str(fault))}"
+        ) from fault
+    except MissingMandatoryValue as fault:
+        raise no_value(fault.full_key or str(fault).splitlines()[0].rpartition(" ")[2]) from fault
+    except YAMLError as fault:
+        raise UserError(f"broken yaml: {_one_line(fault)}") from fault
+    except (HydraException, OmegaConfBaseException) as fault:
+        absent = re.search(r"Could not (?:find|load) '([^'/]+)/([^']+?)(?:\.yaml)?'", str(fault))
+        raise UserError(_missing(*absent.groups()) if absent else _bad_key(fault, overrides)) from fault
+
+
+def _parse_fault(text: str) -> str:
+    """The parser's complaint without its grammar; what usually mends it."""
+    lines = [line for line in text.splitlines() if not line.startswith(("Error parsing", "See http"))]
+    why = (lines or [text])[0].partition(" expecting ")[0]
+    return f"{why}. Write key=value, and quote values that hold commas, equal signs, brackets or spaces"
+
+
+def choices() -> dict[str, set[str]]:
+    """Options of every config group, the plugins' and Hydra's launchers among them: group -> names."""
+    register()
+    roots = [conf_dir(), *package_confs()]
+    found: dict[str, set[str]] = {}
+    for file in (file for root in roots for file in root.glob("*/*.yaml")):
+        found.setdefault(file.parent.name, set()).add(file.stem)
+    if PLUGIN in found:
+        found[PLUGIN] &= installed().keys()
+    found["hydra/launcher"] = {
+        name.removesuffix(".yaml") for name in ConfigStore.instance().list("hydra/launcher")
+    }
+    return dict(sorted(found.items()))
+
+
+def _missing(group: str, option: str) -> str:
+    """``data=nope`` and ``+plugin=nope``: the nearest option of the group."""
+    if group in GROUPS and option in offered(group):
+        return (
+            f"{WORDS[group]} '{option}' is installed but brings no conf/{group}/{option}.yaml; "
+            "ask its author for one"
+        )
+    if group == "hydra":
+        group, _, option = f"{group}/{option}".rpartition("/")
+    options = sorted(choices().get(group, ()))
+    known = "Installed" if group == "plugin" else "There are"
+    return f"no {group} '{option}'.{did_you_mean(option, options)} {known}: {', '.join(options) or 'none'}"
+
+
+def _bad_key(fault: Exception, overrides: Sequence[str]) -> str:
+    """``trainer.max_stepz=3``: the nearest key of the recipe; anything else: what Hydra says, in one line."""
+    text = str(fault)
+    found = re.search(
+        r"Could not (override|delete from config)\W+'?([^'\s]+?)'?( does not exist)?(\.\s|\s|$)", text
+    )
+    if not found:
+        return _one_line(fault)
+    key = found.group(2).partition("@")[0]
+    if key == "plugin":
+        return "plugins are added to a recipe: write +plugin=NAME or '+plugin=[a,b]', with the plus sign"
+    keys = _known_keys([o for o in overrides if key not in o and not o.startswith("-")])
+    if key in keys and fault.__cause__ is not None:
+        return f"{key}: {_one_line(fault.__cause__)}. See the recipe: python -m recpipe --cfg job"
+    return (
+        f"no '{key}' in the recipe.{nearest_key(key, keys)} See the whole recipe: python -m recpipe --cfg job"
+    )
+
+
+def _known_keys(overrides: Sequence[str]) -> list[str]:
+    """Every dotted key of the recipe, and the config groups; with ``overrides`` where they compose."""
+    groups = [folder.name for folder in conf_dir().iterdir() if folder.is_dir()]
+    for tried in (list(overrides), []):
+        try:
+            recipe = _composed(tried)
+        except (HydraException, OmegaConfBaseException):
+            continue
+        return [*groups, *_dotted(OmegaConf.to_container(recipe, resolve=False), "")]
+    return groups
+
+
+def _dotted(node: Any, prefix: str) -> Iterator[str]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield f"{prefix}{key}"
+            yield from _dotted(value, f"{prefix}{key}.")
+
+
+def _one_line(fault: BaseException) -> str:
+    """What Hydra says, without its indented detail, as one line."""
+    text = str(fault)
+    if text.startswith("Error merging override") and fault.__cause__ is not None:
+        text += f": {fault.__cause__}"
+    lines = [line.strip() for line in text.splitlines()]
+    kept = " ".join(
+        line
+        for line in lines
+        if line and not line.startswith(("full_key:", "object_type=", "reference_type="))
+    )
+    return shown(kept, LONGEST_LINE)

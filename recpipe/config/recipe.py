@@ -1,0 +1,106 @@
+"""The whole recipe, typed and checked in one place before anything starts; later code takes these values.
+
+A section with a ``name`` (data, model, task) is typed by the class that stands under that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from annotated_types import Interval
+from omegaconf import DictConfig
+
+from recpipe.common.validation import FilePath, Text, chosen, fitted, mapping, no_value, typed, typed_part
+from recpipe.config.compose import active_plugins, plain
+from recpipe.config.task import CompareConfig, InstalledTask, PlanConfig, ProfileConfig, TaskConfig
+from recpipe.data.config import DataConfig, parse_config
+from recpipe.distributed.launch import Topology
+from recpipe.errors import UserError
+from recpipe.model.config import ModelConfig, UserModel, parse_model
+from recpipe.plugin.offers import is_offered, offered
+from recpipe.tables.build import TierConfig
+from recpipe.training.config import TrainerConfig
+from recpipe.training.optim import OptimConfig
+
+TASKS: dict[str, type[TaskConfig]] = {
+    "train": TaskConfig,
+    "profile": ProfileConfig,
+    "compare": TaskConfig,
+    "plan": PlanConfig,
+}
+"""recpipe's own tasks by name."""
+Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
+"""What NumPy, torch and Python all take."""
+
+
+@dataclass(frozen=True)
+class Compose:
+    """``compose``: which plugin fills a slot that two of them want; None: no choice made."""
+
+    prefer: dict[str, Text | None]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A composed config as values. Keys of no section are the user's own, for interpolations."""
+
+    data: DataConfig
+    model: ModelConfig | UserModel
+    tiers: TierConfig
+    optim: OptimConfig
+    trainer: TrainerConfig
+    topology: Topology
+    task: TaskConfig
+    compare: CompareConfig | None
+    """Set for task=compare alone."""
+    compose: Compose
+    seed: int
+    resume: str | None
+    plugins: Mapping[str, Mapping[str, Any]]
+    """Knobs by plugin, in the order of the command line; the plugins themselves check them."""
+    values: dict[str, Any]
+    """All of it as plain values, interpolations resolved; for the report."""
+
+    @classmethod
+    def of(cls, config: DictConfig) -> Recipe:
+        """``config`` as ``compose`` gives it; ``UserError`` that names the first wrong key."""
+        values = plain(config)
+        section = values.get
+        task = parse_task(_present(values, "task"))
+        if isinstance(task, ProfileConfig) and section("resume"):
+            raise UserError(
+                f"task=profile starts anew and cannot go on from resume={section('resume')}; leave resume out"
+            )
+        compares = task.name == "compare"
+        return cls(
+            data=parse_config(_present(values, "data")),
+            model=parse_model(_present(values, "model")),
+            tiers=typed(TierConfig, _present(values, "tiers"), "tiers"),
+            optim=typed(OptimConfig, _present(values, "optim"), "optim"),
+            trainer=typed(TrainerConfig, _present(values, "trainer"), "trainer"),
+            topology=typed(Topology, section("topology", {}), "topology"),
+            task=task,
+            compare=typed(CompareConfig, _present(values, "compare"), "compare") if compares else None,
+            compose=typed(Compose, section("compose", {"prefer": {}}), "compose"),
+            seed=fitted(Seed, _present(values, "seed"), "seed"),
+            resume=fitted(FilePath | None, section("resume"), "resume"),
+            plugins=active_plugins(config),
+            values=values,
+        )
+
+
+def parse_task(values: object) -> TaskConfig:
+    """The ``task`` section, typed; one that an installed package offers has further keys of its own."""
+    section = mapping(values, "task")
+    if section.get("name") in [*TASKS] or not is_offered("task", section.get("name")):
+        return chosen(TASKS, section, "task", also=offered("task"))
+    keys, settings = typed_part(TaskConfig, section, "task")
+    return InstalledTask(**vars(keys), settings=settings)
+
+
+def _present(values: Mapping[str, Any], key: str) -> Any:
+    if key not in values:
+        raise no_value(key)
+    return values[key]

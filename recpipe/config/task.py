@@ -1,0 +1,65 @@
+"""``conf/task``, typed: what every task has, and what one alone has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from annotated_types import Interval, MinLen
+
+from recpipe.common.validation import Count, FilePath, Positive, Text
+from recpipe.training.config import TrainerConfig
+
+MOST_RANKS = 1024
+"""Processes that a comparison starts on one machine."""
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """``conf/task/train.yaml``."""
+
+    name: str
+    export_parameters: FilePath | None = None
+    nudge: bool = False
+    """Whether every first weight is moved to a neighbouring float32."""
+
+
+@dataclass(frozen=True)
+class PlanConfig(TaskConfig):
+    """``conf/task/plan.yaml``; ``ranks`` None: those that run."""
+
+    ranks: Positive | None = None
+
+
+@dataclass(frozen=True)
+class ProfileConfig(TaskConfig):
+    """``conf/task/profile.yaml``."""
+
+    warmup: Count = 20
+    """Steps before any is timed."""
+    steps: Positive = 30
+    """Steps that are timed without the profiler, and again so many with it."""
+
+    def shortened(self, trainer: TrainerConfig) -> TrainerConfig:
+        """``trainer`` for the steps that are needed, in as many epochs as that takes, and nothing else."""
+        steps = self.warmup + 2 * self.steps
+        only = replace(trainer, checkpoint_every=None, logger=None, callbacks=[])
+        return replace(only, max_steps=steps, max_epochs=steps)
+
+
+@dataclass(frozen=True)
+class InstalledTask(TaskConfig):
+    """A task that an installed package offers; ``settings``: the keys that recpipe does not know."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """``compare`` of conf/task/compare.yaml: rows, rounds and the processes of each run."""
+
+    plugins: Annotated[list[Text], MinLen(1)]
+    repetitions: Positive
+    warmup: Count
+    ranks: Annotated[int, Interval(ge=1, le=MOST_RANKS)]

@@ -1,0 +1,219 @@
+"""Samples of a batch of any type, picked by number: what micro-batches and ranks' shares are made by."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from recpipe.data.parts import attributes, batch_size
+
+T = TypeVar("T")
+
+
+def select(batch: T, samples: NDArray[np.int64]) -> T:
+    """The ``samples`` (int64 [n], any order, also repeated) of ``batch``, in that order.
+
+    A batch of B samples is anything made of tensors, ``KeyedJaggedTensor`` and ``JaggedTensor``: a dataclass,
+    another object with attributes, a mapping, a list or a tuple, nested at will. Tensors whose first
+    dimension is B are cut, and all else is shared. A type that this does not suit brings a method
+    ``select(samples)`` of its own.
+
+    Raises ``UserError`` for a batch whose parts do not agree on B.
+    """
+    if _has_own(batch):
+        own: T = batch.select(samples)  # type: ignore[attr-defined]
+        return own
+    cut: T = _Cut(samples, batch_size(batch)).of(batch)
+    return cut
+
+
+def places_of(
+    offsets: NDArray[np.int64], batch_size: int, samples: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the ids of these ``samples`` (int64 [n]) lie among those of a batch, feature by feature, int64
+    [L], and the offsets of their bags.
+
+    ``offsets``: of all bags of the batch, feature by feature.
+    """
+    firsts = np.arange(0, len(offsets) - 1, max(1, batch_size))
+    bags = (firsts[:, None] + samples[None, :]).ravel()
+    if offsets[-1] == len(offsets) - 1 and np.array_equal(offsets, np.arange(len(offsets))):
+        return bags, np.arange(len(bags) + 1)  # one id in each bag
+    lengths = np.diff(offsets)[bags]
+    new = np.concatenate(([0], np.cumsum(lengths)))
+    return np.arange(new[-1]) + np.repeat(offsets[bags] - new[:-1], lengths), new
+
+
+def between(batch: T, low: int, high: int) -> T:
+    """Samples [low, high) of ``batch``, as ``select`` gives them; tensors share their memory with it."""
+    size = batch_size(batch)
+    if (low, high) == (0, size):
+        return batch
+    if _has_own(batch):
+        return select(batch, np.arange(low, high))
+    cut: T = _Range(low, high, size).of(batch)
+    return cut
+
+
+def join(batches: Sequence[T]) -> T:
+    """One batch of all samples of ``batches``, in order: the reverse of ``select``.
+
+    Tensors that have a sample in each row are put one below the other; what samples share is the first's.
+    """
+    sizes = [batch_size(batch) for batch in batches]
+    joined: T = batches[0] if len(batches) == 1 else _joined(batches, sizes)
+    return joined
+
+
+def _joined(parts: Sequence[Any], sizes: list[int]) -> Any:
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        by_sample = all(p.dim() and len(p) == size for p, size in zip(parts, sizes, strict=True))
+        return torch.cat(list(parts)) if by_sample else first
+    if isinstance(first, KeyedJaggedTensor):
+        return KeyedJaggedTensor(first.keys(), **_joined_ids(parts, sizes, len(first.keys())))
+    if isinstance(first, JaggedTensor):
+        return JaggedTensor(**_joined_ids(parts, sizes, 1))
+    if isinstance(first, Mapping):
+        made = {name: _joined([part[name] for part in parts], sizes) for name in first}
+        return type(first)(made)  # type: ignore[call-arg]
+    if isinstance(first, list | tuple):
+        each = (_joined(values, sizes) for values in zip(*parts, strict=True))
+        return type(first)(*each) if hasattr(first, "_fields") else type(first)(each)
+    names = attributes(first)
+    if not names:
+        return first
+    made = copy.copy(first)
+    for name in names:
+        object.__setattr__(made, name, _joined([getattr(part, name) for part in parts], sizes))
+    return made
+
+
+def _joined_ids(parts: Sequence[Any], sizes: list[int], keys: int) -> dict[str, torch.Tensor | None]:
+    """Key by key the ids of all parts, one after the other."""
+    per_key = [part.lengths().view(keys, size) for part, size in zip(parts, sizes, strict=True)]
+    counts = [lengths.sum(1).tolist() for lengths in per_key]
+
+    def by_key(values: list[torch.Tensor]) -> torch.Tensor:
+        split = [torch.split(value, count) for value, count in zip(values, counts, strict=True)]
+        return torch.cat([part[key] for key in range(keys) for part in split])
+
+    weights = [part.weights_or_none() for part in parts]
+    return {
+        "values": by_key([part.values() for part in parts]),
+        "weights": None if any(w is None for w in weights) else by_key(weights),
+        "lengths": torch.cat(per_key, dim=1).reshape(-1),
+    }
+
+
+def _has_own(value: object) -> bool:
+    return hasattr(value, "select") and not isinstance(value, torch.Tensor)
+
+
+class _Cut:
+    """``samples`` of a batch of ``size``."""
+
+    def __init__(self, samples: NDArray[np.int64], size: int) -> None:
+        self.samples, self.size = samples, size
+        self.index = torch.from_numpy(samples)
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            cuttable = value.dim() and len(value) == self.size
+            return self._rows(value) if cuttable else value
+        if isinstance(value, KeyedJaggedTensor):
+            return KeyedJaggedTensor(value.keys(), **self._jagged(value))
+        if isinstance(value, JaggedTensor):
+            return JaggedTensor(**self._jagged(value))
+        if _has_own(value):
+            return value.select(self.samples)
+        if isinstance(value, Mapping):
+            return type(value)({name: self.of(part) for name, part in value.items()})  # type: ignore[call-arg]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self.of, value))
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.of, value))
+        return self._object(value)
+
+    def _rows(self, value: torch.Tensor) -> torch.Tensor:
+        return value[self.index.to(value.device)]
+
+    def _object(self, value: Any) -> Any:
+        """A copy with its attributes cut; no constructor runs, whose arguments nobody knows."""
+        parts = attributes(value)
+        if not parts:
+            return value
+        made = copy.copy(value)
+        for name, part in parts.items():
+            object.__setattr__(made, name, self.of(part))
+        return made
+
+    def _jagged(self, value: JaggedTensor | KeyedJaggedTensor) -> dict[str, torch.Tensor | None]:
+        """Values, weights, lengths and offsets of the samples' bags, key by key, on its device."""
+        device = value.values().device
+        places, offsets = places_of(
+            value.offsets().cpu().numpy().astype(np.int64, copy=False), self.size, self.samples
+        )
+        index = torch.from_numpy(places).to(device)
+        weights = value.weights_or_none()
+        return {
+            "values": value.values()[index],
+            "weights": None if weights is None else weights[index],
+            "lengths": torch.from_numpy(np.diff(offsets)).to(device),
+            "offsets": torch.from_numpy(offsets).to(device),
+        }
+
+
+class _Range(_Cut):
+    """Samples that lie next to each other."""
+
+    def __init__(self, low: int, high: int, size: int) -> None:
+        super().__init__(np.arange(low, high), size)
+        self.low, self.high = low, high
+
+    def _rows(self, value: torch.Tensor) -> torch.Tensor:
+        return value[self.low : self.high]
+
+    def _jagged(self, value: JaggedTensor | KeyedJaggedTensor) -> dict[str, torch.Tensor | None]:
+        """Of each key, the ids between two offsets."""
+        keys = value.lengths().numel() // self.size
+        if value.values().numel() == value.lengths().numel() and bool((value.lengths() == 1).all()):
+            return self._one_hot(value, keys)
+        lengths = value.lengths().view(-1, self.size)[:, self.low : self.high].reshape(-1)
+        firsts = torch.arange(keys) * self.size
+        offsets = value.offsets().cpu()
+        places = list(
+            zip(offsets[firsts + self.low].tolist(), offsets[firsts + self.high].tolist(), strict=True)
+        )
+        weights = value.weights_or_none()
+
+        def cut(values: torch.Tensor) -> torch.Tensor:
+            return torch.cat([values[start:stop] for start, stop in places])
+
+        return {
+            "values": cut(value.values()),
+            "weights": None if weights is None else cut(weights),
+            "lengths": lengths,
+            "offsets": torch.cat((lengths.new_zeros(1), lengths.cumsum(0))),
+        }
+
+    def _one_hot(self, value: JaggedTensor | KeyedJaggedTensor, keys: int) -> dict[str, torch.Tensor | None]:
+        """As ``_jagged``, of bags with one id each: what most batches are made of, cut as a matrix."""
+        count = keys * (self.high - self.low)
+        weights = value.weights_or_none()
+
+        def cut(values: torch.Tensor) -> torch.Tensor:
+            return values.view(keys, self.size)[:, self.low : self.high].reshape(-1)
+
+        return {
+            "values": cut(value.values()),
+            "weights": None if weights is None else cut(weights),
+            "lengths": value.lengths()[:count],
+            "offsets": value.offsets()[: count + 1],
+        }

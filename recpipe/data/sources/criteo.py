@@ -1,0 +1,72 @@
+"""Criteo click logs: text rows of a label, 13 integers and 26 hexadecimal ids, tab-separated.
+
+An empty field is a missing value; any other is nothing but its value, without spaces, plus sign or quotes.
+Lines end in LF or CR LF; the last one need not. Dense values x become sign(x) * log1p(|x|), missing ones 0.
+Ids become 1 + mix64(id) % (rows - 1), missing ones row 0. Rows keep their order, which is time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from recpipe.data.checks import REMEDY
+from recpipe.data.columns import Columns
+from recpipe.data.dataset import Schema, SparseFeature
+from recpipe.data.files import line_blocks
+from recpipe.errors import DataError, nearest_or_all
+
+DENSE = tuple(f"I{i}" for i in range(1, 14))
+SPARSE = tuple(f"C{i}" for i in range(1, 27))
+COLUMNS = ("label", *DENSE, *SPARSE)
+SUFFIXES = (".tsv", ".txt", ".gz", ".zst", "")
+
+BLOCK_BYTES = 8 << 20
+
+
+def criteo_schema(tables: Mapping[str, int]) -> Schema:
+    """The schema with ``tables`` (rows of C1 ... C26); ``DataError`` for a table missing or unknown."""
+    for name in tables:
+        if name not in SPARSE:
+            raise DataError(f"data.tables.{name}: Criteo has no such column; {nearest_or_all(name, SPARSE)}")
+    for name in SPARSE:
+        if name not in tables:
+            raise DataError(f"data.tables lacks {name}: state its rows, as in +data.tables.{name}=100000")
+    return Schema(DENSE, tuple(SparseFeature(name, tables[name]) for name in SPARSE))
+
+
+class CriteoSource:
+    """Text files of Criteo rows, to be prepared; blocks of about 8 MB of text are parsed at a time."""
+
+    def __init__(self, files: Sequence[Path], tables: Mapping[str, int], skip_bad_rows: bool) -> None:
+        self.files = files
+        self.schema = criteo_schema(tables)
+        self.multi_hot: tuple[str, ...] = ()
+        self.recipe: dict[str, Any] = {"source": "criteo", "tables": dict(tables), "skip": skip_bad_rows}
+        self.rejected_rows = 0
+        self._skip = skip_bad_rows
+
+    def blocks(self) -> Iterator[tuple[Columns, float]]:
+        """Samples of all files in order."""
+        for index, file in enumerate(self.files):
+            line, empty = 1, True
+            for text, share in line_blocks(file, BLOCK_BYTES):
+                columns = self._parse(file, text, line)
+                yield columns, (index + share) / len(self.files)
+                line, empty = line + text.count(b"\n"), False
+            if empty:
+                raise DataError(f"{file}: the file is empty")
+
+    def _parse(self, file: Path, text: bytes, line: int) -> Columns:
+        from recpipe.data.sources import criteo_text  # with pyarrow, which prepared data does without
+
+        try:
+            return criteo_text.parse_plain(text, self.schema)
+        except criteo_text.Malformed:
+            bad, good = criteo_text.bad_lines(text)
+        if bad and not self._skip:
+            index, row = bad[0]
+            raise DataError(f"{file}, row {line + index}: {criteo_text.fault(row)}; {REMEDY}")
+        self.rejected_rows += len(bad)
+        return criteo_text.parse_block(good, self.schema)

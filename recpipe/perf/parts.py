@@ -1,0 +1,79 @@
+"""Which part of a training step a module is, by the names that phases and floors have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torchrec.models.deepfm import FMInteractionArch
+from torchrec.models.dlrm import InteractionArch, InteractionDCNArch, InteractionProjectionArch
+from torchrec.modules.crossnet import CrossNet, LowRankCrossNet, LowRankMixtureCrossNet, VectorCrossNet
+from torchrec.modules.deepfm import FactorizationMachine
+from torchrec.modules.mlp import MLP, Perceptron
+
+from recpipe.backend.chain import Converted, steps
+from recpipe.common.phases import phase
+from recpipe.tables.front import Front
+
+LAYERS = (nn.Linear, Perceptron, MLP)
+INTERACTIONS = (
+    InteractionArch,
+    InteractionDCNArch,
+    InteractionProjectionArch,
+    CrossNet,
+    LowRankCrossNet,
+    LowRankMixtureCrossNet,
+    VectorCrossNet,
+    FactorizationMachine,
+    FMInteractionArch,
+)
+"""TorchRec's modules in which features meet."""
+
+
+def part_of(module: nn.Module) -> str | None:
+    """``embedding``, ``interaction`` or ``MLP``; None of any other module: its own work is ``dense``."""
+    if isinstance(module, Front):
+        return "embedding"
+    if isinstance(module, INTERACTIONS):
+        return "interaction"
+    return "MLP" if isinstance(module, LAYERS) or _is_mlp(module) else None
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    """Whether it is a ``Sequential`` of linear layers and of modules without parameters."""
+    if not isinstance(module, nn.Sequential):
+        return False
+    found = steps(module)
+    others = [step for step in found if isinstance(step, nn.Module)]
+    return len(others) < len(found) and not any(True for other in others for _ in other.parameters())
+
+
+class _Told(Converted):
+    """Stands in a module's ``forward`` while its part is told; a conversion by the back end stays one."""
+
+
+def tell_parts(model: nn.Module) -> Callable[[], None]:
+    """From now on the forward pass of each part of ``model`` is in a phase of its name; returns what ends it.
+
+    No module may run at that moment.
+    """
+    before: dict[nn.Module, Any] = {}
+    for module in model.modules():
+        part = part_of(module)
+        if part is not None:
+            before[module] = module.__dict__.get("forward")
+            module.forward = _Told(_in_phase, f"{part} forward", module.forward)
+
+    def end() -> None:
+        for module, forward in before.items():
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+
+    return end
+
+
+def _in_phase(name: str, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    with phase(name):
+        return forward(*arguments, **named)

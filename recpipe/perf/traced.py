@@ -1,0 +1,188 @@
+"""What a model's dense part does for one batch, whoever wrote it: one step is run and its operators watched.
+
+Operations are those of the matrix products (and convolutions) that the modules ask for, by the formulas of
+``torch.utils.flop_counter``. Bytes are those of what a part keeps for its backward pass, of its parameters
+and its output, each once; in the backward pass the same once more, and the gradients of its parameters and
+inputs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.data.parts import in_order, tensors_of
+from recpipe.perf.parts import part_of
+from recpipe.perf.workload import Lookups, Work, count_lookups
+from recpipe.pipeline.parts import undone
+from recpipe.pipeline.placed import PlacedModel
+from recpipe.tables.front import Front, handing_out
+from recpipe.tables.lookups import same_ids
+from recpipe.tables.tiers.placement import table_bags
+
+PARTS = ("interaction", "MLP", "dense")
+ROW_VALUE = 0.01
+"""Of all rows that are handed out: no tier is touched, and no rank asked."""
+
+
+class Traced:
+    """One step of ``model`` with ``batch``; nothing is trained, and the model is as before."""
+
+    def __init__(self, model: PlacedModel, batch: Any) -> None:
+        self._trace = _Trace(model.module)
+        handed = {front: _Rows(front, model, batch) for front in model.fronts.values()}
+        with undone(model), torch.enable_grad(), self._trace.watching():
+            with handing_out(handed):
+                loss, _ = model.called(batch)
+            leaves = [leaf for rows in handed.values() for leaf in rows.leaves]
+            torch.autograd.grad(loss, [*leaves, *model.trained()], allow_unused=True)
+        numbers = {id(group): n for n, group in enumerate(model.embeddings.tables.groups)}
+        self.late = defaultdict[int, list[Lookups]](list)
+        """By group: its lookups by ids that are not the batch's own."""
+        for front, rows in handed.items():
+            for group in front.groups:
+                counted = [count_lookups([table_bags(group.tables, ids)]) for ids in rows.others]
+                self.late[numbers[id(group)]] += counted
+
+    def work(self) -> dict[str, Work]:
+        """Of the phases of ``PARTS``."""
+        return {f"{part} {way}": self._trace.work(part, way) for way in _WAYS for part in PARTS}
+
+
+_WAYS = ("forward", "backward")
+
+
+class _Rows:
+    """Hands out rows of the right shape for whatever ids a front is called with, as leaves of the graph."""
+
+    def __init__(self, front: Front, model: PlacedModel, batch: Any) -> None:
+        self.front, self.own = front, model.ids_of(front, batch)
+        self.others: list[KeyedJaggedTensor] = []
+        """Ids that are not the batch's own."""
+        self.leaves: list[torch.Tensor] = []
+        self._asked: KeyedJaggedTensor | None = None
+
+    def holds(self, sparse: KeyedJaggedTensor) -> bool:
+        self._asked = sparse
+        if self.own is None or not same_ids(sparse, self.own, self.front):
+            self.others.append(sparse)
+        return True
+
+    def rows(self) -> list[torch.Tensor]:
+        assert self._asked is not None, "a front asks first"
+        made = []
+        for group in self.front.groups:
+            ids, tables = in_order(self._asked, group.tables.features), group.tables
+            shape = (ids.stride(), len(tables.features) * tables.dim)
+            shape = shape if tables.pooled else (ids.values().numel(), tables.dim)
+            made.append(torch.full(shape, ROW_VALUE, device=ids.device(), requires_grad=True))
+        self.leaves += made
+        return made
+
+
+class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts by part; an operation's backward pass belongs to the part in which the operation ran."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        found = {member: part_of(member) for member in module.modules()}
+        self._part_of = {member: part for member, part in found.items() if part is not None}
+        self._flops = defaultdict[tuple[str, str], float](float)
+        self._kept = defaultdict[str, dict[int, int]](dict)
+        """By part and storage, its bytes."""
+        self._inputs = defaultdict[str, dict[int, int]](dict)
+        """Likewise those that have gradients."""
+        self._parameters = {_storage(p): _bytes(p) for p in module.parameters() if p.requires_grad}
+        self._inside = ["dense"]
+        self._numbers = [0]
+        """From which number on operations belong to ``_parts``: a module was entered or left."""
+        self._parts = ["dense"]
+        self._alive: list[torch.Tensor] = []
+        """So that no storage's address is used again."""
+
+    def work(self, part: str, way: str) -> Work:
+        kept = self._kept[part]
+        moved = sum(kept.values())
+        if way == "backward":
+            moved += sum(size for storage, size in self._parameters.items() if storage in kept)
+            moved += sum(self._inputs[part].values())
+        return Work(self._flops[part, way], moved)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Converted modules run as their class does, as always where all modules have hooks."""
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(self._enter).remove)
+            stack.callback(register_module_forward_hook(self._leave).remove)
+            for module in self._part_of:  # torch never quite forgets a hook of all modules that takes names
+                stack.callback(module.register_forward_pre_hook(self._given, with_kwargs=True).remove)
+            stack.enter_context(saved_tensors_hooks(self._save, lambda saved: saved))
+            stack.enter_context(self)
+            yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self._flops[self._where()] += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+    def _where(self) -> tuple[str, str]:
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return self._inside[-1], "forward"
+        return self._parts[bisect_right(self._numbers, node._sequence_nr()) - 1], "backward"
+
+    def _enter(self, module: nn.Module, _arguments: Any) -> None:
+        self._go_to([*self._inside, self._part_of.get(module, self._inside[-1])])
+        for parameter in module.parameters(recurse=False):
+            self._note(self._kept, parameter)
+
+    def _given(self, module: nn.Module, arguments: Any, named: Any) -> None:
+        """Comes after ``_enter``."""
+        if self._inside[-1] != self._inside[-2]:
+            for _, tensor in tensors_of((arguments, named)):
+                if tensor.requires_grad:
+                    self._note(self._inputs, tensor)
+
+    def _leave(self, module: nn.Module, _arguments: Any, output: Any) -> None:
+        if self._inside[-1] != self._inside[-2]:
+            for _, tensor in tensors_of(output):
+                self._note(self._kept, tensor)
+        self._go_to(self._inside[:-1])
+
+    def _go_to(self, inside: list[str]) -> None:
+        self._inside = inside
+        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._parts.append(inside[-1])
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._note(self._kept, tensor)
+        return tensor.detach()
+
+    def _note(self, where: dict[str, dict[int, int]], tensor: torch.Tensor) -> None:
+        noted, storage = where[self._inside[-1]], _storage(tensor)
+        noted[storage] = max(_bytes(tensor), noted.get(storage, 0))
+        self._alive.append(tensor.detach())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Without those that an expanded tensor repeats."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,0 +1,86 @@
+"""Whether a model may be trained in parts of a batch: found out on a few samples before training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.data.parts import batch_size
+from recpipe.data.select import between
+from recpipe.pipeline.placed import Parts, PlacedModel
+from recpipe.tables.front import Front, handing_out
+from recpipe.tables.lookups import same_ids
+
+SAMPLES = 64
+"""That are tried, at most."""
+TOLERANCE = 1e-4
+"""Largest difference of the losses, relative to the loss: in-batch negatives of halves differ by log 2."""
+
+
+def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
+    """Compare the loss of the first samples of ``batch`` with the losses of their halves.
+
+    Modules are in the modes, of training or evaluation, in which they will be trained. Nothing is trained;
+    buffers and random numbers are as before. ``most``: samples that tables can look up.
+    """
+    count = min(SAMPLES, most, batch_size(batch)) // 2 * 2
+    if count < 2:
+        return Parts(refused="the first batch has a single sample, on which it cannot be found out")
+    tried = between(batch, 0, count)
+    halves = between(tried, 0, count // 2), between(tried, count // 2, count)
+    watches = {front: _Watch(front, model.ids_of(front, tried)) for front in model.bound}
+    with undone(model), torch.no_grad():
+        before = torch.get_rng_state()
+        buffers = [buffer.clone() for buffer in model.module.buffers()]
+        with handing_out(watches):
+            whole = float(model.called(tried)[0])
+        first, second = (float(model.called(half)[0]) for half in halves)
+        if not torch.equal(before, torch.get_rng_state()):
+            return Parts(refused="the model draws random numbers (dropout), other ones for each part")
+        changed = any(not torch.equal(a, b) for a, b in zip(buffers, model.module.buffers(), strict=True))
+        if changed:
+            return Parts(refused="the model keeps statistics of its batches (as BatchNorm does)")
+    own_ids = not any(watch.others for watch in watches.values())
+    allowed = TOLERANCE * max(abs(whole), 1e-3)
+    # A loss that is not finite is told by the first step, which names the tensor.
+    if not math.isfinite(whole) or abs(whole - (first + second) / 2) <= allowed:
+        return Parts(own_ids=own_ids)
+    if abs(whole - (first + second)) <= allowed:
+        return Parts(sums=True, own_ids=own_ids)
+    return Parts(
+        refused=f"its loss is neither a mean nor a sum over samples ({whole:.6g} for {count} samples, "
+        f"{first:.6g} and {second:.6g} for their halves), as with in-batch negatives"
+    )
+
+
+class _Watch:
+    """Looks at what a front is called with, and hands nothing out."""
+
+    def __init__(self, front: Front, ids: KeyedJaggedTensor | None) -> None:
+        assert ids is not None, "the front is bound"
+        self.front, self.ids, self.others = front, ids, False
+
+    def holds(self, sparse: KeyedJaggedTensor) -> bool:
+        self.others |= not same_ids(sparse, self.ids, self.front)
+        return False
+
+    def rows(self) -> list[torch.Tensor]:
+        raise AssertionError("it holds no rows")
+
+
+@contextmanager
+def undone(model: PlacedModel) -> Iterator[None]:
+    """What a forward pass changes is as before afterwards."""
+    state, buffers = torch.get_rng_state(), [buffer.clone() for buffer in model.module.buffers()]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        with torch.no_grad():
+            for buffer, value in zip(model.module.buffers(), buffers, strict=True):
+                buffer.copy_(value)

@@ -1,0 +1,228 @@
+"""A model whose collections recpipe has replaced: the user's module, its fronts, and their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.common.phases import phase
+from recpipe.errors import UserError
+from recpipe.model.call import Called
+from recpipe.tables.capabilities import SendsAhead
+from recpipe.tables.front import BagFront, Front, front_of, handing_out
+from recpipe.tables.grouped import GroupedCollection
+from recpipe.tables.groups import ModelTables, collections_of
+from recpipe.tables.inputs import GroupIds, Inputs
+from recpipe.tables.lookups import BatchLookups, GroupLookup, Part, same_ids
+from recpipe.tables.tiers.batch import BatchPlan
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How the losses of a batch's parts make the batch's loss."""
+
+    sums: bool = False
+    """Whether they are added up; else their mean counts, weighted by samples."""
+    refused: str | None = None
+    """Why they do not make it at all; None: they do."""
+    own_ids: bool = True
+    """Whether the model looks rows up by the batch's ids alone, as far as the tried samples tell."""
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """A front's rows of a whole batch as they are, to be handed out."""
+
+    front: Front
+    ids: KeyedJaggedTensor
+    found: list[torch.Tensor]
+
+    def holds(self, sparse: KeyedJaggedTensor) -> bool:
+        """Whether ``sparse`` has the ids of the batch."""
+        return same_ids(sparse, self.ids, self.front)
+
+    def rows(self) -> list[torch.Tensor]:
+        """Of each group."""
+        return self.found
+
+
+def put_fronts(module: nn.Module, tables: ModelTables, embeddings: GroupedCollection) -> dict[str, Front]:
+    """Replace every collection in ``module`` by a front over its groups' ``embeddings``; by path.
+
+    A collection that stands in several places is replaced in all of them.
+    """
+    fronts: dict[str, Front] = {}
+    for path, collection in collections_of(module).items():
+        front = front_of(path, collection)
+        assert front is not None, "collections_of finds no others"
+        mine = [number for number, group in enumerate(tables.groups) if group.path == path]
+        front.place([tables.groups[n] for n in mine], [embeddings.collections[n] for n in mine])
+        fronts[path] = front
+        if not path:
+            raise UserError("the model is a collection itself; give a module that holds it")
+        for parent in module.modules():
+            for name, child in parent.named_children():
+                if child is collection:
+                    setattr(parent, name, front)
+    return fronts
+
+
+def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that ``module.state_dict()`` has, such as a BatchNorm's statistics, by name."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, member in module.named_modules()
+        for name, buffer in member._buffers.items()
+        if buffer is not None and name not in member._non_persistent_buffers_set
+    }
+
+
+def saved_values(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and saved buffers by name, sharing the module's memory, without a graph."""
+    return {name: p.detach() for name, p in module.named_parameters()} | saved_buffers(module)
+
+
+class PlacedModel(nn.Module):
+    """What training and evaluation call. Its parameters are those of the dense part.
+
+    ``fronts``: as ``put_fronts`` gave them, of the module that ``called`` calls.
+    """
+
+    def __init__(
+        self, called: Called, fronts: Mapping[str, Front], embeddings: GroupedCollection, inputs: Inputs
+    ) -> None:
+        super().__init__()
+        self.called = called
+        self.module = called.module
+        self.fronts, self.inputs = dict(fronts), inputs
+        self.embeddings = embeddings
+        self.parts = Parts()
+        """How the losses of parts of a batch make the batch's."""
+        self._groups_of = {
+            front: [n for n, group in enumerate(embeddings.tables.groups) if group.path == path]
+            for path, front in self.fronts.items()
+        }
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """The model's prediction, logits float32 [B], without a loss."""
+        return self.called.predict(batch)
+
+    def predict(self, batch: Any) -> torch.Tensor:
+        """``forward`` without gradients, for whoever has a trained model; ``DataError`` on an unknown id."""
+        self.inputs.require_ids(self.inputs.each(batch))
+        with torch.no_grad():
+            scores: torch.Tensor = self(batch)
+        return scores
+
+    def dense_parameters(self) -> dict[str, nn.Parameter]:
+        """Everything that the dense optimizer trains; the tables train themselves in their backward pass."""
+        return dict(self.module.named_parameters())
+
+    @cached_property
+    def dense(self) -> list[nn.Parameter]:
+        """``dense_parameters`` without their names, found once: that takes as long as a small layer."""
+        return list(self.dense_parameters().values())
+
+    def trained(self) -> list[nn.Parameter]:
+        """The dense parameters that want gradients, as the module has them now: an owner of the loop may
+        freeze or exchange some."""
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def dense_state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps of the dense part, sharing its memory."""
+        return saved_values(self.module)
+
+    # -- the batch's own ids -----------------------------------------------------------------
+
+    def ids_of(self, front: Front, batch: Any) -> KeyedJaggedTensor | None:
+        """What has the ids that ``front`` looks up in ``batch``, among others and in any order."""
+        return self.inputs.among(batch, self._groups_of[front][0])
+
+    @property
+    def bound(self) -> list[Front]:
+        """The fronts whose ids the batch has; the others' are made by the model."""
+        return [f for f, groups in self._groups_of.items() if self.inputs.bound(groups[0])]
+
+    def lookups(
+        self, batch: Any, plan: BatchPlan | None, sent: Mapping[int, Any], each: GroupIds | None = None
+    ) -> BatchLookups:
+        """``batch``'s lookups in all groups; ``sent``: what ``send`` gave for it; ``each``: its ids."""
+        each = each or self.inputs.each(batch)
+        made: dict[Front, list[GroupLookup]] = {}
+        for front in self.bound:
+            roomy = isinstance(front, BagFront) and front.wants_room and front.can_have_room
+            made[front] = []
+            for number in self._groups_of[front]:
+                ids = each[number]
+                assert ids is not None, "the front is bound"
+                made[front].append(
+                    GroupLookup(
+                        self.embeddings.collections[number],
+                        ids,
+                        None if plan is None else plan.groups[number],
+                        sent.get(number),
+                        self.embeddings.tables.groups[number].tables.pooled,
+                        self.embeddings.tables.groups[number].tables.dim if roomy else 0,
+                    )
+                )
+        return BatchLookups(made)
+
+    def part(self, lookups: BatchLookups, batch: Any, low: int, high: int) -> dict[Front, Part]:
+        """What fronts hand out for ``batch``, samples [low, high) of the one that ``lookups`` are of."""
+        ids: dict[Front, KeyedJaggedTensor] = {}
+        for front in lookups.groups:
+            own = self.ids_of(front, batch)
+            assert own is not None, "the front is bound"
+            ids[front] = own
+        return lookups.part(ids, low, high)
+
+    def train_part(self, rows: Mapping[Front, Part], batch: Any, share: float) -> torch.Tensor:
+        """What ``batch``, which is ``share`` of a whole one, adds to the whole one's loss, with ``rows``."""
+        with handing_out(rows), phase("dense forward"):
+            loss, _ = self.called(batch)
+        return loss if share == 1 or self.parts.sums else loss * share
+
+    def look_up(self, batch: Any) -> dict[Front, LookedUp]:
+        """All rows of ``batch`` as they are, without the model; all ranks take part where rows are shared.
+
+        Front by front in one order, whatever order the model calls them in: a rank without samples does not
+        call it.
+        """
+        found = {}
+        for front in self.bound:
+            ids = self.ids_of(front, batch)
+            assert ids is not None, "the front is bound"
+            found[front] = LookedUp(front, ids, front.look_up(ids))
+        return found
+
+    def send(self, batch: Any, each: GroupIds | None = None) -> dict[int, Any]:
+        """Start to send the ids of ``batch``, which are ``each``, over the ranks; by group."""
+        sent: dict[int, Any] = {}
+        pairs = zip(self.embeddings.collections, each or self.inputs.each(batch), strict=True)
+        for number, (collection, ids) in enumerate(pairs):
+            ahead = collection.offers(SendsAhead)
+            if ahead is not None and ids is not None:
+                sent[number] = ahead.start(ids)
+        return sent
+
+    def late_leaves(self) -> list[torch.Tensor]:
+        """Leaves of the graph that the step has made so far by looking up ids of the model's own making."""
+        return [leaf for front in self.fronts.values() for leaf in front.late_leaves()]
+
+    def update_late(self, lookups: BatchLookups) -> None:
+        """The step of rows that the model looked up by ids of its own making, once ``lookups``, those of the
+        batch's ids, have had their backward pass."""
+        with phase("embedding backward and update"):
+            for front in self.fronts.values():
+                front.update_late(lookups.groups.get(front, ()))
+
+    @property
+    def late_calls(self) -> int:
+        """How often fronts were trained with ids that are not the batch's own."""
+        return sum(front.late_calls for front in self.fronts.values())

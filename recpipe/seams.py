@@ -1,0 +1,262 @@
+"""The only file that touches private names of TorchRec and FBGEMM; all else uses their public API.
+
+Checked against the version triples that ``recpipe doctor`` knows. When a release renames one of
+these, this file is the place to mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cache, partial
+from inspect import Signature, signature
+from time import perf_counter
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import torch
+import torch.distributed
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed import comm, comm_ops, dist_data
+
+_TAKEN = frozenset(dir(nn.ModuleDict()))
+Views = tuple[torch.Tensor, torch.Tensor]
+"""A table's weights [rows, D] and optimizer state [rows, S] (S may be 0), sharing the TBE's memory."""
+
+
+def module_name(table: str) -> str:
+    """``table`` as the name of a module, by which TorchRec's planner and sharded collection know a table.
+
+    The name itself, but for what no module may be called: a dot, nothing, an attribute of ``ModuleDict``.
+    Percent-encoded, so that different tables have different names.
+    """
+    safe = quote(table, safe="").replace(".", "%2E")
+    if safe in _TAKEN:
+        return f"%{ord(safe[0]):02X}{safe[1:]}"
+    return safe or "%"
+
+
+def tbe_views(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Views]:
+    """Per physical table of a TBE, views of weights and optimizer state; writing them changes the TBE."""
+    weights = tbe.split_embedding_weights()
+    states = tbe.split_optimizer_states() or [()] * len(weights)
+    views = []
+    for weight, state in zip(weights, states, strict=True):
+        rows = weight.shape[0]
+        # The row-wise state is a vector, Adagrad's a matrix; SGD has none.
+        flat = state[0].view(rows, -1) if len(state) else weight.new_empty(rows, 0)
+        views.append((weight.detach(), flat.detach()))
+    return views
+
+
+def update_by_table(
+    tbe: SplitTableBatchedEmbeddingBagsCodegen, rows: int, table_of: NDArray[np.int64]
+) -> None:
+    """Let a CPU TBE of one physical table with ``rows`` update it by the tables whose rows lie there.
+
+    ``table_of``: each feature's table, int64 [F]. For a table that several features share, FBGEMM has a loop
+    that is slower and rounds otherwise than its kernel for a table of one feature. No row here is looked up
+    by features of two tables, so the latter is as right, and makes the bits that a physical table for each
+    would. FBGEMM takes features for tables of their own where their first rows, in this sum, differ.
+    """
+    if tbe.hash_size_cumsum.device.type == "cpu":
+        ends = np.append(table_of, table_of[-1] + 1)
+        tbe.hash_size_cumsum.copy_(rows * torch.from_numpy(ends))
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A table's rows from ``row`` and columns from ``column`` on that lie on this process."""
+
+    row: int
+    column: int
+    weights: torch.Tensor
+    """float32 [rows, columns], sharing the TBE's memory."""
+    state: torch.Tensor
+    """Optimizer state float32 [rows, S], likewise."""
+
+
+def local_shards(sharded: Any, table: str, under: str) -> list[LocalShard]:
+    """The shards of ``table`` in a sharded module of TorchRec's, which has its tables in its child ``under``.
+
+    A data-parallel table is one shard without state: its optimizer is not TorchRec's.
+    """
+    key = f"{under}.{module_name(table)}.weight"
+    weight = sharded.state_dict()[key]
+    if not hasattr(weight, "local_shards"):
+        return [LocalShard(0, 0, weight.detach(), weight.new_empty(len(weight), 0))]
+    weights = weight.local_shards()
+    states = sharded.fused_optimizer.state_dict()["state"].get(key, {})
+    momentum = next((v.local_shards() for name, v in states.items() if "momentum" in name), None)
+    shards = []
+    for index, shard in enumerate(weights):
+        tensor = shard.tensor.detach()
+        state = tensor.new_empty(len(tensor), 0)
+        if momentum is not None:
+            flat = momentum[index].tensor.detach()
+            state = flat.view(len(tensor), flat.numel() // max(1, len(tensor)))
+        row, column = shard.metadata.shard_offsets
+        shards.append(LocalShard(row, column, tensor, state))
+    return shards
+
+
+def fuse(weight: torch.nn.Parameter, fused: Mapping[str, Any]) -> None:
+    """Let a sharder give this table, still without memory, the fused parameters ``fused``.
+
+    TorchRec's ``apply_optimizer_in_backward`` notes them in the same place, and makes an optimizer of torch's
+    for each table besides, which nothing would use.
+    """
+    weight._optimizer_kwargs = [dict(fused)]  # type: ignore[attr-defined]
+
+
+def equipped(sharder: Any, fused: Mapping[str, Any], codecs: Mapping[str, Any]) -> Any:
+    """A copy of an embedding ``sharder`` with what it leaves open of its fused parameters and codecs."""
+    made = copy(sharder)
+    made._fused_params = {**fused, **(sharder.fused_params or {})}
+    made._qcomm_codecs_registry = {**codecs, **(sharder.qcomm_codecs_registry or {})}
+    return made
+
+
+def replicated_lookups(sharded: Any) -> list[DistributedDataParallel]:
+    """Data-parallel tables' lookups in a sharded module: of them all, in one module, or none."""
+    return [m for m in sharded._lookups if isinstance(m, DistributedDataParallel)]
+
+
+def look_up_each_id(lookup: nn.Module) -> None:
+    """Let data-parallel tables of a sequence give one row for each id on a CPU, where FBGEMM's dense kernel
+    passes over its ``PoolingMode.NONE`` and adds the rows of a bag up."""
+    for module in lookup.modules():
+        if isinstance(module, DenseTableBatchedEmbeddingBagsCodegen):
+            module.forward = partial(_each_id, module)
+
+
+def _each_id(
+    tables: DenseTableBatchedEmbeddingBagsCodegen, indices: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Rows float32 [L, D] of tables of one dimension, which lie one after the other in ``tables.weights``."""
+    firsts = tables.weights_offsets // tables.max_D
+    samples = (len(offsets) - 1) // len(firsts)
+    counts = offsets[torch.arange(len(firsts) + 1, device=offsets.device) * samples].diff()
+    rows = indices + torch.repeat_interleave(firsts, counts)
+    return torch.nn.functional.embedding(rows, tables.weights.view(-1, tables.max_D))
+
+
+@dataclass
+class Collective:
+    """Calls of one kind of collective by TorchRec on this rank."""
+
+    calls: int = 0
+    bytes_sent: int = 0
+    """Payload for other ranks ..."""
+    bytes_received: int = 0
+    """... and from them."""
+    wait_seconds: float = 0.0
+    """Time that this rank's Python waited for their ends."""
+
+
+class _Timed(torch.distributed.Work):
+    """A ``Work`` that tells how long ``wait`` took; TorchRec looks at its type."""
+
+    def __init__(self, work: Any, into: Collective) -> None:
+        super().__init__()
+        self._work, self._into = work, into
+
+    def wait(self, *arguments: Any) -> Any:
+        start = perf_counter()
+        try:
+            return self._work.wait(*arguments)
+        finally:
+            self._into.wait_seconds += perf_counter() - start
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def forget_groups() -> None:
+    """The process groups that TorchRec keeps for sharding by hosts are of a run that has ended."""
+    comm._INTRA_PG = comm._CROSS_PG = None
+
+
+@cache
+def _signature(name: str) -> Signature:
+    return signature(getattr(torch.distributed, name))
+
+
+class _Counting:
+    """``torch.distributed`` as TorchRec's modules see it, counting what goes over the wire."""
+
+    def __init__(self, counts: dict[str, Collective]) -> None:
+        self.counts = counts
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch.distributed, name)
+        if name not in _PAYLOAD:
+            return found
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            entry = self.counts.setdefault(name, Collective())
+            entry.calls += 1
+            group = named.get("group")
+            world = torch.distributed.get_world_size(group)
+            given = _signature(name).bind(*arguments, **named).arguments
+            sent, received = _PAYLOAD[name](world, torch.distributed.get_rank(group), given)
+            entry.bytes_sent += sent
+            entry.bytes_received += received
+            start = perf_counter()
+            work = found(*arguments, **named)
+            if work is not None:
+                return _Timed(work, entry)
+            entry.wait_seconds += perf_counter() - start
+            return None
+
+        return call
+
+
+def _all_to_all(world: int, rank: int, given: Mapping[str, Any]) -> tuple[int, int]:
+    def outward(tensor: torch.Tensor, splits: Sequence[int] | None) -> int:
+        if not splits:
+            return int(tensor.nbytes * (world - 1) // world)
+        row = tensor.nbytes // max(1, tensor.shape[0])
+        return int((sum(splits) - splits[rank]) * row)
+
+    return (
+        outward(given["input"], given.get("input_split_sizes")),
+        outward(given["output"], given.get("output_split_sizes")),
+    )
+
+
+def _reduce_scatter(world: int, rank: int, given: Mapping[str, Any]) -> tuple[int, int]:
+    received = int(given["output"].nbytes) * (world - 1)
+    if "input_list" in given:
+        return sum(int(part.nbytes) for i, part in enumerate(given["input_list"]) if i != rank), received
+    return int(given["input"].nbytes * (world - 1) // world), received
+
+
+def _all_gather(world: int, rank: int, given: Mapping[str, Any]) -> tuple[int, int]:
+    size = int(given["tensor" if "tensor" in given else "input_tensor"].nbytes)
+    return size * (world - 1), size * (world - 1)
+
+
+_PAYLOAD = {
+    "all_to_all_single": _all_to_all,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "all_gather": _all_gather,
+    "all_gather_into_tensor": _all_gather,
+}
+
+
+def count_collectives() -> dict[str, Collective]:
+    """Count TorchRec's collectives in this process from now on, by name."""
+    counts: dict[str, Collective] = {}
+    for module in (comm_ops, dist_data):
+        module.dist = _Counting(counts)
+    return counts

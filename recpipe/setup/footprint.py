@@ -1,0 +1,112 @@
+"""What a run will take of memory at the least, from its recipe and the data's schema, before it takes any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from recpipe.common import memory
+from recpipe.config.recipe import Recipe
+from recpipe.data.dataset import Dataset
+from recpipe.distributed.ranks import Ranks
+from recpipe.model.config import ModelConfig
+from recpipe.tables.build import SHARDED
+from recpipe.tables.groups import ModelTables
+
+FLOAT_BYTES = 4
+REMEDIES = {
+    "tables": "lower model.embedding_dim or the rows (data.tables, data.table_scale, data.table_rows), or "
+    "keep them on disk: tiers=ssd tiers.policy=lru",
+    "cache": "lower tiers.resident_bytes",
+    "dense part": "lower model.bottom and model.top (and model.cross_rank, model.cross_layers)",
+    "batches": "lower data.batch_size or data.read_ahead (and data.pooling)",
+}
+"""What to do about the largest part."""
+
+
+def require_inputs(cfg: Recipe, dataset: Dataset, ranks: Ranks, device: torch.device) -> None:
+    """``UserError`` where a batch, or the dense part of a model of recpipe's own, does not fit: asked before
+    either is made."""
+    if not ranks.trains:
+        return
+    needs = {"batches": batch_bytes(cfg, dataset, len(ranks.trainers))}
+    if isinstance(cfg.model, ModelConfig):
+        needs["dense part"] = dense_bytes(
+            cfg.model, len(dataset.known_schema().dense), len(dataset.known_schema().sparse)
+        )
+    memory.require(needs, device, REMEDIES[max(needs, key=lambda what: needs[what])])
+
+
+def require_memory(
+    cfg: Recipe,
+    dataset: Dataset,
+    tables: ModelTables,
+    module: nn.Module,
+    described: Mapping[str, Any],
+    ranks: Ranks,
+    device: torch.device,
+) -> None:
+    """``UserError`` where this rank cannot have what the run needs; ``described``: as ``plan.describe`` says.
+
+    A lower bound: what a step takes beside its inputs depends on its ids and on plugins.
+    """
+    on_device, on_host = _tables(cfg, tables, described, ranks)
+    if ranks.trains:
+        on_device["dense part"] = sum(p.nbytes for p in module.parameters() if not p.is_meta)  # gradients
+        on_device["batches"] = batch_bytes(cfg, dataset, len(ranks.trainers))
+    cpu = torch.device("cpu")
+    pools = (
+        [(cpu, _sum(on_device, on_host))] if device.type == "cpu" else [(device, on_device), (cpu, on_host)]
+    )
+    for where, needs in pools:
+        if needs:
+            memory.require(needs, where, REMEDIES[max(needs, key=lambda what: needs[what])])
+
+
+def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {what: one.get(what, 0) + other.get(what, 0) for what in {**one, **other}}
+
+
+def _tables(
+    cfg: Recipe, tables: ModelTables, described: Mapping[str, Any], ranks: Ranks
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of rows, optimizer state included, that this rank keeps on the device and in host memory."""
+    if described["shards"] is not None:
+        mine = described["shards"]["ranks"][ranks.rank]["bytes"]
+        return ({"tables": mine}, {}) if cfg.tiers.kernel == "fused" else ({}, {"tables": mine})
+    if described["cache"] == "resident":
+        return {"tables": tables.total_bytes}, {}
+    kept = cfg.tiers.holder_store if cfg.tiers.store == SHARDED else cfg.tiers.store
+    cold = tables.total_bytes // len(ranks.holders) if kept == "host" and ranks.holds else 0
+    cache = described["tiers"]["resident_bytes"] if ranks.trains else 0
+    return {"cache": cache}, {"tables": cold}
+
+
+def dense_bytes(model: ModelConfig, dense_features: int, sparse_features: int) -> int:
+    """Of the MLPs' and the cross layers' weights and their gradients."""
+    dim, vectors = model.embedding_dim, sparse_features + 1
+    crossed = vectors * dim
+    cross = 2 * crossed * model.cross_rank * model.cross_layers
+    if model.name == "dlrm":
+        crossed, cross = dim + vectors * (vectors - 1) // 2, 0
+    bottom = pairwise([dense_features, *model.bottom, dim])
+    top = pairwise([crossed, *model.top, 1])
+    return 2 * FLOAT_BYTES * (cross + sum(i * o for i, o in [*bottom, *top]))
+
+
+def batch_bytes(cfg: Recipe, dataset: Dataset, trainers: int) -> int:
+    """Of a trainer's share of a batch (ids, dense features, pooled rows) and of the batches read ahead; 0
+    where the columns are not known."""
+    if dataset.schema is None:  # batches that are made already
+        return 0
+    size = min(cfg.data.batch_size, dataset.size("train")) // trainers
+    pooling = getattr(cfg.data, "pooling", 1)
+    features = len(dataset.schema.sparse)
+    ids = sum(pooling) if isinstance(pooling, list) else pooling * features
+    read = FLOAT_BYTES * (len(dataset.schema.dense) + ids)
+    ahead = min(cfg.data.read_ahead, dataset.num_batches("train", cfg.data.batch_size))
+    return size * ((1 + ahead) * read + FLOAT_BYTES * features * (cfg.model.embedding_dim or 0))

@@ -1,0 +1,83 @@
+"""A model on its way into its tiers, as a run and a loop of the user's own both take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from recpipe.backend.convert import roomy_paths
+from recpipe.common.run_dir import RunDir
+from recpipe.config.recipe import Recipe
+from recpipe.data.dataset import Dataset
+from recpipe.distributed.ranks import Ranks
+from recpipe.model.call import Called
+from recpipe.model.make import make_called
+from recpipe.pipeline.placed import PlacedModel, put_fronts
+from recpipe.plugin.assembly import Assembly
+from recpipe.tables.build import build_embeddings
+from recpipe.tables.grouped import GroupedCollection
+from recpipe.tables.groups import ModelTables, collections_of, group_tables
+from recpipe.tables.inputs import Inputs
+from recpipe.tables.sharding.plan import ShardPlan
+from recpipe.tables.sharding.planning import Sharding
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """A model with its collections still in it."""
+
+    called: Called
+    tables: ModelTables
+    first_batch: Any
+    inputs: Inputs
+    """Where batches have the ids of ``tables``, as found in the first one."""
+
+    @classmethod
+    def of(cls, cfg: Recipe, dataset: Dataset, device: torch.device, given: nn.Module | None) -> Unplaced:
+        """The recipe's model, or the one ``given``; its tables with the optimizers of the recipe."""
+        called = make_called(cfg.model, dataset, device, given)
+        tables = group_tables(collections_of(called.module), cfg.optim.of_table, cfg.seed)
+        cfg.optim.check_tables([table.name for table in tables.tables])
+        first_batch = next(dataset.batches("train", cfg.data.batch_size))
+        return cls(called, tables, first_batch, Inputs.of(tables, first_batch))
+
+    def build(
+        self,
+        cfg: Recipe,
+        dataset: Dataset,
+        assembly: Assembly,
+        device: torch.device,
+        run_dir: RunDir,
+        ranks: Ranks,
+        shards: tuple[Sharding, ShardPlan] | None = None,
+        roomy: bool = False,
+    ) -> GroupedCollection:
+        """The tables' rows in the tiers that recipe and plugins say, or in ``shards``.
+
+        ``roomy``: with room in front of pooled rows, where the CPU back end's parts of the model use it.
+        """
+        size = cfg.data.batch_size
+        ids_per_bag = partial(dataset.ids_per_bag, size)
+        module = self.called.module
+        return build_embeddings(
+            self.inputs,
+            cfg.tiers,
+            assembly,
+            device,
+            run_dir,
+            size,
+            ranks,
+            shards,
+            ids_per_bag,
+            module,
+            roomy_paths(module) if roomy else (),
+        )
+
+    def over(self, embeddings: GroupedCollection) -> PlacedModel:
+        """The model with fronts over ``embeddings`` where it had its collections."""
+        fronts = put_fronts(self.called.module, self.tables, embeddings)
+        return PlacedModel(self.called, fronts, embeddings, self.inputs)

@@ -1,0 +1,121 @@
+"""What a run needs before it starts: device, directory, plugins; and the tiers' orderly end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from recpipe.checkpoint.table_io import holds_checkpoint, newest
+from recpipe.common.run_dir import RunDir
+from recpipe.config.recipe import Recipe
+from recpipe.data.cache import default_cache_dir
+from recpipe.data.dataset import Dataset
+from recpipe.distributed.launch import Process, agreed_path
+from recpipe.distributed.ranks import Ranks
+from recpipe.errors import UserError
+from recpipe.plugin.api import Context, GroupInfo
+from recpipe.plugin.assembly import Assembly, assemble, gather
+from recpipe.plugin.load import activate
+from recpipe.tables.build import SCRATCH, TierConfig, cache_owner
+from recpipe.tables.grouped import GroupedCollection
+from recpipe.tables.inputs import Inputs
+from recpipe.tables.stores.home import remove_crashed
+from recpipe.tables.tiers.batch import Tiers
+
+
+def refuse_ranks(task: str) -> None:
+    """For what starts processes of its own."""
+    if Process.current().world > 1:
+        raise UserError(f"{task} runs in one process; start it without torchrun")
+
+
+def resume_from(resume: str | None, checkpoints: Path) -> Path | None:
+    """The checkpoint to go on from; after torchrun has restarted the run, the newest of its own, if any."""
+    own = Process.current().attempt > 0 and holds_checkpoint(checkpoints)
+    chosen = newest(checkpoints) if own else newest(Path(resume).expanduser()) if resume else None
+    return agreed_path(chosen)
+
+
+def remove_left_stores(tiers: TierConfig, run_dir: RunDir, resume: str | None) -> None:
+    """Remove killed runs' ssd stores from this run's directory, ``tiers.dir`` and the run that it resumes.
+
+    Rank 0 calls it, before any rank makes its store.
+    """
+    places = {run_dir.path / SCRATCH, tiers.directory(run_dir.path)}
+    if resume:
+        checkpoints = newest(Path(resume).expanduser()).parent
+        places.add(checkpoints.parent / SCRATCH)
+    for place in sorted(places):
+        remove_crashed(place)
+
+
+def choose_device(name: str) -> torch.device:
+    """``trainer.device``: auto takes a GPU where there is one, each local rank its own."""
+    if name == "auto":
+        own = Process.current().local_rank % max(1, torch.cuda.device_count())
+        return torch.device("cuda", own) if torch.cuda.is_available() else torch.device("cpu")
+    kind, _, index = name.partition(":")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"trainer.device={name}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
+    return torch.device("cuda", int(index or 0)) if kind == "cuda" else torch.device("cpu")
+
+
+def assemble_plugins(
+    cfg: Recipe,
+    dataset: Dataset,
+    inputs: Inputs,
+    tiers: TierConfig,
+    device: torch.device,
+    steps: int,
+    ranks: Ranks,
+) -> Assembly:
+    """Load the recipe's plugins and merge what they contribute; raises ``PluginError`` where they clash."""
+    tables = inputs.tables
+    context = Context(
+        tables=tables.infos(),
+        device=str(device),
+        batch_size=cfg.data.batch_size,
+        resident_bytes=tiers.budget(tables),
+        groups=[
+            GroupInfo(group.tables.layout.tables, group.tables.record_bytes, slots)
+            for group, slots in zip(tables.groups, tiers.slots(tables), strict=True)
+        ],
+        lookups=inputs.lookups,
+        seed=cfg.seed,
+        data_fingerprint=dataset.fingerprint,
+        steps=steps,
+        trainers=len(ranks.trainers),
+        cache_dir=Path(getattr(cfg.data, "cache_dir", None) or default_cache_dir()).expanduser(),
+        epoch_samples=dataset.size("train"),
+        held_out=lambda first: dataset.batches("eval", cfg.data.batch_size, first),
+        batches=lambda first: dataset.batches("train", cfg.data.batch_size, first),
+    )
+    active = gather(activate(cfg.plugins), context)
+    assembly = assemble(
+        active,
+        context.tables,
+        prefer={slot: name for slot, name in cfg.compose.prefer.items() if name},
+        resident_bytes=context.resident_bytes,
+    )
+    cache_owner(tiers, assembly, tables)
+    return assembly
+
+
+@contextmanager
+def closing_tiers(embeddings: GroupedCollection, inputs: Inputs, ranks: Ranks) -> Iterator[Tiers | None]:
+    """The embeddings as tiers that the pipeline plans for, or None; they are closed at the end."""
+    tiers = Tiers(inputs, embeddings.collections)
+    try:
+        yield tiers if tiers.groups else None
+    except BaseException:
+        # Closing takes all ranks, and the others do not know: this process ends, and they notice.
+        if ranks.world == 1:
+            embeddings.close()
+        raise
+    else:
+        embeddings.close()

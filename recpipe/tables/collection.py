@@ -1,0 +1,229 @@
+"""What every collection of tables offers to the rest of recpipe, whatever tier its rows live in."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    BoundsCheckMode,
+    EmbeddingLocation,
+    PoolingMode,
+)
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from numpy.typing import NDArray
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.optim import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from recpipe import seams
+from recpipe.errors import UserError
+from recpipe.tables.capabilities import Rows
+from recpipe.tables.specs import Region, TableSet, Values, row_chunks
+from recpipe.tables.stores.base import IoCounters
+from recpipe.tables.tiers.policies import RowIds
+from recpipe.tables.tiers.store_thread import TierTimes
+
+C = TypeVar("C")
+TORCHREC_OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rowwise_adagrad": RowWiseAdagrad,
+}
+
+
+@dataclass(frozen=True)
+class TierFigures:
+    """What a collection over tiers did while training, and the memory that it takes on this rank."""
+
+    io: IoCounters
+    times: TierTimes
+    direct: bool | None
+    """How its store does I/O, as in ``ColdStore.direct``."""
+    resident_bytes: int
+    cold_bytes: int
+    overhead_bytes: int
+
+    def plus(self, other: TierFigures) -> TierFigures:
+        """Of both together; seconds are sums, though their stores may have worked at the same time."""
+        return TierFigures(
+            self.io.plus(other.io),
+            self.times.plus(other.times),
+            self.direct if self.direct == other.direct else None,
+            self.resident_bytes + other.resident_bytes,
+            self.cold_bytes + other.cold_bytes,
+            self.overhead_bytes + other.overhead_bytes,
+        )
+
+
+class TableCollection(ABC, nn.Module):
+    """A module with the interface of TorchRec's ``EmbeddingBagCollection`` whose every row can be read and
+    written with its optimizer state: for checkpoints, exports and comparisons.
+
+    Training calls ``lookup``, whose result comes without names, and of tables that are not pooled is one row
+    for each id; its backward pass is the tables' update.
+
+    Where several ranks train, all trainers make the same calls in the same order.
+    """
+
+    @abstractmethod
+    def regions(self) -> Iterator[Region]:
+        """The regions that this process owns; together (over all ranks) they are all tables."""
+
+    @abstractmethod
+    def read(self, region: Region) -> Values:
+        """Current weights and optimizer state of ``region``."""
+
+    @abstractmethod
+    def write(self, region: Region, values: Values) -> None:
+        """Replace the weights and optimizer state of ``region``."""
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """As TorchRec's collection."""
+        raise NotImplementedError(f"{type(self).__name__} looks no rows up for a model")
+
+    def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Pooled rows float32 [B, F * D], features in the tables' order; or rows float32 [L, D], one for each
+        id of ``sparse``, which has the tables' features in their order."""
+        return self.joined(self(sparse))
+
+    def joined(self, found: Rows) -> torch.Tensor:
+        """What ``forward`` gives as ``lookup`` does, with the features in the tables' order."""
+        configs = self.embedding_bag_configs()
+        names = [name for names in get_embedding_names_by_table(configs) for name in names]
+        if not isinstance(found, KeyedTensor):
+            return torch.cat([found[name].values() for name in names])
+        values: torch.Tensor = found.values()
+        if found.keys() in (names, [name for config in configs for name in config.feature_names]):
+            return values
+        by_name = found.to_dict()
+        return torch.cat([by_name[name] for name in names], dim=1)
+
+    def offers(self, capability: type[C]) -> C | None:
+        """This collection as one with ``capability`` (see ``recpipe.tables.capabilities``), or None."""
+        return self if isinstance(self, capability) else None
+
+    def pooled_with_room(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:
+        """Pooled rows as ``forward`` gives them, with room for one more feature in front, float32
+        [B, (1 + F) * D] whose first D columns are zero; None where that would take a copy."""
+        return None
+
+    @property
+    def threads(self) -> int:
+        """How many threads a lookup runs in."""
+        return 1
+
+    @property
+    def collectives(self) -> Mapping[str, seams.Collective]:
+        """TorchRec's collectives on this rank; none where tables are not sharded."""
+        return {}
+
+    def update(self) -> None:
+        """The step of tables that their backward pass does not update; called after it."""
+
+    def tier_figures(self) -> TierFigures | None:
+        """What it moved between its tiers; None where all rows are resident."""
+        return None
+
+    def serve(self) -> None:
+        """On a rank that holds rows and does not train: answer the trainers until they are done."""
+        raise NotImplementedError(f"{type(self).__name__} does not run on ranks that only hold rows")
+
+    def close(self) -> None:
+        """Write back what is only here and release files and threads; the tables are unusable then."""
+
+
+class RowCollection(TableCollection):
+    """A collection that reads and writes any row of any table by its number in ``tables``."""
+
+    replicated = False
+    """Whether other trainers hold replicas of its rows, which must stay equal."""
+
+    def __init__(self, tables: TableSet) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
+        """Pooled rows by feature name; float32, each [B, D]."""
+        return self.keyed(self.lookup(sparse))
+
+    def keyed(self, pooled: torch.Tensor) -> KeyedTensor:
+        """``pooled`` (float32 [B, F * D], features in the tables' order) as TorchRec returns it."""
+        names = list(self.tables.features)
+        return KeyedTensor(names, [self.tables.dim] * len(names), pooled)
+
+    def records_of(self, rows: RowIds) -> torch.Tensor:
+        """Records of distinct ``rows`` as the last step left them, float32 [n, width]: a copy."""
+        raise UserError(f"{type(self).__name__} looks up no ids but the batch's own")
+
+    def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
+        """Put ``records`` (float32 [n, width]) in the place of those of distinct ``rows``."""
+        raise UserError(f"{type(self).__name__} looks up no ids but the batch's own")
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """As TorchRec's collection."""
+        return self.tables.configs()
+
+    def is_weighted(self) -> bool:
+        """As TorchRec's collection."""
+        return self.tables.weighted
+
+    def regions(self) -> Iterator[Region]:
+        """All rows of all tables, in chunks."""
+        yield from row_chunks(self.tables)
+
+    def fill_first_values(self) -> None:
+        """Give all rows their first values."""
+        for region in self.regions():
+            records = self.tables.fill(region.table, region.start, region.stop)
+            self.write(region, (records[:, : self.tables.dim], records[:, self.tables.dim :]))
+
+    def rows_of(self, region: Region) -> NDArray[np.int64]:
+        """Numbers of the rows of ``region``, int64 [rows]."""
+        layout = self.tables.layout
+        base = int(layout.bases[layout.tables.index(region.table)])
+        return np.arange(base + region.start, base + region.stop, dtype=np.int64)
+
+
+def make_tbe(tables: TableSet, rows: int, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """One TBE of ``rows`` slots that all features share; a slot holds a row of any table.
+
+    Rows that are not pooled are looked up as bags of at most one id, of one feature.
+    """
+    if not tables.pooled:
+        return fused_tbe(tables, [rows], [0], device, pooled=True)
+    tbe = fused_tbe(tables, [rows], [0] * len(tables.features), device, pooled=True)
+    seams.update_by_table(tbe, rows, tables.table_of)
+    return tbe
+
+
+def fused_tbe(
+    tables: TableSet, rows: Sequence[int], table_of: Sequence[int], device: torch.device, pooled: bool
+) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """A TBE of physical tables with so many ``rows`` of the set's dimension, and its fused optimizer.
+
+    Feature i looks up in physical table ``table_of[i]``; rows come summed by bag, or one for each id.
+    """
+    on_gpu = device.type == "cuda"
+    location = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
+    compute = ComputeDevice.CUDA if on_gpu else ComputeDevice.CPU
+    return SplitTableBatchedEmbeddingBagsCodegen(
+        [(count, tables.dim, location, compute) for count in rows],
+        feature_table_map=list(table_of),
+        optimizer=tables.optimizer.kind,
+        learning_rate=tables.optimizer.lr,
+        eps=tables.optimizer.eps,
+        pooling_mode=PoolingMode.SUM if pooled else PoolingMode.NONE,
+        # The loaders have checked the ids, and would tell; FBGEMM would look up row 0 instead.
+        bounds_check_mode=BoundsCheckMode.NONE,
+        device=device,
+    )

@@ -1,0 +1,351 @@
+"""Fronts: what stands in a model where a collection of TorchRec's stood, with the same interface and names.
+
+A front owns no rows. Its tables are in groups (see ``groups``), and a group's rows in whatever tiers its
+collection has. While a batch is trained, rows are looked up once and a front hands them out: called with the
+batch's own ids it gives the rows of the samples at hand. Called with any other ids, such as the model has
+computed, it looks those up there and then, and their update follows at the end of the step.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+    EmbeddingCollectionInterface,
+    get_embedding_names_by_table,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from recpipe.data.parts import in_order
+from recpipe.errors import UserError
+from recpipe.tables.collection import RowCollection, TableCollection
+from recpipe.tables.groups import Group
+from recpipe.tables.rowtable import looked_up, updated
+from recpipe.tables.specs import TableSet, row_chunks
+from recpipe.tables.tiers.placement import table_bags
+from recpipe.tables.tiers.policies import RowIds
+
+
+class HandedOut(Protocol):
+    """A front's rows of the samples at hand."""
+
+    def holds(self, sparse: KeyedJaggedTensor) -> bool:
+        """Whether ``sparse`` has the ids of these samples."""
+
+    def rows(self) -> list[torch.Tensor]:
+        """Of each group as ``TableCollection.lookup`` gives them; the same tensors at every call."""
+
+
+class OwnRows(Protocol):
+    """What a batch's own ids looked up in one group, once its backward pass has been made."""
+
+    def gradient_of(self, tables: TableSet, rows: RowIds) -> torch.Tensor:
+        """What its lookups add to the gradients of distinct ``rows``, sorted: float32 [n, D]."""
+
+
+class _Current(threading.local):
+    rows: Mapping[Front, HandedOut] | None = None
+
+
+_current = _Current()
+"""What the fronts hand out in this thread: parts of a batch may be trained in several at a time."""
+
+
+@contextmanager
+def handing_out(rows: Mapping[Front, HandedOut]) -> Iterator[None]:
+    """Inside, in this thread, the fronts hand ``rows`` out."""
+    before, _current.rows = _current.rows, rows
+    try:
+        yield
+    finally:
+        _current.rows = before
+
+
+@dataclass
+class _Late:
+    """Rows that were looked up by ids that are not the batch's own; their gradient makes the update."""
+
+    group: int
+    rows: RowIds
+    records: torch.Tensor
+    """As they are before the step, float32 [U, width]."""
+    weights: torch.Tensor
+    """A leaf of the graph, float32 [U, D]."""
+
+
+class Front(ABC, nn.Module):
+    """What fronts of both kinds do; ``path`` is its place in the model.
+
+    Parameters of the model are then those of its dense part: rows are no parameters of any module.
+    ``state_dict`` has them under the names that the collection gave them.
+    """
+
+    weights_under: str
+    """The name of TorchRec's module of tables, in ``state_dict``."""
+
+    def __init__(self, path: str, tables: Sequence[EmbeddingBagConfig | EmbeddingConfig]) -> None:
+        super().__init__()
+        self.path = path
+        self.configs = list(tables)
+        self.features = [name for table in tables for name in table.feature_names]
+        self.names = [name for names in get_embedding_names_by_table(self.configs) for name in names]
+        self.groups: tuple[Group, ...] = ()
+        self.whole: HandedOut | None = None
+        """What it hands out in every thread while no ``handing_out`` says otherwise: a whole batch."""
+        self.late_calls = 0
+        """How often it was trained with ids that are not the batch's own."""
+        self._collections: tuple[TableCollection, ...] = ()
+        self._late: list[_Late] = []
+
+    def place(self, groups: Sequence[Group], collections: Sequence[TableCollection]) -> None:
+        """Take rows from ``collections``, one for each of ``groups``; the front does not own them."""
+        # In tuples: a module in an attribute would make rows parameters of the model.
+        self.groups, self._collections = tuple(groups), tuple(collections)
+
+    @property
+    def collections(self) -> tuple[TableCollection, ...]:
+        """Of each group."""
+        return self._collections
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        """As TorchRec's collection."""
+        given = self.whole if _current.rows is None else _current.rows.get(self)
+        if given is not None and given.holds(features):
+            rows = given.rows()
+        elif self.training and torch.is_grad_enabled():
+            rows = self._looked_up_late(features)
+        else:
+            rows = self.look_up(features)
+        return self.shaped(rows, features)
+
+    @abstractmethod
+    def shaped(self, rows: Sequence[torch.Tensor], features: KeyedJaggedTensor) -> Any:
+        """``rows`` of each group as TorchRec's collection returns them for ``features``."""
+
+    def look_up(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
+        """Rows of each group as they are, from its collection; nothing is trained, planned or moved."""
+        pairs = zip(self.groups, self.collections, strict=True)
+        with torch.no_grad():
+            return [c.lookup(in_order(features, g.tables.features)) for g, c in pairs]
+
+    # -- ids that are not the batch's own ----------------------------------------------------
+
+    def _looked_up_late(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
+        self.late_calls += 1
+        found = []
+        for number, (group, collection) in enumerate(zip(self.groups, self.collections, strict=True)):
+            rows = _rows_of(collection, self.path)
+            bags = table_bags(group.tables, features)
+            distinct, which = np.unique(bags.rows, return_inverse=True)
+            records = rows.records_of(distinct)
+            weights = records[:, : group.tables.dim].clone().requires_grad_()
+            self._late.append(_Late(number, distinct, records, weights))
+            found.append(looked_up(group.tables, weights, which, bags))
+        return found
+
+    def late_leaves(self) -> list[torch.Tensor]:
+        """Leaves of the graph that late calls have made since the last update."""
+        return [one.weights for one in self._late]
+
+    def update_late(self, own: Sequence[OwnRows]) -> None:
+        """One update of each row that was looked up late since the last call, by its summed gradient.
+
+        ``own``: of each group, what the batch's own ids looked up; none where the batch has no ids of the
+        front's. Of a row that is in both, this update takes the place of the one that the backward pass has
+        made: it starts from the record before the step.
+        """
+        late, self._late = [one for one in self._late if one.weights.grad is not None], []
+        for number, group in enumerate(self.groups):
+            mine = [one for one in late if one.group == number]
+            if not mine:
+                continue
+            every = np.concatenate([one.rows for one in mine])
+            rows, first, which = np.unique(every, return_index=True, return_inverse=True)
+            gradients = torch.cat([one.weights.grad for one in mine if one.weights.grad is not None])
+            total = gradients.new_zeros((len(rows), group.tables.dim))
+            total.index_add_(0, torch.from_numpy(which).to(total.device), gradients)
+            if own:
+                total += own[number].gradient_of(group.tables, rows)
+            before = torch.cat([one.records for one in mine])[torch.from_numpy(first).to(total.device)]
+            collection = _rows_of(self.collections[number], self.path)
+            collection.replace_records(rows, updated(group.tables.optimizer, before, total))
+
+    # -- names -------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Every table's weights, copied out of its tiers, under TorchRec's name."""
+        for group, collection in zip(self.groups, self.collections, strict=True):
+            for table in group.tables.tables:
+                destination[self._key(prefix, group, table.name)] = torch.empty(table.rows, group.tables.dim)
+            for region in collection.regions():
+                weights, _ = collection.read(region)
+                whole = destination[self._key(prefix, group, region.table)]
+                whole[region.start : region.stop, region.left : region.right] = torch.from_numpy(weights)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Put every table's weights into its tiers; optimizer state starts anew."""
+        known = set()
+        for group, collection in zip(self.groups, self.collections, strict=True):
+            for table in group.tables.tables:
+                key = self._key(prefix, group, table.name)
+                known.add(key)
+                weights, shape = state_dict.get(key), (table.rows, group.tables.dim)
+                if weights is None:
+                    missing_keys.append(key)
+                elif tuple(weights.shape) != shape:
+                    error_msgs.append(f"{key} is {tuple(weights.shape)}, and the table {shape}")
+                else:
+                    _write_weights(group, collection, table.name, weights)
+        unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
+
+    def _key(self, prefix: str, group: Group, table: str) -> str:
+        return f"{prefix}{self.weights_under}.{group.own_names[table]}.weight"
+
+
+def _rows_of(collection: TableCollection, path: str) -> RowCollection:
+    if not isinstance(collection, RowCollection):
+        raise UserError(
+            f"the model calls its collection '{path}' with ids that are not the batch's own, which "
+            f"{type(collection).__name__} cannot look up: use tiers.policy=resident without "
+            "tiers.sharded and plugins that shard tables, or hand the batch's ids on"
+        )
+    if collection.replicated:
+        raise UserError(
+            f"the model calls its collection '{path}' with ids that are not the batch's own, and several "
+            "trainers cannot update such rows together: train in one process, or hand the batch's ids on"
+        )
+    return collection
+
+
+def _write_weights(group: Group, collection: TableCollection, table: str, weights: torch.Tensor) -> None:
+    array = weights.detach().cpu().float().numpy()
+    state_width = group.tables.layout.width - group.tables.dim
+    for region in row_chunks(group.tables):
+        if region.table == table:
+            part = array[region.start : region.stop]
+            collection.write(region, (part, np.zeros((len(part), state_width), np.float32)))
+
+
+class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
+    """In the place of an ``EmbeddingBagCollection``. Sums come from the groups; a mean is a sum divided."""
+
+    weights_under = "embedding_bags"
+
+    def __init__(self, path: str, replaced: EmbeddingBagCollectionInterface) -> None:
+        super().__init__(path, replaced.embedding_bag_configs())
+        self._weighted: bool = replaced.is_weighted()
+        self.dims = [table.embedding_dim for table in self.configs for _ in table.feature_names]
+        means = [table.pooling == PoolingType.MEAN for table in self.configs for _ in table.feature_names]
+        self._means = np.array(means)
+        self.wants_room = False
+        """Whether the model writes one more feature before the pooled rows (``recpipe.tables.room``)."""
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """As TorchRec's collection."""
+        return self.configs
+
+    def is_weighted(self) -> bool:
+        """As TorchRec's collection."""
+        return self._weighted
+
+    @property
+    def can_have_room(self) -> bool:
+        """Whether its pooled rows are one group's sums, so that room in front of them costs nothing."""
+        return len(self.groups) == 1 and not self._means.any()
+
+    def shaped(self, rows: Sequence[torch.Tensor], features: KeyedJaggedTensor) -> KeyedTensor:
+        """By feature, float32 [B, D of its table] each."""
+        by_feature: dict[int, torch.Tensor] = {}
+        for group, pooled in zip(self.groups, rows, strict=True):
+            values = self._meant(group, pooled, features)
+            if len(rows) == 1:
+                return KeyedTensor(self.names, self.dims, values)
+            by_feature |= dict(zip(group.places, torch.split(values, group.tables.dim, 1), strict=True))
+        joined = torch.cat([by_feature[place] for place in range(len(self.names))], dim=1)
+        return KeyedTensor(self.names, self.dims, joined)
+
+    def _meant(self, group: Group, pooled: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
+        """``pooled`` sums, those of tables that want means divided by the number of ids."""
+        means = self._means[list(group.places)]
+        if not means.any():
+            return pooled
+        ids = in_order(features, group.tables.features)
+        counts = ids.lengths().view(len(means), -1).t().to(pooled.dtype).clamp(min=1)
+        divisors = torch.where(torch.from_numpy(means).to(counts.device), counts, 1.0)
+        size = len(pooled)
+        return (pooled.view(size, len(means), -1) / divisors.unsqueeze(2)).view(size, -1)
+
+
+class SequenceFront(Front, EmbeddingCollectionInterface):  # type: ignore[misc]
+    """In the place of an ``EmbeddingCollection``: a row for each id."""
+
+    weights_under = "embeddings"
+
+    def __init__(self, path: str, replaced: EmbeddingCollectionInterface) -> None:
+        super().__init__(path, replaced.embedding_configs())
+        self._need_indices: bool = replaced.need_indices()
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """As TorchRec's collection."""
+        return self.configs
+
+    def need_indices(self) -> bool:
+        """As TorchRec's collection."""
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        """As TorchRec's collection."""
+        return int(self.configs[0].embedding_dim)
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """As TorchRec's collection."""
+        names: list[list[str]] = get_embedding_names_by_table(self.configs)
+        return names
+
+    def shaped(self, rows: Sequence[torch.Tensor], features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """By feature: rows float32 [ids, D] and the lengths of its bags."""
+        found: dict[int, JaggedTensor] = {}
+        for group, values in zip(self.groups, rows, strict=True):
+            ids = in_order(features, group.tables.features)
+            lengths = ids.lengths().view(len(group.places), -1)
+            sizes = ids.length_per_key()
+            indices = ids.values().split(sizes)
+            for number, (place, part) in enumerate(
+                zip(group.places, torch.split(values, sizes), strict=True)
+            ):
+                found[place] = JaggedTensor(
+                    values=part,
+                    lengths=lengths[number],
+                    weights=indices[number] if self._need_indices else None,
+                )
+        return {self.names[place]: found[place] for place in range(len(self.names))}
+
+
+def front_of(path: str, collection: nn.Module) -> Front | None:
+    """What can stand in the place of ``collection``; None where that is no collection of TorchRec's."""
+    if isinstance(collection, EmbeddingBagCollection):
+        return BagFront(path, collection)
+    if isinstance(collection, EmbeddingCollection):
+        return SequenceFront(path, collection)
+    return None

@@ -1,0 +1,146 @@
+"""The collections of all groups of a model's tables as one: for checkpoints, exports, figures and the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from recpipe import seams
+from recpipe.common.saved import Damaged, entries
+from recpipe.errors import UserError
+from recpipe.tables.capabilities import Placed, SavedByRanks
+from recpipe.tables.collection import TableCollection, TierFigures
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.specs import Region, Values
+
+C = TypeVar("C")
+
+
+class GroupedCollection(TableCollection, Placed, SavedByRanks):
+    """One collection for each group, in their order; rows are looked up in those themselves."""
+
+    def __init__(self, tables: ModelTables, collections: Sequence[TableCollection]) -> None:
+        super().__init__()
+        self.tables = tables
+        # In a tuple: fronts use the same collections, and no module owns their memory.
+        self.collections = tuple(collections)
+        self._holder = {
+            name: collection
+            for group, collection in zip(tables.groups, collections, strict=True)
+            for name in group.tables.layout.tables
+        }
+
+    def each(self, capability: type[C]) -> list[C]:
+        """The collections with ``capability``: all of them, or none."""
+        found = [collection.offers(capability) for collection in self.collections]
+        return cast("list[C]", found) if all(one is not None for one in found) else []
+
+    def offers(self, capability: type[C]) -> C | None:
+        """What a single collection offers; of several, itself, if it can be had of them together."""
+        if len(self.collections) == 1:
+            return self.collections[0].offers(capability)
+        return self if isinstance(self, capability) and self.each(capability) else None
+
+    def train(self, mode: bool = True) -> GroupedCollection:
+        """Whether rows are looked up to be trained."""
+        for collection in self.collections:
+            collection.train(mode)
+        super().train(mode)
+        return self
+
+    # -- rows --------------------------------------------------------------------------------
+
+    def regions(self) -> Iterator[Region]:
+        """The regions that this process owns, group by group."""
+        for collection in self.collections:
+            yield from collection.regions()
+
+    def read(self, region: Region) -> Values:
+        """Current weights and optimizer state of ``region``."""
+        return self._holder[region.table].read(region)
+
+    def write(self, region: Region, values: Values) -> None:
+        """Replace the weights and optimizer state of ``region``."""
+        self._holder[region.table].write(region, values)
+
+    def update(self) -> None:
+        """The step of tables that their backward pass does not update; called after it."""
+        for collection in self.collections:
+            collection.update()
+
+    # -- figures -----------------------------------------------------------------------------
+
+    @property
+    def threads(self) -> int:
+        """How many threads a lookup runs in, at most."""
+        return max(collection.threads for collection in self.collections)
+
+    @property
+    def collectives(self) -> Mapping[str, seams.Collective]:
+        """TorchRec's collectives on this rank; they are counted for the process."""
+        return self.collections[0].collectives
+
+    def tier_figures(self) -> TierFigures | None:
+        """Sums over the groups."""
+        figures = [f for f in (c.tier_figures() for c in self.collections) if f is not None]
+        total = figures[0] if figures else None
+        for other in figures[1:]:
+            assert total is not None
+            total = total.plus(other)
+        return total
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """On a rank that holds rows and does not train: answer the trainers until they are done."""
+        if len(self.collections) > 1:
+            raise UserError(
+                f"the model's tables are in {len(self.collections)} groups, and a rank that only holds rows "
+                "serves one: leave topology.embedding_ranks out"
+            )
+        self.collections[0].serve()
+
+    def close(self) -> None:
+        """Close all of them, whatever one of them raises; the first fault comes out."""
+        faults = []
+        for collection in self.collections:
+            try:
+                collection.close()
+            except BaseException as fault:
+                faults.append(fault)
+        if faults:
+            raise faults[0]
+
+    # -- Placed, of several groups ------------------------------------------------------------
+
+    def placement_state(self) -> dict[str, Any]:
+        """Each group's, by its number."""
+        return {str(number): part.placement_state() for number, part in enumerate(self.each(Placed))}
+
+    def check_placement_state(self, state: Mapping[str, Any]) -> None:
+        """``Damaged`` on what ``placement_state`` cannot have given."""
+        parts = self.each(Placed)
+        if len(state) != len(parts):
+            raise Damaged(f"placement is of {len(state)} groups of tables, and there are {len(parts)}")
+        found = entries({str(number): dict[str, Any] for number in range(len(parts))}, state, "placement")
+        for number, part in enumerate(parts):
+            part.check_placement_state(found[str(number)])
+
+    def load_placement_state(self, state: dict[str, Any] | None) -> bool:
+        """Go on from ``state``; False where a group's is of another policy or budget."""
+        parts = self.each(Placed)
+        loaded = [p.load_placement_state(state and state[str(n)]) for n, p in enumerate(parts)]
+        return all(loaded)
+
+    # -- SavedByRanks, of several groups ------------------------------------------------------
+
+    def save_tables(self, directory: Path) -> None:
+        """Write this rank's part of every group."""
+        for part in self.each(SavedByRanks):
+            part.save_tables(directory)
+
+    def load_tables(self, directory: Path) -> None:
+        """Read this rank's part of every group."""
+        for part in self.each(SavedByRanks):
+            part.load_tables(directory)

@@ -1,0 +1,225 @@
+"""Which tables a model has, and in which groups: tables of one collection, dimension and optimizer.
+
+Rows of a group have records of one width, so that they share slots, slab and store. Rows of all tables have
+one numbering: group by group, in each table by table.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from recpipe.errors import UserError
+from recpipe.plugin.api import TableInfo
+from recpipe.seams import module_name
+from recpipe.tables.specs import FirstValues, Table, TableOptimizer, TableSet
+
+OptimizerOf = Callable[[str, torch.Tensor], TableOptimizer]
+"""The optimizer of a table, by its name and its weights as the model has them (maybe on the meta device)."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tables whose rows one collection holds."""
+
+    path: str
+    """Place of their collection in the model."""
+    tables: TableSet
+    places: tuple[int, ...]
+    """Of its features among all of the collection's."""
+    own_names: Mapping[str, str] = field(default_factory=dict)
+    """Each table's name in its collection; ``tables`` has names that are unique in the model."""
+
+
+@dataclass(frozen=True)
+class ModelTables:
+    """All tables of a model."""
+
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def single(cls, tables: TableSet, path: str = "") -> ModelTables:
+        """Of one group, whose collection is at ``path``."""
+        names = {name: name for name in tables.layout.tables}
+        return cls((Group(path, tables, tuple(range(len(tables.features))), names),))
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """In the order of the row numbers."""
+        return tuple(table for group in self.groups for table in group.tables.tables)
+
+    @cached_property
+    def bases(self) -> NDArray[np.int64]:
+        """Number of each group's row 0 among all rows, and of the row after the last: int64 [G + 1]."""
+        return np.array([0, *accumulate(g.tables.layout.total_rows for g in self.groups)], np.int64)
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of all tables."""
+        return int(self.bases[-1])
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all rows of all tables, optimizer state included."""
+        return sum(group.tables.total_bytes for group in self.groups)
+
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """Per table: rows, dimension, width of the optimizer state."""
+        return {name: shape for group in self.groups for name, shape in group.tables.shapes().items()}
+
+    def infos(self) -> dict[str, TableInfo]:
+        """Per table: what plugins are told of it."""
+        return {
+            t.name: TableInfo(t.name, t.rows, g.tables.dim, g.tables.pooled, t.features)
+            for g in self.groups
+            for t in g.tables.tables
+        }
+
+    def bytes_of_tables(self) -> dict[str, int]:
+        """Per table: of all its records."""
+        return {t.name: t.rows * g.tables.record_bytes for g in self.groups for t in g.tables.tables}
+
+
+def collections_of(model: nn.Module) -> dict[str, nn.Module]:
+    """TorchRec's collections in ``model``, by path; ``UserError`` where there are none."""
+    kinds = (EmbeddingBagCollection, EmbeddingCollection)
+    found = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
+    if not found:
+        raise UserError(
+            f"{type(model).__name__} holds no EmbeddingBagCollection and no EmbeddingCollection of "
+            "TorchRec's: there is no table that recpipe could place"
+        )
+    return found
+
+
+def group_tables(collections: Mapping[str, nn.Module], optimizer_of: OptimizerOf, seed: int) -> ModelTables:
+    """The tables of ``collections`` (by path) in groups, in the order of the collections and their tables."""
+    configs = {path: _configs(module) for path, module in collections.items()}
+    names = Counter(_named(config) for listed in configs.values() for config in listed)
+    groups: list[Group] = []
+    number = 0
+    for path, module in collections.items():
+        weights = _tables(module)
+        alike: dict[tuple[int, TableOptimizer], list[BaseEmbeddingConfig]] = {}
+        unique = {c.name: _unique(c, path, names) for c in configs[path]}
+        for config in configs[path]:
+            _refuse(config, path)
+            optimizer = optimizer_of(unique[config.name], weights[config.name])
+            alike.setdefault((config.embedding_dim, optimizer), []).append(config)
+        order = [id(config) for config in configs[path] for _ in config.feature_names]
+        for (dim, optimizer), members in alike.items():
+            tables = tuple(
+                Table(
+                    unique[c.name],
+                    c.num_embeddings,
+                    tuple(c.feature_names),
+                    _first_values(c, unique[c.name], weights[c.name], seed),
+                )
+                for c in members
+            )
+            bags = isinstance(module, EmbeddingBagCollection)
+            made = TableSet(
+                tables,
+                dim,
+                optimizer,
+                seed,
+                bags,
+                isinstance(module, EmbeddingBagCollection) and module.is_weighted(),
+                number,
+            )
+            mine = {id(config) for config in members}
+            places = tuple(place for place, owner in enumerate(order) if owner in mine)
+            groups.append(Group(path, made, places, {unique[c.name]: c.name for c in members}))
+            number += len(tables)
+    return ModelTables(tuple(groups))
+
+
+def _named(config: BaseEmbeddingConfig) -> str:
+    """The table's name; the feature's, where it was only made fit to be a module's."""
+    alone = config.feature_names[0] if len(config.feature_names) == 1 else ""
+    return alone if module_name(alone) == config.name else config.name
+
+
+def _unique(config: BaseEmbeddingConfig, path: str, names: Counter[str]) -> str:
+    """The table's name, with its collection's path where another table has it too."""
+    name = _named(config)
+    return name if names[name] == 1 else f"{path}.{name}"
+
+
+def _configs(module: nn.Module) -> Sequence[BaseEmbeddingConfig]:
+    if isinstance(module, EmbeddingBagCollection):
+        return list(module.embedding_bag_configs())
+    assert isinstance(module, EmbeddingCollection)
+    return list(module.embedding_configs())
+
+
+def _tables(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Each table's weights, by its name."""
+    bags = isinstance(module, EmbeddingBagCollection)
+    tables = module.embedding_bags if bags else module.embeddings
+    assert isinstance(tables, nn.ModuleDict)
+    return {name: table.get_parameter("weight") for name, table in tables.items()}
+
+
+def _refuse(config: BaseEmbeddingConfig, path: str) -> None:
+    if config.data_type != DataType.FP32:
+        raise UserError(
+            f"table '{config.name}' of '{path}' is stored as {config.data_type.name}; recpipe trains "
+            "tables of FP32: leave data_type out"
+        )
+    if config.embedding_dim % 4:
+        raise UserError(
+            f"table '{config.name}' of '{path}' has embedding_dim={config.embedding_dim}; FBGEMM's kernels "
+            "need a multiple of 4"
+        )
+
+
+def _first_values(
+    config: BaseEmbeddingConfig, name: str, weights: torch.Tensor, seed: int
+) -> FirstValues | None:
+    """The weights as the model has them; on the meta device those that its initialiser makes.
+
+    ``name``: the table's, unique in the model.
+    """
+    if weights.device.type != "meta":
+        array: NDArray[np.float32] = weights.detach().float().cpu().numpy()
+        return lambda start, stop: array[start:stop]
+    init = config.init_fn
+    if isinstance(init, partial) and init.func is nn.init.uniform_ and not init.args:
+        bounds = (init.keywords.get("a", 0.0), init.keywords.get("b", 1.0))
+        usual = float(np.sqrt(1.0 / config.num_embeddings))
+        if bounds == (-usual, usual):
+            return None
+    return _Initialised(config, seed + zlib.crc32(name.encode()))
+
+
+class _Initialised:
+    """First weights by the table's own initialiser, which sees the table whole."""
+
+    def __init__(self, config: BaseEmbeddingConfig, seed: int) -> None:
+        self.config, self.seed = config, seed
+        self._made: NDArray[np.float32] | None = None
+
+    def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
+        if self._made is None:
+            weights = torch.empty(self.config.num_embeddings, self.config.embedding_dim)
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(self.seed)
+                assert self.config.init_fn is not None
+                self.config.init_fn(weights)
+            self._made = weights.numpy()
+        part = self._made[start:stop]
+        if stop == self.config.num_embeddings:  # tables are filled from the first row to the last
+            self._made = None
+        return part

@@ -1,0 +1,84 @@
+"""Which ids of a batch each group of tables looks up, whatever type the batch has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.data.checks import require_ids
+from recpipe.data.parts import Place, batch_size, find_ids, ids_at, in_order
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.tiers.placement import Bags, table_bags
+
+GroupIds = tuple[KeyedJaggedTensor | None, ...]
+"""A batch's ids, group by group, of the groups' features in their order; None where the model makes them."""
+
+
+def count_ids(each: GroupIds) -> int:
+    """How many ids a batch has to look up."""
+    return sum(ids.values().numel() for ids in each if ids is not None)
+
+
+class Inputs:
+    """The lookups that batches of one kind make in a model's tables, without the model.
+
+    ``places``: where the ids of each group's front lie in a batch; none where the model makes its ids itself.
+    """
+
+    def __init__(self, tables: ModelTables, places: Sequence[Sequence[Place]]) -> None:
+        self.tables, self.places = tables, tuple(places)
+
+    @classmethod
+    def of(cls, tables: ModelTables, batch: object) -> Inputs:
+        """Found in a batch, of which all others are made alike."""
+        by_path: dict[str, list[str]] = {}
+        for group in tables.groups:
+            by_path.setdefault(group.path, []).extend(group.tables.features)
+        found = {path: find_ids(batch, features) for path, features in by_path.items()}
+        return cls(tables, [found[group.path] for group in tables.groups])
+
+    def among(self, batch: object, group: int) -> KeyedJaggedTensor | None:
+        """What has the ids of a group, among others: the batch's own object, where it is one."""
+        places = self.places[group]
+        return ids_at(batch, places) if places else None
+
+    def ids(self, batch: object, group: int) -> KeyedJaggedTensor | None:
+        """The ids of a group's features, in their order; None where the model makes them."""
+        found = self.among(batch, group)
+        return None if found is None else in_order(found, self.tables.groups[group].tables.features)
+
+    def each(self, batch: object) -> GroupIds:
+        """``ids`` of all groups."""
+        return tuple(self.ids(batch, group) for group in range(len(self.places)))
+
+    def bound(self, group: int) -> bool:
+        """Whether a batch has the ids of a group."""
+        return bool(self.places[group])
+
+    def bags(self, batch: object, group: int) -> Bags:
+        """A group's lookups, as rows of its table set; none where the model makes its ids."""
+        ids = self.ids(batch, group)
+        if ids is None:
+            size = batch_size(batch)
+            return Bags(np.empty(0, np.int64), np.zeros(size + 1, np.int64), size)
+        return table_bags(self.tables.groups[group].tables, ids)
+
+    def require_ids(self, each: GroupIds) -> None:
+        """``DataError`` on an id that is not in its table."""
+        for group, ids in zip(self.tables.groups, each, strict=True):
+            if ids is not None:
+                sizes = group.tables.layout.rows
+                rows = [sizes[table] for table in group.tables.table_of]
+                require_ids(ids, rows)
+
+    def lookups(self, batch: object) -> Bags:
+        """All groups' lookups by the rows' numbers among all tables'; ``DataError`` on an unknown id."""
+        found = [self.bags(batch, group) for group in range(len(self.places))]
+        if len(found) == 1:
+            return found[0]
+        rows = [bags.rows + base for bags, base in zip(found, self.tables.bases[:-1], strict=True)]
+        counts = np.concatenate([np.diff(bags.offsets) for bags in found])
+        offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+        return Bags(np.concatenate(rows), offsets, found[0].batch_size)

@@ -1,0 +1,345 @@
+"""A batch's rows: looked up once, handed out to the model part by part, updated once.
+
+Each part of a batch gets leaves of the graph: its samples' rows, cut off from the tables. When all parts have
+been differentiated, one backward pass for each group and tier makes the fused update of the whole batch; one
+for each part would be wrong for every optimizer with state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.common.phases import phase
+from recpipe.common.threads import one_thread
+from recpipe.data.parts import in_order
+from recpipe.tables.beside import Beside
+from recpipe.tables.capabilities import Planned, SendsAhead
+from recpipe.tables.collection import TableCollection
+from recpipe.tables.front import BagFront, Front
+from recpipe.tables.room import widened, with_room
+from recpipe.tables.rowtable import row_bags
+from recpipe.tables.specs import TableSet
+from recpipe.tables.tiers.placement import TierPlan
+from recpipe.tables.tiers.policies import RowIds
+
+
+class GroupLookup:
+    """One group's rows of one batch."""
+
+    def __init__(
+        self,
+        collection: TableCollection,
+        ids: KeyedJaggedTensor,
+        plan: TierPlan | None,
+        sent: Any,
+        pooled: bool,
+        room: int,
+    ) -> None:
+        self.collection, self.ids, self.plan, self.sent = collection, ids, plan, sent
+        self.pooled, self.room = pooled, room
+        self.warm = torch.empty(0)
+        self.cold: torch.Tensor | None = None
+        self.dim = 0
+        """Columns in front of the rows that belong to no feature."""
+        self.kept: torch.Tensor | None = None
+        """Gradients of all rows, where parts that are trained in other threads put theirs."""
+        self._gradients: list[torch.Tensor] = []
+        """The last one is of all rows, with columns in front as ``warm`` has them; none before the backward
+        pass. A list, which a hook on the rows can fill without holding this object, and so the rows."""
+        self._roomy_gradients: list[torch.Tensor] = []
+        """Of leaves with room."""
+        self._placed: set[tuple[int, int]] = set()
+        self._given: list[tuple[int, int, torch.Tensor]] = []
+
+    @property
+    def _tiers(self) -> Planned:
+        tiers = self.collection.offers(Planned)
+        assert tiers is not None, "a plan was made"
+        return tiers
+
+    def arrive(self) -> None:
+        """Wait for the rows that the batch needs."""
+        if self.plan is not None:
+            self._tiers.arrive()
+
+    def look_up_warm(self) -> None:
+        """What is there at once: all rows, or those of the resident tier."""
+        if self.plan is not None:
+            self.warm = self._tiers.lookup_resident(self.plan)
+        elif self.sent is not None:
+            self.warm = _finished(self.collection, self.sent)
+        else:
+            roomy = self.collection.pooled_with_room(self.ids) if self.room else None
+            self.warm = self.collection.lookup(self.ids) if roomy is None else roomy
+            self.dim = 0 if roomy is None else self.room
+
+    def look_up_cold(self) -> None:
+        """What this batch alone needs, once it has arrived."""
+        if self.plan is not None and len(self.plan.slab):
+            self.cold = self._tiers.lookup_slab(self.plan)
+
+    # -- parts -------------------------------------------------------------------------------
+
+    def share(self) -> None:
+        """Parts are to be trained in several threads, each of which keeps its rows' gradient (``keep``).
+
+        Where the rows have room, in the rows' own memory, which only the interaction has looked at by then.
+        """
+        if self.pooled and self.kept is None:
+            self.kept = self.warm.data if self.dim else torch.empty_like(self.warm)
+
+    def keep(self, low: int, high: int, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        """The gradient of ``leaf``, which has the rows of samples [low, high)."""
+        if self.kept is None:
+            leaf.grad = gradient
+        else:
+            self.kept[low:high, self.dim :] = gradient
+            self._placed.add((low, high))
+
+    def leaf(self, low: int, high: int) -> torch.Tensor:
+        """Rows of samples [low, high) as a leaf of the graph: [high - low, F * D], or one for each id."""
+        if self.dim:
+            return self._roomy(low, high)
+        rows = self._cut(self.warm.detach(), low, high)
+        if self.cold is not None and low < high:
+            first = self.plan.cold_first if self.plan is not None and self.pooled else 0
+            if low >= first:
+                rows = rows + self._cut(self.cold.detach(), low - first, high - first)
+        leaf = rows.detach().requires_grad_()
+        self._given.append((low, high, leaf))
+        return leaf
+
+    def _roomy(self, low: int, high: int) -> torch.Tensor:
+        """As ``leaf``, with room in front of the rows. Parts write there at the same time, which torch would
+        take for a change of each other's rows, were it not for ``.data``."""
+        leaf = with_room(self.warm.data[low:high], self.dim).requires_grad_()
+        if self.kept is None:  # as it comes: ``leaf.grad`` is a copy, without room
+            leaf.register_hook(self._roomy_gradients.append)  # type: ignore[no-untyped-call]
+        self._given.append((low, high, leaf))
+        return leaf
+
+    def whole(self) -> torch.Tensor:
+        """Rows of all samples, in the graph: a backward pass through them is the update."""
+        rows = self.warm if self.cold is None else self.warm + self.cold
+        if rows.requires_grad:
+            rows.register_hook(self._gradients.append)  # type: ignore[no-untyped-call]
+        return rows
+
+    def _cut(self, rows: torch.Tensor, low: int, high: int) -> torch.Tensor:
+        if self.pooled:
+            return rows[low:high]
+        parts = self._ids_between(low, high)
+        return rows[slice(*parts[0])] if len(parts) == 1 else torch.cat([rows[slice(*p)] for p in parts])
+
+    def _ids_between(self, low: int, high: int) -> list[tuple[int, int]]:
+        """Of each feature, where the ids of samples [low, high) begin and end."""
+        samples, keys = self.ids.stride(), len(self.ids.keys())
+        offsets = self.ids.offsets()
+        if (low, high) == (0, samples):
+            return [(0, int(offsets[-1]))]
+        return [
+            (int(offsets[key * samples + low]), int(offsets[key * samples + high])) for key in range(keys)
+        ]
+
+    def backward(self, alone: bool, scale: float = 1.0) -> None:
+        """One backward pass, and so one fused update, for each tier.
+
+        FBGEMM's CPU update enters a parallel region for every table, which costs more than its threads gain.
+        Where several ranks train, torch's own operators make the update.
+        """
+        self.arrive()
+        gradient = self._gradient()
+        gradient = gradient if scale == 1 else gradient * scale
+        self._gradients = [gradient]
+        with one_thread() if alone else nullcontext():
+            torch.autograd.backward(self.warm, gradient)
+            if self.cold is not None:
+                first = self.plan.cold_first if self.plan is not None and self.pooled else 0
+                torch.autograd.backward(self.cold, gradient[first:].view(self.cold.shape))
+
+    def gradient_of(self, tables: TableSet, rows: RowIds) -> torch.Tensor:
+        """What these lookups add to the gradients of distinct ``rows``, sorted: float32 [n, D]."""
+        total = torch.zeros((len(rows), tables.dim), device=self.warm.device)
+        if self._gradients:
+            bags = row_bags(tables, self.ids)
+            mine = np.flatnonzero(np.isin(bags.distinct, rows))
+            found = bags.gradients(self._gradients[-1][:, self.dim :], tables.dim)[torch.from_numpy(mine)]
+            total[torch.from_numpy(np.searchsorted(rows, bags.distinct[mine]))] = found
+        return total
+
+    def _gradient(self) -> torch.Tensor:
+        """Of all rows; zero where no part has looked."""
+        given = sorted(self._given, key=lambda part: part[:2])
+        if self.kept is not None:
+            return self._completed(self.kept, given)
+        if self.dim:
+            return self._wide_gradient(given)
+        if len(given) == 1 and given[0][2].grad is not None and given[0][2].shape == self.warm.shape:
+            return given[0][2].grad
+        if self.pooled and [low for low, _, _ in given] == [0, *(high for _, high, _ in given[:-1])]:
+            parts = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for _, _, leaf in given]
+            joined = torch.cat(parts) if parts else self.warm
+            if joined.shape == self.warm.shape and parts:
+                return joined
+        gradient = torch.zeros_like(self.warm)
+        for low, high, leaf in given:
+            if leaf.grad is not None:
+                self._put(gradient, low, high, leaf.grad)
+        return gradient
+
+    def _completed(self, gradient: torch.Tensor, given: list[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
+        """What threads have kept, with the gradients of parts that were trained without them."""
+        for low, high, leaf in given:
+            if (low, high) not in self._placed:
+                gradient[low:high, self.dim :] = 0.0 if leaf.grad is None else leaf.grad
+        return gradient
+
+    def _wide_gradient(self, given: list[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
+        """With columns for the room, whose values do not matter."""
+        if len(given) == 1 and self._roomy_gradients and given[0][1] == len(self.warm):
+            wide = widened(self._roomy_gradients[-1].flatten(1), self.dim)
+            if wide is not None:
+                return wide
+        gradient = torch.zeros_like(self.warm)
+        for low, high, leaf in given:
+            if leaf.grad is not None:
+                gradient[low:high, self.dim :] = leaf.grad
+        return gradient
+
+    def _put(self, gradient: torch.Tensor, low: int, high: int, part: torch.Tensor) -> None:
+        if self.pooled:
+            gradient[low:high] = part
+            return
+        at = 0
+        for start, stop in self._ids_between(low, high):
+            gradient[start:stop] = part[at : at + stop - start]
+            at += stop - start
+
+
+def _finished(collection: TableCollection, sent: Any) -> torch.Tensor:
+    ahead = collection.offers(SendsAhead)
+    assert ahead is not None, "no batch is sent otherwise"
+    return collection.joined(ahead.finish(sent))
+
+
+class BatchLookups:
+    """All fronts' rows of one batch."""
+
+    def __init__(self, groups: Mapping[Front, Sequence[GroupLookup]]) -> None:
+        self.groups = groups
+        self.cold_is_here = False
+        self._ready: Future[None] = Future()
+
+    @property
+    def all(self) -> list[GroupLookup]:
+        """Front by front, group by group."""
+        return [lookup for lookups in self.groups.values() for lookup in lookups]
+
+    def share(self) -> None:
+        """Parts are to be trained in several threads; called once rows are looked up."""
+        for lookup in self.all:
+            lookup.share()
+
+    def look_up(self, wait: bool, shared: bool = False, beside: Beside | None = None) -> None:
+        """Look the resident rows up; with ``wait``, all rows, once they have arrived. ``shared``: for parts
+        in several threads. Groups are looked up ``beside`` each other, if that is given."""
+        try:
+            with phase("embedding forward"):
+                if wait or any(g.plan is not None and g.plan.fetches_residents for g in self.all):
+                    for lookup in self.all:
+                        lookup.arrive()
+                self._look_up_warm(beside)
+                if wait:
+                    self._look_up_cold()
+                if shared:
+                    self.share()
+        except BaseException as fault:
+            self._ready.set_exception(fault)
+            raise
+        self._ready.set_result(None)
+
+    def _look_up_warm(self, beside: Beside | None) -> None:
+        if beside is None or len(self.all) == 1:
+            for lookup in self.all:
+                lookup.look_up_warm()
+        else:
+            beside.begin("look up", [lookup.look_up_warm for lookup in self.all])
+            beside.finish()
+
+    def wait_for_cold(self) -> None:
+        """Block until the slabs hold this batch's rows, and look them up."""
+        with phase("embedding forward"):
+            for lookup in self.all:
+                lookup.arrive()
+            self._look_up_cold()
+
+    def _look_up_cold(self) -> None:
+        for lookup in self.all:
+            lookup.look_up_cold()
+        self.cold_is_here = True
+
+    def part(self, ids: Mapping[Front, KeyedJaggedTensor], low: int, high: int) -> dict[Front, Part]:
+        """What the fronts hand out for samples [low, high), whose ``ids`` those are."""
+        return {front: Part(self, front, ids[front], low, high) for front in self.groups}
+
+    def rows(self, front: Front, low: int, high: int) -> list[torch.Tensor]:
+        """Leaves of each group for samples [low, high); waits for another thread to look them up."""
+        self._ready.result()
+        return [lookup.leaf(low, high) for lookup in self.groups[front]]
+
+    def backward(self, alone: bool, scale: float = 1.0, beside: Beside | None = None) -> None:
+        """The tables' update, from the leaves' gradients times ``scale``; begun ``beside``, if given."""
+        with phase("embedding backward and update"):
+            if beside is not None:
+                beside.begin("update", [partial(lookup.backward, alone, scale) for lookup in self.all])
+                return
+            for lookup in self.all:
+                lookup.backward(alone, scale)
+
+
+class Part:
+    """A front's rows of some samples of a batch."""
+
+    def __init__(
+        self, lookups: BatchLookups, front: Front, ids: KeyedJaggedTensor, low: int, high: int
+    ) -> None:
+        self.lookups, self.front, self.ids = lookups, front, ids
+        self.low, self.high = low, high
+        self.leaves: list[torch.Tensor] | None = None
+
+    def holds(self, sparse: KeyedJaggedTensor) -> bool:
+        """Whether ``sparse`` has the ids of these samples."""
+        return same_ids(sparse, self.ids, self.front)
+
+    def each(self) -> list[tuple[GroupLookup, torch.Tensor]]:
+        """The groups' lookups with the leaves that were handed out; none before."""
+        return list(zip(self.lookups.groups[self.front], self.leaves or (), strict=False))
+
+    def rows(self) -> list[torch.Tensor]:
+        """Leaves; the same ones at every call, so that their gradients add up."""
+        if self.leaves is None:
+            self.leaves = self.lookups.rows(self.front, self.low, self.high)
+        return self.leaves
+
+
+def same_ids(sparse: KeyedJaggedTensor, own: KeyedJaggedTensor, front: Front) -> bool:
+    """Whether ``front`` would look up the same by either."""
+    if sparse is own:
+        return True
+    if not set(front.features) <= set(sparse.keys()):
+        return False
+    mine, theirs = (in_order(ids, front.features) for ids in (own, sparse))
+    if isinstance(front, BagFront) and front.is_weighted():
+        weights = (mine.weights_or_none(), theirs.weights_or_none())
+        if any(w is None or w.requires_grad for w in weights) or not torch.equal(*weights):
+            return False
+    pairs = ((mine.lengths(), theirs.lengths()), (mine.values(), theirs.values()))
+    return all(a is b or (a.shape == b.shape and bool((a == b).all())) for a, b in pairs)

@@ -1,0 +1,186 @@
+"""All rows in device memory: FBGEMM's TBEs called without anything between them and the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe import seams
+from recpipe.common.threads import keep_to_one_core
+from recpipe.data.parts import in_order
+from recpipe.tables.collection import RowCollection, fused_tbe
+from recpipe.tables.specs import Region, Table, TableSet, Values, to_numpy
+from recpipe.tables.tiers.policies import RowIds
+
+T = TypeVar("T")
+
+
+class ResidentCollection(RowCollection):
+    """All tables in TBEs with a fused optimizer; rows start as ``TableSet.fill`` gives them.
+
+    FBGEMM's CPU kernels run in the thread that calls them. With ``groups`` above 1, tables are spread over so
+    many TBEs, neighbours together, each driven by a thread of its own. Joining their outputs costs a copy, so
+    that this pays where bags hold many ids. ``room``: whether pooled rows may be asked for with room in front
+    of them; cutting it off where it is not asked for costs a copy of their gradient.
+    """
+
+    def __init__(self, tables: TableSet, device: torch.device, groups: int = 1, room: bool = True) -> None:
+        super().__init__(tables)
+        self.device = device
+        # A table that nothing looks up comes first: its empty bags are the room for the dense vector.
+        bare = tables.pooled and not tables.weighted
+        self._has_room = room and groups == 1 and device.type == "cpu" and bare
+        ahead = [1] if self._has_room else []
+        cuts = [len(tables.tables) * group // groups for group in range(groups + 1)]
+        parts = [tables.tables[a:b] for a, b in pairwise(cuts)]
+        ends = np.cumsum([0, *(len(table.features) for part in parts for table in part)])
+        self._cuts = ends[cuts].tolist()
+        self.tbes = nn.ModuleList(_tbe(tables, part, ahead, device) for part in parts)
+        views = [view for tbe in self.tbes for view in seams.tbe_views(tbe)][len(ahead) :]
+        self._storage = dict(zip(tables.layout.tables, views, strict=True))
+        # One core each: FBGEMM's update would otherwise enter a parallel region for every table.
+        self._threads = ThreadPoolExecutor(groups, "recpipe-tbe", keep_to_one_core) if groups > 1 else None
+        self._offsets = torch.empty(0), torch.empty(0)
+        self._anchor = torch.zeros(0, device=device, requires_grad=True)
+        self.fill_first_values()
+
+    def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Pooled rows float32 [B, F * D], or rows float32 [L, D]."""
+        if self._has_room:
+            return self._looked_up(sparse)[:, self.tables.dim :]
+        if self._threads is None:
+            return self._looked_up(sparse)
+        sparse = in_order(sparse, self.tables.features)
+        rows: torch.Tensor = _Grouped.apply(self._anchor, self, sparse)  # type: ignore[no-untyped-call]
+        return rows
+
+    def pooled_with_room(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:
+        """The TBE's output as it is; None of several TBEs, and on a GPU."""
+        return self._looked_up(sparse) if self._has_room else None
+
+    @property
+    def threads(self) -> int:
+        """One for each group."""
+        return len(self.tbes)
+
+    def _looked_up(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        sparse = in_order(sparse, self.tables.features)
+        offsets = sparse.offsets()
+        if self._has_room:
+            offsets = self._with_empty_bags(offsets, sparse.stride())
+        rows: torch.Tensor = self.tbes[0](sparse.values().long(), offsets.long(), self._weights(sparse))
+        return rows
+
+    def _weights(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:
+        return sparse.weights().float() if self.tables.weighted else None
+
+    def _with_empty_bags(self, offsets: torch.Tensor, batch: int) -> torch.Tensor:
+        """``offsets`` with bags of the first table in front; one-hot batches share theirs."""
+        if self._offsets[0] is not offsets:
+            self._offsets = offsets, torch.cat((offsets.new_zeros(batch), offsets))
+        return self._offsets[1]
+
+    @property
+    def joined_along(self) -> int:
+        """The axis on which the groups' rows lie side by side."""
+        return 1 if self.tables.pooled else 0
+
+    def each_group(self, work: Callable[[int], T]) -> list[T]:
+        """``work`` of every group's number, all at once."""
+        assert self._threads is not None
+        return list(self._threads.map(work, range(len(self.tbes))))
+
+    def group_lookup(self, group: int, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Rows of one group's F features: pooled, float32 [B, F * D], or of its L lookups, [L, D]."""
+        batch, offsets = sparse.stride(), sparse.offsets().long()
+        first, last = (cut * batch for cut in self._cuts[group : group + 2])
+        mine = offsets[first : last + 1]
+        own = slice(int(mine[0]), int(mine[-1]))
+        weights = self._weights(sparse)
+        rows: torch.Tensor = self.tbes[group](
+            sparse.values()[own].long(), mine - mine[0], None if weights is None else weights[own]
+        )
+        return rows
+
+    def read(self, region: Region) -> Values:
+        """Current weights and optimizer state of ``region``."""
+        weights, state = self._storage[region.table]
+        rows = slice(region.start, region.stop)
+        return to_numpy(weights[rows]), to_numpy(state[rows])
+
+    def write(self, region: Region, values: Values) -> None:
+        """Replace the weights and optimizer state of ``region``."""
+        weights, state = self._storage[region.table]
+        rows = slice(region.start, region.stop)
+        with torch.no_grad():
+            weights[rows] = torch.from_numpy(values[0]).to(weights.device)
+            state[rows] = torch.from_numpy(values[1]).to(weights.device)
+
+    def records_of(self, rows: RowIds) -> torch.Tensor:
+        """Records of distinct ``rows``, float32 [n, width]: a copy."""
+        records = torch.empty((len(rows), self.tables.layout.width), device=self.device)
+        for (weights, state), places, local in self._by_table(rows):
+            records[places] = torch.cat((weights[local], state[local]), dim=1)
+        return records
+
+    def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
+        """Put ``records`` in the place of those of distinct ``rows``."""
+        with torch.no_grad():
+            for (weights, state), places, local in self._by_table(rows):
+                weights[local] = records[places, : self.tables.dim]
+                state[local] = records[places, self.tables.dim :]
+
+    def _by_table(self, rows: RowIds) -> Iterator[tuple[seams.Views, torch.Tensor, torch.Tensor]]:
+        """Of each table: its memory, the positions of its rows in ``rows``, and their numbers in it."""
+        layout = self.tables.layout
+        tables = np.searchsorted(layout.bases, rows, side="right") - 1
+        for index in np.unique(tables).tolist():
+            places = np.flatnonzero(tables == index)
+            local = torch.from_numpy(rows[places] - layout.bases[index]).to(self.device)
+            yield self._storage[layout.tables[index]], torch.from_numpy(places).to(self.device), local
+
+    def close(self) -> None:
+        """End the groups' threads."""
+        if self._threads is not None:
+            self._threads.shutdown()
+
+
+def _tbe(
+    tables: TableSet, part: Sequence[Table], ahead: list[int], device: torch.device
+) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """The TBE of some of the tables, behind tables of ``ahead`` rows with a feature each."""
+    table_of = [i for i, table in enumerate(part, len(ahead)) for _ in table.features]
+    rows = [*ahead, *(table.rows for table in part)]
+    return fused_tbe(tables, rows, [*range(len(ahead)), *table_of], device, tables.pooled)
+
+
+class _Grouped(torch.autograd.Function):
+    """The groups' lookups, and in the backward pass their updates; the anchor makes autograd call it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, collection: ResidentCollection, sparse: KeyedJaggedTensor
+    ) -> torch.Tensor:
+        def look_up(group: int) -> torch.Tensor:
+            with torch.enable_grad():
+                return collection.group_lookup(group, sparse)
+
+        ctx.collection, ctx.parts = collection, collection.each_group(look_up)
+        return torch.cat([part.detach() for part in ctx.parts], dim=collection.joined_along)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        axis = ctx.collection.joined_along
+        gradients = torch.split(gradient, [part.shape[axis] for part in ctx.parts], dim=axis)
+        ctx.collection.each_group(
+            lambda group: torch.autograd.backward(ctx.parts[group], gradients[group].contiguous())
+        )
+        return None, None, None

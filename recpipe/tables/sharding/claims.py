@@ -1,0 +1,133 @@
+"""What plugins say of sharded tables: types, limits, a sharder, codecs.
+
+What TorchRec or FBGEMM would pass over without a word is refused here, with the plugin's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import CommOp, QuantizedCommCodecs
+from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from recpipe import seams
+from recpipe.plugin.api import Direction, TablePolicy
+from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.compose import Owned
+from recpipe.plugin.errors import PluginError
+
+STORED = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
+"""``TablePolicy.data_type``'s names."""
+CPU_KERNELS = frozenset({EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value})
+IGNORED = ("device_group", "key_value_params", "use_virtual_table")
+"""Constraints that no plan of recpipe's carries."""
+GPU_ONLY = ("cache_params", "enforce_hbm", "stochastic_rounding")
+"""Constraints that FBGEMM's CPU kernels ignore."""
+POOLED = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
+"""The collectives of pooled tables ..."""
+SEQUENCES = (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,)
+"""... and of those whose rows are handed out one for each id."""
+COLLECTIVES: dict[type[nn.Module], tuple[CommOp, ...]] = {
+    EmbeddingBagCollection: POOLED,
+    EmbeddingCollection: SEQUENCES,
+}
+
+
+def stored_types(assembly: Assembly) -> dict[str, tuple[Owned[TablePolicy], DataType]]:
+    """The tables whose type a plugin names, with that plugin; ``PluginError`` on a name that is none."""
+    found = {}
+    for owner, tables in assembly.policies("precision"):
+        for table in tables:
+            said = owner.part.data_type(table)
+            if said is None:
+                continue
+            if said not in STORED:
+                raise PluginError(
+                    f"plugin {owner.origin}: data_type() stores table '{table}' in {said!r}; choose one of "
+                    f"{', '.join(STORED)}"
+                )
+            found[table] = (owner, STORED[said])
+    return found
+
+
+def refuse_type(table: str, owner: Owned[TablePolicy], kind: DataType, device: torch.device) -> None:
+    """``PluginError`` on a type that cannot be trained on ``device``."""
+    if kind is DataType.BF16 and device.type == "cpu":
+        raise PluginError(
+            f"plugin {owner.origin}: data_type() stores table '{table}' in bf16, which FBGEMM trains on "
+            "GPUs alone; use fp16 or fp32"
+        )
+
+
+def refuse_limit(
+    table: str, owner: Owned[TablePolicy], limit: ParameterConstraints, device: torch.device
+) -> None:
+    """``PluginError`` on constraints that would be without effect on ``device``."""
+    on_cpu = device.type == "cpu"
+    for field in (*IGNORED, *GPU_ONLY) if on_cpu else IGNORED:
+        value = getattr(limit, field)
+        if value and value != device.type:
+            why = "recpipe's plans do not carry it" if field in IGNORED else "FBGEMM ignores it on a CPU"
+            raise PluginError(
+                f"plugin {owner.origin}: constrain() of table '{table}' sets {field}={value}, but {why}; "
+                "leave it out"
+            )
+    kernels = limit.compute_kernels or ()
+    if on_cpu and kernels and CPU_KERNELS.isdisjoint(kernels):
+        raise PluginError(
+            f"plugin {owner.origin}: constrain() of table '{table}' asks for the kernel "
+            f"{' or '.join(kernels)}, which needs a GPU; use {' or '.join(sorted(CPU_KERNELS))}"
+        )
+
+
+def codecs(assembly: Assembly, kinds: Set[type[nn.Module]]) -> dict[str, QuantizedCommCodecs]:
+    """TorchRec's registry for collections of ``kinds``: by the collective's name, one codec for each
+    direction."""
+    registry: dict[str, QuantizedCommCodecs] = {}
+    used = [op for kind, ops in COLLECTIVES.items() if kind in kinds for op in ops]
+    for (collective, direction), owned in assembly.codecs.items():
+        if collective not in used or direction not in get_args(Direction):
+            which = "pooled tables" if SEQUENCES[0] not in used else "this model's tables"
+            raise PluginError(
+                f"plugin {owned.origin}: brings a codec of {getattr(collective, 'name', collective)} "
+                f"({direction}), which {which} never use; they use "
+                f"{' and '.join(op.name for op in used)}, {' and '.join(get_args(Direction))}"
+            )
+        setattr(registry.setdefault(collective.name, QuantizedCommCodecs()), direction, owned.part)
+    return registry
+
+
+def plugin_sharder(
+    kind: type[nn.Module],
+    owned: Owned[Any],
+    fused: Mapping[str, Any],
+    registry: Mapping[str, QuantizedCommCodecs],
+) -> Any:
+    """A plugin's sharder with the recipe's fused optimizer, its kernel and all plugins' codecs.
+
+    ``PluginError`` where it is of other modules than tables, or holds on to something else.
+    """
+    made = owned.part
+    if not isinstance(made, BaseEmbeddingSharder) or kind not in COLLECTIVES or made.module_type is not kind:
+        raise PluginError(
+            f"plugin {owned.origin}: brings {type(made).__name__} as the sharder of {kind.__name__}, but "
+            "tables are sharded as an EmbeddingBagCollection or EmbeddingCollection; derive it from "
+            "TorchRec's EmbeddingBagCollectionSharder or EmbeddingCollectionSharder, for that type"
+        )
+    made = seams.equipped(made, fused, registry)
+    for field, asked in (("fused_params", fused), ("qcomm_codecs_registry", registry)):
+        has = getattr(made, field) or {}
+        for key, value in asked.items():
+            if has.get(key) != value:
+                raise PluginError(
+                    f"plugin {owned.origin}: its sharder has {field}['{key}'] = {has.get(key)!r}, but this "
+                    f"run's is {value!r} (optim.tables, tiers.kernel, plugins' codecs); leave it out of the "
+                    "sharder, which is given the run's"
+                )
+    return made

@@ -1,0 +1,102 @@
+"""A model's groups of tables as modules that ``DistributedModelParallel`` can shard where they are.
+
+Each collection of the model makes way for a module that holds one collection for each of its groups: TorchRec
+shards a collection with one dimension, and its optimizer state is read by table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from recpipe import seams
+from recpipe.seams import module_name
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.specs import TableOptimizer, TableSet
+
+
+def fused(optimizer: TableOptimizer) -> dict[str, object]:
+    """FBGEMM's arguments for an optimizer that is part of the backward pass."""
+    return {"optimizer": optimizer.kind, "learning_rate": optimizer.lr, "eps": optimizer.eps}
+
+
+def module_paths(tables: ModelTables) -> list[str]:
+    """Where each group's module stands in a model, inside ``groups_in``."""
+    return [f"{g.path}.{n}" if g.path else str(n) for n, g in enumerate(tables.groups)]
+
+
+def group_module(tables: TableSet, types: Mapping[str, DataType]) -> nn.Module:
+    """A collection of the tables without memory, under their ``module_name``, each with its optimizer.
+
+    ``types``: of tables that are not float32. Bags are sums: a mean is made of them where they are used.
+    """
+    nowhere = torch.device("meta")
+    configs = [replace(config, name=module_name(config.name)) for config in tables.configs(types)]
+    made: nn.Module
+    if tables.pooled:
+        made = EmbeddingBagCollection(tables=configs, is_weighted=tables.weighted, device=nowhere)
+    else:
+        rows = [
+            EmbeddingConfig(
+                name=c.name,
+                embedding_dim=c.embedding_dim,
+                num_embeddings=c.num_embeddings,
+                feature_names=c.feature_names,
+                data_type=c.data_type,
+            )
+            for c in configs
+        ]
+        made = EmbeddingCollection(tables=rows, device=nowhere)
+    for weight in made.parameters():
+        seams.fuse(weight, fused(tables.optimizer))
+    return made
+
+
+def skeleton(tables: ModelTables, types: Mapping[str, DataType]) -> nn.Module:
+    """The groups' modules at their paths, and nothing else: what a planner needs of a model."""
+    model = nn.Module()
+    for path, holder in _holders(tables, types).items():
+        if not path:
+            return holder
+        *above, name = path.split(".")
+        parent = model
+        for step in above:
+            if step not in parent._modules:
+                setattr(parent, step, nn.Module())
+            parent = parent.get_submodule(step)
+        setattr(parent, name, holder)
+    return model
+
+
+@contextmanager
+def groups_in(model: nn.Module, tables: ModelTables, types: Mapping[str, DataType]) -> Iterator[None]:
+    """Inside, ``model`` has its groups' modules where it had collections; afterwards these are back."""
+    before: dict[str, nn.Module] = {}
+    try:
+        for path, holder in _holders(tables, types).items():
+            before[path] = model.get_submodule(path)
+            _put(model, path, holder)
+        yield
+    finally:
+        for path, collection in before.items():
+            _put(model, path, collection)
+
+
+def _holders(tables: ModelTables, types: Mapping[str, DataType]) -> dict[str, nn.Module]:
+    """A module for each collection, by path."""
+    found: dict[str, nn.Module] = {}
+    for number, group in enumerate(tables.groups):
+        holder = found.setdefault(group.path, nn.Module())
+        setattr(holder, str(number), group_module(group.tables, types))
+    return found
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    above, _, name = path.rpartition(".")
+    setattr(model.get_submodule(above), name, module)

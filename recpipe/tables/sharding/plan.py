@@ -1,0 +1,203 @@
+"""A sharding plan in plain values: printed, saved as JSON, loaded again, and as TorchRec's own type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets, placement
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+)
+
+from recpipe.common.saved import Damaged, entries, read_json, typed_as
+from recpipe.common.tiling import tiles
+from recpipe.errors import UserError
+from recpipe.seams import module_name
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.sharding.modules import module_paths
+
+SCHEMA = 1
+_SHARDINGS = {kind.value for kind in ShardingType}
+_DENSE = EmbeddingComputeKernel.DENSE.value
+_KERNELS = (
+    _DENSE,
+    EmbeddingComputeKernel.FUSED.value,
+    EmbeddingComputeKernel.FUSED_UVM.value,
+    EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
+)
+"""Those of TorchRec's whose tables recpipe can read and write."""
+_LARGEST = 2**60
+"""Values of a table: more than any machine has, less than TorchRec's arithmetic can count."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows [row, row + rows) and columns [column, column + columns) of a table on one rank."""
+
+    rank: int
+    row: int
+    column: int
+    rows: int
+    columns: int
+    predicted_ms: float | None = None
+    """What the planner expects it to cost in a step, communication included; None: it did not say."""
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """One table; ``sharding`` and ``kernel`` as TorchRec names them. A data-parallel one is on every rank."""
+
+    sharding: str
+    kernel: str
+    rows: int
+    dim: int
+    ranks: tuple[int, ...]
+    """As TorchRec's planner gave them; which of a table's ranks it lists depends on the sharding type."""
+    shards: tuple[Shard, ...]
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank has all of it."""
+        return self.sharding == "data_parallel"
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Where every part of every table lies, over ``world`` ranks."""
+
+    world: int
+    tables: Mapping[str, TablePlan]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in plan.json."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def torchrec(
+        self,
+        device: str,
+        local_world: int,
+        limits: Mapping[str, ParameterConstraints],
+        tables: ModelTables,
+    ) -> ShardingPlan:
+        """As TorchRec wants it, for a model that holds the groups of ``tables`` at their paths."""
+        made = {}
+        for path, group in zip(module_paths(tables), tables.groups, strict=True):
+            names = group.tables.layout.tables
+            made[path] = EmbeddingModuleShardingPlan(self._module(names, device, local_world, limits))
+        return ShardingPlan(made)
+
+    def _module(
+        self, names: Sequence[str], device: str, local_world: int, limits: Mapping[str, ParameterConstraints]
+    ) -> dict[str, ParameterSharding]:
+        made = {}
+        for name in names:
+            table, spec = self.tables[name], None
+            if not table.replicated:
+                spec = EnumerableShardingSpec([_metadata(s, device, local_world) for s in table.shards])
+            limit = limits.get(name, ParameterConstraints())
+            made[module_name(name)] = ParameterSharding(
+                sharding_type=table.sharding,
+                compute_kernel=table.kernel,
+                ranks=list(table.ranks),
+                sharding_spec=spec,
+                **{field: getattr(limit, field) for field in _FROM_LIMITS},
+            )
+        return made
+
+
+_FROM_LIMITS = ("cache_params", "enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype")
+
+
+def _metadata(shard: Shard, device: str, local_world: int) -> ShardMetadata:
+    return ShardMetadata(
+        shard_offsets=[shard.row, shard.column],
+        shard_sizes=[shard.rows, shard.columns],
+        placement=placement(device, shard.rank, local_world),
+    )
+
+
+def from_torchrec(
+    plan: ShardingPlan, tables: ModelTables, shard_ms: Mapping[str, Sequence[float]], world: int
+) -> ShardPlan:
+    """``plan`` of a model that holds the groups of ``tables``; ``shard_ms``: predicted, by module."""
+    made = {}
+    for path, group in zip(module_paths(tables), tables.groups, strict=True):
+        module, dim = plan.plan[path], group.tables.dim
+        for table in group.tables.tables:
+            found = module[module_name(table.name)]
+            expected = shard_ms.get(module_name(table.name), ())
+            if found.sharding_spec is None:
+                places = [(rank, 0, 0, table.rows, dim) for rank in range(world)]
+            else:
+                places = [
+                    (s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in found.sharding_spec.shards
+                ]
+            ms = expected if len(expected) == len(places) else [None] * len(places)
+            shards = tuple(Shard(*place, cost) for place, cost in zip(places, ms, strict=True))
+            made[table.name] = TablePlan(
+                found.sharding_type, found.compute_kernel, table.rows, dim, tuple(found.ranks), shards
+            )
+    return ShardPlan(world, made)
+
+
+def load_plan(path: Path) -> ShardPlan:
+    """A plan.json; ``UserError`` where it cannot be read or its shards are not what their sharding makes."""
+    try:
+        content = read_json(path)
+        schema = entries({"schema": int}, content)["schema"]
+        if schema != SCHEMA:
+            raise UserError(f"{path}: a plan of schema {schema}, not {SCHEMA}; plan anew")
+        plan = typed_as(ShardPlan, {k: v for k, v in content.items() if k != "schema"})
+        for name, table in plan.tables.items():
+            _check(name, table, plan.world)
+    except (OSError, ValueError) as fault:
+        raise UserError(f"{path} is no sharding plan ({fault}); make one with task=plan") from fault
+    return plan
+
+
+def _check(name: str, table: TablePlan, world: int) -> None:
+    """``Damaged`` unless the shards are what TorchRec makes of the sharding, on ranks that there are."""
+    known = (_DENSE,) if table.replicated else _KERNELS
+    if table.sharding not in _SHARDINGS or table.kernel not in known:
+        raise Damaged(
+            f"table '{name}' is {table.sharding!r} with kernel {table.kernel!r}: there is no such table"
+        )
+    ranks = [s.rank for s in table.shards]
+    strange = next((r for r in (*ranks, *table.ranks) if not 0 <= r < world), None)
+    if strange is not None:
+        raise Damaged(f"table '{name}' has a shard on rank {strange} of {world}")
+    if table.replicated:
+        return
+    parts = [(s.row, s.column, s.rows, s.columns) for s in table.shards]
+    counted = parts and min(p[3] for p in parts) > 0 and table.rows * table.dim < _LARGEST
+    if not counted or not tiles(parts, table.rows, table.dim):
+        raise Damaged(f"the shards of table '{name}' do not tile its {table.rows} x {table.dim} values")
+    if not _torchrecs(table, world):
+        raise Damaged(f"table '{name}' is not cut, or its ranks not listed, as {table.sharding} needs it")
+
+
+def _torchrecs(table: TablePlan, world: int) -> bool:
+    """Whether the cuts and ranks are TorchRec's own: at run time it computes a row's rank from them."""
+    shards = table.shards
+    columns = shards[0].columns
+    hosts = [s.rank for s in shards if s.column == 0]  # the ranks that share its rows
+    sizes, offsets = calculate_shard_sizes_and_offsets(
+        torch.empty(table.rows, table.dim, device="meta"), len(hosts), len(hosts), table.sharding, columns
+    )
+    if [[s.rows, s.columns] for s in shards] != sizes or [[s.row, s.column] for s in shards] != offsets:
+        return False
+    ranks = tuple(s.rank for s in shards)
+    if table.sharding == ShardingType.ROW_WISE.value and ranks != tuple(range(world)):
+        return False
+    return ranks == table.ranks

@@ -1,0 +1,311 @@
+"""Which rank holds which part of which table: TorchRec's planner, with this machine's memory and the
+recipe's limits, or a plan from a file.
+
+TorchRec leaves row-wise sharding out on CPUs, which ``TableSharder`` mends, and offers column-wise sharding
+with every optimizer, which limits of the tables do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.types import PlannerError, ShardingOption, Stats
+from torchrec.distributed.types import ShardingPlanner, ShardingType
+from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from recpipe.errors import UserError
+from recpipe.plugin.assembly import Assembly
+from recpipe.seams import module_name
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.sharding.claims import codecs, plugin_sharder, refuse_limit, refuse_type, stored_types
+from recpipe.tables.sharding.modules import fused, skeleton
+from recpipe.tables.sharding.plan import ShardPlan, TablePlan, from_torchrec
+from recpipe.tables.specs import TableSet
+
+COLUMN_SPLITTING = frozenset({"column_wise", "table_column_wise", "grid_shard"})
+"""Sharding types that cut rows of a table apart."""
+PLANNED = tuple(t.value for t in ShardingType if t is not ShardingType.GRID_SHARD)
+"""What TorchRec's planner considers for a table of which nothing is said."""
+SEQUENCE_TYPES = tuple(EmbeddingCollectionSharder().sharding_types("cpu"))
+"""What TorchRec has for tables whose rows are not pooled."""
+MIN_COLUMNS = 128
+"""TorchRec's own limit of a column-wise part's width; a grid with fewer parts than hosts makes it fail."""
+NO_OPTION = "No available sharding type and compute kernel"
+"""How TorchRec's RuntimeError begins where a table's limits leave its planner nothing to choose."""
+KERNELS = {
+    "fused": EmbeddingComputeKernel.FUSED.value,
+    "uvm": EmbeddingComputeKernel.FUSED_UVM.value,
+    "uvm_caching": EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
+}
+"""``tiers.kernel``: rows in device memory, in host memory that a GPU reads directly, or there behind a
+cache in device memory."""
+
+
+class TableSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
+    """TorchRec's sharder with all of its types; its own leaves row-wise ones out on CPUs. What a table cannot
+    be is among its limits (``Sharding.constraints``)."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Every type that TorchRec runs on some device."""
+        return [t.value for t in ShardingType]
+
+
+SHARDERS: dict[type[nn.Module], type[BaseEmbeddingSharder[Any]]] = {
+    EmbeddingBagCollection: TableSharder,
+    EmbeddingCollection: EmbeddingCollectionSharder,
+}
+"""By the type of a group's module, where no plugin brings one."""
+
+
+@dataclass
+class Prediction(Stats):  # type: ignore[misc]
+    """What a planner expects of its plan; empty until it has planned."""
+
+    shard_ms: dict[str, list[float]]
+    """Milliseconds of each shard, by the table's ``module_name``."""
+
+    def log(self, *, best_plan: list[ShardingOption], **_: Any) -> None:
+        """Called by TorchRec's planner with the plan that it chose."""
+        for option in best_plan:
+            self.shard_ms[option.name] = [float(s.perf.total) if s.perf else 0.0 for s in option.shards]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Everything that planning and building need to agree on."""
+
+    tables: ModelTables
+    assembly: Assembly
+    device: torch.device
+    world: int
+    rank_batch: int
+    """Samples of one rank's share of a batch, padding included."""
+    split_rows: bool
+    kernel: str
+    cached_share: float
+    """Share of a table's rows that ``kernel=uvm_caching`` keeps in device memory."""
+
+    def data_types(self) -> dict[str, DataType]:
+        """The tables that a plugin stores in a type of its choice."""
+        found = {}
+        for table, (owner, kind) in stored_types(self.assembly).items():
+            refuse_type(table, owner, kind, self.device)
+            found[table] = kind
+        return found
+
+    @cached_property
+    def group_of(self) -> dict[str, TableSet]:
+        """Each table's group."""
+        return {name: g.tables for g in self.tables.groups for name in g.tables.layout.tables}
+
+    def sharders(self) -> list[Any]:
+        """A sharder for each type of collection, with the plugins' codecs: a plugin's, or else recpipe's.
+
+        The optimizer is that of most bytes; tables of other groups have their own with them.
+        """
+        most = max(self.tables.groups, key=lambda group: group.tables.total_bytes)
+        common = fused(most.tables.optimizer)
+        if self.kernel == "uvm_caching":
+            common |= {"cache_load_factor": self.cached_share, "prefetch_pipeline": True}
+        kinds = {EmbeddingBagCollection if t.pooled else EmbeddingCollection for t in self.group_of.values()}
+        registry = codecs(self.assembly, kinds)
+        brought = {
+            kind: plugin_sharder(kind, owned, common, registry)
+            for kind, owned in self.assembly.sharders.items()
+        }
+        return [
+            brought.get(kind) or make(fused_params=common, qcomm_codecs_registry=registry)
+            for kind, make in SHARDERS.items()
+            if kind in kinds
+        ]
+
+    def topology(self) -> Topology:
+        """The ranks as TorchRec's planner sees them, with this machine's memory shared among its ranks."""
+        local = min(int(os.environ.get("LOCAL_WORLD_SIZE", self.world)), self.world)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
+        hbm = torch.cuda.get_device_properties(self.device).total_memory if self._on_gpu else None
+        return Topology(
+            world_size=self.world,
+            local_world_size=local,
+            compute_device=self.device.type,
+            hbm_cap=hbm,
+            ddr_cap=memory,
+        )
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def constraints(self) -> dict[str, ParameterConstraints]:
+        """Limits by table: the recipe's kernel, what plugins say, and of the sharding types those that work.
+
+        ``UserError`` on a table for which none is left.
+        """
+        kernels = [KERNELS[self.kernel], EmbeddingComputeKernel.DENSE.value]
+        limits = {name: ParameterConstraints(compute_kernels=kernels) for name in self.group_of}
+        infos = self.tables.infos()
+        for aspect in ("placement", "kernel"):
+            for policy, names in self.assembly.policies(aspect):
+                for name in names:
+                    limit = policy.part.constrain(name, infos[name])
+                    if limit is not None:
+                        refuse_limit(name, policy, limit, self.device)
+                        limits[name] = _merged(limits[name], limit)
+        types = self.data_types()
+        for name, limit in limits.items():
+            wanted = limit.sharding_types or PLANNED
+            stored = types.get(name, DataType.FP32)
+            refused = {kind: self._refused(name, kind, limit, stored) for kind in wanted}
+            usable = [kind for kind, why in refused.items() if why is None]
+            if not usable:
+                raise next(why for why in refused.values() if why is not None)
+            if limit.sharding_types or len(usable) < len(PLANNED):
+                limit.sharding_types = usable
+        return limits
+
+    def _refused(
+        self, name: str, kind: str, limit: ParameterConstraints, stored: DataType
+    ) -> UserError | None:
+        """Why a table cannot be sharded so; None: it can."""
+        tables = self.group_of[name]
+        if not tables.pooled and kind not in SEQUENCE_TYPES:
+            return UserError(
+                f"table '{name}': TorchRec cannot shard an EmbeddingCollection {kind}; use one of "
+                f"{', '.join(SEQUENCE_TYPES)}"
+            )
+        if kind in COLUMN_SPLITTING and self._one_state(tables) and not self.split_rows:
+            return _splits_rows(name, kind)
+        columns = limit.min_partition or MIN_COLUMNS
+        if kind == ShardingType.GRID_SHARD.value and tables.dim < columns * self._hosts:
+            return UserError(
+                f"table '{name}': grid_shard needs {columns} columns for each host, and its rows have "
+                f"{tables.dim}: use table_row_wise, or raise its dimension"
+            )
+        if kind == ShardingType.DATA_PARALLEL.value and stored is not DataType.FP32:
+            return UserError(
+                f"table '{name}': a data_parallel table of lower precision would keep its optimizer's state "
+                "in that precision too; store it in fp32, or shard it table_wise or row_wise"
+            )
+        return None
+
+    def plan(self, group: dist.ProcessGroup | None) -> ShardPlan:
+        """What the planner decides, of all tables of the model at a time: together with the other ranks of
+        ``group``, or alone (None)."""
+        topology, limits = self.topology(), self.constraints()
+        by_module = {module_name(name): limit for name, limit in limits.items()}
+        seen = Prediction({})
+        planner: ShardingPlanner
+        if self.assembly.planner is not None:
+            planner = self.assembly.planner.part(topology, by_module)
+            told = getattr(planner, "prediction", None)
+            seen = told if isinstance(told, Prediction) else seen
+        else:
+            planner = EmbeddingShardingPlanner(
+                topology=topology, constraints=by_module, batch_size=self.rank_batch, stats=[seen]
+            )
+        model, sharders = skeleton(self.tables, self.data_types()), self.sharders()
+        try:
+            if group is None:
+                made = planner.plan(model, sharders)
+            else:
+                made = planner.collective_plan(model, sharders, group)
+        except (PlannerError, RuntimeError) as fault:
+            if not isinstance(fault, PlannerError) and NO_OPTION not in str(fault):
+                raise
+            raise UserError(f"the planner found no way to place the tables: {_reason(fault)}") from fault
+        plan = from_torchrec(made, self.tables, seen.shard_ms, self.world)
+        self.check(plan, limits)
+        return plan
+
+    @property
+    def _hosts(self) -> int:
+        topology = self.topology()
+        return int(topology.world_size // topology.local_world_size)
+
+    def _one_state(self, tables: TableSet) -> bool:
+        """Whether a row has one state, which must not be cut."""
+        return tables.optimizer.name == "rowwise_adagrad"
+
+    def splits_states(self, plan: ShardPlan) -> bool:
+        """Whether some table's row-wise Adagrad has several states for a row: another algorithm."""
+        return any(self._splits_state(name, table) for name, table in plan.tables.items())
+
+    def _splits_state(self, name: str, table: TablePlan) -> bool:
+        return self._one_state(self.group_of[name]) and any(s.columns < table.dim for s in table.shards)
+
+    def check(self, plan: ShardPlan, limits: Mapping[str, ParameterConstraints] | None = None) -> None:
+        """``UserError`` on a plan that this run cannot carry out, or that changes the optimizer unasked."""
+        limits = self.constraints() if limits is None else limits
+        if plan.world != self.world:
+            raise UserError(
+                f"the plan is for {plan.world} ranks and this run has {self.world}; plan anew with task=plan"
+            )
+        shapes = self.tables.shapes()
+        if shapes.keys() != plan.tables.keys():
+            name = min(shapes.keys() ^ plan.tables.keys())
+            raise UserError(f"the plan and the recipe do not both have the table '{name}'; plan anew")
+        for name, table in plan.tables.items():
+            if (table.rows, table.dim) != shapes[name][:2]:
+                raise UserError(
+                    f"the plan has table '{name}' with {table.rows} x {table.dim} values, the recipe with "
+                    f"{shapes[name][0]} x {shapes[name][1]}; plan anew with task=plan"
+                )
+            if self._splits_state(name, table) and not self.split_rows:
+                raise _splits_rows(name, table.sharding)
+            types = limits[name].sharding_types if name in limits else None
+            if types and table.sharding not in types:
+                raise UserError(
+                    f"table '{name}' is {table.sharding}, but only {', '.join(types)} is allowed"
+                    f"{'' if self.group_of[name].pooled else ' of an EmbeddingCollection'}"
+                )
+            kernels = limits[name].compute_kernels if name in limits else None
+            if kernels and table.kernel not in kernels:
+                raise UserError(
+                    f"table '{name}' is planned for the kernel {table.kernel}, but tiers.kernel and the "
+                    f"plugins allow {' or '.join(kernels)} alone; plan anew, or set tiers.kernel as it was"
+                )
+        for group in self.tables.groups:
+            if not group.tables.pooled:
+                _check_widths({name: plan.tables[name] for name in group.tables.layout.tables})
+
+
+def _check_widths(tables: Mapping[str, TablePlan]) -> None:
+    """TorchRec cuts all column-wise tables of an ``EmbeddingCollection`` alike."""
+    cut = {n: t.shards[0].columns for n, t in tables.items() if t.sharding in COLUMN_SPLITTING}
+    if len(set(cut.values())) > 1:
+        raise UserError(
+            f"the tables {', '.join(cut)} of one EmbeddingCollection are cut into parts of "
+            f"{' and '.join(map(str, sorted(set(cut.values()))))} columns, and TorchRec cuts all of them "
+            "alike: give them one min_partition, or shard them row_wise or table_wise"
+        )
+
+
+def _splits_rows(table: str, sharding: str) -> UserError:
+    return UserError(
+        f"table '{table}': {sharding} gives each part of a row a row-wise Adagrad state of its own, which is "
+        "another algorithm; use optim=adagrad or sgd, shard it row_wise or table_wise, or accept it with "
+        "tiers.split_rows=true"
+    )
+
+
+def _merged(base: ParameterConstraints, limit: ParameterConstraints) -> ParameterConstraints:
+    default = ParameterConstraints()
+    said = {f.name: getattr(limit, f.name) for f in fields(limit)}
+    return replace(base, **{k: v for k, v in said.items() if v != getattr(default, k)})
+
+
+def _reason(fault: Exception) -> str:
+    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
+    return " ".join(lines)[:400] + "; raise the number of ranks, or loosen the limits of the tables"

@@ -1,0 +1,200 @@
+"""Embedding tables as the recipe states them: rows, dimension, optimizer, and their first values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Annotated
+
+import numpy as np
+import torch
+from annotated_types import Gt
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from numpy.typing import NDArray
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+
+from recpipe.common.validation import one_of
+from recpipe.data.dataset import SparseFeature
+from recpipe.tables.stores.base import Records, StoreLayout
+
+FILL_ROWS = 65_536
+"""Rows per seed of the initial values: any chunking of a table yields the same rows."""
+OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
+
+
+@dataclass(frozen=True)
+class TableOptimizer:
+    """The optimizer that FBGEMM fuses into the tables' backward pass."""
+
+    name: Annotated[str, one_of(*OPTIMIZERS)]
+    lr: Annotated[float, Gt(0)]
+    eps: Annotated[float, Gt(0)] = 1e-8
+
+    @property
+    def kind(self) -> EmbOptimType:
+        """FBGEMM's name of this optimizer."""
+        return OPTIMIZERS[self.name]
+
+    @property
+    def knobs(self) -> dict[str, float]:
+        """Arguments of the same optimizer in ``torch.optim`` and ``torchrec.optim``."""
+        return {"lr": self.lr} if self.name == "sgd" else {"lr": self.lr, "eps": self.eps}
+
+    def state_width(self, dim: int) -> int:
+        """float32 values of optimizer state per row: 0 (SGD), 1 (row-wise Adagrad) or ``dim`` (Adagrad)."""
+        return {"sgd": 0, "rowwise_adagrad": 1, "adagrad": dim}[self.name]
+
+
+FirstValues = Callable[[int, int], NDArray[np.float32]]
+"""First weights of rows [start, stop) of a table, float32 [stop - start, D]."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows that one or several features look up; ids are in [0, rows)."""
+
+    name: str
+    rows: int
+    features: tuple[str, ...]
+    first: FirstValues | None = None
+    """Its first weights; None: uniform in +-sqrt(1 / rows), as in DLRM and in TorchRec's collections."""
+
+
+@dataclass(frozen=True)
+class TableSet:
+    """A group of tables: they share ``dim`` and the optimizer, so that a record has one width.
+
+    Features come table by table, as in TorchRec's collections.
+    """
+
+    tables: tuple[Table, ...]
+    dim: int
+    optimizer: TableOptimizer
+    seed: int
+    pooled: bool = True
+    """Whether rows are summed by bag (``EmbeddingBagCollection``) or handed out one for each id."""
+    weighted: bool = False
+    """Whether ids have weights, by which their rows are multiplied before they are summed."""
+    number: int = 0
+    """Of its first table among all of the model, by which first values differ from table to table."""
+
+    @classmethod
+    def one_each(
+        cls, features: Sequence[SparseFeature], dim: int, optimizer: TableOptimizer, seed: int
+    ) -> TableSet:
+        """A table for each feature, of its name."""
+        return cls(tuple(Table(f.name, f.rows, (f.name,)) for f in features), dim, optimizer, seed)
+
+    @cached_property
+    def features(self) -> tuple[str, ...]:
+        """Names of the features, table by table."""
+        return tuple(name for table in self.tables for name in table.features)
+
+    @cached_property
+    def table_of(self) -> NDArray[np.int64]:
+        """Number of each feature's table, int64 [F]."""
+        return np.repeat(np.arange(len(self.tables)), [len(table.features) for table in self.tables])
+
+    @cached_property
+    def layout(self) -> StoreLayout:
+        """Row numbers of the set and the record's width (weights, then optimizer state)."""
+        width = self.dim + self.optimizer.state_width(self.dim)
+        return StoreLayout(tuple(t.name for t in self.tables), tuple(t.rows for t in self.tables), width)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one row: float32 weights and optimizer state."""
+        return 4 * self.layout.width
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all rows of all tables, optimizer state included."""
+        return self.layout.total_rows * self.record_bytes
+
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """Per table: rows, dimension, width of the optimizer state."""
+        return {t.name: (t.rows, self.dim, self.layout.width - self.dim) for t in self.tables}
+
+    def configs(self, data_types: Mapping[str, DataType] | None = None) -> list[EmbeddingBagConfig]:
+        """TorchRec's description of the tables (float32 but for ``data_types``)."""
+        types = data_types or {}
+        return [
+            EmbeddingBagConfig(
+                name=t.name,
+                embedding_dim=self.dim,
+                num_embeddings=t.rows,
+                feature_names=list(t.features),
+                data_type=types.get(t.name, DataType.FP32),
+            )
+            for t in self.tables
+        ]
+
+    def fill(self, table: str, start: int, stop: int) -> Records:
+        """First records of rows [start, stop): first weights, state zero; float32 [stop - start, width].
+
+        Depends on (seed, table, row) alone, not on how the rows are asked for.
+        """
+        index = self.layout.tables.index(table)
+        out = np.zeros((stop - start, self.layout.width), np.float32)
+        first = self.tables[index].first or partial(self._uniform, index)
+        out[:, : self.dim] = first(start, stop)
+        return out
+
+    def _uniform(self, index: int, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows [start, stop) of the table of that index, from chunks with a seed each."""
+        all_rows, number = self.tables[index].rows, self.number + index
+        bound = float(np.sqrt(1.0 / all_rows))
+        out = np.empty((stop - start, self.dim), np.float32)
+        for chunk in range(start // FILL_ROWS, -(-stop // FILL_ROWS)):
+            first = chunk * FILL_ROWS
+            rows = min(FILL_ROWS, all_rows - first)
+            rng = np.random.Generator(np.random.Philox(key=[self.seed, (number << 40) + chunk]))
+            values = rng.random((rows, self.dim), np.float32) * (2 * bound) - bound
+            lo, hi = max(start, first), min(stop, first + rows)
+            out[lo - start : hi - start] = values[lo - first : hi - first]
+        return out
+
+
+def weight_name(table: str) -> str:
+    """A table's weights among saved tensors."""
+    return f"{table}.weight"
+
+
+def state_name(table: str) -> str:
+    """Its optimizer state."""
+    return f"{table}.state"
+
+
+@dataclass(frozen=True)
+class Region:
+    """Rows [start, stop) and columns [left, right) of one table: the unit of saving and loading."""
+
+    table: str
+    start: int
+    stop: int
+    left: int
+    right: int
+
+
+Values = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""Weights float32 [rows, columns] and optimizer state float32 [rows, S] of a region."""
+
+
+def row_chunks(tables: TableSet) -> list[Region]:
+    """All rows of all tables, in regions small enough to copy."""
+    return [
+        Region(table.name, start, min(start + FILL_ROWS, table.rows), 0, tables.dim)
+        for table in tables.tables
+        for start in range(0, table.rows, FILL_ROWS)
+    ]
+
+
+def to_numpy(tensor: torch.Tensor) -> NDArray[np.float32]:
+    """A float32 array in host memory; shares memory where the tensor is already there."""
+    array: NDArray[np.float32] = tensor.detach().to("cpu", torch.float32).numpy()
+    return array

@@ -1,0 +1,58 @@
+"""Where rows live that are not resident: ``make_store`` gives the store that a recipe names."""
+
+from __future__ import annotations
+
+import os
+
+from recpipe.errors import UserError
+from recpipe.tables.stores.base import (
+    ColdStore,
+    Fill,
+    IoCounters,
+    Records,
+    Rows,
+    StoreLayout,
+)
+from recpipe.tables.stores.host import HostStore
+from recpipe.tables.stores.ssd import STAGING_BYTES, SsdStore
+
+KINDS = ("host", "ssd")
+__all__ = [
+    "KINDS",
+    "ColdStore",
+    "Fill",
+    "HostStore",
+    "IoCounters",
+    "Records",
+    "Rows",
+    "SsdStore",
+    "StoreLayout",
+    "make_store",
+]
+
+
+def make_store(
+    kind: str,
+    layout: StoreLayout,
+    fill: Fill,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    pinned: bool = False,
+    staging_bytes: int = STAGING_BYTES,
+    scratch: bool = False,
+) -> ColdStore:
+    """The cold store ``tiers.store=kind``, holding what ``fill`` gives.
+
+    ``directory`` (``tiers.dir``) is where an ``ssd`` store puts its files, which ``close`` removes if
+    they are ``scratch``; ``pinned`` page-locks a ``host`` store for a GPU; ``staging_bytes`` bounds the
+    blocks that an ``ssd`` store keeps between a fetch and the write-back of its rows. Raises UserError
+    for an unknown kind or a missing directory, StoreError where the memory or the disk cannot hold the
+    rows.
+    """
+    if kind == "host":
+        return HostStore(layout, fill, pinned)
+    if kind == "ssd":
+        if directory is None:
+            raise UserError("tiers.store=ssd needs a directory for its files: set tiers.dir=DIRECTORY")
+        return SsdStore.create(layout, fill, directory, staging_bytes=staging_bytes, scratch=scratch)
+    raise UserError(f"tiers.store={kind}: no such store (there are: {', '.join(KINDS)})")

@@ -1,0 +1,215 @@
+"""The cold tier over ranks: rows partitioned over the holders of a torch.distributed group.
+
+Row g lies on holder ``g % H``, there at number ``g // H``, in DRAM or on an SSD. Rows move in rounds.
+A round is a handful of collectives that every trainer and holder enters: what it wants written and
+read, the records to write, the records read. The writes of all ranks in a round are applied before its
+reads, so a round is also the acknowledgement that earlier rows have arrived.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.distributed.ranks import Channel, Ranks
+from recpipe.tables.collection import TableCollection
+from recpipe.tables.specs import Region, Values
+from recpipe.tables.stores.base import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
+
+MakeLocal = Callable[[StoreLayout, Fill], ColdStore]
+TABLE = "rows"
+"""Name of the one table of a holder's part."""
+
+
+class ShardedStore(ColdStore):
+    """Records on the holders. Every trainer makes the same sequence of calls, each with its own rows.
+
+    A row is written by one trainer in a round. Ranks that hold rows and do not train call ``serve``.
+    """
+
+    direct: bool | None
+
+    def __init__(self, layout: StoreLayout, fill: Fill, ranks: Ranks, make_local: MakeLocal) -> None:
+        self.layout = layout
+        self.io = IoCounters()
+        self.ranks = ranks
+        self.channel: Channel = ranks.channel()
+        self.local: ColdStore | None = None
+        """This rank's part; None where it holds no rows."""
+        if ranks.holds:
+            self.local = make_local(part_layout(layout, ranks), part_fill(layout, fill, ranks))
+        self.direct = self.local.direct if self.local else None
+        self._written = np.dtype([("row", "<i8"), ("record", "<f4", (layout.width,))])
+        self._open = True
+
+    def owner_of(self, rows: Rows) -> Rows:
+        """Which of ``ranks.holders`` holds each row: its index there, int64 [n]."""
+        return rows % len(self.ranks.holders)
+
+    def local_rows(self, rows: Rows) -> Rows:
+        """Numbers of ``rows`` within their holder's part, int64 [n]."""
+        return rows // len(self.ranks.holders)
+
+    def gather(self, rows: Rows, out: Records) -> None:
+        """A round that reads ``rows`` (may be none)."""
+        self.exchange_rows(_NONE, np.empty((0, self.layout.width), np.float32), rows, out)
+
+    def scatter(self, rows: Rows, records: Records) -> None:
+        """A round that writes ``rows`` (may be none)."""
+        self.exchange_rows(rows, records, _NONE, np.empty((0, self.layout.width), np.float32))
+
+    def exchange_rows(self, write: Rows, records: Records, read: Rows, out: Records) -> None:
+        """A round that writes ``records`` of ``write`` and then reads ``read`` into ``out``."""
+        began = time.perf_counter()
+        assert records.shape == (len(write), self.layout.width), (records.shape, len(write))
+        assert out.shape == (len(read), self.layout.width), (out.shape, len(read))
+        self._round(write, records, read, out, stop=False)
+        seconds = time.perf_counter() - began
+        self.io.rows_read += len(read)
+        self.io.rows_written += len(write)
+        self.io.bytes_read += out.nbytes
+        self.io.bytes_written += records.nbytes
+        if len(read):
+            self.io.read_seconds += seconds
+        else:
+            self.io.write_seconds += seconds
+
+    def serve(self) -> None:
+        """Take part in the trainers' rounds until they close the store."""
+        nothing = np.empty((0, self.layout.width), np.float32)
+        while not self._round(_NONE, nothing, _NONE, nothing, stop=False):
+            pass
+        self._close_local()
+
+    def _round(self, write: Rows, records: Records, read: Rows, out: Records, *, stop: bool) -> bool:
+        """One round; whether a rank has closed the store in it."""
+        writes, reads = self._by_owner(write), self._by_owner(read)
+        totals = [len(write), len(read), int(stop)]
+        headers = [
+            np.array([[len(w), len(r), *totals]], np.int64) for w, r in zip(writes, reads, strict=True)
+        ]
+        told = np.concatenate(self.channel.exchange(headers, [1] * self.channel.size))
+        if told[:, 2].any():
+            self._move_writes(write, records, writes, told[:, 0])
+        if told[:, 3].any():
+            self._move_reads(read, out, reads, told[:, 1])
+        return bool(told[:, 4].any())
+
+    def _by_owner(self, rows: Rows) -> list[NDArray[np.int64]]:
+        """Positions in ``rows`` of the rows of each rank, in the order of all ranks."""
+        parts: list[NDArray[np.int64]] = [_NONE] * self.channel.size
+        owners = self.owner_of(rows)
+        for index, rank in enumerate(self.ranks.holders):
+            parts[rank] = np.flatnonzero(owners == index)
+        return parts
+
+    def _move_writes(
+        self, rows: Rows, records: Records, parts: list[NDArray[np.int64]], sizes: NDArray[np.int64]
+    ) -> None:
+        packed = np.empty(len(rows), self._written)
+        packed["row"], packed["record"] = self.local_rows(rows), records
+        raw = packed.view(np.uint8).reshape(len(rows), self._written.itemsize)
+        came = self.channel.exchange([raw[part] for part in parts], sizes.tolist())
+        if self.local is None:
+            return
+        written = np.concatenate(came).reshape(-1).view(self._written)
+        if len(written):
+            self.local.scatter(written["row"].copy(), written["record"].copy())
+
+    def _move_reads(
+        self, rows: Rows, out: Records, parts: list[NDArray[np.int64]], sizes: NDArray[np.int64]
+    ) -> None:
+        numbers = self.local_rows(rows)
+        wanted = self.channel.exchange([numbers[part] for part in parts], sizes.tolist())
+        replies = [np.empty((len(ids), self.layout.width), np.float32) for ids in wanted]
+        for ids, reply in zip(wanted, replies, strict=True):
+            if len(ids):
+                assert self.local is not None, "only holders are asked for rows"
+                self.local.gather(ids, reply)
+        came = self.channel.exchange(replies, [len(part) for part in parts])
+        for part, received in zip(parts, came, strict=True):
+            out[part] = received
+
+    def flush(self) -> None:
+        """Make this rank's part as durable as its store can."""
+        if self.local is not None:
+            self.local.flush()
+
+    def close(self) -> None:
+        """Tell the holders that the trainers are done, and release this rank's part. Twice is once."""
+        if not self._open:
+            return
+        self._open = False
+        nothing = np.empty((0, self.layout.width), np.float32)
+        self._round(_NONE, nothing, _NONE, nothing, stop=True)
+        self._close_local()
+
+    def _close_local(self) -> None:
+        self._open = False
+        if self.local is not None:
+            self.local.close()
+
+    @property
+    def cold_bytes(self) -> int:
+        """Bytes of this rank's part."""
+        return self.local.cold_bytes if self.local else 0
+
+    @property
+    def overhead_bytes(self) -> int:
+        """What this rank's part needs beyond its records."""
+        return self.local.overhead_bytes if self.local else 0
+
+
+class HeldRows(TableCollection):
+    """The tables of a rank that holds rows and does not train: ``serve`` is all it does."""
+
+    def __init__(self, store: ShardedStore) -> None:
+        super().__init__()
+        self.store = store
+
+    def serve(self) -> None:
+        """Until the trainers close the store."""
+        self.store.serve()
+
+    def regions(self) -> Iterator[Region]:
+        """None: the trainers read and write its rows."""
+        yield from ()
+
+    def read(self, region: Region) -> Values:
+        """Never called."""
+        raise AssertionError("a rank that only holds rows owns no region")
+
+    def write(self, region: Region, values: Values) -> None:
+        """Never called."""
+        raise AssertionError("a rank that only holds rows owns no region")
+
+
+_NONE: Rows = np.empty(0, np.int64)
+
+
+def part_layout(layout: StoreLayout, ranks: Ranks) -> StoreLayout:
+    """One table of the rows that this rank holds, in the order of their global numbers."""
+    index, holders = ranks.holders.index(ranks.rank), len(ranks.holders)
+    return StoreLayout((TABLE,), (max(0, -(-(layout.total_rows - index) // holders)),), layout.width)
+
+
+def part_fill(layout: StoreLayout, fill: Fill, ranks: Ranks) -> Fill:
+    """First records of this rank's part, by number within it."""
+    index, holders = ranks.holders.index(ranks.rank), len(ranks.holders)
+    bases = layout.bases
+
+    def part(table: str, start: int, stop: int) -> Records:
+        """Records [start, stop) of the part: every ``holders``-th row of the tables they come from."""
+        first, last = start * holders + index, (stop - 1) * holders + index
+        pieces = []
+        for number, name in enumerate(layout.tables):
+            low, high = max(first, int(bases[number])), min(last + 1, int(bases[number + 1]))
+            low += (index - low) % holders
+            if low < high:
+                pieces.append(fill(name, low - int(bases[number]), high - int(bases[number]))[::holders])
+        return np.concatenate(pieces)
+
+    return part

@@ -1,0 +1,321 @@
+"""The cold tier on a disk: a flat file of 4096-byte blocks per table, past the page cache."""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.errors import StoreError
+from recpipe.tables.stores.aio import RequestError, open_transfer
+from recpipe.tables.stores.base import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
+from recpipe.tables.stores.blocks import BlockMap, Places
+from recpipe.tables.stores.checksum import RowChecksum
+from recpipe.tables.stores.faults import store_error
+from recpipe.tables.stores.filling import filled_chunks
+from recpipe.tables.stores.home import StoreHome, StoreState, file_names
+from recpipe.tables.stores.rowfiles import make_files, open_files
+from recpipe.tables.stores.staging import Staging
+
+STAGING_BYTES = 32 << 20
+QUEUE_DEPTH = 128
+STREAM_BLOCKS = 1024
+
+
+class SsdStore(ColdStore):
+    """Records in files; make one with ``create`` or ``open``.
+
+    On disk a record is its float32 words and a checksum word, and every record that ``gather``
+    returns has been verified. ``gather`` always reads the disk: the staging area (``staging_bytes``
+    of DRAM) only spares ``scatter`` the reading of a block that was just gathered, so it is no
+    hidden cache. ``scatter`` returns when its blocks are written; ``flush`` makes them durable.
+
+    ``direct`` and ``engine`` ("aio" or "threads") say how the files are reached.
+    """
+
+    direct: bool
+
+    def __init__(
+        self, home: StoreHome, state: StoreState, staging_bytes: int, depth: int, scratch: bool = False
+    ) -> None:
+        """Open the row files of ``home``; use ``create`` or ``open`` instead."""
+        self.layout = state.layout
+        self.io = IoCounters()
+        self.directory = home.path
+        self._home, self._state, self._scratch = home, state, scratch
+        self._map = BlockMap(self.layout)
+        self._checksum = RowChecksum(self.layout.width, state.salt)
+        fds, self.direct = open_files(home, state.files, self._map.file_bytes)
+        self._fds = np.array(fds, np.int64)
+        self._transfer = open_transfer(depth, direct=self.direct)
+        self.engine = self._transfer.engine
+        capacity = max(1, min(staging_bytes // self._map.block_bytes, self._map.total_blocks))
+        self._staging = Staging(
+            capacity,
+            self._map.total_blocks,
+            self._map.block_bytes,
+            self._map.rows_per_block,
+            self._map.record_words,
+        )
+        self._overhead_bytes = self._staging.overhead_bytes
+
+    @classmethod
+    def create(
+        cls,
+        layout: StoreLayout,
+        fill: Fill,
+        directory: str | os.PathLike[str],
+        *,
+        staging_bytes: int = STAGING_BYTES,
+        depth: int = QUEUE_DEPTH,
+        scratch: bool = False,
+    ) -> SsdStore:
+        """Make a store in ``directory`` (made too, if need be) that holds what ``fill`` gives.
+
+        A store that an earlier run left there is replaced (it is scratch: the durable copy is the
+        checkpoint); one of a crashed run is named in the log. A ``scratch`` store is removed by
+        ``close``, with the directory if a store made it and nothing else is in it. StoreError where a
+        live run uses the directory, or where the files cannot be made or do not fit on the disk.
+        """
+        home = StoreHome(directory, make=True)
+        state = store = None
+        try:
+            old = home.read_state()
+            if old:
+                home.discard(old)
+            salt = int.from_bytes(os.urandom(8), "little")
+            new = StoreState(layout, file_names(layout), salt, generation=old.generation + 1 if old else 1)
+            home.refuse_foreign(new.files)
+            state = new
+            home.write_state(state)  # first: what a crash leaves from here on is known as the store's
+            make_files(home, state.files, BlockMap(layout).file_bytes)
+            store = cls(home, state, staging_bytes, depth, scratch)
+            store._fill(fill)
+        except BaseException:
+            home.remove(state)
+            if store:
+                store._release()
+            else:
+                home.close()
+            raise
+        return store
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        recover: bool = False,
+        staging_bytes: int = STAGING_BYTES,
+        depth: int = QUEUE_DEPTH,
+    ) -> SsdStore:
+        """Open the store that ``create`` made in ``directory`` and ``close`` closed.
+
+        One of a run that crashed is refused; with ``recover`` every record is verified and it is
+        refused only if some are torn. StoreError names the remedy, and the torn rows.
+        """
+        home = StoreHome(directory, make=False)
+        try:
+            state = home.read_state()
+            if state is None:
+                raise StoreError(f"ssd store: there is no store in {home.path}: set tiers.dir= to one")
+            crashed = state.state == "open"
+            if crashed and not recover:
+                raise StoreError(
+                    f"ssd store: {home.path} was left by a run that crashed ({state.user}): start "
+                    "again from a checkpoint (resume=), which fills it anew, or open it with "
+                    "recover=True to verify every row"
+                )
+            store = cls(home, state, staging_bytes, depth)
+        except BaseException:
+            home.close()
+            raise
+        try:
+            if crashed:
+                store._refuse_torn()
+            state.state, state.generation = "open", state.generation + 1
+            home.write_state(state)
+        except BaseException:
+            store._release()
+            raise
+        return store
+
+    def gather(self, rows: Rows, out: Records) -> None:
+        """Read records; StoreError for a torn one, or where the disk fails; IndexError outside the layout."""
+        began = time.perf_counter()
+        assert out.shape == (len(rows), self.layout.width), (out.shape, len(rows))
+        places = self._map.places(rows)
+        for piece in self._pieces(places):
+            self._gather_piece(rows, places, out, piece)
+        self.io.rows_read += len(rows)
+        self.io.read_seconds += time.perf_counter() - began
+
+    def scatter(self, rows: Rows, records: Records) -> None:
+        """Write records; StoreError where the disk fails; IndexError outside the layout.
+
+        After an error each row is as it was, or new, or torn and refused by ``gather``.
+        """
+        began = time.perf_counter()
+        assert records.shape == (len(rows), self.layout.width), (records.shape, len(rows))
+        places = self._map.places(rows)
+        for piece in self._pieces(places):
+            self._scatter_piece(rows, places, records, piece)
+        self.io.rows_written += len(rows)
+        self.io.write_seconds += time.perf_counter() - began
+
+    def flush(self) -> None:
+        """Ask the disk to make every earlier ``scatter`` durable (fdatasync)."""
+        for fd, name in zip(self._fds.tolist(), self._state.files, strict=True):
+            try:
+                os.fdatasync(fd)
+            except OSError as error:
+                raise store_error("flush", self.directory / name, error.errno or 0) from error
+
+    def close(self) -> None:
+        """Flush, mark the store as closed in good order, release files and memory. Twice is once.
+
+        A scratch store is removed instead.
+        """
+        if not len(self._fds):
+            return
+        try:
+            if self._scratch:
+                self.remove()
+            else:
+                self.flush()
+                self._state.state = "closed"
+                self._home.write_state(self._state)
+        finally:
+            self._release()
+
+    def remove(self) -> None:
+        """Delete the store's files; they go on serving this process until ``close``. Twice is once."""
+        self._home.remove(self._state)
+
+    def verify(self) -> Rows:
+        """Read every record of the store; global numbers of those whose checksum is wrong."""
+        torn = []
+        for start, stop in self._stretches():
+            rows = np.arange(start, stop)
+            words = self._read(self._map.places(rows))
+            torn.append(rows[self._bad(words, rows)])
+        return np.concatenate(torn) if torn else np.empty(0, np.int64)
+
+    @property
+    def cold_bytes(self) -> int:
+        """Bytes of the row files."""
+        return sum(self._map.file_bytes)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """DRAM of the staging area and its tables."""
+        return self._overhead_bytes
+
+    def _pieces(self, places: Places) -> list[NDArray[np.int64] | slice]:
+        """Cut a call so that each piece touches no more blocks than the staging area holds."""
+        capacity = self._staging.capacity
+        if len(places.blocks) <= capacity:
+            return [slice(None)] if len(places.blocks) else []
+        order = np.argsort(places.blocks, kind="stable")
+        ordered = places.blocks[order]
+        rank = np.cumsum(np.diff(ordered, prepend=ordered[0]) > 0)
+        cuts = np.searchsorted(rank, np.arange(capacity, int(rank[-1]) + 1, capacity))
+        return list(np.split(order, cuts))
+
+    def _gather_piece(
+        self, rows: Rows, places: Places, out: Records, piece: NDArray[np.int64] | slice
+    ) -> None:
+        words = self._read(Places(places.blocks[piece], places.lanes[piece]))
+        bad = self._bad(words, rows[piece])
+        if bad.any():
+            raise self._torn_error(rows[piece][bad])
+        out[piece] = words[:, :-1].view(np.float32)
+
+    def _scatter_piece(
+        self, rows: Rows, places: Places, records: Records, piece: NDArray[np.int64] | slice
+    ) -> None:
+        part = np.ascontiguousarray(records[piece], np.float32).view(np.uint32)
+        words = np.empty((len(part), self._map.record_words), np.uint32)
+        words[:, :-1] = part
+        words[:, -1] = self._checksum(part, rows[piece])
+        blocks, which, counts = np.unique(places.blocks[piece], return_inverse=True, return_counts=True)
+        slots = self._staging.find(blocks)
+        staged, absent = slots >= 0, slots < 0
+        slots[absent] = self._staging.take(int(absent.sum()), keep=slots[staged])
+        partial = absent & (counts < self._map.rows_in(blocks))
+        self._move(blocks[partial], slots[partial], write=False)
+        self._staging.words[slots[which], places.lanes[piece]] = words
+        self._move(blocks, slots, write=True)
+        self.io.rows_staged += int(counts[staged].sum())
+
+    def _read(self, places: Places) -> NDArray[np.uint32]:
+        """Records with their checksum words, uint32 [n, width + 1], straight from the disk."""
+        blocks, which = np.unique(places.blocks, return_inverse=True)
+        slots = self._staging.find(blocks)
+        absent = slots < 0
+        slots[absent] = self._staging.take(int(absent.sum()), keep=slots[~absent])
+        self._move(blocks, slots, write=False)
+        words: NDArray[np.uint32] = self._staging.words[slots[which], places.lanes]
+        return words
+
+    def _move(self, blocks: NDArray[np.int64], slots: NDArray[np.int64], *, write: bool) -> None:
+        """Transfer blocks (ascending) between files and slots; the slots hold them afterwards."""
+        if not len(blocks):
+            return
+        requests = self._map.requests(blocks, slots, self._fds)
+        self._staging.forget(slots)  # if this fails halfway, nothing may be taken from these slots
+        try:
+            self._transfer.run(requests, self._staging.bytes, write=write)
+        except RequestError as error:
+            table = int(np.flatnonzero(self._fds == requests.fds[error.index])[0])
+            name = self.directory / self._state.files[table]
+            raise store_error("write" if write else "read", name, error.code) from error
+        self._staging.hold(blocks, slots)
+        if write:
+            self.io.bytes_written += int(requests.lengths.sum())
+        else:
+            self.io.bytes_read += int(requests.lengths.sum())
+
+    def _bad(self, words: NDArray[np.uint32], rows: Rows) -> NDArray[np.bool_]:
+        bad: NDArray[np.bool_] = self._checksum(words[:, :-1], rows) != words[:, -1]
+        return bad
+
+    def _torn_error(self, torn: Rows) -> StoreError:
+        places = [self._map.table_and_row(int(row)) for row in torn[:5]]
+        rows = ", ".join(f"table {self.layout.tables[table]} row {row}" for table, row in places)
+        index = places[0][0]
+        more = f" and {len(torn) - 5} more" if len(torn) > 5 else ""
+        return StoreError(
+            f"ssd store: {self.directory / self._state.files[index]}: torn or corrupt: {rows}{more}: "
+            "start again from a checkpoint (resume=), and check the disk if this comes again"
+        )
+
+    def _refuse_torn(self) -> None:
+        torn = self.verify()
+        if len(torn):
+            raise self._torn_error(torn)
+
+    def _stretches(self) -> list[tuple[int, int]]:
+        """Runs of global rows, in order, that fill up to ``STREAM_BLOCKS`` blocks of one table each."""
+        step = min(STREAM_BLOCKS, self._staging.capacity) * self._map.rows_per_block
+        ends = pairwise(self.layout.bases.tolist())
+        return [(row, min(stop, row + step)) for start, stop in ends for row in range(start, stop, step)]
+
+    def _fill(self, fill: Fill) -> None:
+        step = min(STREAM_BLOCKS, self._staging.capacity) * self._map.rows_per_block
+        for table, base in enumerate(self.layout.bases[:-1].tolist()):
+            for start, records in filled_chunks(self.layout, fill, table, step):
+                self.scatter(np.arange(base + start, base + start + len(records)), records)
+        self._staging.forget(np.arange(self._staging.capacity))
+        self.io = IoCounters()
+
+    def _release(self) -> None:
+        self._transfer.close()
+        for fd in self._fds.tolist():
+            os.close(fd)
+        self._fds = np.empty(0, np.int64)
+        del self._staging
+        self._home.close()

@@ -1,0 +1,89 @@
+"""A batch's way through the tiers of all groups of tables: planned, fetched and carried out together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.data.parts import batch_size
+from recpipe.tables.capabilities import Planned
+from recpipe.tables.collection import TableCollection
+from recpipe.tables.inputs import GroupIds, Inputs
+from recpipe.tables.tiers.placement import TierPlan, reorder
+from recpipe.tables.tiers.shared_rows import share
+
+
+@dataclass
+class BatchPlan:
+    """What one batch does to the tiers, group by group; None of a group whose ids the model makes."""
+
+    groups: list[TierPlan | None]
+    needs_cold: NDArray[np.bool_]
+    """Of each sample, in the batch's own order: whether it looks up a row that is not resident yet."""
+
+    @property
+    def planned(self) -> list[TierPlan]:
+        """Those that there are."""
+        return [plan for plan in self.groups if plan is not None]
+
+    @property
+    def fetches_residents(self) -> bool:
+        """Whether resident lookups must wait for the store too."""
+        return any(plan.fetches_residents for plan in self.planned)
+
+    def arrange(self, samples: NDArray[np.int64], cold_first: int, alone: bool) -> None:
+        """This trainer's ``samples`` (int64 [n]) in their order, of which those from ``cold_first`` on may
+        need the slab; all samples where it trains ``alone``."""
+        for plan in self.planned:
+            (reorder if alone else share)(plan, samples, cold_first)
+
+
+class Tiers:
+    """The tiers of all groups, as the pipeline drives them; see ``Planned`` for the calls and their order."""
+
+    def __init__(self, inputs: Inputs, collections: Sequence[TableCollection]) -> None:
+        self.inputs = inputs
+        planned = {n: c.offers(Planned) for n, c in enumerate(collections) if inputs.bound(n)}
+        self.groups = {number: tier for number, tier in planned.items() if tier is not None}
+        self._count = len(collections)
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether rows are to be fetched while the batch before trains."""
+        return any(tier.prefetches for tier in self.groups.values())
+
+    def plan(self, batch: object, each: GroupIds) -> BatchPlan:
+        """Decide where the lookups of ``batch``, ``each`` group's, go and which rows move; ``DataError`` on
+        an id of no row."""
+        plans: list[TierPlan | None] = [None] * self._count
+        needs_cold = np.zeros(batch_size(batch), bool)
+        for number, tier in self.groups.items():
+            ids = each[number]
+            assert ids is not None, "a group without ids in the batch is not planned"
+            plans[number] = plan = tier.plan(ids)
+            needs_cold |= plan.needs_cold
+        return BatchPlan(plans, needs_cold)
+
+    def prefetch(self, plan: BatchPlan) -> None:
+        """Start fetching the plan's rows."""
+        for number, tier in self.groups.items():
+            if tier.prefetches:
+                tier.prefetch(self._of(plan, number))
+
+    def forget(self) -> None:
+        """Take back a plan whose batch will not be trained."""
+        for tier in self.groups.values():
+            tier.forget()
+
+    def advance(self, plan: BatchPlan) -> None:
+        """The last batch's update is done: rows that leave their tier are sent away."""
+        for number, tier in self.groups.items():
+            tier.advance(self._of(plan, number))
+
+    def _of(self, plan: BatchPlan, number: int) -> TierPlan:
+        found = plan.groups[number]
+        assert found is not None, "planned by these tiers"
+        return found

@@ -1,0 +1,322 @@
+"""From a batch's ids to a ``TierPlan``: which lookups go to which tier, and which rows must move first.
+
+Works on row numbers of a table set with a handful of vectorised passes over the batch's lookups; nothing
+here touches weights. Runs ahead of training, one batch early, in the loader's thread.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.data.checks import unknown_id
+from recpipe.data.parts import in_order
+from recpipe.data.select import places_of
+from recpipe.tables.tiers.policies import CachePolicy, RowIds, RowSpace, Slots
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from recpipe.tables.specs import TableSet
+    from recpipe.tables.tiers.shared_rows import SharedLookups
+    from recpipe.tables.tiers.transfer import Landed
+
+Offsets = NDArray[np.int64]
+Weights = NDArray[np.float32]
+IN_STORE = -1
+"""``where`` of a row in the cold store; slots are >= 0, and slab position p of the last batch is -2 - p."""
+
+
+@dataclass
+class TierPlan:
+    """What one batch does to the tiers, and where each of its lookups goes.
+
+    Bags are feature-major as in a KJT: bag ``f * B + b``. ``cold_first`` is the first sample (in the
+    plan's order) from which on samples may need the slab. Of tables whose rows are not pooled, every id is a
+    bag of its own, which has the id's row in one of the two tiers; the slab's bags are then all of them.
+    """
+
+    batch_size: int
+    # rows that move before the batch is looked up
+    slots: Slots
+    """Resident slots that get a new row, int32 [P]."""
+    placed: RowIds
+    """The rows that those slots get, int64 [P]."""
+    vacated: Slots
+    """Slots that lose their row: ``slots``, then those that are emptied, int32 [E]."""
+    evicted: RowIds
+    """The rows that were there, -1 for an empty slot, int64 [E]."""
+    slab: RowIds
+    """Rows of slab positions 0 .. S - 1, int64 [S]."""
+    carried_from: NDArray[np.int64]
+    """Of each row in ``arrivals``: its position in ``departures``, or -1 when the store has it."""
+    # lookups
+    indices: NDArray[np.int64]
+    offsets: Offsets
+    slab_indices: NDArray[np.int64]
+    slab_offsets: Offsets
+    needs_cold: NDArray[np.bool_]
+    """Of each sample, in the batch's own order: whether it looks up a row that is not resident yet."""
+    cold_first: int
+    weights: Weights | None = None
+    """Of ``indices``, where ids have weights, float32 ..."""
+    slab_weights: Weights | None = None
+    """... and of ``slab_indices``."""
+    bags: Offsets | None = None
+    """Where each feature's and sample's ids begin, int64 [F * B + 1]; None of pooled rows."""
+    shared: SharedLookups | None = None
+    """This trainer's share of the lookups, where several train."""
+    fetched: Future[Landed] | None = None
+    """The fetch of ``fetch``'s rows, once it has been started."""
+
+    @property
+    def arrivals(self) -> RowIds:
+        """Rows that must be brought: first those for slots, then those for the slab."""
+        return np.concatenate((self.placed, self.slab))
+
+    @property
+    def fetch(self) -> RowIds:
+        """The arrivals that the store must deliver."""
+        return self.arrivals[self.carried_from < 0]
+
+    @property
+    def fetches_residents(self) -> bool:
+        """Whether resident lookups must wait for the store too: a row that gets a slot comes from there."""
+        return bool((self.carried_from[: len(self.placed)] < 0).any())
+
+
+@dataclass
+class Bags:
+    """A batch's lookups as rows of a table set, int64 [L]; bag i is ``rows[offsets[i] : offsets[i + 1]]``."""
+
+    rows: RowIds
+    offsets: Offsets
+    batch_size: int
+    weights: Weights | None = None
+    """Of the lookups, float32 [L]; None: each counts once."""
+
+    def apart(self) -> Bags:
+        """The same lookups, each a bag of its own, of one feature."""
+        lookups = len(self.rows)
+        return Bags(self.rows, np.arange(lookups + 1), lookups)
+
+    def permuted(self, order: NDArray[np.int64]) -> Bags:
+        """The bags of the samples in ``order`` (int64 [n]), in that order."""
+        places, offsets = places_of(self.offsets, self.batch_size, order)
+        weights = None if self.weights is None else self.weights[places]
+        return Bags(self.rows[places], offsets, len(order), weights)
+
+
+def table_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> Bags:
+    """The batch's lookups as rows of the set; features in the tables' order, whatever that of ``sparse``."""
+    sparse = in_order(sparse, tables.features)
+    values = sparse.values().cpu().numpy()
+    offsets = sparse.offsets().cpu().numpy().astype(np.int64, copy=False)
+    size = sparse.stride()
+    counts = np.diff(offsets[np.arange(len(tables.features) + 1) * size])
+    weights = sparse.weights().float().cpu().numpy() if tables.weighted else None
+    return Bags(checked_rows(tables, values, counts), offsets, size, weights)
+
+
+def checked_rows(tables: TableSet, ids: RowIds, counts: RowIds) -> RowIds:
+    """Rows of ``ids``, which list ``counts[f]`` ids of feature ``f`` after each other.
+
+    Raises ``DataError`` on an id that is not in its table.
+    """
+    bases, table_of = tables.layout.bases, tables.table_of
+    sizes = np.diff(bases)[table_of]
+    wrong = np.flatnonzero((ids < 0) | (ids >= np.repeat(sizes, counts)))
+    if len(wrong):
+        feature = int(np.repeat(np.arange(len(counts)), counts)[wrong[0]])
+        raise unknown_id(ids[wrong[0]], tables.features[feature], sizes[feature])
+    rows: RowIds = ids + np.repeat(bases[table_of], counts)
+    return rows
+
+
+class Planner:
+    """Keeps the map from rows to tiers as it will be once every planned batch has been carried out."""
+
+    def __init__(self, space: RowSpace, policy: CachePolicy, carry: bool, pooled: bool = True) -> None:
+        self.space = space
+        self.policy = policy
+        self.pooled = pooled
+        """Whether rows are summed by bag."""
+        self.carry = carry
+        """Whether slab rows that the next batch needs again stay there, not passing through the store."""
+        self.where = np.full(space.rows, IN_STORE, np.int32)
+        self.row_of_slot = np.full(space.slots, -1, np.int64)
+        self.slab_rows: RowIds = np.empty(0, np.int64)
+        self._pending: tuple[TierPlan, RowIds, Bags] | None = None
+
+    def plan(self, bags: Bags) -> TierPlan:
+        """Decide for one batch; ``commit`` must follow before the next ``plan``."""
+        assert self._pending is None, "the last plan has not been carried out"
+        before = self.slab_rows
+        moved = self.policy.migrate(bags.rows)
+        emptied = self._empty(moved.freed)
+        dropped = self._evict(moved.slots, moved.rows)
+        where = self.where[bags.rows]
+        missing = np.flatnonzero(where < 0)
+        misses, which = self._distinct(bags.rows[missing])
+        admitted = self.policy.admit(where[where >= 0], misses, bags.rows)
+        emptied = np.concatenate((emptied, self._empty(admitted.freed)))
+        evicted = np.concatenate((dropped, self._evict(admitted.slots, admitted.rows), emptied))
+        slots = np.concatenate((moved.slots, admitted.slots))
+        vacated = np.concatenate((slots, moved.freed, admitted.freed))
+        placed = np.concatenate((moved.rows, admitted.rows))
+        slab = misses[self.where[misses] < 0]
+        carried_from = self._sources(before, evicted, placed, slab)
+        self.where[before] = np.where(self.where[before] < 0, IN_STORE, self.where[before])
+        self.where[slab] = -2 - np.arange(len(slab), dtype=np.int32)
+        self.slab_rows = slab
+        where[missing] = self.where[misses][which]
+        plan = self._lookups(bags, where, slots, placed, vacated, evicted, slab, carried_from)
+        self._pending = (plan, before, bags)
+        return plan
+
+    def commit(self) -> None:
+        """The last plan is being carried out: it cannot be undone any more."""
+        self._pending = None
+
+    def _evict(self, slots: Slots, rows: RowIds) -> RowIds:
+        """Give ``slots`` to ``rows``; returns the rows that leave them (-1: the slot was empty)."""
+        leaving = self.row_of_slot[slots]
+        self.where[leaving[leaving >= 0]] = IN_STORE
+        self.where[rows] = slots
+        self.row_of_slot[slots] = rows
+        return leaving
+
+    def _empty(self, slots: Slots) -> RowIds:
+        """Take their rows from ``slots``; returns those rows (-1: the slot was empty)."""
+        leaving = self.row_of_slot[slots]
+        self.where[leaving[leaving >= 0]] = IN_STORE
+        self.row_of_slot[slots] = -1
+        return leaving
+
+    def _distinct(self, rows: RowIds) -> tuple[RowIds, NDArray[np.int32]]:
+        """Distinct ``rows`` and, for each row, its position among them; O(n), by marking the map."""
+        saved = self.where[rows]
+        marks = np.arange(len(rows), dtype=np.int32)
+        self.where[rows] = marks
+        winners = self.where[rows] == marks
+        distinct = rows[winners]
+        self.where[distinct] = np.arange(len(distinct), dtype=np.int32)
+        which = self.where[rows]
+        self.where[distinct] = saved[winners]
+        return distinct, which
+
+    def _sources(self, slab: RowIds, evicted: RowIds, placed: RowIds, new_slab: RowIds) -> NDArray[np.int64]:
+        """Where each arriving row is among the departing ones (the last slab, then evicted rows), or -1.
+
+        Without ``carry``, rows do not pass from slab to slab but through the store.
+        """
+        departures = np.concatenate((slab, evicted))
+        arrivals = np.concatenate((placed, new_slab))
+        known = np.flatnonzero(departures >= 0)
+        if not len(known) or not len(arrivals):
+            return np.full(len(arrivals), -1, np.int64)
+        leaving = departures[known]
+        leaving_where, arriving_where = self.where[leaving], self.where[arrivals]
+        self.where[arrivals] = IN_STORE
+        self.where[leaving] = -2 - known.astype(np.int32)
+        found = self.where[arrivals]
+        # A row may leave its slot and come back into the slab: what arrivals had is restored last.
+        self.where[leaving] = leaving_where
+        self.where[arrivals] = arriving_where
+        sources = np.where(found < IN_STORE, -2 - found, -1).astype(np.int64)
+        if not self.carry:
+            to_slab = np.arange(len(arrivals)) >= len(placed)
+            sources[to_slab & (sources < len(slab))] = -1
+        return sources
+
+    def _lookups(
+        self,
+        bags: Bags,
+        where: Slots,
+        slots: Slots,
+        placed: RowIds,
+        vacated: Slots,
+        evicted: RowIds,
+        slab: RowIds,
+        carried: RowIds,
+    ) -> TierPlan:
+        """The plan with its samples in the batch's own order."""
+        resident = where >= 0
+        count = np.concatenate(([0], np.cumsum(resident)))
+        in_slab = np.arange(len(count)) - count
+        cold_bags = np.diff(in_slab[bags.offsets]).reshape(-1, bags.batch_size) > 0
+        needs_cold: NDArray[np.bool_] = np.any(cold_bags, axis=0)
+        weights = bags.weights
+        return TierPlan(
+            batch_size=bags.batch_size,
+            slots=slots,
+            placed=placed,
+            vacated=vacated,
+            evicted=evicted,
+            slab=slab,
+            carried_from=carried,
+            indices=where[resident].astype(np.int64),
+            offsets=count[bags.offsets] if self.pooled else count,
+            slab_indices=(-2 - where[~resident]).astype(np.int64),
+            slab_offsets=in_slab[bags.offsets] if self.pooled else in_slab,
+            needs_cold=needs_cold,
+            cold_first=0,
+            weights=None if weights is None else weights[resident],
+            slab_weights=None if weights is None else weights[~resident],
+            bags=None if self.pooled else bags.offsets,
+        )
+
+    def undo(self) -> Bags | None:
+        """Take back a plan that has not been carried out: the map then shows where rows really are.
+
+        Returns the bags to plan again later (the same plan comes out), or None when nothing was planned.
+        """
+        if self._pending is None:
+            return None
+        plan, before, bags = self._pending
+        self.where[plan.slab] = IN_STORE
+        self.where[plan.placed] = IN_STORE
+        self.row_of_slot[plan.vacated] = plan.evicted
+        left = plan.evicted >= 0
+        self.where[plan.evicted[left]] = plan.vacated[left]
+        self.where[before] = -2 - np.arange(len(before), dtype=np.int32)
+        self.slab_rows = before
+        self.policy.undo()
+        self._pending = None
+        return bags
+
+    def restore(self, row_of_slot: RowIds) -> None:
+        """Start from these residents (int64 [slots], -1 for an empty slot) and an empty slab."""
+        assert self._pending is None
+        assert len(row_of_slot) == self.space.slots
+        self.where.fill(IN_STORE)
+        used = np.flatnonzero(row_of_slot >= 0)
+        self.where[row_of_slot[used]] = used.astype(np.int32)
+        self.row_of_slot = row_of_slot.copy()
+        self.slab_rows = np.empty(0, np.int64)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """DRAM of the maps: 4 bytes per row of all tables and 8 per slot."""
+        return self.where.nbytes + self.row_of_slot.nbytes
+
+
+def reorder(plan: TierPlan, order: NDArray[np.int64], cold_first: int) -> TierPlan:
+    """``plan`` with the samples in ``order``; the slab's bags cover samples ``cold_first ..`` alone."""
+    size, plan.batch_size, plan.cold_first = plan.batch_size, len(order), cold_first
+    if plan.bags is not None:  # of each id
+        size = int(plan.bags[-1])
+        order, plan.bags = places_of(plan.bags, len(plan.needs_cold), order)
+    resident = Bags(plan.indices, plan.offsets, size, plan.weights).permuted(order)
+    slab = Bags(plan.slab_indices, plan.slab_offsets, size, plan.slab_weights).permuted(order)
+    plan.indices, plan.offsets, plan.weights = resident.rows, resident.offsets, resident.weights
+    plan.slab_indices, plan.slab_offsets, plan.slab_weights = slab.rows, slab.offsets, slab.weights
+    if plan.bags is None:
+        features = (len(slab.offsets) - 1) // max(1, len(order))
+        starts = slab.offsets[:-1].reshape(features, len(order))[:, cold_first:].ravel()
+        plan.slab_offsets = np.append(starts, len(slab.rows))
+    return plan

@@ -1,0 +1,147 @@
+"""Rows that every trainer holds a replica of, updated from the gradients of all of them.
+
+Each trainer looks up and differentiates its own samples. The gradients of a row are added over the
+trainers in their order, and all apply the same update to the same bits: replicas never differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.distributed.ranks import Channel
+from recpipe.tables.collection import RowCollection
+from recpipe.tables.rowtable import RowBags, distinct, row_bags, updated
+from recpipe.tables.specs import Region, TableSet, Values, to_numpy
+from recpipe.tables.tiers.placement import Bags, TierPlan, reorder
+from recpipe.tables.tiers.policies import RowIds
+
+Touched = NDArray[np.int64]
+"""Distinct slots that any trainer looks up in a batch, sorted, int64 [U]: the same on every trainer."""
+
+
+@dataclass(frozen=True)
+class SharedLookups:
+    """One trainer's lookups of a batch in each tier, by slot, and the slots that all trainers touch."""
+
+    resident: tuple[RowBags, Touched]
+    slab: tuple[RowBags, Touched]
+
+
+def share(plan: TierPlan, samples: NDArray[np.int64], cold_first: int) -> TierPlan:
+    """This trainer's part of ``plan``: its ``samples`` (int64 [n]) in their order, of which those from
+    ``cold_first`` on may need the slab. Which rows move stays as it was."""
+    touched = distinct(plan.indices)
+    slab = np.arange(len(plan.slab))
+    plan = reorder(plan, samples, cold_first)
+    size, cold = plan.batch_size, plan.batch_size - cold_first
+    if plan.bags is not None:  # a bag for each id
+        size = cold = int(plan.bags[-1])
+    plan.shared = SharedLookups(
+        (RowBags.of(Bags(plan.indices, plan.offsets, size, plan.weights)), touched),
+        (RowBags.of(Bags(plan.slab_indices, plan.slab_offsets, cold, plan.slab_weights)), slab),
+    )
+    return plan
+
+
+class SharedTable(nn.Module):
+    """``rows`` slots for rows of any table, weights float32 [rows, D] and optimizer state [rows, S].
+
+    Stands in for a fused TBE: the update is made in the backward pass.
+    """
+
+    def __init__(self, tables: TableSet, rows: int, device: torch.device, channel: Channel) -> None:
+        super().__init__()
+        self.optimizer = tables.optimizer
+        self.channel = channel
+        self.weights = torch.zeros((rows, tables.dim), device=device)
+        self.state = torch.zeros((rows, tables.layout.width - tables.dim), device=device)
+        self._anchor = torch.zeros(0, device=device, requires_grad=True)
+
+    def forward(self, bags: RowBags, touched: Touched) -> torch.Tensor:
+        """Pooled rows of this trainer's samples, float32 [B, F * D].
+
+        ``bags`` are its lookups by slot; ``touched`` the distinct slots that any trainer looks up in
+        this batch, sorted, int64 [U], the same on every trainer.
+        """
+        pooled: torch.Tensor = _Lookup.apply(self._anchor, self, bags, touched)  # type: ignore[no-untyped-call]
+        return pooled
+
+    def update(self, bags: RowBags, touched: Touched, pooled: torch.Tensor) -> None:
+        """One optimizer step of the ``touched`` slots, from the gradient of this trainer's pooled rows
+        and of the other trainers'."""
+        dim = self.weights.shape[1]
+        mine = bags.gradients(pooled, dim)
+        partial = mine.new_zeros((len(touched), dim))
+        partial[torch.from_numpy(np.searchsorted(touched, bags.distinct))] = mine
+        total = self.channel.ordered_sum(partial.view(-1)).view(len(touched), dim)
+        slots = torch.from_numpy(touched).to(self.weights.device)
+        records = torch.cat((self.weights[slots], self.state[slots]), dim=1)
+        records = updated(self.optimizer, records, total)
+        self.weights.index_copy_(0, slots, records[:, :dim])
+        self.state.index_copy_(0, slots, records[:, dim:])
+
+
+class _Lookup(torch.autograd.Function):
+    """Pooling whose backward updates the table; the anchor makes autograd call it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, table: SharedTable, bags: RowBags, touched: Touched
+    ) -> torch.Tensor:
+        ctx.call = (table, bags, touched)
+        return bags.pooled(table.weights, torch.from_numpy(bags.distinct))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None]:
+        table, bags, touched = ctx.call
+        table.update(bags, touched, gradient)
+        return None, None, None, None
+
+
+class ReplicatedCollection(RowCollection):
+    """All rows on every trainer (``tiers.policy=resident`` with several): replicas with equal bits."""
+
+    replicated = True
+
+    def __init__(self, tables: TableSet, device: torch.device, trainers: Channel) -> None:
+        super().__init__(tables)
+        self.trainers = trainers
+        self.table = SharedTable(tables, tables.layout.total_rows, device, trainers)
+        self.fill_first_values()
+
+    def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Rows of this trainer's samples; the trainers tell each other which rows they look up."""
+        bags = row_bags(self.tables, sparse)
+        if torch.is_grad_enabled():
+            touched = distinct(np.concatenate(self.trainers.gather(bags.distinct)))
+            rows: torch.Tensor = self.table(bags, touched)
+            return rows
+        return bags.pooled(self.table.weights, torch.from_numpy(bags.distinct))
+
+    def records_of(self, rows: RowIds) -> torch.Tensor:
+        """Records of distinct ``rows``, float32 [n, width]: a copy."""
+        at = torch.from_numpy(rows)
+        return torch.cat((self.table.weights[at], self.table.state[at]), dim=1)
+
+    def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
+        """Put ``records`` in the place of those of distinct ``rows``, on this trainer."""
+        at = torch.from_numpy(rows)
+        self.table.weights[at] = records[:, : self.tables.dim]
+        self.table.state[at] = records[:, self.tables.dim :]
+
+    def read(self, region: Region) -> Values:
+        """Current weights and optimizer state of ``region``."""
+        records = to_numpy(self.records_of(self.rows_of(region)))
+        return records[:, : self.tables.dim], records[:, self.tables.dim :]
+
+    def write(self, region: Region, values: Values) -> None:
+        """Replace the weights and optimizer state of ``region``."""
+        records = torch.from_numpy(np.concatenate(values, axis=1)).to(self.table.weights.device)
+        self.replace_records(self.rows_of(region), records)

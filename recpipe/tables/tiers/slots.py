@@ -1,0 +1,47 @@
+"""The memory of a tier: slots that hold rows of any table, and copies into and out of them.
+
+One trainer keeps them in a fused TBE; several each keep a replica in a ``SharedTable``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from recpipe import seams
+from recpipe.distributed.ranks import Channel
+from recpipe.tables.collection import make_tbe
+from recpipe.tables.specs import TableSet
+from recpipe.tables.tiers.shared_rows import SharedTable
+
+
+def make_slots(tables: TableSet, rows: int, device: torch.device, trainers: Channel | None) -> nn.Module:
+    """``rows`` slots on ``device``; ``trainers`` is the channel between several trainers, None for one."""
+    if trainers is None:
+        table: nn.Module = make_tbe(tables, rows, device)
+        return table
+    return SharedTable(tables, rows, device, trainers)
+
+
+def views(table: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [slots, D] and optimizer state [slots, S]; writing them changes the table."""
+    if isinstance(table, SharedTable):
+        return table.weights, table.state
+    return seams.tbe_views(table)[0]
+
+
+def take(table: nn.Module, slots: torch.Tensor) -> torch.Tensor:
+    """Records of ``slots`` (int64 [n]): a copy, float32 [n, width]."""
+    weights, state = views(table)
+    return torch.cat((weights.index_select(0, slots), state.index_select(0, slots)), dim=1)
+
+
+def put(table: nn.Module, slots: torch.Tensor, records: torch.Tensor) -> None:
+    """Replace the records of ``slots`` (int64 [n], distinct)."""
+    if not len(slots):
+        # Even an empty copy would tell autograd that the weights have changed since they were looked up.
+        return
+    weights, state = views(table)
+    with torch.no_grad():
+        weights.index_copy_(0, slots, records[:, : weights.shape[1]])
+        state.index_copy_(0, slots, records[:, weights.shape[1] :])

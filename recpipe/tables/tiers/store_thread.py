@@ -1,0 +1,115 @@
+"""The thread that talks to the cold store: fetches and writes in the order they were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from recpipe.distributed.ranks import Ranks
+from recpipe.tables.stores.base import ColdStore, IoCounters, Records
+from recpipe.tables.tiers.policies import RowIds
+from recpipe.tables.tiers.transfer import Landed, Transfer
+
+
+@dataclass
+class TierTimes:
+    """Seconds since the run began. ``fetch`` is hidden as far as ``wait`` is shorter."""
+
+    plan: float = 0.0
+    fetch: float = 0.0
+    write: float = 0.0
+    wait: float = 0.0
+    advance: float = 0.0
+
+    def plus(self, other: TierTimes) -> TierTimes:
+        """The sums of both."""
+        return TierTimes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+class StoreThread:
+    """One thread, one queue: a fetch sees every write that was queued before it.
+
+    ``counters`` and ``times`` hold what training moved. Evaluation, checkpoints and exports use
+    ``fetch_now`` and ``write_now``, which are in neither. Where several ranks train, all of them make the
+    same calls with the same rows: each writes its share, in rounds that all take part in.
+    """
+
+    def __init__(self, store: ColdStore, device: torch.device, times: TierTimes, ranks: Ranks) -> None:
+        self.store = store
+        self.times = times
+        self.ranks = ranks
+        self.counters = IoCounters()
+        self._transfer = Transfer(device)
+        self._thread = ThreadPoolExecutor(1, "recpipe-io")
+        self._writes: list[Future[None]] = []
+
+    def fetch(self, rows: RowIds) -> Future[Landed]:
+        """Queue a fetch of ``rows`` for training."""
+        return self._thread.submit(self._counted_fetch, rows)
+
+    def write(self, rows: RowIds, records: torch.Tensor) -> None:
+        """Queue a write of ``records`` (float32 [n, width] on the device, not changed later)."""
+        mine = self._share(len(rows))
+        if len(rows):
+            to_host = self._transfer.to_host(records[mine])
+            self._writes.append(self._thread.submit(self._counted_write, rows[mine], to_host))
+
+    def check_writes(self) -> None:
+        """Raise what a finished write raised; wait when more than two writes are under way."""
+        waiting = self._writes[:-2] + [w for w in self._writes[-2:] if w.done()]
+        for write in waiting:
+            write.result()
+            self._writes.remove(write)
+
+    def fetch_now(self, rows: RowIds) -> torch.Tensor:
+        """Records of ``rows``, float32 [n, width] on the device."""
+        return self._thread.submit(self._fetch, rows).result().use()
+
+    def write_now(self, rows: RowIds, records: Records) -> None:
+        """Replace the records of ``rows``."""
+        mine = self._share(len(rows))
+        self._thread.submit(self.store.scatter, rows[mine], np.ascontiguousarray(records[mine])).result()
+
+    def _share(self, rows: int) -> slice:
+        """Which of ``rows`` this trainer writes."""
+        return self.ranks.shares(0, rows)[self.ranks.trainer]
+
+    def close(self) -> None:
+        """Wait for all that is queued, raise what failed, and close the store in any case."""
+        try:
+            for write in self._writes:
+                write.result()
+        finally:
+            self._thread.shutdown(wait=True)
+            self.store.close()
+
+    def _fetch(self, rows: RowIds) -> Landed:
+        host = self._transfer.host_buffer(len(rows), self.store.layout.width)
+        self.store.gather(rows, host.numpy())
+        return self._transfer.to_device(host)
+
+    def _counted_fetch(self, rows: RowIds) -> Landed:
+        start = perf_counter()
+        with self._counting():
+            landed = self._fetch(rows)
+        self.times.fetch += perf_counter() - start
+        return landed
+
+    def _counted_write(self, rows: RowIds, landed: Callable[[], Records]) -> None:
+        start = perf_counter()
+        with self._counting():
+            self.store.scatter(rows, landed())
+        self.times.write += perf_counter() - start
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Add the store's traffic inside to ``counters``."""
+        before = replace(self.store.io)
+        yield
+        self.counters = self.counters.plus(self.store.io.plus(before, -1))

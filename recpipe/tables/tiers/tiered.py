@@ -1,0 +1,411 @@
+"""``TieredEmbeddingBagCollection``: tables larger than device memory, exact under every cache policy.
+
+Three places for a row: a **resident** slot (a TBE of ``slots`` rows), the **slab** (a second TBE for
+rows that one batch alone needs) or the **cold store**. A row is in one of them at a time and moves
+with its optimizer state, so each update is the one that a single big table would have made.
+
+A batch passes through four calls, in this order (``forward`` makes all of them):
+
+    plan    ids -> TierPlan                              loader thread, while the last batch trains
+    fetch   store -> host buffer                         I/O thread, started by ``prefetch`` or ``advance``
+    advance departing rows -> store, between two batches training thread
+    arrive  buffer -> slots and slab                     training thread, before they are looked up
+
+Sum pooling is linear: pooled(all ids) = pooled(resident ids) + pooled(slab ids).
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.common.saved import entries, residents
+from recpipe.distributed.ranks import Channel, Ranks
+from recpipe.tables.capabilities import Placed, Planned
+from recpipe.tables.collection import RowCollection, TierFigures
+from recpipe.tables.rowtable import RowBags, looked_up
+from recpipe.tables.specs import Region, TableSet, Values
+from recpipe.tables.stores.base import ColdStore, IoCounters, Records
+from recpipe.tables.tiers.placement import IN_STORE, Bags, Planner, TierPlan, Weights, table_bags
+from recpipe.tables.tiers.policies import CachePolicy, RowIds, RowSpace, policy_bytes
+from recpipe.tables.tiers.slots import make_slots, put, take, views
+from recpipe.tables.tiers.store_thread import StoreThread, TierTimes
+
+
+class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
+    """TorchRec's ``EmbeddingBagCollection`` interface (KJT in, KeyedTensor out) over tiers.
+
+    Args:
+        tables: what is stored, of one dimension and optimizer; rows are summed by bag, or not pooled.
+        policy: which rows are resident when; sees the space of ``slots``.
+        slots: resident rows, over all tables.
+        store: the cold tier; holds every row at first. Owned: ``close`` closes it.
+        device: where resident rows and slab live.
+        prefetch: fetch a batch's rows while the batch before it trains. Off: fetch when its turn comes.
+        ranks: who trains. Several trainers plan alike, each holds a replica of resident rows and slab
+            and looks up its own samples; ``trainers`` is the channel over which gradients are added.
+    """
+
+    def __init__(
+        self,
+        tables: TableSet,
+        policy: CachePolicy,
+        slots: int,
+        store: ColdStore,
+        device: torch.device,
+        prefetch: bool,
+        ranks: Ranks | None = None,
+        trainers: Channel | None = None,
+    ) -> None:
+        super().__init__(tables)
+        self.store = store
+        self.device = device
+        self.prefetches = prefetch
+        self.planner = Planner(RowSpace(tables.layout.bases, slots), policy, prefetch, tables.pooled)
+        self.times = TierTimes()
+        self.ranks = ranks or Ranks()
+        self._trainers = trainers if len(self.ranks.trainers) > 1 else None
+        self.replicated = self._trainers is not None
+        self.cold = StoreThread(store, device, self.times, self.ranks)
+        self.resident = make_slots(tables, max(1, slots), device, self._trainers)
+        self.slab = make_slots(tables, 1, device, self._trainers)
+        self._planning = threading.RLock()
+        self._slab_rows: RowIds = np.empty(0, np.int64)
+        self._slab_written = True
+        self._arriving: tuple[TierPlan, torch.Tensor] | None = None
+        self._ahead: RowIds = np.empty(0, np.int64)
+        """Rows of the latest fetch ..."""
+        self._rewritten: list[RowIds] = []
+        """... and those of them that were replaced in the store since a batch's rows last came."""
+
+    # -- the four calls ----------------------------------------------------------------------
+
+    def bags(self, sparse: KeyedJaggedTensor) -> Bags:
+        """The batch's lookups as rows; features in the tables' order, whatever that of ``sparse``."""
+        return table_bags(self.tables, sparse)
+
+    def plan(self, sparse: KeyedJaggedTensor) -> TierPlan:
+        """Decide where the batch's lookups go and which rows move; ``advance`` must follow."""
+        with self._planning:
+            start = perf_counter()
+            plan = self.planner.plan(self.bags(sparse))
+            self.times.plan += perf_counter() - start
+        return plan
+
+    def prefetch(self, plan: TierPlan) -> None:
+        """Start fetching the plan's rows, once ``advance`` of the batch before it has been called."""
+        self._ahead = plan.fetch
+        plan.fetched = self.cold.fetch(self._ahead)
+
+    def forget(self) -> None:
+        """Take back a plan whose batch will not be trained: the epoch was left early."""
+        with self._planning:
+            self.planner.undo()
+
+    def advance(self, plan: TierPlan) -> None:
+        """The last batch's update is done: send departing rows away; start the fetch if nobody has."""
+        self.arrive()  # a batch that was skipped still has its rows
+        start = perf_counter()
+        self.cold.check_writes()
+        with self._planning:
+            self.planner.commit()
+        left = np.flatnonzero(plan.evicted >= 0)
+        departing = torch.cat((self._slab_records(), take(self.resident, self._index(plan.vacated[left]))))
+        rows = np.concatenate((self._slab_rows, plan.evicted[left]))
+        # ``carried_from`` counts empty slots among the departures; they were left out of ``departing``.
+        position = np.full(len(self._slab_rows) + len(plan.evicted), -1)
+        position[: len(self._slab_rows)] = np.arange(len(self._slab_rows))
+        position[len(self._slab_rows) + left] = len(self._slab_rows) + np.arange(len(left))
+        carried = position[plan.carried_from[plan.carried_from >= 0]]
+        carried_records = departing[self._index(carried)]
+        leaving = np.ones(len(rows), bool)
+        leaving[carried] = False
+        if self._slab_written:
+            leaving[: len(self._slab_rows)] = False
+        self.cold.write(
+            rows[leaving], departing if leaving.all() else departing[self._index(np.flatnonzero(leaving))]
+        )
+        if plan.fetched is None:
+            self.prefetch(plan)
+        self._slab_rows, self._slab_written = plan.slab, True
+        self._arriving = (plan, self._promote(plan, carried_records))
+        self.times.advance += perf_counter() - start
+
+    def _promote(self, plan: TierPlan, carried: torch.Tensor) -> torch.Tensor:
+        """Put carried rows that get a slot there at once; returns the carried rows of the slab."""
+        promoted = np.flatnonzero(plan.carried_from[: len(plan.placed)] >= 0)
+        put(self.resident, self._index(plan.slots[promoted]), carried[: len(promoted)])
+        return carried[len(promoted) :]
+
+    def arrive(self) -> None:
+        """Wait for the batch's rows and put them into their slots and the slab; at once if they are there."""
+        if self._arriving is None:
+            return
+        plan, carried = self._arriving
+        self._arriving = None
+        start = perf_counter()
+        assert plan.fetched is not None, "advance has started the fetch"
+        fetched = self._not_stale(plan.fetch, plan.fetched.result().use())
+        plan.fetched = None
+        self.times.wait += perf_counter() - start
+        from_store = plan.carried_from < 0
+        fetched_slots = plan.slots[from_store[: len(plan.placed)]]
+        put(self.resident, self._index(fetched_slots), fetched[: len(fetched_slots)])
+        self._reserve_slab(len(plan.slab))
+        slab_fetched = from_store[len(plan.placed) :]
+        put(self.slab, self._index(np.flatnonzero(slab_fetched)), fetched[len(fetched_slots) :])
+        put(self.slab, self._index(np.flatnonzero(~slab_fetched)), carried)
+        self._slab_written = False
+
+    def _not_stale(self, rows: RowIds, fetched: torch.Tensor) -> torch.Tensor:
+        """``fetched`` records of ``rows``, but for those that have been replaced since."""
+        rewritten, self._rewritten = self._rewritten, []
+        stale = (
+            np.flatnonzero(np.isin(rows, np.concatenate(rewritten))) if rewritten else np.empty(0, np.int64)
+        )
+        if len(stale):
+            fetched[self._index(stale)] = self.cold.fetch_now(rows[stale])
+        return fetched
+
+    def _index(self, positions: NDArray[np.integer[Any]]) -> torch.Tensor:
+        """Positions as torch takes them: int64 on the device."""
+        return torch.from_numpy(positions.astype(np.int64)).to(self.device)
+
+    # -- lookups -----------------------------------------------------------------------------
+
+    def lookup_resident(self, plan: TierPlan) -> torch.Tensor:
+        """Pooled resident rows of all samples, float32 [B, F * D]; its backward updates them.
+
+        Not pooled, rows float32 [L, D], zero where a row is in the slab.
+        """
+        if plan.shared is not None:
+            return self._shared_lookup(self.resident, *plan.shared.resident)
+        return self._lookup(self.resident, plan.indices, plan.offsets, plan.weights)
+
+    def lookup_slab(self, plan: TierPlan) -> torch.Tensor:
+        """Pooled slab rows of samples ``plan.cold_first ..``, float32 [B - cold_first, F * D].
+
+        Not pooled, rows float32 [L, D], zero where a row is resident.
+        """
+        if plan.shared is not None:
+            rows = self._shared_lookup(self.slab, *plan.shared.slab)
+        else:
+            rows = self._lookup(self.slab, plan.slab_indices, plan.slab_offsets, plan.slab_weights)
+        if rows.requires_grad:
+            rows.register_hook(self._slab_changes)  # type: ignore[no-untyped-call]
+        return rows
+
+    def _slab_changes(self, _gradient: torch.Tensor) -> None:
+        """Who has written the slab back in the middle of a step, to read rows, is not the last one."""
+        self._slab_written = False
+
+    def _lookup(
+        self, tbe: nn.Module, indices: RowIds, offsets: RowIds, weights: Weights | None
+    ) -> torch.Tensor:
+        rows: torch.Tensor = tbe(
+            torch.from_numpy(indices).to(self.device),
+            torch.from_numpy(offsets).to(self.device),
+            None if weights is None else torch.from_numpy(weights).to(self.device),
+        )
+        return rows
+
+    def _shared_lookup(self, table: nn.Module, bags: RowBags, touched: RowIds) -> torch.Tensor:
+        pooled: torch.Tensor = table(bags, touched)
+        return pooled
+
+    def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """All calls in a row: rows of ``sparse``; in eval mode nothing moves or is planned."""
+        if not self.training or not torch.is_grad_enabled():
+            return self.read_now(sparse)
+        assert self._trainers is None, "several trainers plan whole batches: see pipeline.loader"
+        plan = self.plan(sparse)
+        self.advance(plan)
+        self.arrive()
+        pooled = self.lookup_resident(plan)
+        return pooled + self.lookup_slab(plan) if len(plan.slab) else pooled
+
+    def read_now(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Rows as they are now, without gradient, as ``lookup`` gives them; for evaluation."""
+        bags = self.bags(sparse)
+        distinct, which = np.unique(bags.rows, return_inverse=True)
+        weights = self.records_of(distinct)[:, : self.tables.dim]
+        return looked_up(self.tables, weights, which, bags)
+
+    # -- rows as they are between two batches ------------------------------------------------
+
+    @contextmanager
+    def quiesced(self) -> Iterator[None]:
+        """Inside, every row is in its slot or in the store, as the last trained batch left it."""
+        with self._planning:
+            planned = self.planner.undo()
+            self.arrive()
+            if not self._slab_written:
+                self.cold.write(self._slab_rows, self._slab_records())
+                self._slab_written = True
+            try:
+                yield
+            finally:
+                if planned is not None:
+                    self.planner.plan(planned)
+
+    def resident_rows(self) -> tuple[RowIds, torch.Tensor]:
+        """Rows that are resident after the last trained batch, sorted, int64 [n], and a copy of their
+        records, float32 [n, width] on the device."""
+        with self.quiesced():
+            slots = np.flatnonzero(self.planner.row_of_slot >= 0)
+            rows = self.planner.row_of_slot[slots]
+            order = np.argsort(rows)
+            return rows[order], take(self.resident, self._index(slots[order]))
+
+    def records_of(self, rows: RowIds) -> torch.Tensor:
+        """Records of distinct ``rows`` as the last trained batch left them, float32 [n, width]."""
+        with self.quiesced():
+            return self.read_rows(rows)
+
+    def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
+        """Put ``records`` (float32 [n, width]) in the place of those of distinct ``rows``."""
+        with self.quiesced():
+            self.write_rows(rows, records.cpu().numpy())
+
+    def read_rows(self, rows: RowIds) -> torch.Tensor:
+        """Records of distinct global ``rows`` (inside ``quiesced``), float32 [n, width] on the device."""
+        where = self.planner.where[rows]
+        cold = np.flatnonzero(where < 0)
+        fetched = self.cold.fetch_now(rows[cold])
+        if len(cold) == len(rows):
+            return fetched
+        hot = np.flatnonzero(where >= 0)
+        records = torch.empty((len(rows), self.tables.layout.width), device=self.device)
+        records[self._index(cold)] = fetched
+        records[self._index(hot)] = take(self.resident, self._index(where[hot]))
+        return records
+
+    def write_rows(self, rows: RowIds, records: Records) -> None:
+        """Replace the records of distinct global ``rows`` (inside ``quiesced``)."""
+        where = self.planner.where[rows]
+        hot, cold = np.flatnonzero(where >= 0), np.flatnonzero(where < 0)
+        put(self.resident, self._index(where[hot]), torch.from_numpy(records[hot]).to(self.device))
+        # The next batch may take a row from the slab instead of the store.
+        held = np.flatnonzero(where < IN_STORE)
+        positions = torch.from_numpy(-2 - where[held].astype(np.int64)).to(self.device)
+        put(self.slab, positions, torch.from_numpy(records[held]).to(self.device))
+        self.cold.write_now(rows[cold], records[cold])
+        if len(self._ahead):
+            self._rewritten.append(np.intersect1d(rows[cold], self._ahead))
+
+    def read(self, region: Region) -> Values:
+        """Current weights and optimizer state of ``region``."""
+        records = self.records_of(self.rows_of(region)).cpu().numpy()
+        return records[:, : self.tables.dim], records[:, self.tables.dim :]
+
+    def write(self, region: Region, values: Values) -> None:
+        """Replace weights and optimizer state of ``region``."""
+        with self.quiesced():
+            self.write_rows(self.rows_of(region), np.concatenate(values, axis=1))
+
+    def placement_state(self) -> dict[str, Any]:
+        """Which rows are resident, and the policy's state: a resumed run takes the same decisions."""
+        with self.quiesced():
+            planner = self.planner
+            return {
+                "policy": type(planner.policy).__name__,
+                "slots": planner.space.slots,
+                "row_of_slot": planner.row_of_slot.copy(),
+                "state": copy.deepcopy(planner.policy.state_dict()),
+            }
+
+    def _same_place(self, state: Mapping[str, Any]) -> bool:
+        """Whether ``state`` is of this policy and budget."""
+        planner = self.planner
+        mine = {"policy": type(planner.policy).__name__, "slots": planner.space.slots}
+        return all(state[key] == value for key, value in mine.items())
+
+    def check_placement_state(self, state: Mapping[str, Any]) -> None:
+        """``Damaged`` on what ``placement_state`` cannot have given."""
+        entries(
+            {"policy": str, "slots": int, "row_of_slot": NDArray[np.int64], "state": dict[str, Any]}, state
+        )
+        if self._same_place(state):
+            planner = self.planner
+            residents(state, "row_of_slot", planner.space.slots, planner.space.rows)
+            planner.policy.check_state(state["state"])
+
+    def load_placement_state(self, state: dict[str, Any] | None) -> bool:
+        """Bring the saved residents into their slots; tables must have been loaded before.
+
+        False when the checkpoint is of a run with another policy or budget: training then goes on
+        exactly, but starts with no row resident.
+        """
+        planner = self.planner
+        if state is None or not self._same_place(state):
+            return False
+        with self.quiesced():
+            assert not (planner.row_of_slot >= 0).any(), "placement is restored before training starts"
+            used = np.flatnonzero(state["row_of_slot"] >= 0)
+            for part in np.array_split(used, max(1, len(used) // 65_536)):
+                fetched = self.cold.fetch_now(state["row_of_slot"][part])
+                put(self.resident, self._index(part), fetched)
+            planner.restore(state["row_of_slot"])
+            planner.policy.load_state_dict(state["state"])
+        return True
+
+    # -- the rest ----------------------------------------------------------------------------
+
+    @property
+    def io(self) -> IoCounters:
+        """What training moved; evaluation and checkpoints are not in it (``store.io`` has everything)."""
+        return self.cold.counters.plus(self.store.background())
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device memory of resident rows and their optimizer state."""
+        return self.planner.space.slots * self.tables.record_bytes
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Memory beyond the resident rows: row maps, the policy's tables, the slab, the store's buffers."""
+        slab = views(self.slab)
+        return (
+            self.planner.overhead_bytes
+            + policy_bytes(self.planner.policy)
+            + sum(part.numel() * 4 for part in slab)
+            + self.store.overhead_bytes
+        )
+
+    def tier_figures(self) -> TierFigures:
+        """Traffic, times and memory."""
+        return TierFigures(
+            self.io,
+            self.times,
+            self.store.direct,
+            self.resident_bytes,
+            self.store.cold_bytes,
+            self.overhead_bytes,
+        )
+
+    def close(self) -> None:
+        """Write what is left, wait for the store, and release it."""
+        try:
+            with self.quiesced():
+                pass  # which has written the slab back
+        finally:
+            self.cold.close()
+
+    def _slab_records(self) -> torch.Tensor:
+        return take(self.slab, torch.arange(len(self._slab_rows), device=self.device))
+
+    def _reserve_slab(self, rows: int) -> None:
+        """Make room for ``rows`` slab rows; what it held has been taken out by ``advance``."""
+        have = views(self.slab)[0].shape[0]
+        if rows > have:
+            self.slab = make_slots(self.tables, 1 << (rows - 1).bit_length(), self.device, self._trainers)

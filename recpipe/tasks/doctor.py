@@ -1,0 +1,226 @@
+"""Do the installed packages fit together? Found by metadata first, so that nothing has to import."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from packaging.version import Version
+
+from recpipe.errors import UserError
+
+TRIPLES = (("2.13", "1.8", "1.8"), ("2.11", "1.6", "1.6"))
+"""(torch, torchrec, fbgemm-gpu) releases that fit together, major.minor, newest first."""
+NOT_RUN = "resolved, not yet run on a GPU"
+"""What is true of the sets for CUDA: pip installs them together, and no test has run on them."""
+REQUIREMENTS = {
+    ("2.13", False): "requirements/cpu.txt",
+    ("2.13", True): "requirements/cuda.txt",
+    ("2.11", True): "requirements/cuda-torch2.11.txt",
+}
+OTHERS = (("hydra-core", "1.3.2", "1.5"), ("lightning", "2.5", "3"))
+"""Distribution, lowest and first unsupported version."""
+SKIP = "RECPIPE_SKIP_VERSION_CHECK"
+CHECKOUT = Path(__file__).resolve().parents[2]
+FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
+
+Versions = Callable[[str], str | None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line about one package; ``remedy`` is the command that mends it, empty where all is well."""
+
+    about: str
+    text: str
+    remedy: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is nothing to mend."""
+        return not self.remedy
+
+
+def installed_version(name: str) -> str | None:
+    """Version of a distribution, or None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def minor(version: str) -> str:
+    """``2.13`` of ``2.13.0+cpu``."""
+    release = Version(version).release
+    return f"{release[0]}.{release[1] if len(release) > 1 else 0}"
+
+
+def install(cuda: bool, torch_minor: str = "2.13", root: Path = CHECKOUT) -> str:
+    """The command that installs a set that fits into this Python: from a checkout's file, else by name."""
+    file = REQUIREMENTS.get((torch_minor, cuda), REQUIREMENTS["2.13", cuda])
+    if (root / file).is_file():
+        return f"cd {root} && {sys.executable} -m pip install -r {file}"
+    torch, torchrec, fbgemm = next((t for t in TRIPLES if t[0] == torch_minor), TRIPLES[0])
+    pip = f"{sys.executable} -m pip install"
+    if cuda:
+        return f"{pip} torch=={torch}.* fbgemm-gpu=={fbgemm}.* torchrec=={torchrec}.*"
+    # torchrec asks for the CUDA build of FBGEMM by name: on a CPU machine it comes without its dependencies.
+    index = "--extra-index-url https://download.pytorch.org/whl/cpu"
+    needs = "tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
+    first = f"{pip} {index} torch=={torch}.* fbgemm-gpu-cpu=={fbgemm}.* {needs}"
+    return f"{first} && {pip} --no-deps torchrec=={torchrec}.*"
+
+
+def check_triple(version: Versions, cuda: bool) -> list[Finding]:
+    """torch, torchrec and fbgemm against the triples that fit together."""
+    torch, torchrec = version("torch"), version("torchrec")
+    fbgemm = next(((name, v) for name in reversed(FBGEMM) if (v := version(name))), None)
+    missing = [n for n, v in (("torch", torch), ("torchrec", torchrec), ("fbgemm-gpu", fbgemm)) if v is None]
+    if torch is None or torchrec is None or fbgemm is None:
+        remedy = install(cuda, minor(torch) if torch else "2.13")
+        return [Finding(name, f"{name} is not installed", remedy) for name in missing]
+    found = (minor(torch), minor(torchrec), minor(fbgemm[1]))
+    shown = f"torch {torch}, torchrec {torchrec}, {fbgemm[0]} {fbgemm[1]}"
+    if found in TRIPLES:
+        return [Finding("versions", f"{shown}: {f'a set that is {NOT_RUN}' if cuda else 'a tested set'}")]
+    nearest = next((t for t in TRIPLES if t[0] == found[0]), TRIPLES[0])
+    fits = f"torch {nearest[0]} with torchrec {nearest[1]} and fbgemm-gpu {nearest[2]}"
+    text = f"{shown}: no set known to fit; {fits} does" if cuda else f"{shown}: not a tested set; {fits} is"
+    return [Finding("versions", text, install(cuda, nearest[0]))]
+
+
+def check_fbgemm(version: Versions, owners: list[str], cuda: bool) -> list[Finding]:
+    """One build of FBGEMM, of torch's kind. ``owners``: distributions that wrote ``fbgemm_gpu/``."""
+    reinstall = f"{sys.executable} -m pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && {install(cuda)}"
+    if len(owners) > 1:
+        text = f"{' and '.join(owners)} both wrote fbgemm_gpu/: one overwrote the other"
+        return [Finding("fbgemm", text, reinstall)]
+    if not owners and any(version(name) for name in FBGEMM):
+        return [
+            Finding(
+                "fbgemm", "fbgemm is listed as installed, but no distribution holds fbgemm_gpu/", reinstall
+            )
+        ]
+    if owners == ["fbgemm-gpu"] and not cuda:
+        return [Finding("fbgemm", "fbgemm-gpu is the CUDA build, but torch is a CPU build", reinstall)]
+    if owners == ["fbgemm-gpu-cpu"] and cuda:
+        return [Finding("fbgemm", "fbgemm-gpu-cpu is the CPU build, but torch is a CUDA build", reinstall)]
+    return (
+        [Finding("fbgemm", f"fbgemm_gpu/ is {owners[0]}'s, and torch is of the same kind")] if owners else []
+    )
+
+
+def fbgemm_owners() -> list[str]:
+    """Distributions whose RECORD lists the library of ``fbgemm_gpu/``; a metadata-only one owns nothing."""
+    owners = []
+    for name in FBGEMM:
+        try:
+            files = metadata.files(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        if any(PurePosixPath(f).parts[0] == "fbgemm_gpu" and f.suffix == ".so" for f in files):
+            owners.append(name)
+    return owners
+
+
+def torch_is_cuda() -> bool:
+    """Whether the installed torch is a CUDA build, without importing it."""
+    version = installed_version("torch") or ""
+    if "+" in version:
+        return "+cu" in version
+    return (
+        any(r.startswith(("nvidia-", "cuda-")) for r in metadata.requires("torch") or [])
+        if version
+        else False
+    )
+
+
+def check_python(version: tuple[int, ...]) -> Finding:
+    """Python 3.11 or newer."""
+    shown = ".".join(map(str, version[:3]))
+    if version < (3, 11):
+        return Finding(
+            "python", f"Python {shown} is too old: 3.11 or newer is needed", "python3.11 -m venv .venv"
+        )
+    return Finding("python", f"Python {shown}")
+
+
+def check_others(version: Versions) -> list[Finding]:
+    """Hydra and Lightning within the supported ranges."""
+    findings = []
+    for name, low, high in OTHERS:
+        found, remedy = version(name), f"{sys.executable} -m pip install '{name}>={low},<{high}'"
+        if found is None:
+            findings.append(Finding(name, f"{name} is not installed", remedy))
+        elif Version(low) <= Version(found) < Version(high):
+            findings.append(Finding(name, f"{name} {found}"))
+        else:
+            findings.append(Finding(name, f"{name} {found} is outside {low} .. {high} (excluded)", remedy))
+    return findings
+
+
+PROBE = """
+import torch, fbgemm_gpu
+torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([1, 2]))
+import torchrec
+"""
+
+
+def check_loads(cuda: bool) -> Finding:
+    """Import torch, FBGEMM's operators and torchrec in a process of their own: a clash can crash it."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROBE], capture_output=True, text=True)
+    if done.returncode == 0:
+        return Finding("load", "torch, FBGEMM's operators and torchrec load and run")
+    last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return Finding("load", f"torch, fbgemm_gpu or torchrec does not load: {last}", install(cuda))
+
+
+def findings() -> list[Finding]:
+    """Everything that ``recpipe doctor`` looks at, in the order in which to mend it."""
+    cuda = torch_is_cuda()
+    found = [
+        check_python(sys.version_info[:3]),
+        *check_triple(installed_version, cuda),
+        *check_fbgemm(installed_version, fbgemm_owners(), cuda),
+        *check_others(installed_version),
+        *_check_plugins(),
+    ]
+    complete = all(installed_version(name) for name in ("torch", "torchrec"))
+    return [*found, check_loads(cuda)] if complete else found
+
+
+def _check_plugins() -> list[Finding]:
+    """In-tree plugins need recpipe to be installed: entry points are made by pip."""
+    if installed_version("recpipe") is None:
+        return [
+            Finding(
+                "recpipe",
+                "recpipe runs from its folder without being installed: its plugins are not found",
+                f"{sys.executable} -m pip install -e .",
+            )
+        ]
+    return [Finding("recpipe", f"recpipe {installed_version('recpipe')}")]
+
+
+def print_findings() -> int:
+    """Print one line per finding and the command that mends it; 0 if all is well, else 1."""
+    found = findings()
+    for finding in found:
+        print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.text}")
+        if not finding.ok:
+            print(f"      mend it: {finding.remedy}")
+    return 0 if all(finding.ok for finding in found) else 1
+
+
+def check_versions() -> None:
+    """Before a run: refuse an unknown torch, torchrec, fbgemm set unless RECPIPE_SKIP_VERSION_CHECK=1."""
+    if os.environ.get(SKIP):
+        return
+    for finding in check_triple(installed_version, torch_is_cuda()):
+        if not finding.ok:
+            raise UserError(f"{finding.text}. Mend it: {finding.remedy} (or try it as it is: {SKIP}=1)")

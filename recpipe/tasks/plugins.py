@@ -1,0 +1,146 @@
+"""``recpipe plugins``: what packages offer; which extension points each plugin uses, what it alters."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Never
+
+from rich.markup import escape
+from rich.table import Table
+
+from recpipe.common.console import Output
+from recpipe.config.compose import conf_dir
+from recpipe.plugin.api import Context, Contribution, GroupInfo, Origin, Plugin, TableInfo
+from recpipe.plugin.conf import knobs_in, package_conf
+from recpipe.plugin.errors import PluginError
+from recpipe.plugin.load import installed, instantiate
+from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, imported, offered, origin_of
+
+_TABLES = {f"C{i}": TableInfo(f"C{i}", 1000, 16) for i in range(1, 27)}
+
+
+def _no_batch(batch: object) -> Never:
+    raise PluginError("no batch is read where plugins are listed")
+
+
+SAMPLE = Context(
+    tables=_TABLES,
+    device="cpu",
+    batch_size=2048,
+    resident_bytes=1 << 20,
+    groups=[GroupInfo(tuple(_TABLES), 80, (1 << 20) // 80)],
+    lookups=_no_batch,
+    seed=0,
+    data_fingerprint="listing",
+    steps=1000,
+)
+"""A run to ask plugins about; nothing of it is built."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One installed plugin; ``fault`` says why it cannot be used, empty where it can."""
+
+    origin: Origin
+    doc: str = ""
+    uses: tuple[str, ...] = ()
+    alters: tuple[str, ...] = ()
+    fault: str = ""
+
+
+def points(contribution: Contribution) -> tuple[str, ...]:
+    """Names of the extension points that ``contribution`` uses, in data-flow order."""
+    return tuple(f.name for f in dataclasses.fields(contribution) if _used(getattr(contribution, f.name)))
+
+
+def _used(part: object) -> bool:
+    return bool(part) if isinstance(part, (int, list, tuple, dict)) else part is not None
+
+
+def default_knobs(ep: EntryPoint) -> dict[str, object]:
+    """The values of the plugin's own yaml; none where it has no yaml.
+
+    Raises ``PluginError`` where that sets more than the plugin's knobs.
+    """
+    folder = package_conf(ep)
+    if folder is None or not (folder / "plugin" / f"{ep.name}.yaml").is_file():
+        return {}
+    return knobs_in(folder, ep.name)
+
+
+def describe(ep: EntryPoint) -> Listed:
+    """What a plugin does, asked of a sample run; a plugin that fails is listed with the reason."""
+    origin = origin_of(ep)
+    try:
+        plugin: Plugin = instantiate(ep.name, default_knobs(ep))
+        contribution = plugin.contribute(SAMPLE)
+    except Exception as fault:
+        return Listed(origin, fault=f"{type(fault).__name__}: {fault}".splitlines()[0])
+    doc = (inspect.getdoc(type(plugin)) or "").splitlines()
+    alters = tuple(sorted(i.name for i in plugin.alters))
+    return Listed(origin, doc[0] if doc else "", points(contribution), alters)
+
+
+def describe_part(kind: str, ep: EntryPoint) -> Listed:
+    """A model, data source or task; one that no recipe can choose is listed with the reason."""
+    origin, folder = origin_of(ep), package_conf(ep)
+    try:
+        doc = (inspect.getdoc(imported(kind, ep)) or "").splitlines()
+    except PluginError as fault:
+        return Listed(origin, fault=str(fault))
+    if folder is None or not (folder / kind / f"{ep.name}.yaml").is_file():
+        return Listed(origin, fault=f"its package brings no conf/{kind}/{ep.name}.yaml")
+    if (conf_dir() / kind / f"{ep.name}.yaml").is_file():
+        return Listed(origin, fault=f"recpipe has a {WORDS[kind]} of this name; its author must rename it")
+    return Listed(origin, doc[0] if doc else "")
+
+
+def print_plugins() -> int:
+    """Print the tables; 0 even where a plugin is broken, which its row says."""
+    rows = [describe(ep) for ep in installed().values()]
+    parts = {
+        f"{kind}={ep.name}": describe_part(kind, ep)
+        for kind in GROUPS
+        if kind != PLUGIN
+        for ep in offered(kind).values()
+    }
+    if not rows and not parts:
+        print("no plugins are installed; recpipe's own appear after: pip install -e .")
+        return 0
+    table = Table(show_lines=True)
+    for title in ("plugin", "from", "what it does", "extension points", "alters"):
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        source = f"{row.origin.distribution} {row.origin.version}"
+        does, alters = (
+            ("BROKEN, see below", "") if row.fault else (row.doc, ", ".join(row.alters) or "nothing")
+        )
+        table.add_row(row.origin.plugin, source, escape(does), ", ".join(row.uses), alters)
+    console = Output()
+    console.print(table)
+    if parts:
+        console.print(_table_of(parts))
+    named = {**{row.origin.plugin: row for row in rows}, **parts}
+    for name, row in named.items():
+        if row.fault:
+            print(f"broken: {name}: {row.fault}")
+    print(
+        "Shown for the values of each plugin's yaml; what other knobs make of it: task=plan +plugin=NAME ..."
+    )
+    console.print("Switch one on: python -m recpipe +plugin=NAME. Two: '+plugin=[a,b]'.", markup=False)
+    return 0
+
+
+def _table_of(parts: Mapping[str, Listed]) -> Table:
+    """Models, data sources and tasks, by the word that chooses each."""
+    table = Table(show_lines=True)
+    for title in ("chosen by", "from", "what it is"):
+        table.add_column(title, overflow="fold")
+    for word, row in parts.items():
+        source = f"{row.origin.distribution} {row.origin.version}"
+        table.add_row(word, source, "BROKEN, see below" if row.fault else escape(row.doc))
+    return table

@@ -1,0 +1,207 @@
+"""``hydra/launcher=torchrun``: sweeps whose jobs are runs of several processes, one torchrun after the other.
+
+Hydra composes the sweep in one process, which trains nothing. Each job is a run as a user would start it;
+its ranks get plain overrides and a folder, so that none of them sweeps again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobRuntime, JobStatus, configure_log, filter_overrides, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from recpipe.errors import UserError
+from recpipe.report.sweep import JOB_FILE
+from recpipe.tasks.compare_rows import chosen_config, quoted
+from recpipe.tasks.compare_run import TORCHRUN, end, interrupt_on_sigterm
+
+NAME = "torchrun"
+_OF_A_RANK = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+)
+_OF_THE_SWEEP = re.compile(r"[+~]*hydra([./](launcher|sweeper)|\.(sweep|mode|run\.dir))\b")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class TorchrunConf:
+    """``hydra.launcher``: what each job's torchrun is told, and what a failed job means for the sweep."""
+
+    _target_: str = "hydra_plugins.recpipe.TorchrunLauncher"
+    nproc_per_node: int = 1
+    max_restarts: int = 0
+    stop_on_failure: bool = False
+    """true: jobs after a failed one are not started."""
+
+
+class TorchrunLauncher(Launcher):
+    """Starts the jobs of a sweep, one torchrun each, never two at once."""
+
+    __module__ = "hydra_plugins.recpipe"  # see register
+
+    environment: ClassVar[Mapping[str, str]] = os.environ
+    """The user's own: the command line changes this process's for Hydra."""
+
+    def __init__(self, nproc_per_node: int, max_restarts: int, stop_on_failure: bool) -> None:
+        self.ranks, self.restarts, self.stop_on_failure = nproc_per_node, max_restarts, stop_on_failure
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Called by Hydra before the sweep; raises UserError for knobs that make no sense."""
+        for name, value, least in (("nproc_per_node", self.ranks, 1), ("max_restarts", self.restarts, 0)):
+            if value < least:
+                raise UserError(f"hydra.launcher.{name}={value}: must be at least {least}")
+        self.hydra_context, self.config = hydra_context, config
+        self.sweep_dir = Path(str(config.hydra.sweep.dir))
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run the jobs, numbered from ``initial_job_idx``; a job that fails does not stop the others.
+
+        Ctrl-C and SIGTERM end the running job, which leaves a checkpoint, and the sweep.
+        """
+        setup_globals()
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        jobs: list[_Job] = []
+        total = initial_job_idx + len(job_overrides)
+        with interrupt_on_sigterm():
+            for number, overrides in enumerate(job_overrides, initial_job_idx):
+                log.info("job %d/%d: %s", number + 1, total, " ".join(filter_overrides(overrides)))
+                jobs.append(self._job(number, list(overrides)))
+                jobs[-1].run(self._environment())
+                if jobs[-1].status and self.stop_on_failure:
+                    break
+        return _results(jobs, len(job_overrides))
+
+    def _job(self, number: int, overrides: list[str]) -> _Job:
+        config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = number
+        folder = self.sweep_dir / str(config.hydra.sweep.subdir)
+        carried = [word for word in self.config.hydra.overrides.hydra if not _OF_THE_SWEEP.match(word)]
+        words = [*chosen_config(self.config.hydra), *overrides, *carried]
+        command = [sys.executable, *TORCHRUN.format(self.ranks).split(), f"--max-restarts={self.restarts}"]
+        command += ["-m", "recpipe", *words, quoted("hydra.run.dir", folder.absolute())]
+        return _Job(number, overrides, config, folder, command)
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in self.environment.items() if not _OF_A_RANK.fullmatch(name)}
+        if self.ranks > 1:
+            # What torchrun sets itself, with a warning in every job.
+            kept.setdefault("OMP_NUM_THREADS", "1")
+        return kept
+
+
+@dataclass
+class _Job:
+    """One job; ``status`` is torchrun's exit status, None before the end."""
+
+    number: int
+    overrides: list[str]
+    config: DictConfig
+    folder: Path
+    command: list[str]
+    status: int | None = None
+    stopped: bool = False
+
+    def run(self, environment: Mapping[str, str]) -> None:
+        """To its end, its output shown."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._write(None)
+        began = time.monotonic()
+        sys.stdout.flush()
+        # Its own session: Ctrl-C reaches this process alone, which then ends the job in order.
+        process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            process.wait()
+        except BaseException:
+            self.stopped = True
+            log.info("stopping job %d; Ctrl-C again kills it", self.number + 1)
+            end(process)
+            raise
+        finally:
+            self.status = process.returncode
+            self._write(time.monotonic() - began)
+
+    def _write(self, seconds: float | None) -> None:
+        content = {
+            "job": self.number,
+            "overrides": self.overrides,
+            "command": self.command,
+            "exit_status": self.status,
+            "stopped": self.stopped,
+            "seconds": seconds,
+        }
+        (self.folder / JOB_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    def failure(self) -> str:
+        """One line: which folder, what was run, how it ended."""
+        assert self.status is not None
+        how = f"killed by signal {-self.status}" if self.status < 0 else f"exit status {self.status}"
+        return f"{self.folder}: {' '.join(filter_overrides(self.overrides))} ({how})"
+
+
+def _results(jobs: Sequence[_Job], asked: int) -> list[JobReturn]:
+    """What Hydra's sweeper is told of each job; a failed one's error, the same for all, names them all."""
+    failed = [job for job in jobs if job.status]
+    left = f"; {asked - len(jobs)} not started (stop_on_failure)" if len(jobs) < asked else ""
+    lines = [f"{len(failed)} of {asked} jobs failed{left}:", *(f"  {job.failure()}" for job in failed)]
+    error = UserError(*lines)
+    return [_result(job, error if job.status else None) for job in jobs]
+
+
+def _result(job: _Job, error: UserError | None) -> JobReturn:
+    return JobReturn(
+        overrides=job.overrides,
+        cfg=OmegaConf.masked_copy(job.config, [str(key) for key in job.config if key != "hydra"]),
+        hydra_cfg=OmegaConf.masked_copy(job.config, "hydra"),
+        working_dir=str(Path.cwd()),
+        task_name=JobRuntime.instance().get("name"),
+        status=JobStatus.FAILED if error else JobStatus.COMPLETED,
+        _return_value=error,
+    )
+
+
+def refuse_without_sweep() -> None:
+    """Raise UserError in a run that names this launcher but is no sweep: it would have one process."""
+    choices: Mapping[str, Any] = HydraConfig.get().runtime.choices
+    if choices.get("hydra/launcher") == NAME:
+        raise UserError(
+            f"hydra/launcher={NAME} starts the jobs of a sweep: add -m, or start one run with "
+            "torchrun --standalone --nproc-per-node=N -m recpipe ..."
+        )
+
+
+def register() -> None:
+    """Make ``hydra/launcher=torchrun`` known to Hydra; calling it again changes nothing."""
+    ConfigStore.instance().store(group="hydra/launcher", name=NAME, node=TorchrunConf, provider="recpipe")
+    Plugins.instance().register(TorchrunLauncher)
+    # Hydra imports launchers from the package hydra_plugins alone, and mostly nobody has installed one.
+    try:
+        package = importlib.import_module("hydra_plugins")
+    except ImportError:
+        package = sys.modules["hydra_plugins"] = ModuleType("hydra_plugins")
+        package.__path__ = []
+    package.recpipe = sys.modules[__name__]  # type: ignore[attr-defined]

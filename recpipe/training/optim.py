@@ -1,0 +1,114 @@
+"""Optimizers from one yaml: fused ones for the tables, any of ``torch.optim`` for the dense part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from inspect import signature
+from typing import Any
+
+import torch
+import torchrec.optim
+from torch import nn
+
+from recpipe.errors import UserError, nearest_or_all, shown
+from recpipe.tables.specs import TableOptimizer
+
+Argument = bool | int | float | str | list[float] | None
+"""What yaml can give an optimizer of ``torch.optim``."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """``conf/optim``: the optimizer fused into the tables, and name and arguments of the dense part's."""
+
+    tables: TableOptimizer
+    dense: dict[str, Argument]
+    by_table: dict[str, TableOptimizer] | None = None
+    """Of tables whose name matches a glob, instead of ``tables``; the first that matches counts."""
+
+    def of_table(self, name: str, weights: torch.Tensor) -> TableOptimizer:
+        """The optimizer of a table: the recipe's by name, the one that the model has attached to its weights
+        (``apply_optimizer_in_backward``), or that of all tables."""
+        named = next((own for glob, own in (self.by_table or {}).items() if fnmatchcase(name, glob)), None)
+        return named or _attached(name, weights) or self.tables
+
+    def check_tables(self, names: Sequence[str]) -> None:
+        """``UserError`` for a glob of ``by_table`` that matches none of the tables' ``names``."""
+        for glob in self.by_table or ():
+            if not any(fnmatchcase(name, glob) for name in names):
+                raise UserError(f"optim.by_table.{shown(glob)}: no such table; {nearest_or_all(glob, names)}")
+
+
+ATTACHED = {
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+    torchrec.optim.SGD: "sgd",
+    torchrec.optim.Adagrad: "adagrad",
+    torchrec.optim.RowWiseAdagrad: "rowwise_adagrad",
+}
+"""Classes that a model may attach to a table, by the names of the fused ones."""
+
+
+def _attached(name: str, weights: torch.Tensor) -> TableOptimizer | None:
+    """What ``apply_optimizer_in_backward`` has left on a table's weights."""
+    classes = getattr(weights, "_optimizer_classes", None)
+    if not classes:
+        return None
+    (kind, *others), (knobs, *_) = classes, weights._optimizer_kwargs  # type: ignore[attr-defined]
+    unknown = set(knobs) - {"lr", "eps"}
+    if others or kind not in ATTACHED or unknown:
+        what = f"{kind.__name__} with {', '.join(sorted(unknown))}" if unknown else kind.__name__
+        raise UserError(
+            f"table '{name}': the model attaches {what}, and tables are updated by one of SGD, Adagrad and "
+            "RowWiseAdagrad with lr and eps; set optim.by_table, or attach one of these"
+        )
+    defaults = {n: p.default for n, p in signature(kind).parameters.items()}
+    values = {key: knobs.get(key, defaults.get(key)) for key in ("lr", "eps")}
+    return TableOptimizer(ATTACHED[kind], **{k: float(v) for k, v in values.items() if v is not None})
+
+
+def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """``torch.optim.<config['name']>`` over ``parameters``; the other keys are its keyword arguments.
+
+    The fused implementation, one pass over all parameters, where the optimizer has one and the recipe does
+    not choose another (``fused``, ``foreach``, ``differentiable``).
+    """
+    knobs = {str(k): v for k, v in config.items() if k != "name"}
+    name = str(config.get("name"))
+    kinds = {
+        n: c
+        for n, c in vars(torch.optim).items()
+        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
+    }
+    if name not in kinds or name == "Optimizer":
+        hint = nearest_or_all(name, sorted(kinds))
+        raise UserError(f"optim.dense.name={shown(name)}: torch.optim has no such optimizer; {hint}")
+    takes = signature(kinds[name]).parameters
+    if "fused" in takes and not knobs.keys() & {"fused", "foreach", "differentiable"}:
+        knobs["fused"] = True
+    try:
+        return kinds[name](parameters, **knobs)
+    except (TypeError, ValueError) as fault:
+        raise UserError(
+            f"optim.dense: torch.optim.{name} does not take {shown(knobs, 80)}: {shown(fault, 200)}"
+        ) from fault
+
+
+def try_out(config: Mapping[str, Any], device: torch.device) -> None:
+    """One step of ``dense_optimizer`` over a matrix and a vector, as the dense part has them.
+
+    torch checks some arguments only then, and not every optimizer can train such parameters in this way.
+    """
+    parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in ((2, 2), (2,))]
+    optimizer = dense_optimizer(config, parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer.step()
+    except Exception as fault:  # whatever torch makes of values that it has not checked
+        raise UserError(
+            f"optim.dense: torch.optim.{config['name']} cannot train the dense part ({shown(fault, 200)}); "
+            "choose another optimizer or other arguments, as in conf/optim"
+        ) from fault

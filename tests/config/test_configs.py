@@ -1,0 +1,59 @@
+"""Every yaml in the framework and in the plugins composes, and stays values only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from recpipe.config.compose import CONFIG_NAME, active_plugins, compose, conf_dir
+from recpipe.errors import UserError
+from recpipe.plugin.conf import package_conf, package_confs
+from recpipe.plugin.load import installed
+
+pytestmark = pytest.mark.usefixtures("composed_anew")
+ROOTS = [conf_dir(), *package_confs()]
+missing = object()
+FILES = sorted({file for root in ROOTS for file in root.glob("*/*.yaml")})
+
+
+def selected(file: Path) -> DictConfig:
+    """The recipe with ``file`` chosen in its group, added where the defaults do not name the group."""
+    group, option = file.parent.name, file.stem
+    try:
+        return compose([f"{group}={option}"])
+    except UserError:
+        return compose([f"+{group}={option}"])
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
+def test_composes(file: Path) -> None:
+    recipe = selected(file)
+    assert "plugin" not in recipe
+    if file.parent.name == "plugin":
+        assert list(active_plugins(recipe)) == [file.stem]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
+def test_holds_values_only(file: Path) -> None:
+    assert "_target_" not in file.read_text(encoding="utf-8")
+
+
+def test_every_plugin_has_a_yaml_with_its_own_node() -> None:
+    for name, ep in installed().items():
+        folder = package_conf(ep)
+        assert folder is not None
+        first = (folder / "plugin" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+        assert first == f"# @package plugins.{name}"
+
+
+def test_the_default_recipe_has_what_the_command_line_promises() -> None:
+    recipe = compose()
+    for key in ("seed", "resume", "task.name", "compose.prefer", "plugins"):
+        assert OmegaConf.select(recipe, key, default=missing) is not missing, key
+    for key in ("data.batch_size", "data.eval_fraction", "model.embedding_dim", "tiers.store"):
+        assert OmegaConf.select(recipe, key) is not None, key
+    for key in ("trainer.max_steps", "trainer.max_epochs", "tiers.resident_bytes", "tiers.dir"):
+        assert OmegaConf.select(recipe, key, default=missing) is not missing, key
+    assert (conf_dir() / f"{CONFIG_NAME}.yaml").is_file()

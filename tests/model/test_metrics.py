@@ -1,0 +1,142 @@
+"""AUC, logloss and NE against brute force and TorchRec; the worker thread; the memory probes."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torchmetrics.functional.classification import binary_auroc
+
+from recpipe.model import metrics
+from recpipe.model.metrics import BackgroundQuality, auc, logloss, normalized_entropy, quality
+
+
+def brute_force_auc(labels: torch.Tensor, scores: torch.Tensor) -> float:
+    difference = scores[labels > 0.5].double()[:, None] - scores[labels < 0.5].double()[None]
+    return float(((difference > 0).double() + 0.5 * (difference == 0).double()).mean())
+
+
+def sample(size: int = 1500, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(size, generator=generator)
+    return (torch.rand(size, generator=generator) < logits.sigmoid()).float(), logits
+
+
+@pytest.mark.parametrize("shape", ["continuous", "ties", "all tied", "large logits"])
+def test_auc_equals_the_fraction_of_ordered_pairs(shape: str) -> None:
+    labels, logits = sample()
+    scores = {
+        "continuous": logits,
+        "ties": (logits * 3).round(),
+        "all tied": torch.zeros_like(logits),
+        "large logits": logits + 20,
+    }[shape]
+    assert auc(labels, scores) == pytest.approx(brute_force_auc(labels, scores), abs=1e-12)
+
+
+def test_large_logits_are_where_torchmetrics_is_off() -> None:
+    """Why auc is our own: if this fails, torchmetrics could do it."""
+    labels, logits = sample()
+    theirs = float(binary_auroc(logits + 20, labels.int()))
+    assert abs(theirs - brute_force_auc(labels, logits)) > 0.1
+
+
+def test_auc_takes_arrays_and_keeps_order() -> None:
+    labels, scores = np.array([0, 0, 1, 1], np.float32), np.array([0.1, 0.4, 0.35, 0.8], np.float32)
+    assert auc(labels, scores) == 0.75
+    assert auc(labels, -scores) == 0.25
+
+
+@pytest.mark.parametrize("label", [0.0, 1.0])
+def test_single_class_is_nan_and_not_a_crash(label: float) -> None:
+    result = quality(torch.full((8,), label), torch.linspace(-1, 1, 8))
+    assert math.isnan(result.auc)
+    assert math.isnan(result.ne)
+    assert math.isfinite(result.logloss)
+
+
+def test_no_samples_and_nan_scores_are_nan() -> None:
+    assert math.isnan(quality(torch.empty(0), torch.empty(0)).logloss)
+    assert math.isnan(auc(torch.tensor([0.0, 1.0]), torch.tensor([math.nan, 1.0])))
+
+
+def test_unequal_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 labels, but 2 scores"):
+        auc(torch.zeros(3), torch.zeros(2))
+
+
+def test_logloss_and_ne_equal_torchrec() -> None:
+    from torchrec.metrics.ne import compute_cross_entropy, compute_ne
+
+    labels, logits = sample()
+    weights = torch.ones_like(labels)
+    bits = compute_cross_entropy(labels, logits.double().sigmoid(), weights, 1e-12).sum()
+    clicks = labels.double().sum()
+    ne = compute_ne(bits, weights.double().sum(), clicks, len(labels) - clicks, 1e-12)
+    assert logloss(labels, logits) == pytest.approx(float(bits) * math.log(2) / len(labels), rel=1e-9)
+    assert normalized_entropy(labels, logits) == pytest.approx(float(ne), rel=1e-9)
+
+
+def test_the_mean_label_has_normalized_entropy_one() -> None:
+    labels, _ = sample()
+    rate = labels.double().mean()
+    assert normalized_entropy(labels, torch.full_like(labels, float(torch.logit(rate)))) == pytest.approx(
+        1, abs=1e-6
+    )
+
+
+def test_background_quality_equals_foreground_and_copies_what_it_keeps() -> None:
+    background = BackgroundQuality()
+    labels, logits = sample()
+    for chunk in range(0, len(labels), 400):
+        kept = logits[chunk : chunk + 400].clone().requires_grad_()
+        background.add(kept.unsqueeze(1), labels[chunk : chunk + 400])
+        with torch.no_grad():
+            kept.zero_()  # the training's next step may reuse the memory
+    first = background.submit()
+    background.add(logits[:100], labels[:100])
+    second = background.submit()
+    assert first.result() == quality(labels, logits)
+    assert second.result() == quality(labels[:100], logits[:100])
+
+
+def test_submit_does_not_wait_for_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, workers = threading.Event(), []
+
+    def slow(labels: torch.Tensor, logits: torch.Tensor) -> metrics.Quality:
+        workers.append(threading.current_thread())
+        assert gate.wait(10)
+        return metrics.Quality(0.5, 0.5, 0.5)
+
+    monkeypatch.setattr(metrics, "quality", slow)
+    background = BackgroundQuality()
+    background.add(torch.zeros(2), torch.zeros(2))
+    future = background.submit()
+    assert not future.done()
+    gate.set()
+    assert future.result(10).auc == 0.5
+    assert workers != [threading.current_thread()]
+    assert workers[0].daemon, "a run that was stopped must not wait for it"
+
+
+def test_a_fault_in_the_thread_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "quality", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        BackgroundQuality().submit().result(10)
+
+
+def test_peak_rss_sees_memory_that_was_freed_until_it_is_reset() -> None:
+    size = 96 << 20
+    if not metrics.reset_peak_rss():
+        pytest.skip("this kernel does not reset a process's peak")
+    before = metrics.peak_rss_bytes()
+    with mmap.mmap(-1, size) as block:  # which goes back to the kernel, whatever the allocator keeps
+        for page in range(0, size, mmap.PAGESIZE):
+            block[page] = 1
+    assert metrics.peak_rss_bytes() >= before + 0.9 * size
+    metrics.reset_peak_rss()
+    assert metrics.peak_rss_bytes() < before + 0.5 * size

@@ -1,0 +1,156 @@
+"""Data sources and tasks of installed packages: opened, typed, run and listed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recpipe.config.compose import compose
+from recpipe.config.recipe import Recipe
+from recpipe.data.make import open_dataset
+from recpipe.errors import UserError
+from recpipe.plugin.errors import PluginConflict
+from recpipe.plugin.offers import offered
+from recpipe.run import run
+from recpipe.tasks import plugins as listing
+
+SOURCE = '''
+from dataclasses import dataclass
+from recpipe.data.config import SamplesConfig, SyntheticConfig
+from recpipe.data.sources.synthetic import SyntheticDataset
+from recpipe.common.validation import Positive
+
+@dataclass
+class Config(SamplesConfig):
+    """Clicks of two tables."""
+    clicks: Positive = 10
+    rows: Positive = 100
+
+def P(config: Config, seed: int):
+    """Made-up clicks."""
+    tables = {"user": config.rows, "item": config.rows}
+    made = SyntheticConfig(samples=config.clicks, tables=tables, eval_fraction=config.eval_fraction)
+    return SyntheticDataset(made, seed)
+'''
+TASK = '''
+from pathlib import Path
+from recpipe.data.make import open_dataset
+from recpipe.config.recipe import Recipe
+
+def P(recipe: Recipe, run_dir: Path) -> dict[str, object]:
+    """Counts samples."""
+    data = open_dataset(recipe.data, recipe.seed)
+    return {"samples": data.size("train"), "times": recipe.task.settings["times"], "where": str(run_dir)}
+'''
+
+
+def test_a_data_source_is_opened_with_its_own_typed_keys(install) -> None:
+    install("logs", "clicks: 1000\nbatch_size: 64\n", SOURCE, "data")
+    config = Recipe.of(compose(["data=logs", "data.rows=50", "data.eval_fraction=0.5"])).data
+    assert (type(config).__name__, config.name, config.batch_size, config.rows) == ("Config", "logs", 64, 50)
+    dataset = open_dataset(config, 3)
+    assert (dataset.size("train"), [f.rows for f in dataset.schema.sparse]) == (500, [50, 50])
+    again = open_dataset({"name": "logs", "clicks": 100, "last_batch": "drop", "batch_size": 30}, 3)
+    assert (again.size("train"), again.dropped_samples) == (60, 20)
+
+
+def test_a_run_trains_on_it(install, tmp_path: Path) -> None:
+    install("logs", "clicks: 600\n", SOURCE, "data")
+    quiet = ["trainer.progress=false", "trainer.checkpoint_every=null", "trainer.logger=null"]
+    recipe = compose(["data=logs", "data.batch_size=64", "data.rows=20", *quiet])
+    assert run(recipe, tmp_path / "run")["data"]["train_samples"] == 480
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data=logs", "data.clicks=0"], "data.clicks=0: must be greater than or equal to 1"),
+        (["data=logs", "data.rowz=3"], "no 'data.rowz' in the recipe. Did you mean 'data.rows'?"),
+        (["data.name=lgs"], "data.name=lgs is unknown; did you mean logs"),
+    ],
+)
+def test_its_keys_are_checked(install, words: list[str], message: str) -> None:
+    install("logs", "clicks: 1000\n", SOURCE, "data")
+    with pytest.raises(UserError, match=message):
+        Recipe.of(compose(words))
+
+
+def unannotated(config, seed): ...
+
+
+@pytest.mark.parametrize("part", [unannotated, 3, dict, lambda config: None])
+def test_a_source_whose_keys_have_no_types_is_refused(offer, part: object) -> None:
+    offer("data", "logs", part)
+    with pytest.raises(
+        UserError, match=r"data source logs .* must be a function \(config: C, seed: int\) -> Dataset"
+    ):
+        open_dataset({"name": "logs"}, 1)
+
+
+@pytest.mark.parametrize(
+    ("opened", "message"),
+    [
+        ("[]", "data=logs opens a list, not a recpipe.data.dataset.Dataset"),
+        (
+            "type('D', (Dataset,), {'size': 1, 'batches': 1})()",
+            "D must set schema, fingerprint",
+        ),
+    ],
+)
+def test_a_source_that_opens_no_data_set(install, opened: str, message: str) -> None:
+    code = (
+        SOURCE.split("    tables =")[0]
+        + f"    from recpipe.data.dataset import Dataset\n    return {opened}\n"
+    )
+    install("logs", "{}\n", code, "data")
+    with pytest.raises(UserError, match=message):
+        open_dataset({"name": "logs"}, 1)
+
+
+def test_a_task_gets_the_recipe_and_leaves_its_report(install, tmp_path: Path) -> None:
+    install("count", "times: 1\n", TASK, "task")
+    words = ["task=count", "task.times=4", "data.samples=100", "data.table_scale=0.001"]
+    report = run(compose(words), tmp_path)
+    assert report == {"samples": 80, "times": 4, "where": str(tmp_path)}
+    assert json.loads((tmp_path / "count.json").read_text()) == report
+
+
+def test_a_task_that_reports_nothing(install, tmp_path: Path) -> None:
+    install("count", "times: 1\n", "def P(recipe, run_dir): pass\n", "task")
+    with pytest.raises(UserError, match="task count .* returns a NoneType, not the report as a dict"):
+        run(compose(["task=count"]), tmp_path)
+
+
+def test_they_are_listed(
+    install, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    install("logs", "{}\n", SOURCE, "data")
+    install("count", "{}\n", TASK, "task")
+    install("broken", "{}\n", None, "model")
+    install("synthetic", "{}\n", SOURCE, "data")
+    listing.print_plugins()
+    said = capsys.readouterr().out
+    assert "data=logs" in said
+    assert "Made-up clicks." in said
+    assert "task=count" in said
+    assert "broken: model=broken: model broken" in said
+    assert "broken: data=synthetic: recpipe has a data source of this name" in said
+
+
+def test_two_packages_with_one_name(offer: Callable[[str, str, object], None]) -> None:
+    offer("task", "count", print)
+    offer("task", "count", max)
+    assert list(offered("task")) == ["count"], "the same entry point twice is one"
+
+
+def test_two_packages_with_different_models_of_one_name(install) -> None:
+    install("aa", "{}\n", "P = None\n", "model")
+    other = install("bb", "{}\n", "P = None\n", "model")
+    entries = other.parent / "bb_pkg-1.0.dist-info" / "entry_points.txt"
+    entries.write_text("[recpipe.models]\naa = bb_pkg.plugin:P\n")
+    with pytest.raises(PluginConflict, match="two installed packages provide a model named 'aa': "):
+        offered("model")

@@ -1,0 +1,258 @@
+"""report.json's schema, the table on the terminal and report.html."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from recpipe.model.metrics import Quality
+from recpipe.report import figures, html, plots, terminal
+from recpipe.report.environment import environment
+from recpipe.report.record import (
+    DataFigures,
+    Io,
+    Memory,
+    Point,
+    RankFigures,
+    Resumed,
+    RunReport,
+    Throughput,
+    plain,
+    step_histogram,
+    step_times,
+    write_json,
+)
+
+pytestmark = pytest.mark.usefixtures("real_plots")
+
+
+def make_report(**changes: Any) -> RunReport:
+    seconds = list(np.random.default_rng(0).gamma(30, 0.0007, 500))
+    curve = [Point(i, i * 512, 0.5 + i / 100, 0.6, 0.9, 0.61, 20_000.0 + i) for i in range(1, 10)]
+    content: dict[str, Any] = {
+        "task": "train",
+        "recipe": {"seed": 1, "data": {"name": "synthetic"}},
+        "assembly": {"slots": {"splitter": "hotline"}, "chains": {"stream": ["a", "b"]}},
+        "altered": [],
+        "data": DataFigures(1_000_000, 200_000, 26_000_000, 3),
+        "throughput": Throughput.of_steps(1_000_000, 44.0, seconds),
+        "quality": Quality(0.77, 0.49, 0.83),
+        "memory": Memory(1 << 30, 1 << 27, 1 << 31),
+        "io": Io("ssd", True, 1234, 1000, 1 << 33, 1 << 32, 3.25),
+        "plugins": {
+            "hotline": {"popular_share": 0.713, "share_over_time": [0.5, 0.6, None], "cold_rows": 12345}
+        },
+        "environment": environment(),
+        "history": curve,
+    }
+    return RunReport(**(content | changes))
+
+
+BARE: dict[str, Any] = {
+    "plugins": {},
+    "assembly": {},
+    "history": [],
+    "io": Io(),
+    "quality": Quality(math.nan, math.nan, math.nan),
+    "throughput": Throughput.of_steps(0, 0.0, []),
+}
+
+SCHEMA = {
+    "schema": 1,
+    "data": {"train_samples", "eval_samples", "lookups", "rejected_rows", "dropped_samples"},
+    "throughput": {"samples_per_second", "step_ms"},
+    "quality": {"auc", "logloss", "ne", "loss", "mse", "rmse", "mae", "poisson_deviance"},
+    "memory": {"peak_rss_bytes", "resident_bytes", "cold_bytes"},
+    "io": {"store", "direct", "rows_read", "rows_written", "bytes_read", "bytes_written", "wait_seconds"},
+}
+
+
+def test_report_json_has_every_public_key(tmp_path: Path) -> None:
+    path = make_report().write(tmp_path / "new")
+    content = json.loads(path.read_text())
+    assert path == tmp_path / "new" / "report.json"
+    assert content["schema"] == SCHEMA["schema"]
+    assert content.keys() >= {"task", "recipe", "assembly", "environment", "altered", "plugins", "history"}
+    for section in ("data", "throughput", "quality", "memory", "io"):
+        assert content[section].keys() >= SCHEMA[section]  # type: ignore[operator]
+    assert content["throughput"]["step_ms"].keys() == {"p50", "p90", "p99"}
+    assert content["history"][0].keys() == {
+        "step", "samples", "auc", "logloss", "ne", "loss", "samples_per_second",
+        "eval_loss", "mse", "rmse", "mae", "poisson_deviance",
+    }  # fmt: skip
+    assert list(tmp_path.glob("new/*")) == [path]
+
+
+def test_not_a_number_and_infinity_become_null(tmp_path: Path) -> None:
+    report = make_report(
+        quality=Quality(math.nan, math.inf, -math.inf), plugins={"p": {"x": [1.0, math.nan]}}
+    )
+    text = report.write(tmp_path).read_text()
+    content = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
+    assert content["quality"] == dict.fromkeys(SCHEMA["quality"])
+    assert content["plugins"]["p"]["x"] == [1.0, None]
+
+
+def test_plain_turns_what_plugins_give_into_json() -> None:
+    given = {
+        "t": torch.tensor([1, 2]),
+        "n": np.float32(0.5),
+        "i": np.int64(3),
+        4: {2, 1},
+        "p": Path("a"),
+        "b": True,
+    }
+    assert plain(given) == {"t": [1, 2], "n": 0.5, "i": 3, "4": [1, 2], "p": "a", "b": True}
+    assert plain(np.float64("nan")) is None
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "x.json", {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_step_percentiles_are_in_milliseconds() -> None:
+    times = step_times([i / 1000 for i in range(101)])
+    assert (times.p50, times.p90, times.p99) == pytest.approx((50, 90, 99))
+    assert math.isnan(step_times([]).p50)
+
+
+def test_step_histogram_counts_every_step_and_is_not_stretched_by_one() -> None:
+    histogram = step_histogram([0.010 + i / 1e5 for i in range(500)] + [9.0])
+    assert sum(histogram.counts) == 501
+    assert len(histogram.edges_ms) == len(histogram.counts) + 1
+    assert histogram.edges_ms[-1] < 20
+
+
+def test_environment_names_versions_and_machine() -> None:
+    found = environment()
+    assert found["torch"] == torch.__version__
+    assert found["ram_bytes"] > 1 << 28
+    assert found["cores"] >= 1
+    assert json.dumps(found)
+
+
+def printed(report: RunReport, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    terminal.print_result(report.to_dict(), Path("outputs/x"), console)
+    terminal.print_place(Path("outputs/x/report.html"), console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_terminal_table_is_short_and_fits_80_columns() -> None:
+    many = {name: {f"figure_{i}": i for i in range(40)} for name in ("hotline", "slipstream")}
+    text = printed(make_report(plugins=many, altered=["SAMPLE_ORDER"]))
+    assert len(text.splitlines()) <= 30
+    assert max(map(len, text.splitlines())) <= 80
+    assert "34 more in the report" in text
+
+
+def test_terminal_table_says_what_matters() -> None:
+    text = printed(make_report(altered=["SAMPLE_ORDER"]))
+    for part in (
+        "AUC 0.7700",
+        "22,727 samples/s",
+        "O_DIRECT",
+        "popular share: 71.3%",
+        "12,345",
+        "SAMPLE_ORDER",
+    ):
+        assert part in text
+    assert "3 bad rows left out" in text
+    assert "outputs/x/report.html" in text
+
+
+def test_terminal_reports_buffered_io_and_survives_markup() -> None:
+    text = printed(make_report(io=Io("ssd", False), plugins={"p": {"note": "[red]x[/nope]"}}), width=120)
+    assert "no O_DIRECT here" in text
+    assert "[red]x[/nope]" in text
+
+
+def test_ranks_and_an_emulated_network_are_shown_where_there_are_any() -> None:
+    emulate = {"latency_us": 100.0, "gbit_per_s": 10.0}
+    ranks = RankFigures(3, (0, 1), (2,), emulate, messages=4321, bytes_sent=1 << 20, bytes_received=1 << 21)
+    text, page = printed(make_report(ranks=ranks), width=200), html.render(make_report(ranks=ranks).to_dict())
+    assert "2 training, 1 holding rows, of 3" in text
+    assert "100 us a message, 10 Gbit/s" in text
+    for part in ("Ranks", "4,321", "100.0 us a message, 10.0 Gbit/s"):
+        assert part in page
+    assert "ranks" not in printed(make_report(), width=200)
+    assert "Ranks" not in html.render(make_report().to_dict())
+
+
+def test_a_resumed_run_is_shown_with_the_whole_and_its_part() -> None:
+    resumed = Resumed("outputs/a/checkpoints/step-00000500.ckpt", 500, None, 488, 988, 1_500_000)
+    text, page = (
+        printed(make_report(resumed=resumed), width=200),
+        html.render(make_report(resumed=resumed).to_dict()),
+    )
+    assert "from outputs/a/checkpoints/step-00000500.ckpt" in text
+    assert "before: 500 steps, samples unknown" in text
+    assert "this part: 488 steps, 1,000,000 samples" in text
+    assert "whole run: 988 steps, 1,500,000 samples" in text
+    assert max(map(len, printed(make_report(resumed=resumed)).splitlines())) <= 80
+    for part in ("step-00000500.ckpt", "500 / -", "488 / 1,000,000", "988 / 1,500,000"):
+        assert part in page
+    assert "resumed" not in printed(make_report()) + html.render(make_report().to_dict())
+
+
+def test_html_is_one_file_without_outside_resources(tmp_path: Path) -> None:
+    page = html.write(make_report().to_dict(), tmp_path).read_text()
+    assert not re.search(r"(src|href)\s*=\s*[\"'](?!#)", page)
+    assert not re.search(r"url\((?!#|&quot;#)", page)
+    assert "@import" not in page
+    assert "<script" not in page
+    assert list(tmp_path.iterdir()) == [tmp_path / "report.html"]
+
+
+def test_html_shows_curves_tables_and_recipe() -> None:
+    page = html.render(make_report().to_dict())
+    assert page.count("<svg") == 5  # AUC, loss, speed, step times, the plugin's list
+    for part in ("0.7700", "popular share", "71.3%", "seed: 1", "slots.splitter", "AUC on the held-out part"):
+        assert part in page
+    assert "prefers-color-scheme: dark" in page
+    assert plots._INK not in page
+
+
+def test_html_escapes_what_users_and_plugins_say() -> None:
+    evil = "<script>alert(1)</script>"
+    report = make_report(recipe={"x": evil}, plugins={evil: {"$x_share": evil, f"{evil} $\\frac": [1, 2]}})
+    page = html.render(report.to_dict())
+    assert "<script" not in page
+    assert "&lt;script" in page
+
+
+def test_a_run_with_nothing_to_show_still_has_a_report() -> None:
+    report = make_report(**BARE)
+    assert "<svg" not in html.render(report.to_dict())
+    assert "no plugin" in html.render(report.to_dict())
+    assert "AUC -" in printed(report)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0, "0 B"), (999, "999 B"), (1024, "1 KiB"), (1 << 33, "8 GiB"), (1536 << 20, "1.5 GiB")],
+)
+def test_sizes(value: float | None, text: str) -> None:
+    assert figures.size(value) == text
+
+
+def test_plugin_figures_take_their_unit_from_the_name() -> None:
+    assert figures.figure("cold_bytes", 2048) == "2 KiB"
+    assert figures.figure("wait_seconds", 1.234) == "1.23 s"
+    assert figures.figure("hidden_share", 0.5) == "50.0%"
+    assert figures.figure("rows", 1234567) == "1,234,567"
+    assert figures.figure("on", True) == "True"
+    assert figures.short(2_434_567) == "2.43M"

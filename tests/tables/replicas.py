@@ -1,0 +1,86 @@
+"""Two trainers in processes of their own, over tables of every kind; what each ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.data.select import select
+from recpipe.distributed.ranks import Ranks
+from recpipe.tables.stores.host import HostStore
+from recpipe.tables.stores.sharded import ShardedStore
+from recpipe.tables.tiers.policies import RowSpace
+from recpipe.tables.tiers.shared_rows import ReplicatedCollection, share
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from tests.ranks import joined
+from tests.tables.reference import Kind, batches, loss_of
+from tests.tables.samples import CPU, MAKERS, SLOTS, dump
+
+SIZES = (24, 24, 7, 1, 24, 24, 24, 24)
+"""Samples of the batches: shares differ in size, and one is empty."""
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: Kind
+    policy: str
+    """``resident``, or that of tiers."""
+    optimizer: str
+    summed: bool = True
+    """Whether the trainers add up their gradients (no: what goes wrong without)."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.name}-{self.policy}-{self.optimizer}{'' if self.summed else '-apart'}"
+
+
+def stream() -> list[KeyedJaggedTensor]:
+    """The batches that all trainers share."""
+    return [batches(1, size, seed=20 + number)[0] for number, size in enumerate(SIZES)]
+
+
+def collection_of(case: Case, ranks: Ranks) -> ReplicatedCollection | TieredEmbeddingBagCollection:
+    tables, trainers = case.kind.tables(case.optimizer), ranks.channel(ranks.trainers)
+    if not case.summed:
+        trainers.ordered_sum = lambda values: values  # type: ignore[method-assign]
+    if case.policy == "resident":
+        return ReplicatedCollection(tables, CPU, trainers)
+    slots = 0 if case.policy == "nocache" else SLOTS
+    policy = MAKERS[case.policy](RowSpace(tables.layout.bases, slots))
+    store = ShardedStore(tables.layout, tables.fill, ranks, HostStore)
+    return TieredEmbeddingBagCollection(tables, policy, slots, store, CPU, True, ranks, trainers)
+
+
+def looked_up(
+    collection: ReplicatedCollection | TieredEmbeddingBagCollection,
+    whole: KeyedJaggedTensor,
+    samples: np.ndarray,
+) -> torch.Tensor:
+    """Rows of this trainer's ``samples`` of a batch."""
+    if isinstance(collection, ReplicatedCollection):
+        return collection.lookup(select(whole, samples))
+    plan = share(collection.plan(whole), samples, 0)
+    collection.advance(plan)
+    collection.arrive()
+    rows = collection.lookup_resident(plan)
+    return rows + collection.lookup_slab(plan) if len(plan.slab) else rows
+
+
+def process(rank: int, world: int, folder: str, cases: Sequence[Case]) -> None:
+    """Train every case; leaves each table's records, and what the last batch looked up at last."""
+    with joined(rank, world, str(Path(folder, "meet"))):
+        everyone = tuple(range(world))
+        ranks = Ranks(rank, world, everyone, everyone)
+        for case in cases:
+            collection, loss = collection_of(case, ranks), loss_of(case.kind)
+            for sparse in stream():
+                own = ranks.shares(0, sparse.stride())[rank]
+                samples = np.arange(own.start, own.stop)
+                loss(looked_up(collection, sparse, samples), select(sparse, samples)).backward()
+            np.savez(Path(folder) / f"{case.name}-{rank}.npz", **dump(collection))
+            collection.close()

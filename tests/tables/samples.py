@@ -1,0 +1,172 @@
+"""Small tables, batches and training loops for the tests of tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.data.dataset import SparseFeature
+from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.specs import TableOptimizer, TableSet
+from recpipe.tables.stores import ColdStore, make_store
+from recpipe.tables.tiers.placement import TierPlan
+from recpipe.tables.tiers.policies import POLICIES, CachePolicy, HotSet, Placement, RowIds, RowSpace
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+
+CPU = torch.device("cpu")
+FEATURES = (SparseFeature("a", 10), SparseFeature("b", 600), SparseFeature("c", 90))
+DIM = 8
+SLOTS = 120
+Collection = ResidentCollection | TieredEmbeddingBagCollection
+
+
+def table_set(optimizer: str = "rowwise_adagrad", seed: int = 3, lr: float = 0.1) -> TableSet:
+    return TableSet.one_each(FEATURES, DIM, TableOptimizer(optimizer, lr), seed)
+
+
+def jagged(rng: np.random.Generator, size: int, multi: bool) -> KeyedJaggedTensor:
+    """Skewed ids, repeats among them; ``multi``: bags of 0 to 3 ids."""
+    lengths = rng.integers(0, 4, len(FEATURES) * size) if multi else np.ones(len(FEATURES) * size, np.int64)
+    values = []
+    for i, feature in enumerate(FEATURES):
+        count = int(lengths[i * size : (i + 1) * size].sum())
+        values.append((rng.random(count) ** 3 * feature.rows).astype(np.int64))
+    names = [f.name for f in FEATURES]
+    return KeyedJaggedTensor(
+        names, torch.from_numpy(np.concatenate(values)), lengths=torch.from_numpy(lengths)
+    )
+
+
+def stream(count: int, multi: bool, size: int = 32, seed: int = 5) -> list[KeyedJaggedTensor]:
+    rng = np.random.default_rng(seed)
+    return [jagged(rng, size, multi) for _ in range(count)]
+
+
+class Retargeting(HotSet):
+    """Every third row is resident; from batch 12 on, the first rows of each table are, moved in chunks."""
+
+    def __init__(self, space: RowSpace) -> None:
+        super().__init__(space, np.arange(space.slots, dtype=np.int64) * 3, chunk=32)
+        self.batch = 0
+        self._saved: tuple[Any, ...] = ()
+
+    def migrate(self, rows: RowIds) -> Placement:
+        self._saved = (self.batch, self.row_of_slot, self._moves, self._done)
+        self.batch += 1
+        if self.batch == 12:
+            self.retarget(np.arange(self.space.slots, dtype=np.int64))
+        return super().migrate(rows)
+
+    def undo(self) -> None:
+        self.batch, self.row_of_slot, self._moves, self._done = self._saved
+
+
+MAKERS: dict[str, Callable[[RowSpace], CachePolicy]] = {**POLICIES, "hot": Retargeting}
+
+
+def tiers(
+    tables: TableSet,
+    policy: str,
+    folder: Path,
+    store: str | ColdStore = "host",
+    prefetch: bool = True,
+    slots: int = SLOTS,
+) -> TieredEmbeddingBagCollection:
+    slots = 0 if policy == "nocache" else slots
+    cold = (
+        make_store(store, tables.layout, tables.fill, directory=folder) if isinstance(store, str) else store
+    )
+    chosen = MAKERS[policy](RowSpace(tables.layout.bases, slots))
+    return TieredEmbeddingBagCollection(tables, chosen, slots, cold, CPU, prefetch)
+
+
+def dump(storage: Collection) -> dict[str, np.ndarray]:
+    """Every table's records, weights then optimizer state: float32 [rows, width]."""
+    parts: dict[str, list[np.ndarray]] = {}
+    for region in storage.regions():
+        parts.setdefault(region.table, []).append(np.concatenate(storage.read(region), axis=1))
+    return {table: np.concatenate(chunks) for table, chunks in parts.items()}
+
+
+def gradients(count: int, size: int = 32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn((size, len(FEATURES) * DIM), generator=generator) for _ in range(count)]
+
+
+def pooled_now(collection: Collection, sparse: KeyedJaggedTensor) -> torch.Tensor:
+    """What an evaluation sees between two batches."""
+    collection.eval()
+    with torch.no_grad():
+        values = collection(sparse).values().clone()
+    collection.train()
+    return values
+
+
+def train(
+    collection: Collection,
+    batches: Sequence[KeyedJaggedTensor],
+    eval_every: int = 0,
+    after: Callable[[int], None] = lambda index: None,
+) -> list[torch.Tensor]:
+    """Train as a plain module, one ``forward`` per batch; returns the evaluations made on the way."""
+    seen = []
+    for index, (batch, gradient) in enumerate(zip(batches, gradients(len(batches)), strict=True)):
+        collection(batch).values().backward(gradient)
+        if eval_every and index % eval_every == 0:
+            seen.append(pooled_now(collection, batches[0]))
+        after(index)
+    return seen
+
+
+def train_ahead(
+    collection: TieredEmbeddingBagCollection,
+    batches: Sequence[KeyedJaggedTensor],
+    eval_every: int = 0,
+    after: Callable[[int], None] = lambda index: None,
+) -> list[torch.Tensor]:
+    """Train as the loader does: batch b + 1 is planned (and fetched) before batch b is looked up."""
+
+    def planned(index: int) -> TierPlan | None:
+        if index == len(batches):
+            return None
+        plan = collection.plan(batches[index])
+        if collection.prefetches:
+            collection.prefetch(plan)
+        return plan
+
+    seen = []
+    plan = planned(0)
+    for index, gradient in enumerate(gradients(len(batches))):
+        assert plan is not None
+        collection.advance(plan)
+        following = planned(index + 1)
+        collection.arrive()
+        pooled = collection.lookup_resident(plan)
+        if len(plan.slab):
+            pooled = pooled + collection.lookup_slab(plan)
+        pooled.backward(gradient)
+        if eval_every and index % eval_every == 0:
+            seen.append(pooled_now(collection, batches[0]))
+        after(index)
+        plan = following
+    return seen
+
+
+def difference(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:
+    """Largest difference of two dumps, relative to the largest value of its column kind (weight or state)."""
+    worst = 0.0
+    for table, mine in left.items():
+        for part in (slice(0, DIM), slice(DIM, None)):
+            a, b = mine[:, part], right[table][:, part]
+            if a.size:
+                worst = max(worst, float(np.abs(a - b).max() / max(1.0, np.abs(b).max())))
+    return worst
+
+
+def identical(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[t], right[t]) for t in left)

@@ -1,0 +1,263 @@
+"""Plans against a model that moves row names instead of records."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from recpipe.tables.tiers.placement import Bags, Planner, TierPlan, reorder
+from recpipe.tables.tiers.policies import CachePolicy, Placement, RowIds, RowSpace, Slots
+from tests.tables.samples import MAKERS
+
+BASES = np.array([0, 40, 400])
+FEATURES = 2
+
+
+class Swapping(CachePolicy):
+    """Moves rows in and out at random: slots that this batch looks up, rows that it does not."""
+
+    def __init__(self, space: RowSpace) -> None:
+        super().__init__(space)
+        self.row_of_slot = np.full(space.slots, -1, np.int64)
+        self.step = 0
+
+    def migrate(self, rows: RowIds) -> Placement:
+        rng = np.random.default_rng(self.step)
+        self.step += 1
+        self._before = self.row_of_slot.copy()
+        slots = rng.permutation(self.space.slots)[: self.space.slots // 3].astype(np.int32)
+        free = np.setdiff1d(np.arange(self.space.rows), self.row_of_slot)
+        placement = Placement(slots, rng.permutation(free)[: len(slots)])
+        self.row_of_slot[slots] = placement.rows
+        return placement
+
+    def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
+        empty = np.flatnonzero(self.row_of_slot < 0).astype(np.int32)
+        count = min(len(empty), len(misses) // 2)
+        self.row_of_slot[empty[:count]] = misses[:count]
+        return Placement(empty[:count], misses[:count])
+
+    def undo(self) -> None:
+        self.step -= 1
+        self.row_of_slot = self._before
+
+    def state_dict(self):
+        return {"step": self.step, "row_of_slot": self.row_of_slot}
+
+    def load_state_dict(self, state) -> None:
+        raise NotImplementedError
+
+
+KINDS = {**MAKERS, "swapping": Swapping}
+
+
+def planner_of(kind: str, carry: bool, slots: int = 50) -> Planner:
+    space = RowSpace(BASES, 0 if kind == "nocache" else slots)
+    return Planner(space, KINDS[kind](space), carry)
+
+
+def random_bags(rng: np.random.Generator, size: int, longest: int = 4) -> Bags:
+    """Bags of 0 to ``longest`` skewed rows, with repeats within a bag."""
+    lengths = rng.integers(0, longest + 1, FEATURES * size)
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    feature = np.repeat(np.arange(FEATURES), lengths.reshape(FEATURES, size).sum(axis=1))
+    rows = (rng.random(offsets[-1]) ** 3 * np.diff(BASES)[feature]).astype(np.int64) + BASES[feature]
+    return Bags(rows, offsets, size)
+
+
+def batches(count: int = 40, seed: int = 2) -> list[Bags]:
+    rng = np.random.default_rng(seed)
+    return [
+        random_bags(rng, int(rng.choice([1, 2, 17, 40])), int(rng.choice([0, 1, 4]))) for _ in range(count)
+    ]
+
+
+class Places:
+    """Where each row is, moved as ``tiered`` moves records: fetch, then departures, then arrivals."""
+
+    def __init__(self, slots: int, rows: int) -> None:
+        self.slots = np.full(slots, -1, np.int64)
+        self.slab = np.empty(0, np.int64)
+        self.store = np.ones(rows, bool)
+
+    def carry_out(self, plan: TierPlan, ahead: bool) -> None:
+        """``ahead``: the fetch is made before the last batch's rows have been written back."""
+        evicted = plan.evicted
+        assert np.array_equal(self.slots[plan.slots], evicted)
+        departures = np.concatenate((self.slab, evicted))
+        carried = plan.carried_from[plan.carried_from >= 0]
+        arriving = (
+            np.where(plan.carried_from >= 0, departures[plan.carried_from], -1) if len(departures) else -1
+        )
+        assert np.array_equal(
+            arriving[plan.carried_from >= 0] if len(carried) else [], plan.arrivals[plan.carried_from >= 0]
+        )
+        assert len(np.unique(carried)) == len(carried)
+        if ahead:
+            assert self.store[plan.fetch].all(), "fetched before it was written"
+        written = np.delete(departures, carried)
+        written = written[written >= 0]
+        assert not self.store[written].any()
+        self.store[written] = True
+        assert self.store[plan.fetch].all()
+        assert len(np.unique(plan.arrivals)) == len(plan.arrivals), "a row arrives twice"
+        self.store[plan.fetch] = False
+        self.slots[plan.slots] = plan.placed
+        self.slab = plan.slab
+
+    def check(self, planner: Planner) -> None:
+        """Every row is in exactly one place, and the planner's map says which."""
+        times = self.store.astype(int)
+        for place in (self.slots[self.slots >= 0], self.slab):
+            np.add.at(times, place, 1)
+        assert (times == 1).all()
+        used = np.flatnonzero(self.slots >= 0)
+        where = np.full(len(times), -1)
+        where[self.slots[used]] = used
+        where[self.slab] = -2 - np.arange(len(self.slab))
+        assert np.array_equal(planner.where, where)
+        assert np.array_equal(planner.row_of_slot, self.slots)
+
+
+def looked_up(plan: TierPlan, places: Places, order: np.ndarray | None = None) -> list[list[int]]:
+    """Rows of each bag as the plan finds them, sorted; bags in the batch's own order."""
+    size, first = plan.batch_size, plan.cold_first
+    order = np.arange(size) if order is None else order
+    found: list[list[int]] = [[] for _ in range(FEATURES * size)]
+    for feature in range(FEATURES):
+        for position in range(size):
+            bag = feature * size + position
+            rows = places.slots[plan.indices[plan.offsets[bag] : plan.offsets[bag + 1]]].tolist()
+            if position >= first:
+                cold = feature * (size - first) + position - first
+                low, high = plan.slab_offsets[cold : cold + 2]
+                rows += places.slab[plan.slab_indices[low:high]].tolist()
+            found[feature * size + order[position]] = sorted(rows)
+    return found
+
+
+def expected(bags: Bags) -> list[list[int]]:
+    return [sorted(bags.rows[a:b].tolist()) for a, b in zip(bags.offsets, bags.offsets[1:], strict=False)]
+
+
+def assert_same_plan(left: TierPlan, right: TierPlan) -> None:
+    for field in fields(TierPlan):
+        np.testing.assert_array_equal(getattr(left, field.name), getattr(right, field.name), field.name)
+
+
+@pytest.mark.parametrize("carry", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_row_is_in_exactly_one_place(kind: str, carry: bool) -> None:
+    planner = planner_of(kind, carry)
+    places = Places(planner.space.slots, planner.space.rows)
+    for bags in batches():
+        residents = set(places.slots[places.slots >= 0].tolist())
+        plan = planner.plan(bags)
+        places.carry_out(plan, ahead=carry)
+        planner.commit()
+        places.check(planner)
+        assert looked_up(plan, places) == expected(bags)
+        assert len(plan.slab) <= len(np.unique(bags.rows))
+        assert not set(plan.slab.tolist()) - set(bags.rows.tolist()), "the slab holds rows nobody looks up"
+        if not carry:
+            still = residents & set(places.slots.tolist())
+            assert not set(plan.fetch.tolist()) & still, "a resident row is fetched"
+
+
+def test_fetching_ahead_without_carrying_would_read_stale_rows() -> None:
+    planner = planner_of("nocache", carry=False)
+    places = Places(0, planner.space.rows)
+
+    def run() -> None:
+        for bags in batches():
+            places.carry_out(planner.plan(bags), ahead=True)
+            planner.commit()
+
+    with pytest.raises(AssertionError, match="fetched before it was written"):
+        run()
+
+
+@pytest.mark.parametrize("carry", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_taken_back_comes_out_again(kind: str, carry: bool) -> None:
+    planner = planner_of(kind, carry)
+    assert planner.undo() is None
+    for index, bags in enumerate(batches()):
+        before = copy.deepcopy((planner.where, planner.row_of_slot, planner.slab_rows))
+        first = planner.plan(bags)
+        if index % 2:
+            again = planner.undo()
+            assert again is bags
+            for now, then in zip(
+                (planner.where, planner.row_of_slot, planner.slab_rows), before, strict=True
+            ):
+                np.testing.assert_array_equal(now, then)
+            assert_same_plan(planner.plan(again), first)
+        planner.commit()
+        assert planner.undo() is None, "a plan carried out cannot be taken back"
+
+
+@pytest.mark.parametrize("kind", ["nocache", "lru", "hot"])
+def test_restored_planner_starts_with_an_empty_slab(kind: str) -> None:
+    planner = planner_of(kind, carry=True)
+    places = Places(planner.space.slots, planner.space.rows)
+    for bags in batches():
+        plan = planner.plan(bags)
+        places.carry_out(plan, ahead=True)
+        planner.commit()
+    places.store[places.slab] = True
+    places.slab = places.slab[:0]
+    planner.restore(planner.row_of_slot)
+    places.check(planner)
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_permuted_bags(size: int, one_hot: bool) -> None:
+    rng = np.random.default_rng(size)
+    for _ in range(10):
+        bags = random_bags(rng, size)
+        if one_hot:
+            bags = Bags(np.arange(FEATURES * size), np.arange(FEATURES * size + 1), size)
+        order = rng.permutation(size)
+        moved = bags.permuted(order)
+        slow = [
+            bags.rows[bags.offsets[f * size + s] : bags.offsets[f * size + s + 1]].tolist()
+            for f in range(FEATURES)
+            for s in order
+        ]
+        assert [
+            moved.rows[a:b].tolist() for a, b in zip(moved.offsets, moved.offsets[1:], strict=False)
+        ] == slow
+        assert moved.batch_size == size
+
+
+@pytest.mark.parametrize("kind", ["nocache", "lru", "hot"])
+def test_reordered_plan_looks_the_same_rows_up(kind: str) -> None:
+    planner, rng = planner_of(kind, carry=True), np.random.default_rng(0)
+    places = Places(planner.space.slots, planner.space.rows)
+    shortened = 0
+    for bags in batches():
+        plan = planner.plan(bags)
+        places.carry_out(plan, ahead=True)
+        planner.commit()
+        warm, cold = np.flatnonzero(~plan.needs_cold), np.flatnonzero(plan.needs_cold)
+        order = np.concatenate((rng.permutation(warm), rng.permutation(cold)))
+        plan = reorder(plan, order, len(warm))
+        assert looked_up(plan, places, order) == expected(bags)
+        assert len(plan.slab_offsets) == FEATURES * len(cold) + 1
+        shortened += len(warm) > 0
+    assert shortened > 0
+
+
+def test_needs_cold_marks_samples_with_slab_rows() -> None:
+    planner = planner_of("hot", carry=True)
+    for bags in batches():
+        plan = planner.plan(bags)
+        planner.commit()
+        slab = set(plan.slab.tolist())
+        bag_needs = np.array([bool(slab & set(rows)) for rows in expected(bags)])
+        assert plan.needs_cold.tolist() == bag_needs.reshape(FEATURES, -1).any(axis=0).tolist()

@@ -1,0 +1,185 @@
+"""Cache policies against slow models in plain Python, over random streams of batches."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recpipe.tables.tiers.policies import CachePolicy, HotSet, Lfu, Lru, NoCache, Placement, RowSpace
+from tests.tables.samples import MAKERS, Retargeting
+
+BASES = np.array([0, 40, 400])
+
+
+class Cache:
+    """Carries a policy's placements out on plain arrays, and checks the contract while doing so."""
+
+    def __init__(self, policy: CachePolicy) -> None:
+        self.policy = policy
+        self.row_of_slot = np.full(policy.space.slots, -1, np.int64)
+
+    def slot_of(self) -> dict[int, int]:
+        return {int(row): slot for slot, row in enumerate(self.row_of_slot) if row >= 0}
+
+    def batch(self, rows: np.ndarray) -> tuple[Placement, Placement, np.ndarray, np.ndarray]:
+        moved = self.policy.migrate(rows)
+        self._place(moved)
+        slots = self.slot_of()
+        hits = np.array([slots[r] for r in rows.tolist() if r in slots], np.int32)
+        misses = np.array(list(dict.fromkeys(r for r in rows.tolist() if r not in slots)), np.int64)
+        placement = self.policy.admit(hits, misses, rows)
+        assert len(set(placement.slots.tolist())) == len(placement.slots) == len(placement.rows)
+        assert set(placement.rows.tolist()) <= set(misses.tolist())
+        assert not set(placement.slots.tolist()) & set(hits.tolist()), "a row of this batch was evicted"
+        self._place(placement)
+        return moved, placement, hits, misses
+
+    def _place(self, placement: Placement) -> None:
+        self.row_of_slot[placement.slots] = placement.rows
+        resident = self.row_of_slot[self.row_of_slot >= 0]
+        assert len(np.unique(resident)) == len(resident), "a row has two slots"
+
+
+def streams(seed: int, batches: int = 60) -> Iterator[np.ndarray]:
+    """Batches of very different sizes over drifting, skewed rows; some empty."""
+    rng = np.random.default_rng(seed)
+    for step in range(batches):
+        size = int(rng.choice([0, 1, 7, 30, 90]))
+        rows = (rng.random(size) ** 4 * BASES[-1] + step // 2).astype(np.int64) % BASES[-1]
+        yield rows
+
+
+def assert_same_state(left: Any, right: Any) -> None:
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        np.testing.assert_array_equal(value, right[key], err_msg=key)
+
+
+@pytest.mark.parametrize("slots", [1, 13, 64, 399])
+@pytest.mark.parametrize("seed", range(4))
+def test_lru_equals_an_ordered_list(slots: int, seed: int) -> None:
+    cache = Cache(Lru(RowSpace(BASES, slots)))
+    oldest_first: list[int] = []
+    for rows in streams(seed):
+        _, placement, hits, misses = cache.batch(rows)
+        touched = sorted(set(hits.tolist()))
+        fresh = list(range(len(oldest_first), min(slots, len(oldest_first) + len(misses))))
+        free = [slot for slot in oldest_first if slot not in touched]
+        chosen = fresh + free[: len(misses) - len(fresh)]
+        assert placement.slots.tolist() == chosen
+        assert placement.rows.tolist() == misses[: len(chosen)].tolist()
+        touched += chosen
+        oldest_first = [slot for slot in oldest_first if slot not in touched] + touched
+
+
+@pytest.mark.parametrize("slots", [1, 13, 64])
+@pytest.mark.parametrize("seed", range(4))
+def test_lfu_replaces_only_rows_used_less_often(slots: int, seed: int) -> None:
+    cache, counts = Cache(Lfu(RowSpace(BASES, slots))), Counter[int]()
+    replaced = 0
+    for rows in streams(seed):
+        before = cache.row_of_slot.copy()
+        empty = int((before < 0).sum())
+        counts.update(rows.tolist())
+        _, placement, _, misses = cache.batch(rows)
+        assert len(placement.slots) >= min(empty, len(misses)), "empty slots are filled"
+        for slot, row in zip(placement.slots.tolist(), placement.rows.tolist(), strict=True):
+            assert before[slot] < 0 or counts[row] > counts[int(before[slot])]
+            replaced += before[slot] >= 0
+        left_out = set(misses.tolist()) - set(placement.rows.tolist())
+        if left_out and len(placement.rows):
+            assert min(counts[r] for r in placement.rows.tolist()) >= max(counts[r] for r in left_out)
+    assert replaced > 0
+    assert cache.policy.counts.tolist() == [counts[row] for row in range(BASES[-1])]
+
+
+def test_lfu_finds_the_most_used_rows_and_keeps_them_through_a_scan() -> None:
+    slots, rng = 40, np.random.default_rng(0)
+    hot = rng.permutation(BASES[-1])[: slots // 2]
+    residents = {}
+    for kind in (Lfu, Lru):
+        cache = Cache(kind(RowSpace(BASES, slots)))
+        for step in range(40):
+            scan = (np.arange(50) + 50 * step) % BASES[-1]
+            cache.batch(np.concatenate((scan, np.repeat(hot, 3))) if step < 36 else scan)
+        residents[kind] = set(cache.slot_of()) & set(hot.tolist())
+    assert residents[Lfu] == set(hot.tolist())
+    assert len(residents[Lru]) < len(hot), "the scan must be able to evict, or the test shows nothing"
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_undo_is_the_inverse(name: str, seed: int) -> None:
+    slots = 0 if name == "nocache" else 64
+    policy, plain = (MAKERS[name](RowSpace(BASES, slots)) for _ in range(2))
+    cache, reference = Cache(policy), Cache(plain)
+    for index, rows in enumerate(streams(seed)):
+        if index % 3 == 1:
+            before, residents = copy.deepcopy(policy.state_dict()), cache.row_of_slot.copy()
+            for other in (rows, rows[::-1] // 2):
+                cache.batch(other)
+                policy.undo()
+                cache.row_of_slot = residents.copy()
+                assert_same_state(policy.state_dict(), before)
+        placements, expected = cache.batch(rows), reference.batch(rows)
+        for mine, theirs in zip(placements[:2], expected[:2], strict=True):
+            np.testing.assert_array_equal(mine.slots, theirs.slots)
+            np.testing.assert_array_equal(mine.rows, theirs.rows)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("stop", [0, 1, 17, 40])
+def test_a_restored_policy_decides_the_same(name: str, stop: int) -> None:
+    slots = 0 if name == "nocache" else 64
+    batches = list(streams(9))
+    first, second = (Cache(MAKERS[name](RowSpace(BASES, slots))) for _ in range(2))
+    for rows in batches[:stop]:
+        first.batch(rows)
+    second.policy.load_state_dict(copy.deepcopy(first.policy.state_dict()))
+    second.row_of_slot = first.row_of_slot.copy()
+    if isinstance(second.policy, Retargeting):
+        second.policy.batch = first.policy.batch
+    for rows in batches[stop:]:
+        first.batch(rows)
+        second.batch(rows)
+        np.testing.assert_array_equal(first.row_of_slot, second.row_of_slot)
+    assert_same_state(first.policy.state_dict(), second.policy.state_dict())
+
+
+def test_nocache_admits_nothing() -> None:
+    cache = Cache(NoCache(RowSpace(BASES, 0)))
+    for rows in streams(1):
+        moved, admitted, hits, _ = cache.batch(rows)
+        assert len(moved.slots) == len(admitted.slots) == len(hits) == 0
+
+
+def test_hot_set_moves_in_chunks_and_keeps_what_stays() -> None:
+    policy = HotSet(RowSpace(BASES, 50), np.arange(50), chunk=20)
+    cache, nothing = Cache(policy), np.empty(0, np.int64)
+    assert [len(cache.batch(nothing)[0].slots) for _ in range(4)] == [20, 20, 10, 0]
+    slots = cache.slot_of()
+    wanted = np.arange(15, 60)
+    assert policy.retarget(wanted) == 10
+    while len(cache.batch(nothing)[0].slots):
+        pass
+    now = cache.slot_of()
+    assert set(wanted.tolist()) <= set(now)
+    assert all(now[row] == slots[row] for row in range(15, 50)), "rows that stay keep their slots"
+
+
+def test_hot_set_retargeted_while_it_moves() -> None:
+    policy = HotSet(RowSpace(BASES, 50), np.arange(50), chunk=20)
+    cache, nothing = Cache(policy), np.empty(0, np.int64)
+    cache.batch(nothing)
+    kept = cache.slot_of()
+    assert policy.retarget(np.arange(10, 60)) == 40
+    while len(cache.batch(nothing)[0].slots):
+        pass
+    now = cache.slot_of()
+    assert sorted(now) == list(range(10, 60)) == policy.target.tolist()
+    assert all(now[row] == slot for row, slot in kept.items() if row >= 10)

@@ -1,0 +1,78 @@
+"""Resident tables in one TBE or several: the same bits, and room for the dense vector."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.tables.build import TierConfig, tbe_count
+from recpipe.tables.resident import ResidentCollection
+from tests.tables.samples import CPU, FEATURES, dump, identical, table_set
+
+NAMES = [f.name for f in FEATURES]
+BATCH = 11
+
+
+def ids(seed: int) -> KeyedJaggedTensor:
+    """Bags of 0 to 4 ids."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 5, (len(NAMES) * BATCH,), generator=random)
+    values = [
+        torch.randint(0, f.rows, (int(n),), generator=random)
+        for f, n in zip(FEATURES, lengths.view(len(NAMES), BATCH).sum(1), strict=True)
+    ]
+    return KeyedJaggedTensor(NAMES, torch.cat(values), lengths=lengths)
+
+
+def trained(groups: int, steps: int = 6) -> ResidentCollection:
+    made = ResidentCollection(table_set("rowwise_adagrad"), CPU, groups)
+    for seed in range(steps):
+        pooled = made(ids(seed)).values()
+        pooled.backward(torch.sin(torch.arange(pooled.numel(), dtype=torch.float32)).view_as(pooled))
+    return made
+
+
+@pytest.mark.parametrize("groups", [2, len(FEATURES)])
+def test_several_tbes_are_bitwise_one(groups) -> None:
+    one, several = trained(1), trained(groups)
+    assert len(several.tbes) == groups
+    assert identical(dump(one), dump(several))
+    with torch.no_grad():
+        assert torch.equal(one(ids(99)).values(), several(ids(99)).values())
+    several.close()
+
+
+def test_a_table_that_is_not_updated_is_noticed() -> None:
+    one, several = trained(1), trained(2, steps=5)
+    assert not identical(dump(one), dump(several))
+    several.close()
+
+
+def test_room_is_empty_and_in_front() -> None:
+    made = trained(1)
+    roomy = made.pooled_with_room(ids(7))
+    assert roomy is not None
+    assert roomy.shape == (BATCH, (1 + len(FEATURES)) * made.tables.dim)
+    assert not roomy[:, : made.tables.dim].any()
+    assert torch.equal(roomy[:, made.tables.dim :], made(ids(7)).values())
+    assert ResidentCollection(table_set(), CPU, 2).pooled_with_room(ids(7)) is None
+
+
+def test_features_in_another_order_find_their_tables() -> None:
+    made, sparse = trained(1), ids(3)
+    shuffled = sparse.permute(list(reversed(range(len(NAMES)))))
+    assert torch.equal(made(sparse).values(), made(shuffled).values())
+
+
+def test_how_many_tbes() -> None:
+    def count(asked: object, ids_per_bag: float, device: str = "cpu") -> int:
+        config = TierConfig("resident", "host", "25%", None, True, False, tbes=asked)
+        return tbe_count(config, table_set(), lambda: ids_per_bag, torch.device(device))
+
+    threads = min(torch.get_num_threads(), len(FEATURES))
+    assert count("auto", 1.0) == 1
+    assert count("auto", 20.0) == threads
+    assert count("auto", 20.0, "cuda") == 1
+    assert count(2, 1.0) == 2
+    assert count(100, 1.0) == len(FEATURES)

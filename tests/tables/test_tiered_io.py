@@ -1,0 +1,196 @@
+"""What the tiers move and hold: traffic per batch, memory, and placements that survive a restart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from recpipe import seams
+from recpipe.errors import StoreError
+from recpipe.tables.stores import HostStore
+from tests.tables.samples import (
+    DIM,
+    MAKERS,
+    SLOTS,
+    dump,
+    identical,
+    stream,
+    table_set,
+    tiers,
+    train,
+    train_ahead,
+)
+
+
+class Spy(HostStore):
+    """Remembers which rows each call asked for."""
+
+    def __init__(self, layout, fill) -> None:
+        super().__init__(layout, fill)
+        self.reads: list[np.ndarray] = []
+        self.writes: list[np.ndarray] = []
+
+    def gather(self, rows, out) -> None:
+        self.reads.append(rows.copy())
+        super().gather(rows, out)
+
+    def scatter(self, rows, records) -> None:
+        self.writes.append(rows.copy())
+        super().scatter(rows, records)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("policy", MAKERS)
+def test_each_cold_row_moves_once_per_batch(tmp_path, policy, prefetch) -> None:
+    tables = table_set()
+    spy = Spy(tables.layout, tables.fill)
+    collection = tiers(tables, policy, tmp_path, spy, prefetch)
+    batches = stream(20, True)
+    train_ahead(collection, batches)
+    counted = collection.io.rows_read, collection.io.rows_written
+    collection.close()
+    assert len(spy.reads) == len(batches), "one gather per batch"
+    assert len(spy.writes) <= len(batches) + 1, "one scatter per batch, and one for the last slab"
+    for rows in (*spy.reads, *spy.writes):
+        assert len(np.unique(rows)) == len(rows), "a row moves twice"
+    assert counted[0] == sum(map(len, spy.reads))
+    assert collection.io.rows_written == sum(map(len, spy.writes)) >= counted[1]
+    distinct = [len(np.unique(collection.bags(batch).rows)) for batch in batches]
+    if policy == "nocache" and not prefetch:
+        assert [len(rows) for rows in spy.reads] == distinct == [len(rows) for rows in spy.writes]
+    if policy in ("nocache", "lru", "lfu"):
+        assert all(len(rows) <= most for rows, most in zip(spy.reads, distinct, strict=True))
+    if policy != "nocache":
+        assert sum(map(len, spy.reads)) < 0.9 * sum(distinct), "the cache saves traffic"
+
+
+def test_fetching_ahead_keeps_rows_that_the_next_batch_needs(tmp_path) -> None:
+    read = {}
+    for prefetch in (False, True):
+        collection = tiers(table_set(), "nocache", tmp_path, prefetch=prefetch)
+        train_ahead(collection, stream(20, True))
+        read[prefetch] = collection.io.rows_read
+        collection.close()
+    assert read[True] < 0.9 * read[False]
+
+
+@pytest.mark.parametrize("policy", [name for name in MAKERS if name != "hot"])
+def test_a_restored_placement_continues_alike(tmp_path, policy) -> None:
+    batches = stream(24, True)
+    first, second = (tiers(table_set(), policy, tmp_path) for _ in range(2))
+    train_ahead(first, batches[:12])
+    for region in first.regions():
+        second.write(region, first.read(region))
+    assert second.load_placement_state(first.placement_state())
+    np.testing.assert_array_equal(second.planner.row_of_slot, first.planner.row_of_slot)
+    assert identical(dump(first), dump(second)), "residents have their records"
+    before = first.io.rows_read, second.io.rows_read
+    train(first, batches[12:])
+    train(second, batches[12:])
+    assert identical(dump(first), dump(second))
+    np.testing.assert_array_equal(second.planner.row_of_slot, first.planner.row_of_slot)
+    slab = len(np.unique(first.bags(batches[11]).rows))
+    read = first.io.rows_read - before[0], second.io.rows_read - before[1]
+    assert read[0] <= read[1] <= read[0] + slab, "only what the slab carried is fetched again"
+    first.close()
+    second.close()
+
+
+def test_a_placement_of_another_run_is_not_taken_over(tmp_path) -> None:
+    collection = tiers(table_set(), "lru", tmp_path)
+    train(collection, stream(4, True))
+    state = collection.placement_state()
+    for policy, slots in (("lfu", SLOTS), ("lru", SLOTS - 1), ("nocache", 0)):
+        other = tiers(table_set(), policy, tmp_path, slots=slots)
+        assert not other.load_placement_state(state)
+        assert not (other.planner.row_of_slot >= 0).any()
+        other.close()
+    assert not tiers(table_set(), "lru", tmp_path).load_placement_state(None)
+    collection.close()
+
+
+def test_placement_state_is_a_copy(tmp_path) -> None:
+    collection = tiers(table_set(), "lfu", tmp_path)
+    train(collection, stream(4, True))
+    state = collection.placement_state()
+    counts = state["state"]["counts"].copy()
+    train(collection, stream(4, True, seed=6))
+    np.testing.assert_array_equal(state["state"]["counts"], counts)
+    collection.close()
+
+
+@pytest.mark.parametrize("store", ["host", "ssd"])
+@pytest.mark.parametrize("policy", MAKERS)
+def test_memory_is_what_was_allocated(tmp_path, policy, store) -> None:
+    tables = table_set("adagrad")
+    collection = tiers(tables, policy, tmp_path, store)
+    train(collection, stream(6, True))
+    slots = 0 if policy == "nocache" else SLOTS
+    weights, state = seams.tbe_views(collection.resident)[0]
+    assert weights.shape == state.shape == (max(1, slots), DIM)
+    assert collection.resident_bytes == slots * 4 * (DIM + DIM)
+    planner = collection.planner
+    arrays = [planner.where, planner.row_of_slot]
+    arrays += [a for a in vars(planner.policy).values() if isinstance(a, np.ndarray)]
+    slab = seams.tbe_views(collection.slab)[0]
+    assert slab[0].shape[0] >= len(planner.slab_rows)
+    held = sum(a.nbytes for a in arrays) + sum(t.nbytes for t in slab) + collection.store.overhead_bytes
+    assert collection.overhead_bytes == held
+    assert held > 4 * tables.layout.total_rows
+    collection.close()
+
+
+class Failing(HostStore):
+    """A store whose device fails from its third call of ``method`` on."""
+
+    def __init__(self, tables, method: str) -> None:
+        super().__init__(tables.layout, tables.fill)
+        self.method, self.left, self.closed = method, 2, False
+
+    def _count(self, method: str) -> None:
+        if method == self.method:
+            self.left -= 1
+            if self.left < 0:
+                raise StoreError("the device failed")
+
+    def gather(self, rows, out) -> None:
+        self._count("gather")
+        super().gather(rows, out)
+
+    def scatter(self, rows, records) -> None:
+        self._count("scatter")
+        super().scatter(rows, records)
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("policy", MAKERS)
+@pytest.mark.parametrize("method", ["gather", "scatter"])
+def test_a_failing_store_stops_training_and_is_closed(tmp_path, method, policy, prefetch) -> None:
+    store = Failing(table_set(), method)
+    collection = tiers(table_set(), policy, tmp_path, store, prefetch)
+
+    def run() -> None:
+        try:
+            train_ahead(collection, stream(30, True))
+        finally:
+            collection.close()
+
+    with pytest.raises(StoreError, match="the device failed"):
+        run()
+    assert store.closed
+
+
+def test_a_batch_that_is_not_trained_changes_nothing(tmp_path) -> None:
+    """A callback may skip a batch: its rows have been fetched, and must not be lost."""
+    collection = tiers(table_set("adagrad"), "lru", tmp_path)
+    batches = stream(8, True)
+    train_ahead(collection, batches)
+    before = dump(collection)
+    for batch in stream(4, True, seed=8):
+        collection.advance(collection.plan(batch))
+    assert identical(dump(collection), before)
+    collection.close()

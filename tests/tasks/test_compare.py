@@ -1,0 +1,657 @@
+"""task=compare: rows, interleaving, statistics, parameters, what a failure leaves, and child processes."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import io
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from rich.console import Console
+
+from recpipe.common.validation import typed
+from recpipe.config.compose import compose as compose_recipe
+from recpipe.config.task import CompareConfig
+from recpipe.errors import UserError
+from recpipe.run import run as run_recipe
+from recpipe.tasks import compare_run
+from recpipe.tasks.compare import compare
+from recpipe.tasks.compare_rows import carried_overrides, parse_rows, quoted
+from tests.processes import Cli
+
+ROOT = Path(__file__).parents[2]
+INSTALLED = ("hotline", "fae", "slipstream")
+
+
+def report(
+    speed: float, auc: float = 0.77, altered: list[str] | None = None, rows: int = 0
+) -> dict[str, Any]:
+    return {
+        "throughput": {"samples_per_second": speed},
+        "quality": {"auc": auc, "logloss": 0.5, "ne": 0.8},
+        "memory": {"peak_rss_bytes": 1 << 30, "resident_bytes": 1, "cold_bytes": 2},
+        "io": {"rows_read": rows, "rows_written": rows, "bytes_read": 64 * rows, "bytes_written": 64 * rows}
+        | {"store": "host", "direct": None, "wait_seconds": 0.5},
+        "data": {"train_samples": 1000},
+        "altered": altered or [],
+    }
+
+
+def value_of(arguments: list[str], key: str) -> str | None:
+    for argument in arguments:
+        override = OverridesParser.create().parse_override(argument)
+        if override.key_or_group == key:
+            value = override.value()
+            return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return None
+
+
+class FakeRuns:
+    """Stands in for child processes: reports and parameter offsets by row name, and a log of calls."""
+
+    def __init__(
+        self, reports: dict[str, list[dict[str, Any]]], offsets: dict[str, float] | None = None
+    ) -> None:
+        self.reports, self.offsets = copy.deepcopy(reports), offsets or {}
+        self.rounding = 1e-7
+        """What the run with nudged weights differs by."""
+        self.calls: list[tuple[str, str]] = []
+        self.arguments: list[list[str]] = []
+        self.exports: list[Path] = []
+        self.fault: Callable[[str, str, int], None] = lambda task, name, call: None
+
+    def __call__(self, arguments: list[str], directory: Path) -> dict[str, Any]:
+        name = value_of(arguments, "plugin") or value_of(arguments, "tiers.policy") or ""
+        task = value_of(arguments, "task") or ""
+        assert value_of(arguments, "hydra.run.dir") == str(directory)
+        self.calls.append((task, name))
+        self.arguments.append(arguments)
+        self.fault(task, name, len(self.calls))
+        if task == "plan":
+            return {}
+        export, nudged = value_of(arguments, "task.export_parameters"), value_of(arguments, "task.nudge")
+        if export:
+            self.export(Path(export), self.rounding if nudged else self.offsets.get(name, 0.0))
+        return report(1.0, auc=0.7701) if nudged else self.reports[name].pop(0)
+
+    def export(self, directory: Path, offset: float) -> None:
+        directory.mkdir(parents=True)
+        self.exports.append(directory)
+        table = np.zeros((1000, 8), np.float32)
+        table[-1, -1] += offset
+        np.save(directory / "t0.npy", table)
+        np.save(directory / "t0.state.npy", np.ones(1000, np.float32))
+        np.savez(directory / "dense.npz", weight=np.ones((3, 3), np.float32))
+
+
+def config(*plugins: str, repetitions: int = 3, warmup: int = 1) -> CompareConfig:
+    return CompareConfig(list(plugins), repetitions, warmup, ranks=1)
+
+
+def run(
+    cfg: CompareConfig, out: Path, runs: FakeRuns, overrides: tuple[str, ...] = ()
+) -> tuple[dict[str, Any], str]:
+    console = Console(file=io.StringIO(), width=80)
+    content = compare(cfg, out, launch=runs, overrides=list(overrides), installed=INSTALLED, console=console)
+    assert isinstance(console.file, io.StringIO)
+    return content, console.file.getvalue()
+
+
+def three_rows() -> FakeRuns:
+    return FakeRuns(
+        {
+            "resident": [report(s) for s in (1, 100.0, 200.0, 50.0)],
+            "lru": [report(s, 0.771, rows=100) for s in (1, 50.0, 120.0, 20.0)],
+            "fae,slipstream": [report(s, altered=["SAMPLE_ORDER"]) for s in (1, 90.0, 90.0, 20.0)],
+        },
+        {"lru": 3e-7, "fae,slipstream": 5.0},
+    )
+
+
+def test_rows_run_interleaved_after_all_are_assembled(tmp_path: Path) -> None:
+    runs = three_rows()
+    run(config("resident", "lru", "fae+slipstream"), tmp_path, runs)
+    order = ["resident", "lru", "fae,slipstream"]
+    calls = [("plan", name) for name in order] + [("train", name) for name in order] * 4
+    calls.insert(6, ("train", "resident"))  # once more, after the first round, to see what one rounding does
+    assert runs.calls == calls
+    assert "task.nudge=true" in runs.arguments[6]
+    assert sum("task.nudge=true" in arguments for arguments in runs.arguments) == 1
+
+
+def test_figures_are_medians_of_counted_rounds_and_ratios_pair_rounds(tmp_path: Path) -> None:
+    content, _ = run(config("resident", "lru", "fae+slipstream"), tmp_path, three_rows())
+    resident, lru, fae = content["rows"]
+    assert resident["samples_per_second"] == {"median": 100, "min": 50, "max": 200}
+    assert resident["ratio"] == 1
+    assert lru["samples_per_second"] == {"median": 50, "min": 20, "max": 120}
+    assert lru["ratio"] == 0.5
+    assert lru["ratio_spread"] == {"median": 0.5, "min": 0.4, "max": 0.6}
+    assert fae["ratio"] == 0.45  # of 0.9, 0.45, 0.4; the medians' ratio would be 0.9
+    assert lru["auc_difference"] == pytest.approx(0.001)
+    assert [row["name"] for row in content["rows"]] == ["resident", "lru", "fae+slipstream"]
+    assert fae["altered"] == ["SAMPLE_ORDER"]
+    assert lru["io"]["rows_read"] == 100
+
+
+def test_exact_rows_get_their_parameter_difference_and_exports_go(tmp_path: Path) -> None:
+    runs = three_rows()
+    content, _ = run(config("resident", "lru", "fae+slipstream"), tmp_path, runs)
+    assert [row["max_parameter_difference"] for row in content["rows"]] == [0, pytest.approx(3e-7), None]
+    assert len(runs.exports) == 4  # of the first round and the rounding
+    assert not any(path.exists() for path in runs.exports)
+
+
+def test_result_files_hold_the_public_schema(tmp_path: Path) -> None:
+    content, text = run(config("resident", "lru", "fae+slipstream"), tmp_path, three_rows())
+    saved = json.loads((tmp_path / "compare.json").read_text())
+    assert saved == json.loads(json.dumps(content))
+    assert saved["schema"] == 1
+    assert saved["partial"] is False
+    assert saved["environment"]["torch"]
+    for row in saved["rows"]:
+        assert row.keys() >= {"name", "samples_per_second", "ratio", "auc", "logloss", "ne", "io", "altered"}
+        assert "max_parameter_difference" in row
+        assert row["samples_per_second"].keys() == {"median", "min", "max"}
+    page = (tmp_path / "compare.html").read_text()
+    assert page.count("<svg") == 5
+    assert "<script" not in page
+    for part in (
+        "fae+slipstream*",
+        "0.500",
+        "3.0e-07",
+        "alters SAMPLE_ORDER",
+        "one rounding",
+        "compare.html",
+    ):
+        assert part in text
+    assert "!" not in text
+    assert max(map(len, text.splitlines()[:-1])) <= 80
+
+
+def test_a_row_named_twice_shows_the_noise(tmp_path: Path) -> None:
+    runs = FakeRuns({"lru": [report(s) for s in (100.0, 80.0)]})
+    content, _ = run(config("lru", "lru", repetitions=1, warmup=0), tmp_path, runs)
+    assert content["rows"][1]["ratio"] == 0.8
+    assert runs.calls == [("plan", "lru"), ("train", "lru"), ("train", "lru")]
+
+
+@pytest.mark.parametrize(
+    ("plugins", "message"),
+    [
+        (("resident", "hotlin"), "unknown 'hotlin'. Did you mean 'hotline'?"),
+        (("fae+slipstrem",), "unknown 'slipstrem' in row 'fae+slipstrem'. Did you mean 'slipstream'?"),
+        (("lru+lfu",), "row 'lru+lfu' names 2 policies"),
+        (("",), "unknown ''"),
+    ],
+)
+def test_wrong_names_are_told_before_anything_runs(
+    tmp_path: Path, plugins: tuple[str, ...], message: str
+) -> None:
+    runs = FakeRuns({})
+    with pytest.raises(UserError) as caught:
+        run(config(*plugins), tmp_path, runs)
+    assert message in str(caught.value)
+    assert runs.calls == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("repetitions", 0),
+        ("repetitions", 2.5),
+        ("warmup", -1),
+        ("warmup", "x"),
+        ("ranks", 0),
+        ("plugins", []),
+    ],
+)
+def test_wrong_numbers_of_rounds(key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=re.escape(f"compare.{key}={value}: must ")):
+        typed(CompareConfig, {**vars(config("lru")), key: value}, "compare")
+
+
+def test_a_clash_is_told_by_row_before_any_training(tmp_path: Path) -> None:
+    runs = three_rows()
+
+    def clash(task: str, name: str, call: int) -> None:
+        if name == "fae,slipstream":
+            raise UserError("two plugins want the splitter")
+
+    runs.fault = clash
+    with pytest.raises(UserError, match=r"row 'fae\+slipstream': two plugins want the splitter"):
+        run(config("resident", "lru", "fae+slipstream"), tmp_path, runs)
+    assert {task for task, _ in runs.calls} == {"plan"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "call"), [(KeyboardInterrupt(), 12), (UserError("disk full"), 11)], ids=["Ctrl-C", "first row"]
+)
+def test_what_is_finished_is_kept(tmp_path: Path, fault: BaseException, call: int) -> None:
+    runs = three_rows()
+    runs.fault = failing(call, fault)
+    with pytest.raises(type(fault)):
+        run(config("resident", "lru", "fae+slipstream"), tmp_path, runs)
+    saved = json.loads((tmp_path / "compare.json").read_text())
+    assert saved["partial"] is True
+    # Plans, warm-up, rounding and first round are 10 runs.
+    assert [len(row["rounds"]) for row in saved["rows"]] == [call - 10, 1, 1]
+    assert saved["rows"][1]["ratio"] == 0.5
+    assert (tmp_path / "compare.html").exists()
+    assert not any(path.exists() for path in runs.exports)
+
+
+def failing(at: int, fault: BaseException) -> Callable[[str, str, int], None]:
+    """A ``FakeRuns.fault``: the run of that number fails."""
+
+    def fail(task: str, name: str, call: int) -> None:
+        if call == at:
+            raise fault
+
+    return fail
+
+
+def test_a_row_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
+    runs = three_rows()
+    runs.fault = failing(12, UserError("out of memory"))  # lru, in the second round
+    with pytest.raises(UserError, match=r"^row 'lru': out of memory\. All else is in .*compare\.json$"):
+        run(config("resident", "lru", "fae+slipstream"), tmp_path, runs)
+    saved = json.loads((tmp_path / "compare.json").read_text())
+    assert saved["partial"] is False
+    assert [len(row["rounds"]) for row in saved["rows"]] == [3, 1, 3]
+    assert [row["failed"] for row in saved["rows"]] == [None, "row 'lru': out of memory", None]
+    assert "! row &#39;lru&#39;: out of memory" in (tmp_path / "compare.html").read_text()
+    assert runs.calls[-3:] == [
+        ("train", "fae,slipstream"),
+        ("train", "resident"),
+        ("train", "fae,slipstream"),
+    ]
+
+
+# -- rows that declare themselves exact ---------------------------------------------------------
+
+
+def test_an_exact_row_is_judged_by_what_one_rounding_does(tmp_path: Path) -> None:
+    runs = three_rows()
+    content, text = run(config("resident", "lru", "fae+slipstream"), tmp_path, runs)
+    assert [row["exact_as_declared"] for row in content["rows"]] == [True, True, None]
+    rounding = content["rounding"]
+    assert rounding["name"] == "resident"
+    assert rounding["max_parameter_difference"] == pytest.approx(1e-7)
+    assert rounding["auc_difference"] == pytest.approx(0.0001)
+    assert rounding["allowed_max_parameter_difference"] == pytest.approx(rounding["factor"] * 1e-7)
+    assert "one rounding of every first weight moves resident's parameters by 1.0e-07" in text.replace(
+        "\n", " "
+    )
+
+
+@pytest.mark.parametrize(
+    ("offset", "rounding"), [(0.045, 1e-4), (2e-6, 1e-7), (1e-6, 0.0), (float("nan"), 1.0)]
+)
+def test_a_row_that_is_not_exact_is_marked_and_told_when_all_is_done(
+    tmp_path: Path, offset: float, rounding: float
+) -> None:
+    runs = three_rows()
+    runs.offsets["lru"], runs.rounding = offset, rounding
+    console = Console(file=io.StringIO(), width=80)
+    cfg = config("resident", "lru", "fae+slipstream")
+    with pytest.raises(UserError, match="^row 'lru' declares itself exact, but its parameters differ by"):
+        compare(cfg, tmp_path, launch=runs, overrides=[], installed=INSTALLED, console=console)
+    assert isinstance(console.file, io.StringIO)
+    text, page = console.file.getvalue(), (tmp_path / "compare.html").read_text()
+    assert text.count("lru! ") == 2
+    assert "! row 'lru' declares itself exact" in text
+    assert page.count("<th>lru!</th>") == 2
+    assert "declares itself exact" in page
+    saved = json.loads((tmp_path / "compare.json").read_text())
+    assert [row["exact_as_declared"] for row in saved["rows"]] == [True, False, None]
+    assert [len(row["rounds"]) for row in saved["rows"]] == [3, 3, 3]
+
+
+def test_many_small_differences_are_found_by_their_mean(tmp_path: Path) -> None:
+    one, other, rounded = (np.zeros(1000, np.float32) for _ in range(3))
+    other += 1e-4
+    rounded[0] = 1e-4
+    folders = [export(tmp_path / n, t=t) for n, t in zip("abc", (one, other, rounded), strict=True)]
+    apart, rounding = (compare_run.differences(folders[0], folder) for folder in folders[1:])
+    assert apart.largest == rounding.largest
+    assert apart.rms == pytest.approx(1e-4, rel=1e-2)
+    assert apart.within(rounding) is False
+    assert rounding.within(rounding) is True
+
+
+def test_exact_rows_are_compared_with_the_first_exact_one(tmp_path: Path) -> None:
+    runs = three_rows()
+    runs.offsets["resident"] = 3e-7
+    content, _ = run(config("fae+slipstream", "lru", "resident"), tmp_path, runs)
+    assert [row["max_parameter_difference"] for row in content["rows"]] == [None, 0, 0]
+    assert content["rounding"]["name"] == "lru"
+    assert content["rows"][1]["auc_difference"] == pytest.approx(
+        0.001
+    )  # figures of quality: to the first row
+
+
+def test_nothing_is_run_for_the_rounding_where_all_rows_are_equal(tmp_path: Path) -> None:
+    runs = three_rows()
+    runs.offsets = {}
+    content, text = run(config("resident", "lru"), tmp_path, runs)
+    assert content["rounding"] is None
+    assert [row["exact_as_declared"] for row in content["rows"]] == [True, True]
+    assert "rounding" not in text
+    assert len(runs.calls) == 2 + 2 * 4
+
+
+def test_a_row_with_other_parameters_does_not_lose_the_rows_after_it(tmp_path: Path) -> None:
+    runs = three_rows()
+    usual = runs.export
+
+    def other_model(directory: Path, offset: float) -> None:
+        usual(directory, offset)
+        if directory.name == "1":
+            np.save(directory / "t0.npy", np.zeros((5, 8), np.float32))
+
+    runs.export = other_model  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"row 'lru' .* cannot be compared: parameter 't0.npy' has shape"):
+        run(config("resident", "lru", "fae+slipstream"), tmp_path, runs)
+    saved = json.loads((tmp_path / "compare.json").read_text())
+    assert [row["exact_as_declared"] for row in saved["rows"]] == [True, False, None]
+    assert "has shape" in saved["rows"][1]["not_comparable"]
+    assert [len(row["rounds"]) for row in saved["rows"]] == [3, 3, 3]
+
+
+MISDECLARED = """
+import lightning as L
+from recpipe.plugin.api import Contribution, Plugin
+
+class P(Plugin):
+    api = (1, 0)
+
+    def contribute(self, ctx):
+        return Contribution(callbacks=[ChangesAWeight()])
+
+class ChangesAWeight(L.Callback):
+    def on_train_batch_end(self, trainer, module, *_):
+        module.dense[0].data[0, 0] += 1e-3
+"""
+
+
+@pytest.fixture
+def misdeclared(install: Callable[..., Path]) -> None:
+    """A package with a plugin ``off`` that alters training and does not say so."""
+    install("off", "# @package plugins.off\n{}\n", MISDECLARED)
+
+
+@pytest.mark.usefixtures("misdeclared")
+def test_a_plugin_that_is_not_what_it_declares_is_found_and_hotline_passes(tmp_path: Path) -> None:
+    def launch(arguments: list[str], directory: Path) -> dict[str, Any]:
+        return run_recipe(compose_recipe(arguments), directory)
+
+    small = ["data.samples=2000", "data.batch_size=64", "data.table_scale=0.01", "trainer.max_steps=8"]
+    quiet = ["trainer.progress=false", "trainer.logger=null", "trainer.checkpoint_every=null"]
+    cfg = config("resident", "lru", "hotline", "off", repetitions=1, warmup=0)
+    with pytest.raises(UserError, match="^row 'off' declares itself exact, but its parameters differ by"):
+        compare(cfg, tmp_path / "out", launch=launch, overrides=[*small, *quiet], console=Console(quiet=True))
+    saved = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert [row["exact_as_declared"] for row in saved["rows"]] == [True, True, True, False]
+    assert saved["rows"][1]["max_parameter_difference"] == 0
+    assert saved["rounding"]["max_parameter_difference"] > 0
+    assert saved["rows"][3]["samples_per_second"]["median"] > 0
+
+
+def test_an_interrupt_before_the_first_result_leaves_no_table(tmp_path: Path) -> None:
+    runs = three_rows()
+
+    def stop(task: str, name: str, call: int) -> None:
+        raise KeyboardInterrupt
+
+    runs.fault = stop
+    with pytest.raises(KeyboardInterrupt):
+        run(config("resident", "lru"), tmp_path, runs)
+    assert not (tmp_path / "compare.json").exists()
+
+
+def test_a_run_that_trained_nothing_is_told(tmp_path: Path) -> None:
+    runs = FakeRuns({"lru": [{"throughput": {"samples_per_second": None}}]})
+    with pytest.raises(UserError, match="row 'lru': trained nothing"):
+        run(config("lru"), tmp_path, runs)
+
+
+def test_the_users_overrides_reach_every_run_and_the_comparisons_own_do_not() -> None:
+    rows = parse_rows(["lru", "hotline"], INSTALLED)
+    mine = [
+        "task=compare",
+        "compare.plugins=[lru,hotline]",
+        "task.export_parameters=x",
+        "data.path='a b,{c}=$d.gz'",
+        "seed=3",
+        "~trainer.limit",
+        "+plugins.hotline.sample_rate=0.1",
+        "++plugins.hotline.other=1",
+        "--config-dir=/x",
+    ]
+    carried = carried_overrides(mine, rows)
+    common = ["data.path='a b,{c}=$d.gz'", "seed=3", "~trainer.limit"]
+    assert carried["lru"] == [*common, "--config-dir=/x"]
+    knobs = ["plugins.hotline.sample_rate=0.1", "++plugins.hotline.other=1"]
+    assert carried["hotline"] == [*common, *knobs, "--config-dir=/x"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+plugin=hotline", "takes its plugins from compare.plugins"),
+        ("+plugins.fae.x=1", "no row of compare.plugins"),
+    ],
+)
+def test_overrides_that_contradict_the_rows(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        carried_overrides([override], parse_rows(["lru", "hotline"], INSTALLED))
+
+
+def test_outside_the_command_line_there_are_no_overrides_to_carry(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="run python -m recpipe task=compare"):
+        run_recipe(compose_recipe(["task=compare"]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "a b", "it's", "x=1,y", "{a}[b]", "${a}", "back\\slash", "end\\", "\\'", "é+#"]
+)
+def test_quoted_paths_survive_hydra(tmp_path: Path, name: str) -> None:
+    (tmp_path / "c.yaml").write_text("key: null\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        cfg = compose("c", overrides=[quoted("key", Path("/tmp") / name)])
+    assert cfg.key == f"/tmp/{name}"
+
+
+def test_task_group_has_a_default_and_compare_is_chosen_by_name(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text(
+        f"defaults: [task: train, _self_]\nhydra: {{searchpath: ['file://{ROOT / 'conf'}']}}\n"
+    )
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        plain = compose("train")
+        chosen = compose("train", overrides=["task=compare", "compare.plugins=[resident,fae+slipstream]"])
+        plan = compose("train", overrides=["task=plan"])
+    assert (plain.task.name, chosen.task.name, plan.task.name) == ("train", "compare", "plan")
+    assert "compare" not in plain
+    assert list(chosen.compare.plugins) == ["resident", "fae+slipstream"]
+    assert (chosen.compare.repetitions, chosen.compare.warmup) == (5, 1)
+    assert plain.task.export_parameters is None
+
+
+# -- files --------------------------------------------------------------------------------------
+
+
+def test_a_file_that_cannot_be_written_costs_no_row_and_no_table(tmp_path: Path) -> None:
+    (tmp_path / "compare.json.tmp").mkdir()
+    runs, console = three_rows(), Console(file=io.StringIO(), width=80)
+    with pytest.raises(UserError, match=f"^cannot write {tmp_path}/compare.json: Is a directory; choose"):
+        compare(config("resident", "lru"), tmp_path, launch=runs, overrides=[], installed=[], console=console)
+    assert isinstance(console.file, io.StringIO)
+    assert "param" in console.file.getvalue()
+    assert f"report: {tmp_path}/compare.html".replace("\n", "") in console.file.getvalue()
+    assert (tmp_path / "compare.html").is_file()
+
+
+def test_a_users_folder_of_parameters_stays(tmp_path: Path) -> None:
+    (tmp_path / "parameters").mkdir()
+    (tmp_path / "parameters" / "mine.npy").touch()
+    run(config("resident", "lru"), tmp_path, three_rows())
+    assert {f.name for f in tmp_path.iterdir()} == {"parameters", "compare.json", "compare.html"}
+    assert (tmp_path / "parameters" / "mine.npy").exists()
+
+
+# -- parameters ---------------------------------------------------------------------------------
+
+
+def export(directory: Path, **arrays: np.ndarray[Any, Any]) -> Path:
+    directory.mkdir()
+    for name, array in arrays.items():
+        np.save(directory / f"{name}.npy", array)
+    np.savez(directory / "dense.npz", weight=np.zeros((2, 2), np.float32))
+    return directory
+
+
+def test_parameter_difference_finds_the_one_element_that_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare_run, "_CHUNK_FLOATS", 64)
+    table = np.random.default_rng(0).random((100, 7), np.float32)
+    for row, column in ((0, 0), (9, 1), (99, 6)):
+        other = table.copy()
+        other[row, column] -= 0.25
+        a = export(tmp_path / f"a{row}", t=table)
+        b = export(tmp_path / f"b{row}", t=other)
+        assert compare_run.parameter_difference(a, b) == pytest.approx(0.25, rel=1e-6)
+    same = export(tmp_path / "same", t=table)
+    assert compare_run.parameter_difference(a, same) == 0
+
+
+def test_parameter_difference_sees_state_dense_and_nan(tmp_path: Path) -> None:
+    a = export(tmp_path / "a", t=np.zeros(4, np.float32))
+    dense = export(tmp_path / "dense", t=np.zeros(4, np.float32))
+    np.savez(dense / "dense.npz", weight=np.full((2, 2), 2, np.float32))
+    assert compare_run.parameter_difference(a, dense) == 2
+    broken = export(tmp_path / "nan", t=np.array([0, np.nan, 0, 0], np.float32))
+    assert np.isnan(compare_run.parameter_difference(a, broken))
+
+
+def test_exports_of_different_tables_are_refused(tmp_path: Path) -> None:
+    a = export(tmp_path / "a", t=np.zeros(4, np.float32))
+    with pytest.raises(UserError, match=r"different tables: \['u.npy'\]"):
+        compare_run.parameter_difference(a, export(tmp_path / "b", t=np.zeros(4), u=np.zeros(4)))
+    with pytest.raises(UserError, match=r"shape \(4,\) in one run and \(5,\)"):
+        compare_run.parameter_difference(a, export(tmp_path / "c", t=np.zeros(5, np.float32)))
+    with pytest.raises(UserError, match="none at all"):
+        compare_run.parameter_difference(tmp_path, tmp_path)
+
+
+def test_pickled_arrays_are_never_loaded(tmp_path: Path) -> None:
+    a = export(tmp_path / "a", t=np.zeros(1, np.float32))
+    b = export(tmp_path / "b", t=np.array([object()]))
+    with pytest.raises(ValueError, match=r"allow_pickle=False|Python objects"):
+        compare_run.parameter_difference(a, b)
+
+
+# -- child processes ----------------------------------------------------------------------------
+
+
+def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Make ``sys.executable -m recpipe`` a shell script."""
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+def test_launch_returns_the_report_and_drops_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    interpreter(
+        tmp_path,
+        monkeypatch,
+        f'echo "$@"; mkdir "{out}/checkpoints"; echo \'{{"a": 1}}\' > "{out}/report.json"',
+    )
+    assert compare_run.launch(["seed=1", "data.path=a b;$(c)"], out) == {"a": 1}
+    assert (out / "run.log").read_text() == "-m recpipe seed=1 data.path=a b;$(c)\n"
+    assert not (out / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo noise; echo 'error: no such file x.gz' >&2; exit 2", "^no such file x.gz$"),
+        (
+            "echo Traceback; echo 'ValueError: odd'; exit 1",
+            r"failed with status 1 \(ValueError: odd\); .*run.log",
+        ),
+        ("kill -9 $$", r"killed by signal 9 \(no output\)"),
+    ],
+)
+def test_launch_tells_why_a_run_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
+) -> None:
+    interpreter(tmp_path, monkeypatch, script)
+    with pytest.raises(UserError, match=message):
+        compare_run.launch([], tmp_path / "run")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_run_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
+) -> None:
+    started = tmp_path / "pid"
+    interpreter(
+        tmp_path, monkeypatch, f'echo $$ > "{started}.new"; mv "{started}.new" "{started}"; exec sleep 60'
+    )
+    # A shell's background job is started with SIGINT ignored, and then Python does not listen to it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt() -> None:
+        while not started.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), sent)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt), compare_run.interrupt_on_sigterm():
+        compare_run.launch([], tmp_path / "run")
+    thread.join()
+    signal.signal(signal.SIGINT, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("recpipe.run") is None, reason="recpipe.run is not there")
+@pytest.mark.parametrize(
+    "rows", [("lru",), pytest.param(("resident", "lru"), marks=pytest.mark.soak)], ids="+".join
+)
+def test_real_comparison_end_to_end(cli: Cli, tmp_path: Path, rows: tuple[str, ...]) -> None:
+    """The comparison's runs are processes of its own, from the beginning."""
+    rounds = [f"compare.plugins=[{','.join(rows)}]", "compare.repetitions=1", "compare.warmup=0"]
+    few = ["data.samples=3000", "data.batch_size=64", "data.table_scale=0.01", "trainer.max_steps=5"]
+    overrides = ["task=compare", *rounds, *few, quoted("hydra.run.dir", tmp_path)]
+    done = cli(*overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "compare.json").read_text())
+    assert [row["name"] for row in content["rows"]] == list(rows)
+    lru = content["rows"][-1]
+    assert lru["samples_per_second"]["median"] > 0
+    assert lru["io"]["rows_read"] > 0
+    assert lru["max_parameter_difference"] == 0
+    assert (tmp_path / "compare.html").exists()
+    assert not (tmp_path / "parameters").exists()

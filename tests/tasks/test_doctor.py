@@ -1,0 +1,134 @@
+"""`recpipe doctor` with faked installations: each clash is named with the command that mends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recpipe.errors import UserError
+from recpipe.tasks import doctor
+
+CPU = {"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
+CUDA = {"torch": "2.13.0+cu130", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"}
+
+
+def triple(versions: dict[str, str], cuda: bool = False) -> doctor.Finding:
+    findings = doctor.check_triple(versions.get, cuda)
+    assert len(findings) == 1
+    return findings[0]
+
+
+@pytest.mark.parametrize(
+    ("versions", "cuda"),
+    [(CPU, False), (CUDA, True), ({"torch": "2.11.0", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0"}, True)],
+)
+def test_known_sets_pass_and_what_has_not_run_says_so(versions: dict[str, str], cuda: bool) -> None:
+    finding = triple(versions, cuda)
+    assert finding.ok
+    assert finding.text.endswith("a set that is resolved, not yet run on a GPU" if cuda else "a tested set")
+
+
+@pytest.mark.parametrize(
+    "file", sorted((doctor.CHECKOUT / "requirements").glob("cuda*.txt")), ids=lambda f: f.name
+)
+def test_no_page_calls_a_cuda_set_tested(file: Path) -> None:
+    """Until one has run: the set's own first line, and README's table, say that it has not."""
+    first = file.read_text(encoding="utf-8").splitlines()[0]
+    assert first.endswith(f"{doctor.NOT_RUN}.")
+    assert "tested" not in first.lower()
+    readme = (doctor.CHECKOUT / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in readme.splitlines() if line.startswith("| CUDA |")]
+    assert len(rows) == 2
+    assert all(row.endswith(f"| {doctor.NOT_RUN} |") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "file"),
+    [
+        ({"torchrec": "1.6.0"}, "torch 2.13 with torchrec 1.8 and fbgemm-gpu 1.8 is", "requirements/cpu.txt"),
+        ({"torch": "2.12.1"}, "not a tested set", "requirements/cpu.txt"),
+        ({"fbgemm-gpu-cpu": "1.7.0"}, "fbgemm-gpu-cpu 1.7.0: not a tested set", "requirements/cpu.txt"),
+    ],
+)
+def test_untested_sets_name_the_nearest_tested_one(change: dict[str, str], text: str, file: str) -> None:
+    finding = triple(CPU | change)
+    assert text in finding.text
+    assert finding.remedy.endswith(f"-m pip install -r {file}")
+
+
+def test_torch_2_11_is_mended_with_its_own_file() -> None:
+    finding = triple({"torch": "2.11.0+cu130", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"}, cuda=True)
+    assert finding.remedy.endswith("requirements/cuda-torch2.11.txt")
+
+
+def test_outside_of_a_checkout_the_remedy_names_packages(tmp_path: Path) -> None:
+    cpu, cuda = doctor.install(False, root=tmp_path), doctor.install(True, "2.11", root=tmp_path)
+    assert "torch==2.13.* fbgemm-gpu-cpu==1.8.*" in cpu
+    assert cpu.endswith("-m pip install --no-deps torchrec==1.8.*")
+    assert cuda.endswith("torch==2.11.* fbgemm-gpu==1.6.* torchrec==1.6.*")
+
+
+@pytest.mark.parametrize("name", ["torch", "torchrec"])
+def test_missing_package_is_named(name: str) -> None:
+    finding = triple({k: v for k, v in CPU.items() if k != name})
+    assert finding.text == f"{name} is not installed"
+    assert not finding.ok
+
+
+def test_missing_fbgemm_is_named() -> None:
+    assert triple({"torch": "2.13.0", "torchrec": "1.8.0"}).text == "fbgemm-gpu is not installed"
+
+
+@pytest.mark.parametrize(
+    ("owners", "cuda", "text"),
+    [
+        (["fbgemm-gpu", "fbgemm-gpu-cpu"], False, "both wrote fbgemm_gpu/"),
+        (["fbgemm-gpu"], False, "CUDA build, but torch is a CPU build"),
+        (["fbgemm-gpu-cpu"], True, "CPU build, but torch is a CUDA build"),
+        ([], False, "no distribution holds fbgemm_gpu/"),
+    ],
+)
+def test_fbgemm_clashes(owners: list[str], cuda: bool, text: str) -> None:
+    [finding] = doctor.check_fbgemm(CPU.get, owners, cuda)
+    assert text in finding.text
+    assert "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && " in finding.remedy
+
+
+def test_fbgemm_of_the_right_kind() -> None:
+    assert doctor.check_fbgemm(CPU.get, ["fbgemm-gpu-cpu"], cuda=False)[0].ok
+
+
+def test_python_and_other_packages() -> None:
+    assert "3.10.2 is too old" in doctor.check_python((3, 10, 2)).text
+    assert doctor.check_python((3, 11, 0)).ok
+    hydra, lightning = doctor.check_others({"hydra-core": "1.5.0"}.get)
+    assert "outside 1.3.2 .. 1.5" in hydra.text
+    assert lightning.text == "lightning is not installed"
+    assert "pip install 'lightning>=2.5,<3'" in lightning.remedy
+
+
+def test_a_run_refuses_an_untested_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed_version", (CPU | {"torchrec": "1.6.0"}).get)
+    monkeypatch.delenv(doctor.SKIP, raising=False)
+    with pytest.raises(UserError, match="not a tested set.*Mend it: .*RECPIPE_SKIP_VERSION_CHECK=1"):
+        doctor.check_versions()
+    monkeypatch.setenv(doctor.SKIP, "1")
+    doctor.check_versions()
+
+
+def test_status_and_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = doctor.Finding("a", "a is fine"), doctor.Finding("b", "b is not", "mend-b")
+    monkeypatch.setattr(doctor, "findings", lambda: [good, bad])
+    assert doctor.print_findings() == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "ok    a is fine",
+        "FAIL  b is not",
+        "      mend it: mend-b",
+    ]
+    monkeypatch.setattr(doctor, "findings", lambda: [good])
+    assert doctor.print_findings() == 0
+
+
+def test_this_installation_loads() -> None:
+    assert doctor.check_loads(cuda=False).ok

@@ -1,0 +1,236 @@
+"""Optimizers from one yaml: the dense part's, and each table's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torchrec.optim
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from recpipe.config.compose import compose
+from recpipe.config.recipe import Recipe
+from recpipe.errors import UserError
+from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
+from recpipe.tables.groups import collections_of, group_tables
+from recpipe.tables.specs import TableOptimizer
+from recpipe.tables.tiers.batch import Tiers
+from recpipe.training.optim import OptimConfig, dense_optimizer
+from tests.model.in_parts import Mean
+from tests.pipeline.samples import Listed, placed
+from tests.tables.samples import FEATURES, tiers
+
+
+def weights() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(3))]
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"name": "SGD", "lr": 0.5, "momentum": 0.9}, torch.optim.SGD),
+        ({"name": "Adagrad", "lr": 0.02}, torch.optim.Adagrad),
+        ({"name": "AdamW"}, torch.optim.AdamW),
+    ],
+)
+def test_any_torch_optimizer(config, kind) -> None:
+    optimizer = dense_optimizer(config, weights())
+    assert type(optimizer) is kind
+    for key, value in config.items():
+        assert key == "name" or optimizer.defaults[key] == value
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"name": "adagrad"}, "optim.dense.name=adagrad: .* did you mean Adagrad"),
+        ({"name": "Optimizer"}, "no such optimizer"),
+        ({"name": "lr_scheduler"}, "no such optimizer"),
+        ({"lr": 0.1}, "optim.dense.name=None"),
+        ({"name": "SGD", "rate": 0.1}, "torch.optim.SGD does not take .*rate"),
+        ({"name": "SGD", "lr": -1}, "does not take .*-1"),
+    ],
+)
+def test_mistakes(config, words) -> None:
+    with pytest.raises(UserError, match=words):
+        dense_optimizer(config, weights())
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+SGD = TableOptimizer("sgd", 0.5)
+ROWWISE = TableOptimizer("rowwise_adagrad", 0.25, 1e-6)
+DENSE = {"name": "SGD", "lr": 0.1}
+
+
+def bags(*names: str) -> EmbeddingBagCollection:
+    configs = [
+        EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=20, feature_names=[name])
+        for name in names
+    ]
+    return EmbeddingBagCollection(configs)
+
+
+def optimizers(config: OptimConfig, module: torch.nn.Module) -> dict[str, TableOptimizer]:
+    """What each table gets when they are put in groups."""
+    groups = group_tables(collections_of(module), config.of_table, 0).groups
+    return {name: group.tables.optimizer for group in groups for name in group.tables.layout.tables}
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.rows = bags(*names)
+
+
+def attach(module: Holder, table: str, kind: type, knobs: dict[str, object]) -> None:
+    parameters = module.rows.embedding_bags[table].parameters()
+    apply_optimizer_in_backward(kind, parameters, knobs)
+
+
+def test_by_table_the_first_glob_that_matches_counts() -> None:
+    config = OptimConfig(SGD, DENSE, {"user_id": ROWWISE, "user_*": TableOptimizer("adagrad", 0.1)})
+    found = optimizers(config, Holder("user_id", "user_age", "item"))
+    assert found == {"user_id": ROWWISE, "user_age": TableOptimizer("adagrad", 0.1), "item": SGD}
+
+
+def test_by_table_of_a_recipe() -> None:
+    words = ["optim=sgd", "optim.by_table={C1: {name: adagrad, lr: 0.3}, C2*: {name: sgd, lr: 0.7}}"]
+    config = Recipe.of(compose(words)).optim
+    assert config.by_table == {"C1": TableOptimizer("adagrad", 0.3), "C2*": TableOptimizer("sgd", 0.7)}
+    found = optimizers(config, Holder("C1", "C2", "C26", "C3"))
+    assert [found[name].lr for name in ("C1", "C2", "C26")] == [0.3, 0.7, 0.7]
+    assert found["C3"] == config.tables
+
+
+def test_a_glob_that_matches_no_table_is_refused() -> None:
+    config = OptimConfig(SGD, DENSE, {"item*": ROWWISE, "usr": ROWWISE})
+    config.check_tables(["items", "usr"])
+    with pytest.raises(UserError, match="optim.by_table.usr: no such table; did you mean user"):
+        config.check_tables(["items", "user"])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ("{C1: {name: adam, lr: 0.1}}", "optim.by_table.C1.name=adam is unknown"),
+        ("{C1: {name: sgd, lr: -1}}", "optim.by_table.C1.lr=-1"),
+        ("{C1: {name: sgd}}", "optim.by_table.C1.lr has no value in this recipe: set it"),
+        ("{C1: 3}", "optim.by_table.C1"),
+    ],
+)
+def test_mistakes_in_by_table(values, words) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        Recipe.of(compose([f"optim.by_table={values}"]))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "knobs", "expected"),
+    [
+        (torch.optim.SGD, {"lr": 0.3}, TableOptimizer("sgd", 0.3)),
+        (torch.optim.Adagrad, {"lr": 0.2, "eps": 1e-7}, TableOptimizer("adagrad", 0.2, 1e-7)),
+        (torchrec.optim.RowWiseAdagrad, {"lr": 0.2}, TableOptimizer("rowwise_adagrad", 0.2, 1e-10)),
+        (torchrec.optim.SGD, {"lr": 0.1}, TableOptimizer("sgd", 0.1)),
+        (torchrec.optim.Adagrad, {"lr": 0.1, "eps": 1e-4}, TableOptimizer("adagrad", 0.1, 1e-4)),
+    ],
+)
+def test_what_a_model_attaches_is_taken(kind, knobs, expected) -> None:
+    """``apply_optimizer_in_backward``, as TorchRec's own models and scripts use it."""
+    holder = Holder("a", "b")
+    attach(holder, "a", kind, knobs)
+    found = optimizers(OptimConfig(SGD, DENSE), holder)
+    assert found["a"].name == expected.name
+    assert (found["a"].lr, found["a"].eps if expected.name != "sgd" else 0) == (
+        expected.lr,
+        expected.eps if expected.name != "sgd" else 0,
+    )
+    assert found["b"] == SGD
+    assert optimizers(OptimConfig(SGD, DENSE, {"a": ROWWISE}), holder)["a"] == ROWWISE, "the recipe wins"
+
+
+@pytest.mark.parametrize(
+    ("kind", "knobs", "words"),
+    [
+        (torch.optim.AdamW, {"lr": 0.1}, "table 'a': the model attaches AdamW, and tables are updated by"),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "attaches SGD with momentum.*set optim.by_table"),
+    ],
+)
+def test_what_tables_cannot_do_is_refused(kind, knobs, words) -> None:
+    holder = Holder("a", "b")
+    attach(holder, "a", kind, knobs)
+    with pytest.raises(UserError, match=words):
+        optimizers(OptimConfig(SGD, DENSE), holder)
+    assert optimizers(OptimConfig(SGD, DENSE, {"a": ROWWISE}), holder)["a"] == ROWWISE
+
+
+def test_two_optimizers_of_one_table_are_refused() -> None:
+    holder = Holder("a")
+    for _ in range(2):
+        attach(holder, "a", torch.optim.SGD, {"lr": 0.1})
+    with pytest.raises(UserError, match="table 'a'"):
+        optimizers(OptimConfig(SGD, DENSE), holder)
+
+
+@pytest.mark.parametrize("how", ["by_table", "attached"])
+@pytest.mark.parametrize("policy", ["resident", "lru"])
+def test_each_table_trains_by_its_own(tmp_path, how, policy) -> None:
+    """Against a loop of torch and TorchRec alone; with one optimizer for all it is another result."""
+    wanted = {"a": TableOptimizer("rowwise_adagrad", 0.05), "b": SGD, "c": TableOptimizer("adagrad", 0.1)}
+    kinds = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
+    kinds["rowwise_adagrad"] = torchrec.optim.RowWiseAdagrad
+    batches = Listed(count=4).lists["train"]
+
+    def model() -> Mean:
+        torch.manual_seed(4)
+        return Mean(
+            EmbeddingBagCollection(
+                [
+                    EmbeddingBagConfig(
+                        name=f.name, embedding_dim=8, num_embeddings=f.rows, feature_names=[f.name]
+                    )
+                    for f in FEATURES
+                ]
+            )
+        )
+
+    plain = model()
+    tables = plain.rows.embedding_bags
+    each = [kinds[o.name](tables[name].parameters(), **o.knobs) for name, o in wanted.items()]
+    each.append(torch.optim.SGD(plain.over.parameters(), lr=0.1))
+    for batch in batches:
+        plain.zero_grad()
+        plain(batch)[0].backward()
+        for optimizer in each:
+            optimizer.step()
+    expected = plain.state_dict()
+    for config, equal in ((OptimConfig(SGD, DENSE, wanted), True), (OptimConfig(SGD, DENSE), False)):
+        module = model()
+        if how == "attached" and equal:
+            config = OptimConfig(TableOptimizer("sgd", 9.0), DENSE)
+            for name, own in wanted.items():
+                apply_optimizer_in_backward(
+                    kinds[own.name], module.rows.embedding_bags[name].parameters(), own.knobs
+                )
+        over = None
+        if policy == "lru":
+            over = partial(tiers, policy="lru", folder=tmp_path, slots=20)
+        placed_model = placed(module, batches[0], over, config.of_table)
+        assert len(placed_model.embeddings.collections) == (3 if equal else 1)
+        driven = Tiers(placed_model.inputs, placed_model.embeddings.collections) if over else None
+        dense = torch.optim.SGD(placed_model.dense_parameters().values(), lr=0.1)
+        for batch in batches:
+            plan = None
+            if driven is not None:
+                plan = driven.plan(batch, placed_model.inputs.each(batch))
+                driven.advance(plan)
+            dense.zero_grad()
+            accumulate(placed_model, StagedBatch(batch, plan), StepTimes())
+            dense.step()
+        state = module.state_dict()
+        worst = max(float((state[name] - expected[name]).abs().max()) for name in expected)
+        assert worst < 1e-5 if equal else worst > 1e-2
+        placed_model.embeddings.close()
