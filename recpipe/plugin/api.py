@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodec, ShardingPlanner
 
     from recpipe.data.batch import Batch
+    from recpipe.plugin.quantizer import Quantizer
+    from recpipe.plugin.skipper import Skipper
     from recpipe.report.record import Io
     from recpipe.tables.collection import TableCollection
     from recpipe.tables.stores.base import ColdStore
@@ -46,7 +48,9 @@ class Invariant(Enum):
     """Facts about training that one plugin may rely on and another may alter; errors quote the values."""
 
     SAMPLE_ORDER = "samples reach the model in the order the data module yields them"
+    SAMPLE_SET = "every epoch trains every sample once, as the data module yields it"
     BATCH_SIZE = "every optimizer step sees exactly data.batch_size samples"
+    MODEL = "the model, its loss and its parameters are the recipe's"
     EXACT_GRADIENT = "each update equals that of the run without plugins"
     TABLE_LAYOUT = "tables keep the rows, dtype and FQN that the model gave them"
     ID_SPACE = "sparse ids reach the tables as the data module yields them"
@@ -271,7 +275,11 @@ class Contribution:
     """Chain: one training batch in, one out."""
     splitter: BatchSplitter | None = None
     """Slot: a batch cut into micro-batches that together make one exact update."""
+    skipper: Skipper | None = None
+    """Slot: samples left out of a batch, rows left out of an update."""
     # sharding and embedding modules
+    quantizer: Quantizer | None = None
+    """Claims: rows stored, or sent, in fewer bits; one owner for each aspect of each table."""
     tables: Sequence[TableClaim] = ()
     """Claims: one owner for each aspect of each table."""
     planner: PlannerFactory | None = None

@@ -1,0 +1,57 @@
+"""Splitters: a batch cut into micro-batches that together make one exact update."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from recpipe.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class Split:
+    """A batch cut into micro-batches: samples in ``order``, ``bounds`` where each micro-batch ends.
+
+    ``order`` is a permutation of 0 .. B - 1 (int64 [B]); ``bounds`` grows and its last entry is B:
+    ``(n_popular, B)`` makes two micro-batches, the first one of samples ``order[:n_popular]``. Core rounds
+    all bounds but the last down to multiples of ``micro_batch_step``: samples above train with the next one.
+    """
+
+    order: NDArray[np.int64]
+    bounds: tuple[int, ...]
+
+
+def micro_batch_step(batch_size: int) -> int:
+    """Samples that micro-batches of a ``batch_size`` come in multiples of: a sixteenth of it, rounded up.
+
+    Matrix kernels are made, and kept, for each size of their inputs. With any size at all they grew to as
+    much memory as the rest of a small model's run.
+    """
+    return -(-batch_size // 16)
+
+
+class Splitter(ABC):
+    """Cuts batches so that samples which need nothing from the cold tier train while the others' rows come.
+
+    Core does the rest: the scale of the losses, one update per batch, fetches behind the micro-batches that
+    need nothing. ``split`` is called in the loader's thread, one batch ahead of training, with the whole batch
+    and the same on every trainer: it must decide the same there.
+
+    Warm samples first, whole::
+
+        class WarmFirst(Splitter):
+            def split(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split:
+                order = np.argsort(needs_cold, kind="stable")
+                warm, samples = int((~needs_cold).sum()), len(needs_cold)
+                return Split(order, (warm, samples) if 0 < warm < samples else (samples,))
+    """
+
+    @abstractmethod
+    def split(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split:
+        """How to cut ``batch``; of each sample, ``needs_cold`` (bool [B]) says whether it looks up a row that
+        is not in device memory. All false where every row is resident."""
