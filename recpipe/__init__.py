@@ -15,11 +15,11 @@ from recpipe.plugin.api import (
     Link,
     Plugin,
     RunFigures,
-    Split,
     TableClaim,
     TableInfo,
     TablePolicy,
 )
+from recpipe.plugin.splitter import Split
 
 __version__ = "0.1.0"
 

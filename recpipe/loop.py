@@ -29,7 +29,7 @@ from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.errors import PluginError
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins, choose_device, closing_tiers
-from recpipe.tables.build import is_sharded
+from recpipe.tables.owners import group_owners, is_sharded
 
 
 class PlacedLoader:
@@ -88,11 +88,11 @@ def place(
     with ExitStack() as stack:
         run_dir = stack.enter_context(hold(directory))
         unplaced = Unplaced.of(cfg, data, device, model)
-        inputs = unplaced.inputs
         steps = cfg.trainer.steps(data.num_batches("train", data.batch_size))
-        assembly = assemble_plugins(cfg, data, inputs, cfg.tiers, device, steps, ranks)
+        assembly, unplaced = assemble_plugins(cfg, data, unplaced, device, steps, ranks)
         _refuse_what_needs_a_run(cfg, assembly)
-        embeddings = unplaced.build(cfg, data, assembly, device, run_dir, ranks)
+        inputs, owners = unplaced.inputs, group_owners(cfg.tiers, assembly, unplaced.tables)
+        embeddings = unplaced.build(cfg, data, owners, device, run_dir, ranks)
         tiers = stack.enter_context(closing_tiers(embeddings, inputs, ranks))
         placed = unplaced.over(embeddings)
         if assembly.splitter is not None:

@@ -46,8 +46,9 @@ from recpipe.setup.prepare import (
     remove_left_stores,
     resume_from,
 )
-from recpipe.tables.build import is_sharded, plan_shards
 from recpipe.tables.capabilities import SendsAhead
+from recpipe.tables.owners import group_owners, is_sharded
+from recpipe.tables.sharding.prepare import plan_shards
 from recpipe.tasks.export import export_parameters
 from recpipe.tasks.installed import run_installed
 from recpipe.tasks.nudge import Nudge
@@ -146,16 +147,19 @@ def run_on(
     L.seed_everything(cfg.seed, verbose=False)
     require_inputs(cfg, dataset, ranks, device)
     unplaced = Unplaced.of(cfg, dataset, device, given.model)
-    called, tables, inputs = unplaced.called, unplaced.tables, unplaced.inputs
 
     # 4. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
     log.info("planning: plugins %s", ", ".join(cfg.plugins) or "none")
-    assembly = assemble_plugins(cfg, dataset, inputs, tier_config, device, steps, ranks)
+    assembly, unplaced = assemble_plugins(cfg, dataset, unplaced, device, steps, ranks)
+    called, tables, inputs = unplaced.called, unplaced.tables, unplaced.inputs
+    owners = group_owners(tier_config, assembly, tables)
     shards = None
     if is_sharded(tier_config, assembly):
         world = planned_ranks(cfg.task, len(tables.tables)) or ranks.world
         shards = plan_shards(tables, tier_config, assembly, device, cfg.data.batch_size, ranks, world)
-    described = describe(assembly, tables, tier_config, ranks, shards, model_config.precision == "bfloat16")
+    described = describe(
+        assembly, tables, tier_config, owners, ranks, shards, model_config.precision == "bfloat16"
+    )
     files = ReportFiles(run_dir.path)
     if leads:
         files.write_json("assembly.json", described)
@@ -173,7 +177,7 @@ def run_on(
     reset_peak_rss()
     log.info("building %d tables: %s", len(tables.tables), readable_bytes(tables.total_bytes))
     roomy = trainer_config.backend != "plain"
-    embeddings = unplaced.build(cfg, dataset, assembly, device, run_dir, ranks, shards, roomy)
+    embeddings = unplaced.build(cfg, dataset, owners, device, run_dir, ranks, shards, roomy)
     trainers = ranks.channel(ranks.trainers)
     with ExitStack() as open_tiers:
         tiers = open_tiers.enter_context(closing_tiers(embeddings, inputs, ranks))

@@ -178,8 +178,8 @@ def outline(contribution: Contribution) -> dict[str, Any]:
         "points": points(contribution),
         "chains": {name: [(k.name, k.before, k.after) for k in links] for name, links in chains.items()},
         "tables": [(claim.glob, claim.aspects, type(claim.policy)) for claim in contribution.tables],
-        "keys": (list(contribution.sharders), list(contribution.codecs)),
-        "device_bytes": contribution.device_bytes,
+        "cache": [(claim.tables, type(claim)) for claim in contribution.cache],
+        "codecs": list(contribution.codecs),
         "callbacks": [type(callback) for callback in contribution.callbacks],
     }
 

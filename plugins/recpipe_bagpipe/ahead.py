@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from recpipe.data.batch import Batch
-from recpipe.data.parts import leaves, tensors_in
+from recpipe.kit import Batch, leaves, tensors_in
 from recpipe_bagpipe.oracle import BatchPlan, Rows
 
 S = TypeVar("S")

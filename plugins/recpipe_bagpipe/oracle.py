@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.errors import UserError
-from recpipe.tables.rowtable import distinct
+from recpipe.kit import distinct
+from recpipe.plugin import UserError
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.uint64]

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from recpipe.data.batch import Batch
-from recpipe.plugin.api import (
+from recpipe.kit import Batch, BulkStore, ColdStore, TableCollection, TierParts
+from recpipe.plugin import (
+    Cache,
+    CachePolicy,
     Context,
     Contribution,
     Figure,
     Invariant,
     Link,
     Plugin,
+    PluginError,
+    RowSpace,
     RunFigures,
-    TableClaim,
-    TablePolicy,
 )
-from recpipe.plugin.errors import PluginError
-from recpipe.tables.collection import TableCollection
-from recpipe.tables.stores.base import ColdStore
-from recpipe.tables.stores.bulk import BulkStore
-from recpipe.tables.tiers.parts import TierParts
-from recpipe.tables.tiers.policies import CachePolicy, RowSpace
 from recpipe_bagpipe.policy import Lookahead
 from recpipe_bagpipe.replicas import Replicas, replicas
 
@@ -32,7 +28,7 @@ class BagPipe(Plugin):
     Exact: every batch sees every earlier update.
     """
 
-    api = (1, 1)
+    api = (2, 0)
     relies_on = frozenset({Invariant.TABLE_LAYOUT, Invariant.ID_SPACE})
 
     def __init__(self, *, lookahead: int, cleanup: int | float, increase: int, decrease: int) -> None:
@@ -62,12 +58,12 @@ class BagPipe(Plugin):
         return Contribution(
             # Whatever drops or reorders whole batches must have done so before they are planned.
             stream=[Link(tables.stream)],
-            tables=[TableClaim("*", frozenset({"cache"}), tables)],
+            cache=[tables],
             report=[tables.figures],
         )
 
 
-class PlannedTables(TablePolicy):
+class PlannedTables(Cache):
     """Brings the policy of one trainer or the collection of several, and keeps it for the report."""
 
     def __init__(self, knobs: BagPipe, trainers: int) -> None:
@@ -101,7 +97,7 @@ class PlannedTables(TablePolicy):
             self.replicas.append(made)
         return made
 
-    def cache(self, space: RowSpace) -> CachePolicy:
+    def policy(self, space: RowSpace) -> CachePolicy:
         """The policy of a single trainer."""
         parts, bulk = self._parts[-1], self._bulk[-1]  # store() and collection() of the group came first
         knobs = self.knobs

@@ -7,13 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from recpipe.common.saved import Damaged, within
-from recpipe.data.batch import Batch
-from recpipe.tables.stores.bulk import BulkStore
-from recpipe.tables.tiers.placement import Bags
-from recpipe.tables.tiers.policies import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
+from recpipe.kit import Bags, Batch, BulkStore, distinct, within
+from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.ahead import Ahead, slack
 from recpipe_bagpipe.oracle import BatchPlan, Rows, plan
 
@@ -48,7 +44,6 @@ class Lookahead(CachePolicy):
         self.due = np.full(space.rows, -1, np.int32)
         """Of each row the last known batch that looks it up, counted as ``step`` is."""
         self.state = np.zeros(space.rows, np.uint8)
-        self.row_of_slot = np.full(space.slots, -1, np.int64)
         self.used = 0
         self.peak_bytes = self.announced_rows = self.evicted = 0
         self.window_sum, self.window_least = 0, lookahead
@@ -58,8 +53,6 @@ class Lookahead(CachePolicy):
         self._first = 0
         self._opened: deque[BatchPlan] = deque()
         self._current: BatchPlan | None = None
-        self._undone = False
-        self._before: tuple[Slots, RowIds, RowIds, NDArray[np.uint8], int, int, Slots] | None = None
         self._victims: Slots = NOTHING.slots
         self._next = 0
         self._next_open = 0
@@ -84,18 +77,21 @@ class Lookahead(CachePolicy):
         )
         return self._ahead.batches()
 
-    def _begin(self) -> BatchPlan:
-        """The plan of the batch that comes now."""
-        if self._undone and self._ahead is self._running:
-            assert self._current is not None
-            return self._current
-        if self._ahead is not self._running:
+    def _begin(self, rows: RowIds) -> BatchPlan:
+        """The plan of the batch that comes now, which looks up ``rows``."""
+        restarts = self._ahead is not self._running
+        if restarts:
             self._restart()
         assert self._ahead is not None, "batches come through the stream"
         number = self.step - self._first
         if number >= self._next_open or not self._opened:
             self._open(self._ahead, number)
-        # The batch before may still be on its way from the store, and this one may be taken back once.
+        if restarts and not np.array_equal(self._opened[0].rows, distinct(rows)):
+            # Core still had the decisions for the stream's first batch, and has not asked again.
+            self._arrived(self._opened.popleft().rows)
+            self._first -= 1
+            number = 1
+        # The batch before may still be on its way from the store.
         while self._groups and self._groups[0][0] < number - 2:
             self.bulk.retire(self._groups.popleft()[1])
         made = self._opened.popleft()
@@ -146,26 +142,23 @@ class Lookahead(CachePolicy):
 
     def migrate(self, rows: RowIds) -> Placement:
         """Nothing moves but what the batch misses."""
-        self._current = self._begin()
-        self._undone = False
+        self._current = self._begin(rows)
         return NOTHING
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """Every miss takes a free slot, or that of a row that no known batch needs."""
         assert self._current is not None
-        before = (self.used, self._next, self._victims)
         fresh = np.arange(self.used, min(self.space.slots, self.used + len(misses)), dtype=np.int32)
         slots = np.concatenate((fresh, self._unneeded(len(misses) - len(fresh))))
         self.used += len(fresh)
-        placed, leaving = misses[: len(slots)], self.row_of_slot[slots]
+        held = self.space.residents.row_of_slot
+        placed, leaving = misses[: len(slots)], held[slots]
         planned = self._current.rows
-        self._before = (slots, leaving, planned, self.state[planned], *before)
         left = leaving[leaving >= 0]
         self.state[left] = COLD
         self.evicted += len(left)
         self.state[placed] = RESIDENT
         self._arrived(planned)
-        self.row_of_slot[slots] = placed
         self.step += 1
         return Placement(slots, placed)
 
@@ -177,7 +170,7 @@ class Lookahead(CachePolicy):
             slots = self._victims[self._next : self._next + wanted]
             self._next += len(slots)
             # A batch that has become known since may need the row again.
-            free = slots[self.due[self.row_of_slot[slots]] < self.step]
+            free = slots[self.due[self.space.residents.row_of_slot[slots]] < self.step]
             found.append(free)
             wanted -= len(free)
             if self._next >= len(self._victims) and wanted > 0:
@@ -189,7 +182,7 @@ class Lookahead(CachePolicy):
 
     def _refresh(self, taken: list[Slots], size: int) -> None:
         """List anew the ``size`` slots that were needed longest ago, but those ``taken`` for this batch."""
-        due = self.due[self.row_of_slot[: self.used]]
+        due = self.due[self.space.residents.row_of_slot[: self.used]]
         due[np.concatenate(taken)] = self.step
         slots = np.flatnonzero(due < self.step).astype(np.int32)
         if len(slots) > size:
@@ -197,39 +190,21 @@ class Lookahead(CachePolicy):
         self._victims = slots[np.argsort(due[slots], kind="stable")]
         self._next = 0
 
-    def undo(self) -> None:
-        """Take the last batch back; what was announced stays announced."""
-        if self._before is None:
-            return
-        slots, leaving, planned, states, self.used, self._next, self._victims = self._before
-        self._before = None
-        left = leaving >= 0
-        self.row_of_slot[slots] = leaving
-        self.state[planned] = states
-        self.state[leaving[left]] = RESIDENT
-        self.evicted -= int(left.sum())
-        self.step -= 1
-        self._undone = True
-
     def state_dict(self) -> dict[str, Any]:
-        """Who is resident, and since when nobody needs it."""
-        rows = self.row_of_slot[: self.used]
-        return {"rows": rows.copy(), "due": self.due[rows] - self.step}
+        """Since when nobody needs the row of each slot."""
+        rows = self.space.residents.row_of_slot
+        return {"due": np.where(rows < 0, 0, self.due[rows] - self.step).astype(np.int32)}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """As in ``CachePolicy``."""
         super().check_state(state)
-        rows = state["rows"]
-        within(state, "rows", 0, self.space.rows)
-        within(state, "due", np.iinfo(np.int32).min, size=len(rows))
-        if len(np.unique(rows)) < len(rows) or len(rows) > self.space.slots:
-            raise Damaged(f"{len(rows)} rows are not distinct ones for {self.space.slots} slots")
+        within(state, "due", np.iinfo(np.int32).min, size=self.space.slots)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with those residents; batch numbers start anew."""
-        rows = state["rows"]
-        self.used = len(rows)
-        self.row_of_slot[: self.used] = rows
-        self.state[rows] = RESIDENT
+        """Continue with the residents; batch numbers start anew."""
+        rows = self.space.residents.row_of_slot
+        used = rows >= 0
+        self.used = int(used.sum())
+        self.state[rows[used]] = RESIDENT
         # Which batches need them is learned anew; the order of age stays.
-        self.due[rows] = np.minimum(state["due"], -1)
+        self.due[rows[used]] = np.minimum(state["due"][used], -1)

@@ -13,15 +13,20 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.data.batch import Batch
-from recpipe.distributed.ranks import Channel
-from recpipe.errors import UserError
-from recpipe.tables.collection import RowCollection, TierFigures
-from recpipe.tables.rowtable import RowBags, row_bags
-from recpipe.tables.specs import Region, Values
-from recpipe.tables.stores.sharded import ShardedStore
-from recpipe.tables.tiers.parts import TierParts
-from recpipe.tables.tiers.store_thread import TierTimes
+from recpipe.kit import (
+    Batch,
+    Channel,
+    Region,
+    RowBags,
+    RowCollection,
+    ShardedStore,
+    TierFigures,
+    TierParts,
+    TierTimes,
+    Values,
+    row_bags,
+)
+from recpipe.plugin import UserError
 from recpipe_bagpipe.ahead import Ahead, Lookups, slack
 from recpipe_bagpipe.oracle import BatchPlan, plan
 from recpipe_bagpipe.replica import Replica

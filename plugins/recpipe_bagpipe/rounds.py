@@ -10,8 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from recpipe.tables.stores.base import IoCounters, Records, StoreLayout
-from recpipe.tables.tiers.store_thread import TierTimes
+from recpipe.kit import IoCounters, Records, StoreLayout, TierTimes
 from recpipe_bagpipe.steps import Rows
 from recpipe_bagpipe.worker import Worker
 

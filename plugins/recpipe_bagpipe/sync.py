@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.distributed.ranks import Channel
-from recpipe.tables.rowtable import updated
-from recpipe.tables.specs import TableOptimizer
+from recpipe.kit import Channel, TableOptimizer, updated
 from recpipe_bagpipe.replica import Replica
 from recpipe_bagpipe.steps import Handover, Step, Sync
 from recpipe_bagpipe.worker import Worker

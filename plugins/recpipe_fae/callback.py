@@ -10,12 +10,8 @@ import lightning as L
 import numpy as np
 import torch
 
-from recpipe.common.saved import entries
-from recpipe.data.parts import batch_size
-from recpipe.pipeline.loader import on_device
-from recpipe.pipeline.placed import PlacedModel
-from recpipe.plugin.api import Context
-from recpipe.plugin.errors import PluginError
+from recpipe.kit import PlacedModel, batch_size, entries, on_device
+from recpipe.plugin import Context, PluginError
 from recpipe_fae.prepare import Preparation
 from recpipe_fae.schedule import Scheduler, plan
 

@@ -10,13 +10,8 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.data.batch import Batch
-from recpipe.data.parts import batch_size
-from recpipe.data.select import join, select
-from recpipe.plugin.api import Context
-from recpipe.tables.tiers.access_counts import table_bases
-from recpipe.tables.tiers.placement import Bags
-from recpipe.tables.tiers.policies import RowIds
+from recpipe.kit import Bags, Batch, batch_size, join, select, table_bases
+from recpipe.plugin import Context, RowIds
 
 
 @dataclass(frozen=True)

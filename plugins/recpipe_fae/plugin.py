@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from recpipe.plugin.api import Context, Contribution, Figure, Invariant, Plugin, RunFigures, TableClaim
-from recpipe.plugin.errors import PluginError
+from recpipe.plugin import (
+    Context,
+    Contribution,
+    Figure,
+    Invariant,
+    Plugin,
+    PluginError,
+    RunFigures,
+)
 from recpipe_fae.schedule import Scheduler
 
 
@@ -13,7 +20,7 @@ class FAE(Plugin):
     Each update is that of its mini-batch, exactly; the order of samples is another.
     """
 
-    api = (1, 1)
+    api = (2, 0)
     alters = frozenset({Invariant.SAMPLE_ORDER})
 
     def __init__(
@@ -64,7 +71,7 @@ class FAE(Plugin):
 
         return Contribution(
             order=HotAndCold(prepared, scheduler),
-            tables=[TableClaim("*", frozenset({"cache"}), HotTables(prepared, scheduler))],
+            cache=[HotTables(prepared, scheduler)],
             callbacks=[ShuffleScheduler(ctx, prepared, scheduler, self.held_out_samples)],
             report=[figures],
         )

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.data.batch import Batch
-from recpipe.plugin.api import Context, EpochOrder, TablePolicy
-from recpipe.tables.tiers.access_counts import group_rows, load_profile, table_bases
-from recpipe.tables.tiers.policies import CachePolicy, HotSet, RowIds, RowSpace
-from recpipe.tables.tiers.popularity import top_rows
+from recpipe.kit import Batch, HotSet, group_rows, load_profile, table_bases, top_rows
+from recpipe.plugin import Cache, CachePolicy, Context, EpochOrder, RowIds, RowSpace
 from recpipe_fae.classify import Classes, class_batches, classify
 from recpipe_fae.schedule import Scheduler, plan
 
@@ -86,13 +83,13 @@ class Preparation:
         return self._classes
 
 
-class HotTables(TablePolicy):
+class HotTables(Cache):
     """The hot set is resident; it is filled before the first hot mini-batch."""
 
     def __init__(self, prepared: Preparation, scheduler: Scheduler) -> None:
         self.prepared, self.scheduler = prepared, scheduler
 
-    def cache(self, space: RowSpace) -> CachePolicy:
+    def policy(self, space: RowSpace) -> CachePolicy:
         """The policy for ``space``."""
         classes = self.prepared.classes
         rows = self.prepared.rows_of(space.group)

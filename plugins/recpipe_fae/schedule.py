@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recpipe.common.saved import Damaged, entries, within
-from recpipe.plugin.errors import PluginError
+from recpipe.kit import Damaged, entries, within
+from recpipe.plugin import PluginError
 
 FALLS = 4
 """Falls of the held-out loss in a row after which the rate doubles."""

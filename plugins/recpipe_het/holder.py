@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from recpipe.tables.rowtable import distinct, updated
-from recpipe.tables.specs import TableOptimizer
-from recpipe.tables.stores.base import ColdStore, Records
+from recpipe.kit import ColdStore, Records, TableOptimizer, distinct, updated
 from recpipe_het.bounds import Bounds
 from recpipe_het.messages import ABSENT, Check, Push, Reply, Rows
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from recpipe.tables.rowtable import updated
-from recpipe.tables.specs import TableOptimizer
-from recpipe.tables.tiers.policies import CachePolicy, Slots
+from recpipe.kit import TableOptimizer, updated
+from recpipe.plugin import CachePolicy, Slots
 from recpipe_het.bounds import Bounds
 from recpipe_het.messages import ABSENT, Check, Floats, Push, Reply, Rows
 
@@ -34,8 +33,7 @@ class Lines:
         self.optimizer, self.dim, self.width = optimizer, dim, width
         self.policy = make_policy()
         space = self.policy.space
-        self.where = np.full(space.rows, -1, np.int32)
-        self.row_of_slot = np.full(space.slots, -1, np.int64)
+        self.residents = space.residents
         self.version = np.full(space.slots, ABSENT, np.int64)
         self.updates = np.zeros(space.slots, np.int64)
         self.base = np.zeros((space.slots, width), np.float32)
@@ -56,12 +54,12 @@ class Lines:
 
         All rows are looked up before any is inserted, so that a batch cannot evict its own rows.
         """
-        slots = self.where[rows]
+        slots = self.residents.slot_of(rows)
         hit = slots >= 0
         placement = self.policy.admit(slots[hit], rows[~hit], looked_up)
         push = Push.of(self.dim, [self.due(), self._take(placement.slots, "eviction")])
         self._place(placement.slots, placement.rows)
-        self._rows, self._slots = rows, self.where[rows]
+        self._rows, self._slots = rows, self.residents.slot_of(rows)
         versions = np.full(len(rows), ABSENT, np.int64)
         versions[hit] = self.version[slots[hit]]
         return push, Check(rows, versions)
@@ -79,7 +77,7 @@ class Lines:
     def _take(self, slots: Slots, reason: str) -> Push:
         """The pending gradients of ``slots``, which from now on are part of their base records."""
         slots = slots[self.updates[slots] > 0]
-        push = Push(self.row_of_slot[slots], self.updates[slots], self.gradient[slots])
+        push = Push(self.residents.row_of_slot[slots], self.updates[slots], self.gradient[slots])
         self.base[slots] = self._view(slots)
         self.version[slots] += push.updates
         self.updates[slots], self.gradient[slots] = 0, 0
@@ -87,9 +85,7 @@ class Lines:
         return push
 
     def _place(self, slots: Slots, rows: Rows) -> None:
-        old = self.row_of_slot[slots]
-        self.where[old[old >= 0]] = -1
-        self.row_of_slot[slots], self.where[rows] = rows, slots
+        self.residents.put(slots, rows)
         self.version[slots] = ABSENT
 
     def receive(self, reply: Reply) -> Floats:
@@ -133,11 +129,12 @@ class Lines:
         assert not self.updates.any(), "flush before clear"
         assert not len(self._loose.rows), "flush before clear"
         self._close()
+        self.residents.empty(np.arange(len(self.version), dtype=np.int32))
         self.policy = self._make_policy()
-        self.where[:], self.row_of_slot[:], self.version[:] = -1, -1, ABSENT
+        self.version[:] = ABSENT
 
     @property
     def overhead_bytes(self) -> int:
         """DRAM beyond the base records: pending gradients, versions and maps."""
-        parts = (self.where, self.row_of_slot, self.version, self.updates, self.gradient)
-        return sum(part.nbytes for part in parts)
+        parts = (self.version, self.updates, self.gradient)
+        return self.residents.nbytes + sum(part.nbytes for part in parts)

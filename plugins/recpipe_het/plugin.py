@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from recpipe.plugin.api import Context, Contribution, Figure, Invariant, Plugin, TableClaim, TablePolicy
-from recpipe.plugin.errors import PluginError
-from recpipe.tables.collection import TableCollection
-from recpipe.tables.stores.sharded import HeldRows, ShardedStore
-from recpipe.tables.tiers.parts import TierParts
-from recpipe.tables.tiers.policies import CachePolicy, Lfu, Lru, RowSpace
+from recpipe.kit import HeldRows, Lfu, Lru, ShardedStore, TableCollection, TierParts
+from recpipe.plugin import (
+    Cache,
+    CachePolicy,
+    Context,
+    Contribution,
+    Figure,
+    Invariant,
+    Plugin,
+    PluginError,
+    RowSpace,
+)
 from recpipe_het.bounds import Bounds
 from recpipe_het.lines import Lines
 from recpipe_het.policy import LfuOpt
@@ -24,7 +30,7 @@ CACHES: dict[str, type[CachePolicy]] = {"lru": Lru, "lfu": Lfu, "lfuopt": LfuOpt
 class HET(Plugin):
     """Rows are cached by each trainer and may be up to a bound of updates old (VLDB'22)."""
 
-    api = (1, 1)
+    api = (2, 0)
     alters = frozenset({Invariant.EXACT_GRADIENT})
 
     def __init__(self, *, bound: int, bounds: Mapping[str, int] | None, cache: str) -> None:
@@ -49,17 +55,21 @@ class HET(Plugin):
                 )
         cached = CachedTables(CACHES[self.cache], self.bound, self.bounds)
         return Contribution(
-            tables=[TableClaim("*", frozenset({"cache"}), cached)],
+            cache=[cached],
             report=[lambda run: figures(cached.groups)],
         )
 
 
-class CachedTables(TablePolicy):
+class CachedTables(Cache):
     """Builds the tables, each group with versions and rounds of its own, and keeps them for the report."""
 
     def __init__(self, cache: type[CachePolicy], bound: int, bounds: dict[str, int]) -> None:
         self.cache_type, self.bound, self.bounds = cache, bound, bounds
         self.groups: list[HetTables] = []
+
+    def policy(self, space: RowSpace) -> CachePolicy:
+        """Of a trainer's lines."""
+        return self.cache_type(space)
 
     def collection(self, parts: TierParts) -> TableCollection:
         """A group's tables on this rank; called on every rank, group by group."""
@@ -76,7 +86,7 @@ class CachedTables(TablePolicy):
             return ServedRows(parts.store, rounds)
         space = RowSpace(layout.bases, min(parts.slots, layout.total_rows), parts.group)
         lines = Lines(
-            lambda: self.cache_type(space), bounds, parts.tables.optimizer, parts.tables.dim, layout.width
+            lambda: self.policy(space), bounds, parts.tables.optimizer, parts.tables.dim, layout.width
         )
         self.groups.append(HetTables(parts, rounds, lines))
         return self.groups[-1]

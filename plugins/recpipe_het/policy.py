@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.common.saved import within
-from recpipe.tables.tiers.policies import CachePolicy, Placement, RowIds, RowSpace, Slots, distinct
+from recpipe.kit import distinct_slots, within
+from recpipe.plugin import CachePolicy, Placement, RowIds, RowSpace, Slots
 
 PERMANENT_USES = 10
 """Uses (batches that look a row up) after which it is never evicted, as in HET's code."""
@@ -23,14 +23,12 @@ class LfuOpt(CachePolicy):
         self.uses = np.zeros(space.slots, np.int64)
         self.stamp = np.zeros(space.slots, np.int64)
         self.step = 0
-        self._before: tuple[Slots, RowIds, RowIds] | None = None
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """Put misses into empty slots, then where the least used rows are that this batch does not use."""
-        hits = distinct(hits, self.space.slots)
+        hits = distinct_slots(hits, self.space.slots)
         slots = self._least_used(len(misses), hits)
         touched = np.concatenate((hits, slots))
-        self._before = (touched, self.uses[touched], self.stamp[touched])
         self.step += 1
         self.uses[hits] = np.minimum(self.uses[hits] + 1, PERMANENT_USES)
         self.uses[slots] = 1
@@ -51,14 +49,6 @@ class LfuOpt(CachePolicy):
         least = np.argpartition(key, wanted - 1)[:wanted] if wanted else np.empty(0, np.int64)
         return least[np.argsort(key[least])].astype(np.int32)
 
-    def undo(self) -> None:
-        """Restore uses and stamps."""
-        if self._before is not None:
-            touched, uses, stamps = self._before
-            self.uses[touched], self.stamp[touched] = uses, stamps
-            self.step -= 1
-            self._before = None
-
     def state_dict(self) -> dict[str, Any]:
         """Uses and last uses of the slots."""
         return {"uses": self.uses, "stamp": self.stamp, "step": self.step}
@@ -74,4 +64,3 @@ class LfuOpt(CachePolicy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from those."""
         self.uses, self.stamp, self.step = state["uses"], state["stamp"], int(state["step"])
-        self._before = None

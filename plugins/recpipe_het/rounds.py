@@ -7,10 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.distributed.ranks import Ranks
-from recpipe.tables.specs import TableSet
-from recpipe.tables.stores.base import ColdStore
-from recpipe.tables.stores.sharded import ShardedStore
+from recpipe.kit import ColdStore, Ranks, ShardedStore, TableSet
 from recpipe_het.bounds import Bounds
 from recpipe_het.holder import Holder
 from recpipe_het.messages import Check, Floats, Push, Reply, Rows

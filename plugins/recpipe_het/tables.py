@@ -10,13 +10,19 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.tables.collection import RowCollection, TierFigures
-from recpipe.tables.rowtable import RowBags, row_bags
-from recpipe.tables.specs import Region, Values
-from recpipe.tables.stores.base import IoCounters, Records
-from recpipe.tables.tiers.parts import TierParts
-from recpipe.tables.tiers.policies import policy_bytes
-from recpipe.tables.tiers.store_thread import TierTimes
+from recpipe.kit import (
+    IoCounters,
+    Records,
+    Region,
+    RowBags,
+    RowCollection,
+    TierFigures,
+    TierParts,
+    TierTimes,
+    Values,
+    policy_bytes,
+    row_bags,
+)
 from recpipe_het.lines import Lines
 from recpipe_het.messages import ABSENT, Check, Push, Rows
 from recpipe_het.rounds import Rounds, Totals, Write

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recpipe.plugin.api import (
+from recpipe.plugin import (
+    Cache,
+    CachePolicy,
     Context,
     Contribution,
     Figure,
     Plugin,
+    PluginError,
+    RowSpace,
     RunFigures,
-    TableClaim,
-    TablePolicy,
     micro_batch_step,
 )
-from recpipe.plugin.errors import PluginError
-from recpipe.tables.tiers.policies import CachePolicy, RowSpace
 from recpipe_hotline.policy import Learning, PopularRows
 from recpipe_hotline.splitter import PopularFirst
 
@@ -26,7 +26,7 @@ class Hotline(Plugin):
     Exact: one update per mini-batch, equal to the run without it up to the order of float sums.
     """
 
-    api = (1, 0)
+    api = (2, 0)
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class Hotline(Plugin):
         splitter = PopularFirst(max(self.min_micro_batch, micro_batch_step(ctx.batch_size)))
         return Contribution(
             splitter=splitter,
-            tables=[TableClaim("*", frozenset({"cache"}), popular)],
+            cache=[popular],
             report=[lambda run: figures(popular.policies, splitter, run)],
         )
 
 
-class PopularTables(TablePolicy):
+class PopularTables(Cache):
     """Brings the policy and keeps it for the report."""
 
     def __init__(self, learning: Learning, profiled: Context | None = None) -> None:
@@ -75,13 +75,13 @@ class PopularTables(TablePolicy):
         self.policies: list[PopularRows] = []
         """Of each group of tables."""
 
-    def cache(self, space: RowSpace) -> CachePolicy:
+    def policy(self, space: RowSpace) -> CachePolicy:
         """The policy for ``space``."""
         policy = PopularRows(space, self.learning)
         if self.profiled is not None:
-            from recpipe.tables.tiers.access_counts import SAMPLE, group_rows, load_profile, table_bases
+            from recpipe.kit import group_rows, load_profile, table_bases
 
-            counts = load_profile(self.profiled, SAMPLE).dense(int(table_bases(self.profiled)[-1]))
+            counts = load_profile(self.profiled).dense(int(table_bases(self.profiled)[-1]))
             policy.counts = counts[group_rows(self.profiled, space.group)]
         self.policies.append(policy)
         return policy

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.common.saved import residents, within
-from recpipe.tables.tiers.policies import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
-from recpipe.tables.tiers.popularity import top_rows
+from recpipe.kit import top_rows, within
+from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class PopularRows(CachePolicy):
     A row enters its slot from the slab, where a batch has just used it, so that migration reads
     nothing from the store. While slots are empty, every such row gets one. Once they are full, rows
     that the last learning found popular replace rows that it did not. After a learning the counts are
-    divided by ``decay``, so that old popularity fades; that waits for the next batch because this
-    one's plan may still be undone.
+    divided by ``decay``, so that old popularity fades.
     """
 
     def __init__(self, space: RowSpace, learning: Learning) -> None:
@@ -39,7 +37,6 @@ class PopularRows(CachePolicy):
         self.learning = learning
         self.counts = np.zeros(space.rows, np.int32)
         self.popular = np.zeros(space.rows, bool)
-        self.row_of_slot = np.full(space.slots, -1, np.int64)
         self.unpopular = NOTHING.slots
         """Slots whose rows the last learning did not find popular, least used first."""
         self.slab = NOTHING.rows
@@ -52,23 +49,14 @@ class PopularRows(CachePolicy):
         self.rows_kept = 0
         """Distinct resident rows that batches used: without residents, each would have moved both ways."""
         self._marks = np.zeros(space.slots, np.int32)
-        self.fade = False
-        self._before: dict[str, Any] = {}
-        self._moved = (NOTHING.slots, NOTHING.rows)
-        self._counted: RowIds | None = None
 
     def migrate(self, rows: RowIds) -> Placement:
         """Count the batch, learn when it is time, and promote rows from the last batch's slab."""
-        if self.fade:
-            self.counts //= self.learning.decay
-            self.fade = False
-        self._before = {name: getattr(self, name) for name in _UNDONE}
         if self.batch >= self.next_learning:
             self._learn()
         every = max(1, round(1 / self.learning.sample))
-        self._counted = rows if self.batch % every == 0 else None
-        if self._counted is not None:
-            np.add.at(self.counts, self._counted, 1)
+        if self.batch % every == 0:
+            np.add.at(self.counts, rows, 1)
         self.batch += 1
         return self._promote()
 
@@ -78,13 +66,14 @@ class PopularRows(CachePolicy):
             return
         interval = min(self.learning.relearn_every, round(self.batch * (self.learning.growth - 1)))
         self.next_learning = self.batch + max(1, interval)
+        held = self.space.residents.row_of_slot
         self.popular = np.zeros(self.space.rows, bool)
-        self.popular[top_rows(self.counts, self.space.slots, self.row_of_slot)] = True
-        slots = np.flatnonzero(~self.popular[self.row_of_slot]).astype(np.int32)
-        self.unpopular = slots[np.argsort(self.counts[self.row_of_slot[slots]], kind="stable")]
+        self.popular[top_rows(self.counts, self.space.slots, held)] = True
+        slots = np.flatnonzero(~self.popular[held]).astype(np.int32)
+        self.unpopular = slots[np.argsort(self.counts[held[slots]], kind="stable")]
         self.replaced = 0
         self.learnings += 1
-        self.fade = self.learning.decay > 1
+        self.counts //= self.learning.decay
 
     def _promote(self) -> Placement:
         """Slots for rows of the last slab: empty ones for any row, then unpopular ones for popular rows."""
@@ -94,8 +83,6 @@ class PopularRows(CachePolicy):
         victims = self.unpopular[self.replaced : self.replaced + len(chosen)]
         slots = np.concatenate((empty, victims))
         rows = np.concatenate((self.slab[: len(empty)], chosen))
-        self._moved = (slots, self.row_of_slot[slots])
-        self.row_of_slot[slots] = rows
         self.used += len(empty)
         self.replaced += len(chosen)
         self.replaced_rows += len(chosen)
@@ -111,18 +98,9 @@ class PopularRows(CachePolicy):
         self.rows_kept += int(np.count_nonzero(self._marks[hits] == order))
         return NOTHING
 
-    def undo(self) -> None:
-        """Take back the last batch: its counts, its learning, its promotions."""
-        slots, rows = self._moved
-        self.row_of_slot[slots] = rows
-        if self._counted is not None:
-            np.subtract.at(self.counts, self._counted, 1)
-        for name, value in self._before.items():
-            setattr(self, name, value)
-
     def state_dict(self) -> dict[str, Any]:
-        """Counts, residents and the learning schedule."""
-        return {name: getattr(self, name) for name in ("counts", "row_of_slot", *_UNDONE)}
+        """Counts and the learning schedule."""
+        return {name: getattr(self, name) for name in _STATE}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """As in ``CachePolicy``."""
@@ -130,7 +108,6 @@ class PopularRows(CachePolicy):
         slots, rows = self.space.slots, self.space.rows
         within(state, "counts", 0, size=rows)
         within(state, "popular", 0, size=rows)
-        residents(state, "row_of_slot", slots, rows)
         within(state, "unpopular", 0, slots)
         within(state, "slab", 0, rows)
         within(state, "used", 0, slots + 1)
@@ -144,7 +121,8 @@ class PopularRows(CachePolicy):
             setattr(self, name, value)
 
 
-_UNDONE = (
+_STATE = (
+    "counts",
     "popular",
     "unpopular",
     "slab",
@@ -157,6 +135,5 @@ _UNDONE = (
     "hits",
     "rows_kept",
     "lookups",
-    "fade",
 )
-"""Attributes that a batch replaces and never changes in place."""
+"""What a checkpoint has of it."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.data.batch import Batch
-from recpipe.plugin.api import Split
+from recpipe.kit import Batch
+from recpipe.plugin import Split, Splitter
 
 
-class PopularFirst:
+class PopularFirst(Splitter):
     """Samples whose rows are all resident go first: they train while the others' cold rows are fetched."""
 
     def __init__(self, min_micro_batch: int) -> None:
@@ -19,7 +19,7 @@ class PopularFirst:
         self.split_batches = 0
         self.batches = 0
 
-    def __call__(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split:
+    def split(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split:
         """Popular samples, then the others, each in their own order.
 
         One micro-batch when either would hold fewer than ``min_micro_batch`` samples: a small

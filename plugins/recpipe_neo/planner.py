@@ -19,9 +19,8 @@ from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstima
 from torchrec.distributed.planner.types import Perf, PerfModel, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingPlanner
 
-from recpipe.errors import UserError
-from recpipe.seams import module_name
-from recpipe.tables.sharding.planning import Prediction
+from recpipe.kit import Prediction, module_name
+from recpipe.plugin import UserError
 from recpipe_neo.cost import CostModel
 from recpipe_neo.estimate import MeasuredEstimator, MeasuredStep, TableCosts
 from recpipe_neo.measure import measure

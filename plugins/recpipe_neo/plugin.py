@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -13,9 +13,9 @@ from typing import Any, cast
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlanner, ShardingType
 
-from recpipe.plugin.api import Context, Contribution, Invariant, Plugin, TableClaim, TableInfo, TablePolicy
-from recpipe.plugin.errors import PluginError
-from recpipe.seams import module_name
+from recpipe.kit import module_name
+from recpipe.plugin import Context, Contribution, Invariant, Planner, Plugin, PluginError, TableInfo
+from recpipe.plugin.api import TableClaim, TablePolicy
 from recpipe_neo.planner import PLANNERS, PlanRecord, make_planner
 from recpipe_neo.precision import (
     TABLE_PRECISIONS,
@@ -34,7 +34,7 @@ SHARDING_TYPES = tuple(t.value for t in ShardingType)
 class Neo(Plugin):
     """Sharded tables, planned and sent at will (arXiv 2104.05158)."""
 
-    api = (1, 2)
+    api = (2, 0)
 
     def __init__(
         self,
@@ -70,87 +70,87 @@ class Neo(Plugin):
                     f"plugins.neo.sharding: no table is called '{pattern}'; there are {', '.join(ctx.tables)}"
                 )
         refuse_unsupported(ctx.device, self.wire, self.table_precision, self.stochastic_rounding)
-        aspects = {"placement", "precision"} if self.table_precision != "fp32" else {"placement"}
         cache = Path(self.profile_dir).expanduser() if self.profile_dir else ctx.cache_dir
+        stored = TableClaim("*", frozenset({"precision"}), StoredTables(self.table_precision))
         return Contribution(
-            tables=[TableClaim("*", frozenset(aspects), self.policy(ctx.trainers))],  # type: ignore[arg-type]
-            planner=partial(_planner, self.planner, ctx, cache),
+            tables=[] if self.table_precision == "fp32" else [stored],
+            planner=NeoPlanner(self.planner, ctx, cache, self.limits(ctx.trainers)),
             codecs=codecs(*self.wire, [table.pooled for table in ctx.tables.values()]),
         )
 
-    def policy(self, ranks: int) -> TablePolicy:
+    def limits(self, ranks: int) -> Limits:
         """The limits of tables over ``ranks``."""
-        return ShardedTables(
-            self.types,
-            "int8" in self.wire,
-            self.table_precision,
-            self.stochastic_rounding,
-            max(2, ranks),
-        )
+        rounding = self.stochastic_rounding if self.table_precision != "fp32" else None
+        return Limits(self.types, "int8" in self.wire, rounding, max(2, ranks))
 
 
-class ShardedTables(TablePolicy):
-    """Limits of TorchRec's planner, and how tables are stored."""
+class StoredTables(TablePolicy):
+    """How tables are stored."""
 
-    def __init__(
-        self,
-        types: Mapping[str, tuple[str, ...]],
-        whole_rows: bool,
-        precision: str,
-        stochastic_rounding: bool,
-        parts: int,
-    ) -> None:
-        self.parts = parts
-        """How many column-wise parts a table may have where the recipe asks for some."""
-        self.types, self.precision, self.stochastic_rounding = types, precision, stochastic_rounding
-        self.whole_rows = whole_rows
-        """Whether tables may not be split by rows: int8 has no reduce-scatter."""
-
-    def constrain(self, name: str, table: TableInfo) -> ParameterConstraints:
-        """The recipe's types; the first pattern that matches counts."""
-        said = next((t for pattern, t in self.types.items() if fnmatchcase(name, pattern)), None)
-        types = list(said or SHARDING_TYPES)
-        if self.whole_rows and table.pooled:
-            types = [t for t in types if t not in ROW_TYPES]
-            if not types:
-                raise PluginError(
-                    f"plugins.neo.sharding: table '{name}' is to be {', '.join(said or ())}, but TorchRec "
-                    "has no int8 reduce-scatter; use fp16 or bf16 between ranks, or table_wise or column_wise"
-                )
-        rounding = self.stochastic_rounding if self.precision != "fp32" else None
-        return ParameterConstraints(
-            sharding_types=types if said or len(types) < len(SHARDING_TYPES) else None,
-            min_partition=max(4, -(-table.dim // self.parts // 4) * 4) if said else None,
-            stochastic_rounding=rounding,
-        )
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
 
     def data_type(self, name: str) -> str:
         """One type for all tables."""
         return self.precision
 
 
-def _planner(
-    kind: str,
-    ctx: Context,
-    cache_dir: Path | None,
-    topology: Topology,
-    constraints: Mapping[str, ParameterConstraints],
-) -> ShardingPlanner:
-    """The planner for ``ctx``'s data, with what it predicts as ``prediction``, where core looks for it."""
-    record = PlanRecord()
-    stats = {} if kind == "torchrec" else feature_stats(islice(ctx.batches(0), SAMPLED_BATCHES))
-    planner: Any = make_planner(
-        kind,
-        topology,
-        constraints,
-        -(-ctx.batch_size // topology.world_size),
-        stats,
-        cache_dir / "neo" if cache_dir else None,
-        record,
-        {module_name(name): info.features for name, info in ctx.tables.items() if info.features} or None,
-    )
-    planner.prediction = record
-    return cast(ShardingPlanner, planner)
+@dataclass(frozen=True)
+class Limits:
+    """Limits of TorchRec's planner."""
+
+    types: Mapping[str, tuple[str, ...]]
+    whole_rows: bool
+    """Whether tables may not be split by rows: int8 has no reduce-scatter."""
+    stochastic_rounding: bool | None
+    parts: int
+    """How many column-wise parts a table may have where the recipe asks for some."""
+
+    def of(self, table: TableInfo) -> ParameterConstraints:
+        """The recipe's types; the first pattern that matches counts."""
+        said = next((t for pattern, t in self.types.items() if fnmatchcase(table.name, pattern)), None)
+        types = list(said or SHARDING_TYPES)
+        if self.whole_rows and table.pooled:
+            types = [t for t in types if t not in ROW_TYPES]
+            if not types:
+                raise PluginError(
+                    f"plugins.neo.sharding: table '{table.name}' is to be {', '.join(said or ())}, but "
+                    "TorchRec has no int8 reduce-scatter; use fp16 or bf16 between ranks, or table_wise or "
+                    "column_wise"
+                )
+        return ParameterConstraints(
+            sharding_types=types if said or len(types) < len(SHARDING_TYPES) else None,
+            min_partition=max(4, -(-table.dim // self.parts // 4) * 4) if said else None,
+            stochastic_rounding=self.stochastic_rounding,
+        )
+
+
+class NeoPlanner(Planner):
+    """The planner for the run's data, with what it predicts as ``prediction``, where core looks for it."""
+
+    def __init__(self, kind: str, ctx: Context, cache_dir: Path | None, limits: Limits) -> None:
+        self.kind, self.ctx, self.cache_dir, self.limits = kind, ctx, cache_dir, limits
+
+    def constrain(self, table: TableInfo) -> ParameterConstraints:
+        """The recipe's limits."""
+        return self.limits.of(table)
+
+    def make(self, topology: Topology, constraints: Mapping[str, ParameterConstraints]) -> ShardingPlanner:
+        """The planner that the recipe names."""
+        ctx, record = self.ctx, PlanRecord()
+        sampled = self.kind != "torchrec"
+        planner: Any = make_planner(
+            self.kind,
+            topology,
+            constraints,
+            -(-ctx.batch_size // topology.world_size),
+            feature_stats(islice(ctx.batches(0), SAMPLED_BATCHES)) if sampled else {},
+            self.cache_dir / "neo" if self.cache_dir else None,
+            record,
+            {module_name(name): info.features for name, info in ctx.tables.items() if info.features} or None,
+        )
+        planner.prediction = record
+        return cast(ShardingPlanner, planner)
 
 
 def _one_of(knob: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
 from torchrec.distributed.types import CommOp
 
-from recpipe.plugin.api import Direction
-from recpipe.plugin.errors import PluginError
-from recpipe.tables.sharding.claims import POOLED, SEQUENCES
+from recpipe.kit import POOLED, SEQUENCES
+from recpipe.plugin import Direction, PluginError
 
 WIRE_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 TABLE_PRECISIONS = ("fp32", "fp16", "bf16")

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
-from recpipe.backend.host import processor
-from recpipe.common.saved import Damaged, entries, parse_json, typed_as
-from recpipe.errors import UserError
+from recpipe.kit import Damaged, entries, parse_json, processor, typed_as
+from recpipe.plugin import UserError
 
 SCHEMA = 1
 

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from recpipe.data.parts import batch_size, leaves
-from recpipe.errors import UserError
+from recpipe.kit import batch_size, leaves
+from recpipe.plugin import UserError
 
 Rows = npt.NDArray[np.int64]
 

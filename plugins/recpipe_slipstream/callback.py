@@ -12,9 +12,8 @@ import lightning as L
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.saved import Damaged, entries, within
-from recpipe.data.batch import Batch
-from recpipe.plugin.errors import PluginError
+from recpipe.kit import Batch, Damaged, entries, within
+from recpipe.plugin import PluginError
 from recpipe.tables.tiers.batch import BatchPlan
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.training.module import RankingModule

@@ -8,10 +8,8 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.data.batch import Batch
-from recpipe.data.select import select
-from recpipe.tables.tiers.placement import Bags
-from recpipe.tables.tiers.policies import RowIds
+from recpipe.kit import Bags, Batch, select
+from recpipe.plugin import RowIds
 from recpipe_slipstream.threshold import samples_of
 from recpipe_slipstream.tiers import HotTiers
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from recpipe.tables.stores.base import Records
-from recpipe.tables.tiers.policies import NOTHING, RowIds
+from recpipe.kit import Records
+from recpipe.plugin import NOTHING, RowIds
 from recpipe_slipstream.classifier import Marks
 from recpipe_slipstream.tiers import HotTiers
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from recpipe.plugin.api import Context, Contribution, Figure, Invariant, Link, Plugin, TableClaim
-from recpipe.plugin.errors import PluginError
+from recpipe.plugin import Context, Contribution, Figure, Invariant, Link, Plugin, PluginError
 from recpipe_slipstream.callback import Method, StaleInputs, Totals, batches_of
 from recpipe_slipstream.hotset import HotTables
 from recpipe_slipstream.threshold import SEARCHES
@@ -17,7 +16,7 @@ class Slipstream(Plugin):
     Not exact: what is left out makes no update at all, neither of rows nor of the dense part.
     """
 
-    api = (1, 0)
+    api = (2, 0)
     conflicts: Mapping[str, str] = {
         "het": "het's tables are not tiers, so slipstream finds no resident rows to compare"
     }
@@ -63,9 +62,9 @@ class Slipstream(Plugin):
     def contribute(self, ctx: Context) -> Contribution:
         """The filter with its callback, and a hot set for where no other plugin has one."""
         window, epoch = batches_of(self.window, ctx.epoch_samples, ctx.batch_size)
-        hot_set = TableClaim("*", frozenset({"cache"}), HotTables(ctx), fallback=True)
+        hot_set = HotTables(ctx)
         if self.drop == 0:
-            return Contribution(tables=[hot_set], report=[lambda run: figures(None)])
+            return Contribution(cache=[hot_set], report=[lambda run: figures(None)])
         if self.snapshot_every is not None and self.snapshot_every < window + 2:
             raise _wrong(
                 "snapshot_every",
@@ -90,7 +89,7 @@ class Slipstream(Plugin):
         callback = StaleInputs(method, ctx.batches, ctx.seed, rows, dim)
         return Contribution(
             batch=[Link(callback.classifier)],
-            tables=[hot_set],
+            cache=[hot_set],
             callbacks=[callback],
             report=[lambda run: figures(callback)],
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.tables.tiers.policies import RowIds
+from recpipe.plugin import RowIds
 from recpipe_slipstream.tiers import HotTiers
 
 

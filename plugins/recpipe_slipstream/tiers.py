@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.tables.stores.base import Records
-from recpipe.tables.tiers.placement import Bags
-from recpipe.tables.tiers.policies import RowIds
+from recpipe.kit import Bags, Records
+from recpipe.plugin import RowIds
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 

@@ -27,6 +27,7 @@ from yaml import YAMLError
 
 from recpipe.common.validation import nearest_key, no_value
 from recpipe.common.words import CUSTOM, for_hydra, named, opened
+from recpipe.config import launcher
 from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.plugin.conf import PluginSearchPath, PluginSource, package_confs
 from recpipe.plugin.load import installed
@@ -63,10 +64,11 @@ class FrameworkPath(SearchPathPlugin):
 
 
 def register() -> None:
-    """Make Hydra find packages' yaml; calling it again changes nothing."""
+    """Make Hydra find packages' yaml and the torchrun launcher's keys; calling it again changes nothing."""
     Plugins.instance().register(PluginSource)
     Plugins.instance().register(FrameworkPath)
     Plugins.instance().register(PluginSearchPath)
+    launcher.register()
 
 
 def compose(overrides: Sequence[str] = ()) -> DictConfig:

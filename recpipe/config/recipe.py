@@ -20,7 +20,7 @@ from recpipe.distributed.launch import Topology
 from recpipe.errors import UserError
 from recpipe.model.config import ModelConfig, UserModel, parse_model
 from recpipe.plugin.offers import is_offered, offered
-from recpipe.tables.build import TierConfig
+from recpipe.tables.config import TierConfig
 from recpipe.training.config import TrainerConfig
 from recpipe.training.optim import OptimConfig
 

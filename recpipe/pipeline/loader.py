@@ -25,8 +25,8 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.errors import DataError
 from recpipe.pipeline.share import cut, in_steps
 from recpipe.pipeline.step import StagedBatch
-from recpipe.plugin.api import micro_batch_step
 from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.splitter import micro_batch_step
 from recpipe.tables.inputs import GroupIds, Inputs, count_ids
 from recpipe.tables.tiers.batch import BatchPlan, Tiers
 
@@ -175,7 +175,7 @@ class TrainLoader:
         order = np.arange(size)
         bounds: tuple[int, ...] = (size,)
         if splitter is not None:
-            split = splitter.part(batch, needs_cold)
+            split = splitter.part.split(batch, needs_cold)
             order, bounds = split.order, in_steps(split.bounds, micro_batch_step(self.batch_size))
         mine = cut(order, bounds, needs_cold, self.ranks)
         if plan is not None:

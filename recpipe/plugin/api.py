@@ -12,36 +12,27 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
-from recpipe.plugin.errors import PluginError
-
 if TYPE_CHECKING:
     from pathlib import Path
 
     import lightning as L
-    import numpy as np
-    from numpy.typing import NDArray
-    from torch import nn
-    from torchrec.distributed.planner.types import ParameterConstraints, Topology
-    from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodec, ShardingPlanner
+    from torchrec.distributed.types import CommOp, QuantizedCommCodec
 
     from recpipe.data.batch import Batch
-    from recpipe.plugin.quantizer import Quantizer
+    from recpipe.plugin.planner import Planner
+    from recpipe.plugin.policy import Cache
+    from recpipe.plugin.quantizer import Direction, Quantizer
     from recpipe.plugin.skipper import Skipper
+    from recpipe.plugin.splitter import Splitter
     from recpipe.report.record import Io
-    from recpipe.tables.collection import TableCollection
-    from recpipe.tables.stores.base import ColdStore
-    from recpipe.tables.tiers.parts import TierParts
     from recpipe.tables.tiers.placement import Bags
-    from recpipe.tables.tiers.policies import CachePolicy, RowSpace
 
-API = (1, 3)
+API = (2, 0)
 """Version of this file's contract: a plugin's major must equal it, its minor must not exceed it."""
 
 P = TypeVar("P")
-Aspect = Literal["placement", "kernel", "cache", "precision", "update"]
-"""What can be owned of a table: where it lives, which kernel looks it up, which of its rows are
-resident when, how its values are stored, and how its rows are updated."""
-Direction = Literal["forward", "backward"]
+Aspect = Literal["precision"]
+"""What can be owned of a table: how its values are stored."""
 
 
 class Invariant(Enum):
@@ -112,23 +103,6 @@ class Context:
     """``batches(first)``: an epoch's training batches from number ``first`` on, as the data module yields
     them; every call reads anew, and seeks to ``first``."""
 
-    @property
-    def record_bytes(self) -> int:
-        """Bytes of one row's record, for plugins of API (1, 0) to (1, 2), which know one size: use
-        ``groups``.
-
-        Raises ``PluginError`` where the tables' records have several sizes.
-        """
-        sizes = sorted({group.record_bytes for group in self.groups})
-        if len(sizes) != 1:
-            raise PluginError(
-                f"the plugin asks for the size of a row's record (Context.record_bytes, of API (1, 2) and "
-                f"before), and this model's tables have records of {', '.join(map(str, sizes))} bytes: its "
-                "author must ask Context.groups, of API (1, 3); until then drop the plugin, or train a model "
-                "whose tables have one dimension and optimizer"
-            )
-        return sizes[0]
-
 
 # -- data ------------------------------------------------------------------------------------
 class EpochOrder(ABC):
@@ -148,69 +122,13 @@ StreamWrapper = Callable[["Iterator[Batch]"], "Iterator[Batch]"]
 BatchTransform = Callable[["Batch"], "Batch"]
 
 
-@dataclass(frozen=True)
-class Split:
-    """A batch cut into micro-batches: samples in ``order``, ``bounds`` where each micro-batch ends.
-
-    ``order`` is a permutation of 0 .. B - 1 (int64 [B]); ``bounds`` grows and its last entry is B:
-    ``(n_popular, B)`` makes two micro-batches, the first one of samples ``order[:n_popular]``. Core rounds
-    all bounds but the last down to multiples of ``micro_batch_step``: samples above train with the next one.
-    """
-
-    order: NDArray[np.int64]
-    bounds: tuple[int, ...]
-
-
-def micro_batch_step(batch_size: int) -> int:
-    """Samples that micro-batches of a ``batch_size`` come in multiples of: a sixteenth of it, rounded up.
-
-    Matrix kernels are made, and kept, for each size of their inputs. With any size at all they grew to as
-    much memory as the rest of a small model's run.
-    """
-    return -(-batch_size // 16)
-
-
-BatchSplitter = Callable[["Batch", "NDArray[np.bool_]"], Split]
-"""``splitter(batch, needs_cold)``: the mask [B] says which samples look up a row that is not resident."""
-
-# -- sharding and embedding modules ----------------------------------------------------------
-PlannerFactory = Callable[["Topology", "Mapping[str, ParameterConstraints]"], "ShardingPlanner"]
-
-
+# -- tables ---------------------------------------------------------------------------------
 class TablePolicy:
     """How the claimed tables are stored and found; override the method of each aspect you claim."""
-
-    def constrain(self, name: str, table: TableInfo) -> ParameterConstraints | None:
-        """Limits for TorchRec's planner (aspects ``placement`` and ``kernel``); None: no limits."""
-        return None
-
-    def rewrite(self, module: nn.Module, tables: Sequence[str]) -> nn.Module:
-        """The embedding module with ``tables`` changed (aspects ``precision`` and ``update``): a
-        ``WrappedCollection`` around ``module``, or another ``TableCollection`` that can do what ``module``
-        can. Called once for all tables of the policy."""
-        return module
 
     def data_type(self, name: str) -> str | None:
         """The type that stores a table (``fp32``, ``fp16``, ``bf16``; aspect ``precision``); other than
         ``fp32`` shards the tables. None: float32."""
-        return None
-
-    def cache(self, space: RowSpace) -> CachePolicy:
-        """Which rows are resident when (aspect ``cache``)."""
-        raise PluginError(
-            f"{type(self).__name__} claims 'cache' but brings no cache(); override it or drop the aspect"
-        )
-
-    def store(self, store: ColdStore) -> ColdStore:
-        """The cold store as the policy wants to reach it (aspect ``cache``): itself, or one around it."""
-        return store
-
-    def collection(self, parts: TierParts) -> TableCollection | None:
-        """Tables of the policy's own making instead of tiers under ``cache()``; None: tiers.
-
-        Called on every rank. Its ``forward`` gets this trainer's share of each batch, and its backward
-        makes the update, as a fused optimizer does (aspect ``cache``).
-        """
         return None
 
 
@@ -273,7 +191,7 @@ class Contribution:
     Runs in the loader's thread, on host memory, up to one batch ahead of training; so does ``batch``."""
     batch: Sequence[Link[BatchTransform]] = ()
     """Chain: one training batch in, one out."""
-    splitter: BatchSplitter | None = None
+    splitter: Splitter | None = None
     """Slot: a batch cut into micro-batches that together make one exact update."""
     skipper: Skipper | None = None
     """Slot: samples left out of a batch, rows left out of an update."""
@@ -282,15 +200,12 @@ class Contribution:
     """Claims: rows stored, or sent, in fewer bits; one owner for each aspect of each table."""
     tables: Sequence[TableClaim] = ()
     """Claims: one owner for each aspect of each table."""
-    planner: PlannerFactory | None = None
-    """Slot: the TorchRec planner."""
-    sharders: Mapping[type[nn.Module], ModuleSharder[Any]] = field(default_factory=dict)
-    """Keyed: TorchRec's sharder of ``EmbeddingBagCollection``; it is given the run's fused optimizer,
-    kernel and codecs."""
+    planner: Planner | None = None
+    """Slot: the TorchRec planner; shards the tables."""
+    cache: Sequence[Cache] = ()
+    """Claims: which rows of a table are resident when; one owner for each table."""
     codecs: Mapping[tuple[CommOp, Direction], QuantizedCommCodec[Any]] = field(default_factory=dict)
     """Keyed: one codec for each collective and direction."""
-    device_bytes: int = 0
-    """Sum: device memory that the plugin keeps for itself; taken from ``tiers.resident_bytes``."""
     # optimizer
     step: Sequence[Link[StepWrapper]] = ()
     """Chain: context managers around one optimizer step, the first link outermost."""
@@ -319,7 +234,11 @@ class Plugin(ABC):
 
     @abstractmethod
     def contribute(self, ctx: Context) -> Contribution:
-        """Return this plugin's parts; called once per run, takes no memory to speak of, starts no work."""
+        """Return this plugin's parts; takes no memory to speak of, starts no work.
+
+        Called once per run. Where plugins claim the cache of some of a group's tables, all are called once
+        more, with the groups as these claims make them, and what they returned first is dropped.
+        """
 
 
 @dataclass(frozen=True)

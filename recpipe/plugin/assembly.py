@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from recpipe.plugin.api import (
     Aspect,
-    BatchSplitter,
     BatchTransform,
     Context,
     Contribution,
-    Direction,
     EpochOrder,
     Figure,
     Invariant,
     Origin,
-    PlannerFactory,
     Plugin,
     Reporter,
     RunFigures,
@@ -27,16 +24,28 @@ from recpipe.plugin.api import (
     TableInfo,
     TablePolicy,
 )
-from recpipe.plugin.blame import BlamedPolicy, blame, blame_step, blame_stream, blaming
-from recpipe.plugin.compose import Claims, Owned, budget, chain, check_preferences, claims, keyed, slot
+from recpipe.plugin.blame import (
+    BlamedCache,
+    BlamedPlanner,
+    BlamedPolicy,
+    BlamedSplitter,
+    blame,
+    blame_step,
+    blame_stream,
+    blaming,
+)
+from recpipe.plugin.compose import Claims, Owned, cache_claims, chain, check_preferences, claims, keyed, slot
 from recpipe.plugin.errors import PluginError
 
 if TYPE_CHECKING:
     import lightning as L
-    from torch import nn
-    from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodec
+    from torchrec.distributed.types import CommOp, QuantizedCommCodec
 
     from recpipe.data.batch import Batch
+    from recpipe.plugin.planner import Planner
+    from recpipe.plugin.policy import Cache
+    from recpipe.plugin.quantizer import Direction
+    from recpipe.plugin.splitter import Splitter
 
 P = TypeVar("P")
 Active = Sequence[tuple[Origin, Plugin, Contribution]]
@@ -51,12 +60,12 @@ class Assembly:
     order: Owned[EpochOrder] | None
     stream: Sequence[Owned[StreamWrapper]]
     batch: Sequence[Owned[BatchTransform]]
-    splitter: Owned[BatchSplitter] | None
+    splitter: Owned[Splitter] | None
     claims: Claims
-    planner: Owned[PlannerFactory] | None
-    sharders: Mapping[type[nn.Module], Owned[ModuleSharder[Any]]]
+    planner: Owned[Planner] | None
+    caches: Mapping[str, Owned[Cache]]
+    """By table; those that are missing nobody has claimed."""
     codecs: Mapping[tuple[CommOp, Direction], Owned[QuantizedCommCodec[Any]]]
-    device_bytes: int
     step: Sequence[Owned[StepWrapper]]
     callbacks: Sequence[Owned[L.Callback]]
     reporters: Sequence[Owned[Reporter]]
@@ -116,6 +125,8 @@ class Assembly:
         table_claims: dict[str, dict[str, str]] = {}
         for (table, aspect), owner in self.claims.items():
             table_claims.setdefault(table, {})[aspect] = owner.origin.plugin
+        for table, cache in self.caches.items():
+            table_claims.setdefault(table, {})["cache"] = cache.origin.plugin
         return {
             "plugins": [
                 {"name": o.plugin, "distribution": o.distribution, "version": o.version} for o in self.plugins
@@ -127,12 +138,10 @@ class Assembly:
             "splitter": self.splitter.origin.plugin if self.splitter else None,
             "tables": table_claims,
             "planner": self.planner.origin.plugin if self.planner else None,
-            "sharders": {kind.__name__: owner.origin.plugin for kind, owner in self.sharders.items()},
             "codecs": {
                 f"{getattr(op, 'name', op)}.{way}": owner.origin.plugin
                 for (op, way), owner in self.codecs.items()
             },
-            "device_bytes": self.device_bytes,
             "step": [link.label for link in self.step],
             "callbacks": [owned.label for owned in self.callbacks],
             "report": [owned.label for owned in self.reporters],
@@ -144,18 +153,15 @@ def assemble(
     tables: Mapping[str, TableInfo],
     *,
     prefer: Mapping[str, str] | None = None,
-    resident_bytes: int | None = None,
 ) -> Assembly:
     """Merge ``active`` by the five laws, before any memory is taken.
 
-    ``prefer`` maps a slot to the plugin that fills it (``compose.prefer``); ``resident_bytes`` is the
-    device memory that the plugins' ``device_bytes`` must fit in (None: not checked).
-    Raises ``PluginConflict`` or ``PluginOrderError``.
+    ``prefer`` maps a slot to the plugin that fills it (``compose.prefer``). Raises ``PluginConflict`` or
+    ``PluginOrderError``.
     """
     prefer = dict(prefer or {})
     check_preferences(prefer)
     parts = [(origin, contribution) for origin, _, contribution in active]
-    asked = sum(c.device_bytes for _, c in parts)
     splitter = slot("splitter", [(o, c.splitter) for o, c in parts], prefer.get("splitter", ""))
     order = slot("order", [(o, c.order) for o, c in parts], prefer.get("order", ""))
     planner = slot("planner", [(o, c.planner) for o, c in parts], prefer.get("planner", ""))
@@ -165,12 +171,11 @@ def assemble(
         order=order,
         stream=[_blamed(o, blame_stream) for o in chain("stream", [(o, c.stream) for o, c in parts])],
         batch=[_blamed(o, blame) for o in chain("batch", [(o, c.batch) for o, c in parts])],
-        splitter=_blamed(splitter, blame) if splitter else None,
+        splitter=_replaced(splitter, BlamedSplitter) if splitter else None,
         claims=_blamed_claims(claims(tables, parts)),
-        planner=_blamed(planner, blame) if planner else None,
-        sharders=keyed("sharder", [(o, c.sharders) for o, c in parts]),
+        planner=_replaced(planner, BlamedPlanner) if planner else None,
+        caches=_blamed_caches(cache_claims(list(tables), parts)),
         codecs=keyed("codec", [(o, c.codecs) for o, c in parts]),
-        device_bytes=asked if resident_bytes is None else budget(parts, resident_bytes),
         step=[_blamed(o, blame_step) for o in chain("step", [(o, c.step) for o, c in parts])],
         callbacks=[Owned(f"{o.plugin}.{type(cb).__name__}", o, cb) for o, c in parts for cb in c.callbacks],
         reporters=[
@@ -183,6 +188,16 @@ def assemble(
 
 def _blamed(owned: Owned[P], wrap: Callable[[Origin, str, P], P]) -> Owned[P]:
     return Owned(owned.label, owned.origin, wrap(owned.origin, owned.label, owned.part))
+
+
+def _replaced(owned: Owned[P], wrap: Callable[[Origin, P], P]) -> Owned[P]:
+    return Owned(owned.label, owned.origin, wrap(owned.origin, owned.part))
+
+
+def _blamed_caches(merged: Mapping[str, Owned[Cache]]) -> dict[str, Owned[Cache]]:
+    """One wrapper for each cache, so that its tables still share it."""
+    wrapped = {id(owner.part): _replaced(owner, BlamedCache) for owner in merged.values()}
+    return {table: wrapped[id(owner.part)] for table, owner in merged.items()}
 
 
 def _blamed_claims(merged: Claims) -> Claims:

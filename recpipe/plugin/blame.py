@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from recpipe.plugin.api import Origin, StepWrapper, StreamWrapper, TableInfo, TablePolicy
+from recpipe.plugin.api import Origin, StepWrapper, StreamWrapper, TablePolicy
+from recpipe.plugin.errors import PluginError
+from recpipe.plugin.planner import Planner
+from recpipe.plugin.policy import Cache, CachePolicy
+from recpipe.plugin.splitter import Splitter, wrong_split
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from torch import nn
-    from torchrec.distributed.planner.types import ParameterConstraints
+    import numpy as np
+    from numpy.typing import NDArray
+    from torchrec.distributed.planner.types import ParameterConstraints, Topology
+    from torchrec.distributed.types import ShardingPlanner
 
     from recpipe.data.batch import Batch
+    from recpipe.plugin.api import TableInfo
+    from recpipe.plugin.policy import RowSpace
+    from recpipe.plugin.splitter import Split
     from recpipe.tables.collection import TableCollection
     from recpipe.tables.stores.base import ColdStore
     from recpipe.tables.tiers.parts import TierParts
-    from recpipe.tables.tiers.policies import CachePolicy, RowSpace
 
 R = TypeVar("R")
 
@@ -91,26 +99,67 @@ class BlamedPolicy(TablePolicy):
         self.origin = origin
         self.policy = policy
 
-    def constrain(self, name: str, table: TableInfo) -> ParameterConstraints | None:
-        with blaming(self.origin, "tables.constrain"):
-            return self.policy.constrain(name, table)
-
-    def rewrite(self, module: nn.Module, tables: Sequence[str]) -> nn.Module:
-        with blaming(self.origin, "tables.rewrite"):
-            return self.policy.rewrite(module, tables)
-
     def data_type(self, name: str) -> str | None:
         with blaming(self.origin, "tables.data_type"):
             return self.policy.data_type(name)
 
-    def cache(self, space: RowSpace) -> CachePolicy:
-        with blaming(self.origin, "tables.cache"):
-            return self.policy.cache(space)
+
+class BlamedCache(Cache):
+    """A cache whose faults, and those of its policies, name the plugin."""
+
+    def __init__(self, origin: Origin, cache: Cache) -> None:
+        self.origin, self.cache = origin, cache
+        self.tables, self.fallback = cache.tables, cache.fallback
+
+    def policy(self, space: RowSpace) -> CachePolicy:
+        """As ``Cache``."""
+        with blaming(self.origin, "cache.policy"):
+            policy = self.cache.policy(space)
+        if not isinstance(policy, CachePolicy):
+            raise PluginError(
+                f"plugin {self.origin}: its cache's policy() returned no CachePolicy: {policy!r}"
+            )
+        return policy
 
     def store(self, store: ColdStore) -> ColdStore:
-        with blaming(self.origin, "tables.store"):
-            return self.policy.store(store)
+        """As ``Cache``."""
+        with blaming(self.origin, "cache.store"):
+            return self.cache.store(store)
 
     def collection(self, parts: TierParts) -> TableCollection | None:
-        with blaming(self.origin, "tables.collection"):
-            return self.policy.collection(parts)
+        """As ``Cache``."""
+        with blaming(self.origin, "cache.collection"):
+            return self.cache.collection(parts)
+
+
+class BlamedPlanner(Planner):
+    """A planner whose faults name the plugin."""
+
+    def __init__(self, origin: Origin, planner: Planner) -> None:
+        self.origin, self.planner = origin, planner
+
+    def constrain(self, table: TableInfo) -> ParameterConstraints | None:
+        """As ``Planner``."""
+        with blaming(self.origin, "planner.constrain"):
+            return self.planner.constrain(table)
+
+    def make(self, topology: Topology, constraints: Mapping[str, ParameterConstraints]) -> ShardingPlanner:
+        """As ``Planner``."""
+        with blaming(self.origin, "planner.make"):
+            return self.planner.make(topology, constraints)
+
+
+class BlamedSplitter(Splitter):
+    """A splitter whose faults name the plugin."""
+
+    def __init__(self, origin: Origin, splitter: Splitter) -> None:
+        self.origin, self.splitter = origin, splitter
+
+    def split(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split:
+        """As ``Splitter``; ``PluginError`` on a split that is none of the batch."""
+        with blaming(self.origin, "splitter"):
+            made = self.splitter.split(batch, needs_cold)
+        wrong = wrong_split(made, len(needs_cold))
+        if wrong:
+            raise PluginError(f"plugin {self.origin}: its splitter returned {wrong}")
+        return made

@@ -12,23 +12,18 @@ from recpipe.errors import did_you_mean
 from recpipe.plugin.api import Aspect, Contribution, Link, Origin, TableClaim, TablePolicy
 from recpipe.plugin.blame import BlamedPolicy
 from recpipe.plugin.errors import PluginConflict, PluginError, PluginOrderError
+from recpipe.plugin.policy import Cache
 
 P = TypeVar("P")
 K = TypeVar("K")
 Plugins = Sequence[tuple[Origin, Contribution]]
 Claims = dict[tuple[str, Aspect], "Owned[TablePolicy]"]
 
-SLOTS = ("order", "splitter", "planner")
+SLOTS = ("order", "splitter", "skipper", "planner")
 """Fields of ``Contribution`` that only one plugin can fill; ``compose.prefer.<slot>=<plugin>`` chooses."""
 
 
-METHODS: Mapping[str, tuple[str, ...]] = {
-    "placement": ("constrain",),
-    "kernel": ("constrain",),
-    "cache": ("cache", "collection"),
-    "precision": ("data_type", "rewrite"),
-    "update": ("rewrite",),
-}
+METHODS: Mapping[str, tuple[str, ...]] = {"precision": ("data_type",)}
 """The methods of ``TablePolicy`` that carry out each aspect; a claim needs one of them."""
 
 
@@ -111,6 +106,47 @@ def overrides(policy: TablePolicy, method: str) -> bool:
     return getattr(getattr(policy, method), "__func__", None) is not getattr(TablePolicy, method)
 
 
+def cache_claims(tables: Sequence[str], plugins: Plugins) -> dict[str, Owned[Cache]]:
+    """Who owns the cache of which table; a fallback claim is for tables that nobody else has claimed."""
+    merged: dict[str, Owned[Cache]] = {}
+    for fallback in (False, True):
+        taken = frozenset(merged) if fallback else frozenset()
+        for origin, contribution in plugins:
+            for claim in contribution.cache:
+                if claim.fallback == fallback:
+                    _claim_cache(merged, taken, tables, origin, claim)
+    return {table: merged[table] for table in tables if table in merged}
+
+
+def _claim_cache(
+    merged: dict[str, Owned[Cache]],
+    taken: frozenset[str],
+    tables: Sequence[str],
+    origin: Origin,
+    claim: Cache,
+) -> None:
+    hits = [table for table in tables if fnmatchcase(table, claim.tables)]
+    if not hits:
+        raise _nothing_claimed(origin, claim.tables, tables)
+    for table in hits:
+        if table in taken:
+            continue
+        if table in merged:
+            raise PluginConflict(
+                f"{merged[table].origin} and {origin} both claim the cache of table '{table}': each decides "
+                "which rows are resident. Drop one of the two, or narrow one to other tables if it has "
+                "a knob for that"
+            )
+        merged[table] = Owned(f"{origin.plugin}.cache", origin, claim)
+
+
+def _nothing_claimed(origin: Origin, pattern: str, tables: Sequence[str]) -> PluginConflict:
+    return PluginConflict(
+        f"{origin} claims tables '{pattern}', but the model has: {', '.join(tables)}. "
+        f"Name some of these, for example plugins.{origin.plugin}.tables='*'"
+    )
+
+
 def _merge(merged: Claims, tables: Sequence[str], plugins: Plugins, *, fallback: bool) -> None:
     """Add the claims that are (not) ``fallback`` ones."""
     taken = frozenset(merged) if fallback else frozenset()
@@ -120,10 +156,7 @@ def _merge(merged: Claims, tables: Sequence[str], plugins: Plugins, *, fallback:
                 continue
             hits = [t for t in tables if fnmatchcase(t, claim.glob)]
             if not hits:
-                raise PluginConflict(
-                    f"{origin} claims tables '{claim.glob}', but the model has: {', '.join(tables)}. "
-                    f"Name some of these, for example plugins.{origin.plugin}.tables='*'"
-                )
+                raise _nothing_claimed(origin, claim.glob, tables)
             for table in hits:
                 for aspect in sorted(claim.aspects):
                     if (table, aspect) in taken:
@@ -136,11 +169,6 @@ def _merge(merged: Claims, tables: Sequence[str], plugins: Plugins, *, fallback:
 def _clash(first: Origin, second: Origin, aspect: Aspect, table: str) -> str:
     if first == second:
         return f"{second} claims the {aspect} of table '{table}' twice; its globs must be disjoint"
-    if aspect == "cache":
-        return (
-            f"{first} and {second} both claim the cache of table '{table}': each decides which rows are "
-            "resident, and one policy does that for all tables. Drop one of the two"
-        )
     return (
         f"{first} and {second} both claim the {aspect} of table '{table}'. Drop one, or narrow one so that "
         f"they are disjoint, for example by plugins.{second.plugin}.tables if it has that knob"
@@ -185,18 +213,6 @@ def _sorted(name: str, graph: Mapping[str, set[str]], order: Sequence[str]) -> l
         sorter.done(done[-1])
         ready += sorter.get_ready()
     return done
-
-
-def budget(plugins: Plugins, capacity: int) -> int:
-    """Bytes of device memory that plugins keep; table rows get what is left of ``capacity``."""
-    wanted = {str(o): c.device_bytes for o, c in plugins if c.device_bytes}
-    if (total := sum(wanted.values())) > capacity:
-        each = ", ".join(f"{o}: {amount:,}" for o, amount in wanted.items())
-        raise PluginConflict(
-            f"plugins ask for {total:,} bytes of device memory, but tiers.resident_bytes is {capacity:,} "
-            f"({each}). Raise tiers.resident_bytes or drop a plugin"
-        )
-    return total
 
 
 def check_preferences(prefer: Mapping[str, str]) -> None:

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 class Planner(ABC):
-    """Brings a planner of TorchRec's kind; a run that has one shards its tables, as ``tiers.sharded=true`` does.
+    """Brings a planner of TorchRec's kind; a run that has one shards its tables, as ``tiers.sharded=true``
+    does.
 
-    All ranks call both methods; the plan is rank 0's. What a plan could not carry out (a type, kernel or limit
-    that TorchRec or FBGEMM would ignore) is refused before memory is taken.
+    All ranks call both methods; the plan is rank 0's. What a plan could not carry out (a type, kernel or
+    limit that TorchRec or FBGEMM would ignore) is refused before memory is taken.
 
     Every table whole, on the rank that holds the fewest bytes, by TorchRec's own parts::
 

@@ -1,7 +1,8 @@
 """Cache policies: which rows are resident when.
 
 A policy sees each batch once, in order, before it is trained, and answers with a ``Placement``. It moves
-nothing and takes nothing back: core carries placements out, keeps a journal of them, and knows who is resident.
+nothing and takes nothing back: core carries placements out, keeps a journal of them, and knows who is
+resident.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.saved import like
-
 if TYPE_CHECKING:
     from recpipe.tables.collection import TableCollection
     from recpipe.tables.stores.base import ColdStore
@@ -27,16 +26,21 @@ IN_STORE = -1
 
 
 class Residents:
-    """Who is resident, as it will be once every placement so far has been carried out; read only."""
+    """Who is resident, as it will be once every placement so far has been carried out; read only.
 
-    def __init__(self, row_of_slot: RowIds, where: Slots) -> None:
-        self._row_of_slot, self._where = row_of_slot.view(), where
-        self._row_of_slot.flags.writeable = False
+    Core writes it by ``put`` and ``empty``; who keeps rows in slots of its own making may use them too.
+    """
+
+    def __init__(self, rows: int, slots: int) -> None:
+        self._where = np.full(rows, IN_STORE, np.int32)
+        self._row_of_slot = np.full(slots, -1, np.int64)
 
     @property
     def row_of_slot(self) -> RowIds:
         """Of each slot the row that it holds, -1 where it is empty: int64 [slots], which cannot be written."""
-        return self._row_of_slot
+        view = self._row_of_slot.view()
+        view.flags.writeable = False
+        return view
 
     def slot_of(self, rows: RowIds) -> Slots:
         """Of each of ``rows`` the slot that it is in, -1 where it is not resident: int32 [n]."""
@@ -47,6 +51,25 @@ class Residents:
     def rows(self) -> RowIds:
         """The resident rows, in the order of their slots."""
         return self._row_of_slot[self._row_of_slot >= 0]
+
+    @property
+    def nbytes(self) -> int:
+        """DRAM of the maps: 4 bytes per row and 8 per slot."""
+        return self._where.nbytes + self._row_of_slot.nbytes
+
+    def put(self, slots: Slots, rows: RowIds) -> RowIds:
+        """Give ``slots`` to ``rows``; returns the rows that leave them (-1: the slot was empty)."""
+        leaving = self.empty(slots)
+        self._where[rows] = slots
+        self._row_of_slot[slots] = rows
+        return leaving
+
+    def empty(self, slots: Slots) -> RowIds:
+        """Take their rows from ``slots``; returns those rows (-1: the slot was empty)."""
+        leaving = self._row_of_slot[slots]
+        self._where[leaving[leaving >= 0]] = IN_STORE
+        self._row_of_slot[slots] = -1
+        return leaving
 
 
 @dataclass(frozen=True)
@@ -59,10 +82,11 @@ class RowSpace:
     """Rows that ``tiers.resident_bytes`` holds."""
     group: int = 0
     """Number of the group of tables (``Context.groups``)."""
-    residents: Residents = field(
-        default_factory=lambda: Residents(np.empty(0, np.int64), np.empty(0, np.int32)), compare=False
-    )
+    residents: Residents = field(init=False, repr=False, compare=False)
     """Who is resident now."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "residents", Residents(self.rows, self.slots))
 
     @property
     def rows(self) -> int:
@@ -88,9 +112,9 @@ NOTHING = Placement(np.empty(0, np.int32), np.empty(0, np.int64))
 class CachePolicy(ABC):
     """Decides placements, of one group of tables.
 
-    All calls come from one thread, one batch ahead of training. Decisions must follow from the calls alone (and
-    the seed): every rank that trains takes the same ones. Core checks each placement when it is given, and a
-    wrong one ends the run with the plugin's name.
+    All calls come from one thread, one batch ahead of training. Decisions must follow from the calls alone
+    (and the seed): every rank that trains takes the same ones. Core checks each placement when it is given,
+    and a wrong one ends the run with the plugin's name.
 
     Random replacement, whole::
 
@@ -144,6 +168,8 @@ class CachePolicy(ABC):
 
         A policy whose state has numbers of rows or slots checks their range here as well.
         """
+        from recpipe.common.saved import like  # which imports torch
+
         like(self.state_dict(), state, "state")
 
     @abstractmethod

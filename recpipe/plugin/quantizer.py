@@ -42,9 +42,9 @@ class RowCodec(ABC):
 
 
 class Quantizer(ABC):
-    """Fewer bits in the cold tier, in the tables, or between ranks: three aspects, each with one owner for each
-    table, whoever owns the cache. Its plugin alters EXACT_GRADIENT, and TABLE_LAYOUT where ``storage`` is not
-    fp32.
+    """Fewer bits in the cold tier, in the tables, or between ranks: three aspects, each with one owner for
+    each table, whoever owns the cache. Its plugin alters EXACT_GRADIENT, and TABLE_LAYOUT where ``storage``
+    is not fp32.
 
     Weights in the cold tier as float16, optimizer state exact, whole::
 
@@ -73,8 +73,8 @@ class Quantizer(ABC):
     """Pattern (as of file names) of the names of the tables that ``cold`` and ``storage`` are for."""
 
     def cold(self, layout: RecordLayout) -> RowCodec | None:
-        """How records of ``layout`` lie in the cold tier; None: as they are, float32. On every rank that holds
-        rows, for each group of tables."""
+        """How records of ``layout`` lie in the cold tier; None: as they are, float32. On every rank that
+        holds rows, for each group of tables."""
         return None
 
     def storage(self, table: TableInfo) -> str | None:

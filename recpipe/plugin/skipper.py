@@ -45,8 +45,9 @@ class Skipper(ABC):
     def update(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
         """Which of distinct ``rows`` (int64 [U], numbered over all tables) to update, bool [U]; None: all.
 
-        ``gradients`` float32 [U, D]: of each row the sum over the batch's lookups, of all trainers, before the
-        fused optimizer's step. Rows that are left out keep every bit, optimizer state included. Called in the
-        backward pass, one call at a time, for each group of tables and tier; on the rank that makes the update.
+        ``gradients`` float32 [U, D]: of each row the sum over the batch's lookups, of all trainers, before
+        the fused optimizer's step. Rows that are left out keep every bit, optimizer state included. Called in
+        the backward pass, one call at a time, for each group of tables and tier; on the rank that makes the
+        update.
         """
         return None

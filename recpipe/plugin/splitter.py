@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,12 +36,28 @@ def micro_batch_step(batch_size: int) -> int:
     return -(-batch_size // 16)
 
 
+def wrong_split(split: object, samples: int) -> str:
+    """Why ``split`` does not cut a batch of so many ``samples``; empty where it does."""
+    if not isinstance(split, Split):
+        return f"{type(split).__name__}, not a Split"
+    order, bounds = np.asarray(split.order), list(split.bounds)
+    if order.shape != (samples,) or not np.issubdtype(order.dtype, np.integer):
+        return f"an order of {order.dtype} {list(order.shape)} for a batch of {samples} samples"
+    seen = np.zeros(samples, bool)
+    seen[order[(order >= 0) & (order < samples)]] = True
+    if not seen.all():
+        return f"an order without sample {int(seen.argmin())}: it must be a permutation of 0 .. {samples - 1}"
+    if not bounds or bounds[-1] != samples or any(a > b for a, b in pairwise([0, *bounds])):
+        return f"bounds {tuple(bounds)}: they must grow and end with {samples}, the batch's samples"
+    return ""
+
+
 class Splitter(ABC):
     """Cuts batches so that samples which need nothing from the cold tier train while the others' rows come.
 
     Core does the rest: the scale of the losses, one update per batch, fetches behind the micro-batches that
-    need nothing. ``split`` is called in the loader's thread, one batch ahead of training, with the whole batch
-    and the same on every trainer: it must decide the same there.
+    need nothing. ``split`` is called in the loader's thread, one batch ahead of training, with the whole
+    batch and the same on every trainer: it must decide the same there.
 
     Warm samples first, whole::
 

@@ -21,13 +21,11 @@ from rich.text import Text
 from recpipe.common.console import Output
 from recpipe.errors import UserError
 from recpipe.report import figures, html, plots, terminal
-from recpipe.report.files import ReportFiles
+from recpipe.report.files import JOB_FILE, ReportFiles
 from recpipe.report.quality import CLICKS, LABELS, shown
 from recpipe.report.record import SCHEMA, replace_file
 
 REPORT, OVERRIDES = "report.json", Path(".hydra") / "overrides.yaml"
-JOB_FILE = "job.json"
-"""What is known of a job's end, in its folder; ``exit_status`` null: it has not ended."""
 
 
 @dataclass

@@ -14,8 +14,9 @@ from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks
 from recpipe.model.config import ModelConfig
-from recpipe.tables.build import SHARDED
+from recpipe.tables.config import SHARDED
 from recpipe.tables.groups import ModelTables
+from recpipe.tables.owners import RESIDENT
 
 FLOAT_BYTES = 4
 REMEDIES = {
@@ -78,10 +79,13 @@ def _tables(
     if described["shards"] is not None:
         mine = described["shards"]["ranks"][ranks.rank]["bytes"]
         return ({"tables": mine}, {}) if cfg.tiers.kernel == "fused" else ({}, {"tables": mine})
-    if described["cache"] == "resident":
-        return {"tables": tables.total_bytes}, {}
+    groups = zip(tables.groups, described["tiers"]["groups"], strict=True)
+    resident = sum(g.tables.total_bytes for g, told in groups if told["cache"] == RESIDENT)
+    tiered = tables.total_bytes - resident
+    if not tiered:
+        return {"tables": resident}, {}
     kept = cfg.tiers.holder_store if cfg.tiers.store == SHARDED else cfg.tiers.store
-    cold = tables.total_bytes // len(ranks.holders) if kept == "host" and ranks.holds else 0
+    cold = tiered // len(ranks.holders) if kept == "host" and ranks.holds else 0
     cache = described["tiers"]["resident_bytes"] if ranks.trains else 0
     return {"cache": cache}, {"tables": cold}
 

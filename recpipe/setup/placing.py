@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +18,12 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.model.call import Called
 from recpipe.model.make import make_called
 from recpipe.pipeline.placed import PlacedModel, put_fronts
-from recpipe.plugin.assembly import Assembly
-from recpipe.tables.build import build_embeddings
+from recpipe.tables.build import Place, build_tables
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.inputs import Inputs
+from recpipe.tables.owners import GroupOwner
+from recpipe.tables.sharding.collection import ShardedTables
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
 
@@ -45,37 +47,34 @@ class Unplaced:
         first_batch = next(dataset.batches("train", cfg.data.batch_size))
         return cls(called, tables, first_batch, Inputs.of(tables, first_batch))
 
+    def split(self, key: Callable[[str], object]) -> Unplaced:
+        """With groups whose tables all have one ``key``."""
+        tables = self.tables.split(key)
+        return replace(self, tables=tables, inputs=Inputs.of(tables, self.first_batch))
+
     def build(
         self,
         cfg: Recipe,
         dataset: Dataset,
-        assembly: Assembly,
+        owners: Sequence[GroupOwner],
         device: torch.device,
         run_dir: RunDir,
         ranks: Ranks,
         shards: tuple[Sharding, ShardPlan] | None = None,
         roomy: bool = False,
     ) -> GroupedCollection:
-        """The tables' rows in the tiers that recipe and plugins say, or in ``shards``.
+        """The tables' rows as their ``owners`` say, or in ``shards``.
 
         ``roomy``: with room in front of pooled rows, where the CPU back end's parts of the model use it.
         """
-        size = cfg.data.batch_size
-        ids_per_bag = partial(dataset.ids_per_bag, size)
         module = self.called.module
-        return build_embeddings(
-            self.inputs,
-            cfg.tiers,
-            assembly,
-            device,
-            run_dir,
-            size,
-            ranks,
-            shards,
-            ids_per_bag,
-            module,
-            roomy_paths(module) if roomy else (),
-        )
+        if shards is not None:
+            return GroupedCollection(self.tables, ShardedTables(*shards, ranks, module).collections)
+        size = cfg.data.batch_size
+        paths = roomy_paths(module) if roomy else ()
+        ids_per_bag = partial(dataset.ids_per_bag, size)
+        place = Place(cfg.tiers, device, run_dir, ranks, size, ids_per_bag, paths)
+        return build_tables(self.inputs, owners, place)
 
     def over(self, embeddings: GroupedCollection) -> PlacedModel:
         """The model with fronts over ``embeddings`` where it had its collections."""

@@ -19,8 +19,10 @@ from recpipe.errors import UserError
 from recpipe.plugin.api import Context, GroupInfo
 from recpipe.plugin.assembly import Assembly, assemble, gather
 from recpipe.plugin.load import activate
-from recpipe.tables.build import SCRATCH, TierConfig, cache_owner
+from recpipe.setup.placing import Unplaced
+from recpipe.tables.config import SCRATCH, TierConfig
 from recpipe.tables.grouped import GroupedCollection
+from recpipe.tables.groups import ModelTables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.stores.home import remove_crashed
 from recpipe.tables.tiers.batch import Tiers
@@ -66,17 +68,33 @@ def choose_device(name: str) -> torch.device:
 
 
 def assemble_plugins(
-    cfg: Recipe,
-    dataset: Dataset,
-    inputs: Inputs,
-    tiers: TierConfig,
-    device: torch.device,
-    steps: int,
-    ranks: Ranks,
-) -> Assembly:
-    """Load the recipe's plugins and merge what they contribute; raises ``PluginError`` where they clash."""
-    tables = inputs.tables
-    context = Context(
+    cfg: Recipe, dataset: Dataset, unplaced: Unplaced, device: torch.device, steps: int, ranks: Ranks
+) -> tuple[Assembly, Unplaced]:
+    """Load the recipe's plugins and merge what they contribute; raises ``PluginError`` where they clash.
+
+    Tables of a group whose caches have different owners become groups of their own, and the plugins are asked
+    anew, with these.
+    """
+    active = activate(cfg.plugins)
+    prefer = {slot: name for slot, name in cfg.compose.prefer.items() if name}
+
+    def merged(tables: ModelTables, inputs: Inputs) -> Assembly:
+        context = context_of(cfg, dataset, inputs, device, steps, ranks)
+        return assemble(gather(active, context), tables.infos(), prefer=prefer)
+
+    assembly = merged(unplaced.tables, unplaced.inputs)
+    split = unplaced.split(lambda table: id(assembly.caches[table].part) if table in assembly.caches else 0)
+    if len(split.tables.groups) > len(unplaced.tables.groups):
+        unplaced, assembly = split, merged(split.tables, split.inputs)
+    return assembly, unplaced
+
+
+def context_of(
+    cfg: Recipe, dataset: Dataset, inputs: Inputs, device: torch.device, steps: int, ranks: Ranks
+) -> Context:
+    """What plugins are told of a run."""
+    tables, tiers = inputs.tables, cfg.tiers
+    return Context(
         tables=tables.infos(),
         device=str(device),
         batch_size=cfg.data.batch_size,
@@ -95,15 +113,6 @@ def assemble_plugins(
         held_out=lambda first: dataset.batches("eval", cfg.data.batch_size, first),
         batches=lambda first: dataset.batches("train", cfg.data.batch_size, first),
     )
-    active = gather(activate(cfg.plugins), context)
-    assembly = assemble(
-        active,
-        context.tables,
-        prefer={slot: name for slot, name in cfg.compose.prefer.items() if name},
-        resident_bytes=context.resident_bytes,
-    )
-    cache_owner(tiers, assembly, tables)
-    return assembly
 
 
 @contextmanager

@@ -104,8 +104,3 @@ class SavedByRanks(ABC):
     @abstractmethod
     def load_tables(self, directory: Path) -> None:
         """Read this rank's part of tables that any number of ranks has saved."""
-
-
-CAPABILITIES: tuple[type, ...] = (Planned, Placed, SendsAhead, SavedByRanks)
-LOOKUPS: dict[type, tuple[str, ...]] = {Planned: ("lookup_resident", "lookup_slab"), SendsAhead: ("finish",)}
-"""What training calls instead of ``forward`` where a collection has the capability."""

@@ -27,10 +27,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recpipe import seams
 from recpipe.errors import UserError
+from recpipe.plugin.policy import RowIds
 from recpipe.tables.capabilities import Rows
 from recpipe.tables.specs import Region, TableSet, Values, row_chunks
 from recpipe.tables.stores.base import IoCounters
-from recpipe.tables.tiers.policies import RowIds
 from recpipe.tables.tiers.store_thread import TierTimes
 
 C = TypeVar("C")

@@ -30,12 +30,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from recpipe.data.parts import in_order
 from recpipe.errors import UserError
+from recpipe.plugin.policy import RowIds
 from recpipe.tables.collection import RowCollection, TableCollection
 from recpipe.tables.groups import Group
 from recpipe.tables.rowtable import looked_up, updated
 from recpipe.tables.specs import TableSet, row_chunks
 from recpipe.tables.tiers.placement import table_bags
-from recpipe.tables.tiers.policies import RowIds
 
 
 class HandedOut(Protocol):

@@ -37,9 +37,14 @@ class GroupedCollection(TableCollection, Placed, SavedByRanks):
         return cast("list[C]", found) if all(one is not None for one in found) else []
 
     def offers(self, capability: type[C]) -> C | None:
-        """What a single collection offers; of several, itself, if it can be had of them together."""
+        """What a single collection offers; of several, itself, if it can be had of them together.
+
+        Placed they are where one of them is: others have no rows that move.
+        """
         if len(self.collections) == 1:
             return self.collections[0].offers(capability)
+        if capability is Placed:
+            return cast("C", self) if self._placed() else None
         return self if isinstance(self, capability) and self.each(capability) else None
 
     def train(self, mode: bool = True) -> GroupedCollection:
@@ -114,23 +119,27 @@ class GroupedCollection(TableCollection, Placed, SavedByRanks):
 
     # -- Placed, of several groups ------------------------------------------------------------
 
+    def _placed(self) -> dict[str, Placed]:
+        """The groups whose rows move, by their numbers."""
+        found = {str(number): part.offers(Placed) for number, part in enumerate(self.collections)}
+        return {number: part for number, part in found.items() if part is not None}
+
     def placement_state(self) -> dict[str, Any]:
         """Each group's, by its number."""
-        return {str(number): part.placement_state() for number, part in enumerate(self.each(Placed))}
+        return {number: part.placement_state() for number, part in self._placed().items()}
 
     def check_placement_state(self, state: Mapping[str, Any]) -> None:
         """``Damaged`` on what ``placement_state`` cannot have given."""
-        parts = self.each(Placed)
+        parts = self._placed()
         if len(state) != len(parts):
             raise Damaged(f"placement is of {len(state)} groups of tables, and there are {len(parts)}")
-        found = entries({str(number): dict[str, Any] for number in range(len(parts))}, state, "placement")
-        for number, part in enumerate(parts):
-            part.check_placement_state(found[str(number)])
+        found = entries(dict.fromkeys(parts, dict[str, Any]), state, "placement")
+        for number, part in parts.items():
+            part.check_placement_state(found[number])
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
         """Go on from ``state``; False where a group's is of another policy or budget."""
-        parts = self.each(Placed)
-        loaded = [p.load_placement_state(state and state[str(n)]) for n, p in enumerate(parts)]
+        loaded = [p.load_placement_state(state and state[n]) for n, p in self._placed().items()]
         return all(loaded)
 
     # -- SavedByRanks, of several groups ------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
@@ -41,6 +41,16 @@ class Group:
     own_names: Mapping[str, str] = field(default_factory=dict)
     """Each table's name in its collection; ``tables`` has names that are unique in the model."""
 
+    def part(self, names: Collection[str]) -> Group:
+        """The tables of these ``names``, unique in the model, as a group of their own."""
+        of_place = [table.name for table in self.tables.tables for _ in table.features]
+        return Group(
+            self.path,
+            self.tables.part(names),
+            tuple(place for place, name in zip(self.places, of_place, strict=True) if name in names),
+            {name: own for name, own in self.own_names.items() if name in names},
+        )
+
 
 @dataclass(frozen=True)
 class ModelTables:
@@ -53,6 +63,16 @@ class ModelTables:
         """Of one group, whose collection is at ``path``."""
         names = {name: name for name in tables.layout.tables}
         return cls((Group(path, tables, tuple(range(len(tables.features))), names),))
+
+    def split(self, key: Callable[[str], object]) -> ModelTables:
+        """Groups whose tables all have one ``key``, in the order in which the keys come."""
+        parts: list[Group] = []
+        for group in self.groups:
+            alike: dict[object, list[str]] = {}
+            for name in group.tables.layout.tables:
+                alike.setdefault(key(name), []).append(name)
+            parts += [group] if len(alike) == 1 else [group.part(names) for names in alike.values()]
+        return ModelTables(tuple(parts))
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -136,12 +156,12 @@ def group_tables(collections: Mapping[str, nn.Module], optimizer_of: OptimizerOf
                 seed,
                 bags,
                 isinstance(module, EmbeddingBagCollection) and module.is_weighted(),
-                number,
+                tuple(range(number, number + len(members))),
             )
             mine = {id(config) for config in members}
             places = tuple(place for place, owner in enumerate(order) if owner in mine)
             groups.append(Group(path, made, places, {unique[c.name]: c.name for c in members}))
-            number += len(tables)
+            number += len(members)
     return ModelTables(tuple(groups))
 
 

@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.common.phases import phase
 from recpipe.common.threads import one_thread
 from recpipe.data.parts import in_order
+from recpipe.plugin.policy import RowIds
 from recpipe.tables.beside import Beside
 from recpipe.tables.capabilities import Planned, SendsAhead
 from recpipe.tables.collection import TableCollection
@@ -28,7 +29,6 @@ from recpipe.tables.room import widened, with_room
 from recpipe.tables.rowtable import row_bags
 from recpipe.tables.specs import TableSet
 from recpipe.tables.tiers.placement import TierPlan
-from recpipe.tables.tiers.policies import RowIds
 
 
 class GroupLookup:

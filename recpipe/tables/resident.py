@@ -16,9 +16,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe import seams
 from recpipe.common.threads import keep_to_one_core
 from recpipe.data.parts import in_order
+from recpipe.plugin.policy import RowIds
 from recpipe.tables.collection import RowCollection, fused_tbe
 from recpipe.tables.specs import Region, Table, TableSet, Values, to_numpy
-from recpipe.tables.tiers.policies import RowIds
 
 T = TypeVar("T")
 

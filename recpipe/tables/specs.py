@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Annotated
 
@@ -80,8 +80,9 @@ class TableSet:
     """Whether rows are summed by bag (``EmbeddingBagCollection``) or handed out one for each id."""
     weighted: bool = False
     """Whether ids have weights, by which their rows are multiplied before they are summed."""
-    number: int = 0
-    """Of its first table among all of the model, by which first values differ from table to table."""
+    numbers: tuple[int, ...] = ()
+    """Of each table among all of the model, by which first values differ from table to table; empty: 0, 1,
+    ..."""
 
     @classmethod
     def one_each(
@@ -89,6 +90,16 @@ class TableSet:
     ) -> TableSet:
         """A table for each feature, of its name."""
         return cls(tuple(Table(f.name, f.rows, (f.name,)) for f in features), dim, optimizer, seed)
+
+    def part(self, names: Collection[str]) -> TableSet:
+        """The tables of these ``names``, in their order here."""
+        numbers = self.numbers or tuple(range(len(self.tables)))
+        chosen = [index for index, table in enumerate(self.tables) if table.name in names]
+        return replace(
+            self,
+            tables=tuple(self.tables[index] for index in chosen),
+            numbers=tuple(numbers[index] for index in chosen),
+        )
 
     @cached_property
     def features(self) -> tuple[str, ...]:
@@ -147,7 +158,7 @@ class TableSet:
 
     def _uniform(self, index: int, start: int, stop: int) -> NDArray[np.float32]:
         """Rows [start, stop) of the table of that index, from chunks with a seed each."""
-        all_rows, number = self.tables[index].rows, self.number + index
+        all_rows, number = self.tables[index].rows, (self.numbers or range(len(self.tables)))[index]
         bound = float(np.sqrt(1.0 / all_rows))
         out = np.empty((stop - start, self.dim), np.float32)
         for chunk in range(start // FILL_ROWS, -(-stop // FILL_ROWS)):

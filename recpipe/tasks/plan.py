@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError, printable
 from recpipe.plugin.api import Invariant
 from recpipe.plugin.assembly import Assembly
-from recpipe.tables.build import TierConfig, cache_owner
+from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
+from recpipe.tables.owners import RESIDENT, GroupOwner, named
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tasks.plan_shards import described, print_shards
@@ -48,34 +49,30 @@ def describe(
     assembly: Assembly,
     tables: ModelTables,
     tiers: TierConfig,
+    owners: Sequence[GroupOwner],
     ranks: Ranks,
     shards: tuple[Sharding, ShardPlan] | None = None,
     bfloat16: bool = False,
 ) -> dict[str, Any]:
     """Content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
-    owner = cache_owner(tiers, assembly, tables)
-    resident, slots = tables.total_bytes, [group.tables.layout.total_rows for group in tables.groups]
-    if owner == "nocache":
-        resident, slots = 0, [0 for _ in slots]
-    elif owner != "resident":
-        resident = tiers.budget(tables) - assembly.device_bytes
-        slots = tiers.slots(tables, assembly.device_bytes)
+    cold = [g for g, owner in zip(tables.groups, owners, strict=True) if owner.name != RESIDENT]
+    resident, slots = sum(owner.resident_bytes for owner in owners), [owner.slots for owner in owners]
     records = [group.tables.record_bytes for group in tables.groups]
     return {
         **assembly.to_dict(),
         **({} if tiers.plan is None else {"planner": None}),  # the file says where tables go
         "altered": sorted({*(i.name for i in assembly.altered), *_altered(shards, bfloat16)}),
-        "cache": owner,
+        "cache": named(owners),
         "sharded": shards is not None,
         "shards": None if shards is None else described(shards[1], shards[0].group_of),
         "ranks": {"trainers": list(ranks.trainers), "holders": list(ranks.holders)},
         "tiers": {
-            "store": None if owner == "resident" else tiers.described_store(ranks),
+            "store": tiers.described_store(ranks) if cold else None,
             "record_bytes": max(records),
             "rows": tables.total_rows,
             "resident_bytes": resident,
             "resident_rows": sum(slots),
-            "cold_bytes": 0 if owner == "resident" else tables.total_bytes,
+            "cold_bytes": sum(group.tables.total_bytes for group in cold),
             "table_bytes": tables.bytes_of_tables(),
             "groups": [
                 {
@@ -84,9 +81,10 @@ def describe(
                     "dim": group.tables.dim,
                     "optimizer": asdict(group.tables.optimizer),
                     "record_bytes": group.tables.record_bytes,
-                    "resident_rows": rows,
+                    "cache": owner.name,
+                    "resident_rows": owner.slots,
                 }
-                for group, rows in zip(tables.groups, slots, strict=True)
+                for group, owner in zip(tables.groups, owners, strict=True)
             ],
         },
     }

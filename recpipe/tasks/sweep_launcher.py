@@ -20,7 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobRuntime, JobStatus, configure_log, filter_overrides, setup_globals
@@ -28,29 +27,18 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from recpipe.config.launcher import NAME
 from recpipe.errors import UserError
-from recpipe.report.sweep import JOB_FILE
+from recpipe.report.files import JOB_FILE
 from recpipe.tasks.compare_rows import chosen_config, quoted
 from recpipe.tasks.compare_run import TORCHRUN, end, interrupt_on_sigterm
 
-NAME = "torchrun"
 _OF_A_RANK = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
 )
 _OF_THE_SWEEP = re.compile(r"[+~]*hydra([./](launcher|sweeper)|\.(sweep|mode|run\.dir))\b")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class TorchrunConf:
-    """``hydra.launcher``: what each job's torchrun is told, and what a failed job means for the sweep."""
-
-    _target_: str = "hydra_plugins.recpipe.TorchrunLauncher"
-    nproc_per_node: int = 1
-    max_restarts: int = 0
-    stop_on_failure: bool = False
-    """true: jobs after a failed one are not started."""
 
 
 class TorchrunLauncher(Launcher):
@@ -195,8 +183,7 @@ def refuse_without_sweep() -> None:
 
 
 def register() -> None:
-    """Make ``hydra/launcher=torchrun`` known to Hydra; calling it again changes nothing."""
-    ConfigStore.instance().store(group="hydra/launcher", name=NAME, node=TorchrunConf, provider="recpipe")
+    """Make the launcher known to Hydra; calling it again changes nothing."""
     Plugins.instance().register(TorchrunLauncher)
     # Hydra imports launchers from the package hydra_plugins alone, and mostly nobody has installed one.
     try:

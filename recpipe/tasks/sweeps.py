@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from recpipe.common.console import append_to_log
 from recpipe.errors import UserError
-from recpipe.report.sweep import JOB_FILE
+from recpipe.report.files import JOB_FILE
 
 
 class SweepFolder(Callback):

@@ -13,7 +13,8 @@ import torch
 from recpipe.data.select import select
 from recpipe.errors import DataError
 from recpipe.pipeline.share import in_steps
-from recpipe.plugin.api import Link, Split, micro_batch_step
+from recpipe.plugin.api import Link
+from recpipe.plugin.splitter import Split, micro_batch_step
 from tests.pipeline.samples import (
     SIZE,
     Listed,

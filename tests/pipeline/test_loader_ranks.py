@@ -13,7 +13,8 @@ from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_dataset
 from recpipe.distributed.ranks import Ranks
 from recpipe.pipeline.step import StagedBatch
-from recpipe.plugin.api import EpochOrder, Link, Split
+from recpipe.plugin.api import EpochOrder, Link
+from recpipe.plugin.splitter import Split
 from tests.pipeline.samples import Listed, collection_of, eval_loader_of, loader_of
 from tests.pipeline.test_loader import fail, same
 

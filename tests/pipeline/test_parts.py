@@ -20,8 +20,8 @@ from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.parts import SAMPLES, find_out
 from recpipe.pipeline.placed import Parts, PlacedModel
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
-from recpipe.plugin.api import Split
 from recpipe.plugin.errors import PluginError
+from recpipe.plugin.splitter import Split
 from recpipe.run import run
 from recpipe.tables.resident import ResidentCollection
 from tests.model import in_parts

@@ -12,7 +12,7 @@ from recpipe.data.select import select
 from recpipe.distributed.ranks import Ranks
 from recpipe.pipeline.share import cut
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
-from recpipe.plugin.api import Split
+from recpipe.plugin.splitter import Split
 from tests.pipeline.samples import (
     Listed,
     collection_of,

@@ -12,9 +12,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.select import select
 from recpipe.distributed.ranks import Ranks
+from recpipe.plugin.policy import RowSpace
 from recpipe.tables.stores.host import HostStore
 from recpipe.tables.stores.sharded import ShardedStore
-from recpipe.tables.tiers.policies import RowSpace
 from recpipe.tables.tiers.shared_rows import ReplicatedCollection, share
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.ranks import joined

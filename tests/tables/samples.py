@@ -11,11 +11,12 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.dataset import SparseFeature
+from recpipe.plugin.policy import CachePolicy, Placement, RowIds, RowSpace
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.stores import ColdStore, make_store
 from recpipe.tables.tiers.placement import TierPlan
-from recpipe.tables.tiers.policies import POLICIES, CachePolicy, HotSet, Placement, RowIds, RowSpace
+from recpipe.tables.tiers.policies import POLICIES, HotSet
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 CPU = torch.device("cpu")

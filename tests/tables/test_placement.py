@@ -8,8 +8,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
+from recpipe.plugin.policy import CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe.tables.tiers.placement import Bags, Planner, TierPlan, reorder
-from recpipe.tables.tiers.policies import CachePolicy, Placement, RowIds, RowSpace, Slots
 from tests.tables.samples import MAKERS
 
 BASES = np.array([0, 40, 400])

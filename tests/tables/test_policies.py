@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recpipe.tables.tiers.policies import CachePolicy, HotSet, Lfu, Lru, NoCache, Placement, RowSpace
+from recpipe.plugin.policy import CachePolicy, Placement, RowSpace
+from recpipe.tables.tiers.policies import HotSet, Lfu, Lru, NoCache
 from tests.tables.samples import MAKERS, Retargeting
 
 BASES = np.array([0, 40, 400])

@@ -26,11 +26,12 @@ from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import activate
+from recpipe.plugin.policy import RowSpace
 from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.stores import make_store
 from recpipe.tables.stores.bulk import BulkStore
 from recpipe.tables.tiers.parts import TierParts
-from recpipe.tables.tiers.policies import NoCache, RowSpace
+from recpipe.tables.tiers.policies import NoCache
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.training.optim import dense_optimizer
 from tests.placing import context_of, inputs_of, model_over, tiers_of

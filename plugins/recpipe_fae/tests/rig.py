@@ -20,10 +20,11 @@ from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StepTimes
 from recpipe.plugin.assembly import Assembly, assemble, gather
 from recpipe.plugin.load import activate
+from recpipe.plugin.policy import RowSpace
 from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.stores import make_store
 from recpipe.tables.stores.base import IoCounters
-from recpipe.tables.tiers.policies import HotSet, RowSpace
+from recpipe.tables.tiers.policies import HotSet
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.training.optim import dense_optimizer
 from tests.placing import context_of, model_over, tiers_of

@@ -8,10 +8,11 @@ from recpipe_het.holder import Holder
 from recpipe_het.lines import Lines
 from recpipe_het.messages import Check, Floats, Push, Rows
 
+from recpipe.plugin.policy import CachePolicy, RowSpace
 from recpipe.tables.specs import TableOptimizer
 from recpipe.tables.stores import make_store
 from recpipe.tables.stores.base import StoreLayout
-from recpipe.tables.tiers.policies import CachePolicy, Lru, RowSpace
+from recpipe.tables.tiers.policies import Lru
 
 DIM = 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from recpipe_het.policy import PERMANENT_USES, LfuOpt
 
-from recpipe.tables.tiers.policies import RowSpace
+from recpipe.plugin.policy import RowSpace
 
 SPACE = RowSpace(np.array([0, 100]), 12)
 

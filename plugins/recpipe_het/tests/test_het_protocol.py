@@ -8,9 +8,10 @@ import torch
 from recpipe_het.policy import LfuOpt
 from recpipe_het.tests.rig import DIM, World, batch, schedule
 
+from recpipe.plugin.policy import CachePolicy
 from recpipe.tables.rowtable import updated
 from recpipe.tables.specs import TableOptimizer
-from recpipe.tables.tiers.policies import CachePolicy, Lfu, Lru
+from recpipe.tables.tiers.policies import Lfu, Lru
 
 POLICIES = [Lru, Lfu, LfuOpt]
 

@@ -23,11 +23,11 @@ from recpipe.pipeline.step import StagedBatch, StepTimes
 from recpipe.plugin.api import Figure, RunFigures
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.load import activate
+from recpipe.plugin.policy import RowSpace
 from recpipe.report.record import Io
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.specs import TableOptimizer, TableSet, to_numpy
 from recpipe.tables.stores import make_store
-from recpipe.tables.tiers.policies import RowSpace
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.training.optim import dense_optimizer
 from tests.placing import context_of, model_over, tiers_of

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from recpipe_hotline.policy import Learning, PopularRows
 
-from recpipe.tables.tiers.policies import RowSpace
+from recpipe.plugin.policy import RowSpace
 
 ROWS, SLOTS = 100, 12
 LEARNING = Learning(learn_batches=3, growth=2.0, relearn_every=5, sample=0.5, decay=2)

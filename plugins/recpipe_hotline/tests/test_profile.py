@@ -11,9 +11,9 @@ from recpipe_hotline.plugin import Hotline
 from recpipe_hotline.tests.rig import default_knobs
 from recpipe_hotline.tests.test_plugin import TestHotline as Suite
 
+from recpipe.plugin.policy import RowSpace
 from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.tiers.access_counts import SAMPLE, load_profile, table_bases
-from recpipe.tables.tiers.policies import RowSpace
 from recpipe.testing import SMALL, train
 from tests.placing import context_of
 

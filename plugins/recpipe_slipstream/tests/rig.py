@@ -24,9 +24,9 @@ from recpipe.plugin.api import Context, Origin
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.load import activate
+from recpipe.plugin.policy import CachePolicy, RowSpace
 from recpipe.tables.specs import TableOptimizer, TableSet, to_numpy
 from recpipe.tables.stores import make_store
-from recpipe.tables.tiers.policies import CachePolicy, RowSpace
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from recpipe.training.optim import dense_optimizer
 from tests.placing import context_of, model_over, tiers_of

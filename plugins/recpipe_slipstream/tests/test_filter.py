@@ -18,7 +18,8 @@ from recpipe_slipstream.threshold import BAND
 
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset
-from recpipe.tables.tiers.policies import HotSet, RowSpace
+from recpipe.plugin.policy import RowSpace
+from recpipe.tables.tiers.policies import HotSet
 
 STEPS = 80
 HOTLINE = {"learn_batches": 5, "relearn_every": 20, "sample": 1.0, "min_micro_batch": 4}

@@ -5,22 +5,23 @@ What TorchRec or FBGEMM would pass over without a word is refused here, with the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from typing import Any, get_args
+from collections.abc import Set
+from typing import get_args
 
 import torch
 from torch import nn
-from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CommOp, QuantizedCommCodecs
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from recpipe import seams
-from recpipe.plugin.api import Direction, TablePolicy
+from recpipe.plugin.api import TablePolicy
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginError
+from recpipe.plugin.planner import Planner
+from recpipe.plugin.quantizer import Direction
 
 STORED = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
 """``TablePolicy.data_type``'s names."""
@@ -66,7 +67,7 @@ def refuse_type(table: str, owner: Owned[TablePolicy], kind: DataType, device: t
 
 
 def refuse_limit(
-    table: str, owner: Owned[TablePolicy], limit: ParameterConstraints, device: torch.device
+    table: str, owner: Owned[Planner], limit: ParameterConstraints, device: torch.device
 ) -> None:
     """``PluginError`` on constraints that would be without effect on ``device``."""
     on_cpu = device.type == "cpu"
@@ -101,33 +102,3 @@ def codecs(assembly: Assembly, kinds: Set[type[nn.Module]]) -> dict[str, Quantiz
             )
         setattr(registry.setdefault(collective.name, QuantizedCommCodecs()), direction, owned.part)
     return registry
-
-
-def plugin_sharder(
-    kind: type[nn.Module],
-    owned: Owned[Any],
-    fused: Mapping[str, Any],
-    registry: Mapping[str, QuantizedCommCodecs],
-) -> Any:
-    """A plugin's sharder with the recipe's fused optimizer, its kernel and all plugins' codecs.
-
-    ``PluginError`` where it is of other modules than tables, or holds on to something else.
-    """
-    made = owned.part
-    if not isinstance(made, BaseEmbeddingSharder) or kind not in COLLECTIVES or made.module_type is not kind:
-        raise PluginError(
-            f"plugin {owned.origin}: brings {type(made).__name__} as the sharder of {kind.__name__}, but "
-            "tables are sharded as an EmbeddingBagCollection or EmbeddingCollection; derive it from "
-            "TorchRec's EmbeddingBagCollectionSharder or EmbeddingCollectionSharder, for that type"
-        )
-    made = seams.equipped(made, fused, registry)
-    for field, asked in (("fused_params", fused), ("qcomm_codecs_registry", registry)):
-        has = getattr(made, field) or {}
-        for key, value in asked.items():
-            if has.get(key) != value:
-                raise PluginError(
-                    f"plugin {owned.origin}: its sharder has {field}['{key}'] = {has.get(key)!r}, but this "
-                    f"run's is {value!r} (optim.tables, tiers.kernel, plugins' codecs); leave it out of the "
-                    "sharder, which is given the run's"
-                )
-    return made

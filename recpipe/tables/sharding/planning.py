@@ -29,7 +29,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.assembly import Assembly
 from recpipe.seams import module_name
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.sharding.claims import codecs, plugin_sharder, refuse_limit, refuse_type, stored_types
+from recpipe.tables.sharding.claims import codecs, refuse_limit, refuse_type, stored_types
 from recpipe.tables.sharding.modules import fused, skeleton
 from recpipe.tables.sharding.plan import ShardPlan, TablePlan, from_torchrec
 from recpipe.tables.specs import TableSet
@@ -66,7 +66,7 @@ SHARDERS: dict[type[nn.Module], type[BaseEmbeddingSharder[Any]]] = {
     EmbeddingBagCollection: TableSharder,
     EmbeddingCollection: EmbeddingCollectionSharder,
 }
-"""By the type of a group's module, where no plugin brings one."""
+"""By the type of a group's module."""
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Sharding:
         return {name: g.tables for g in self.tables.groups for name in g.tables.layout.tables}
 
     def sharders(self) -> list[Any]:
-        """A sharder for each type of collection, with the plugins' codecs: a plugin's, or else recpipe's.
+        """A sharder for each type of collection, with the plugins' codecs.
 
         The optimizer is that of most bytes; tables of other groups have their own with them.
         """
@@ -121,12 +121,8 @@ class Sharding:
             common |= {"cache_load_factor": self.cached_share, "prefetch_pipeline": True}
         kinds = {EmbeddingBagCollection if t.pooled else EmbeddingCollection for t in self.group_of.values()}
         registry = codecs(self.assembly, kinds)
-        brought = {
-            kind: plugin_sharder(kind, owned, common, registry)
-            for kind, owned in self.assembly.sharders.items()
-        }
         return [
-            brought.get(kind) or make(fused_params=common, qcomm_codecs_registry=registry)
+            make(fused_params=common, qcomm_codecs_registry=registry)
             for kind, make in SHARDERS.items()
             if kind in kinds
         ]
@@ -156,13 +152,13 @@ class Sharding:
         kernels = [KERNELS[self.kernel], EmbeddingComputeKernel.DENSE.value]
         limits = {name: ParameterConstraints(compute_kernels=kernels) for name in self.group_of}
         infos = self.tables.infos()
-        for aspect in ("placement", "kernel"):
-            for policy, names in self.assembly.policies(aspect):
-                for name in names:
-                    limit = policy.part.constrain(name, infos[name])
-                    if limit is not None:
-                        refuse_limit(name, policy, limit, self.device)
-                        limits[name] = _merged(limits[name], limit)
+        planner = self.assembly.planner
+        for name, info in infos.items() if planner is not None else ():
+            assert planner is not None
+            limit = planner.part.constrain(info)
+            if limit is not None:
+                refuse_limit(name, planner, limit, self.device)
+                limits[name] = _merged(limits[name], limit)
         types = self.data_types()
         for name, limit in limits.items():
             wanted = limit.sharding_types or PLANNED
@@ -208,7 +204,7 @@ class Sharding:
         seen = Prediction({})
         planner: ShardingPlanner
         if self.assembly.planner is not None:
-            planner = self.assembly.planner.part(topology, by_module)
+            planner = self.assembly.planner.part.make(topology, by_module)
             told = getattr(planner, "prediction", None)
             seen = told if isinstance(told, Prediction) else seen
         else:

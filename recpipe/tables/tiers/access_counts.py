@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from recpipe.errors import UserError
 from recpipe.plugin.api import Context
-from recpipe.tables.tiers.policies import RowIds
+from recpipe.plugin.policy import RowIds
 
 VERSION = 1
 SAMPLE = 0.05
@@ -56,7 +56,7 @@ def group_rows(ctx: Context, group: int) -> slice:
     return slice(sum(rows[:group]), sum(rows[: group + 1]))
 
 
-def load_profile(ctx: Context, sample: float) -> Profile:
+def load_profile(ctx: Context, sample: float = SAMPLE) -> Profile:
     """The profile of a ``sample`` share of the batches: from ``ctx.cache_dir``, or counted and saved there.
 
     Raises ``UserError`` on a file that is damaged or of other data, and on a folder that cannot be used.

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from recpipe.data.checks import unknown_id
 from recpipe.data.parts import in_order
 from recpipe.data.select import places_of
-from recpipe.tables.tiers.policies import CachePolicy, RowIds, RowSpace, Slots
+from recpipe.plugin.api import Origin
+from recpipe.plugin.policy import IN_STORE, CachePolicy, RowIds, Slots
+from recpipe.tables.tiers.checked import CheckedPolicy, Decision
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
 
 Offsets = NDArray[np.int64]
 Weights = NDArray[np.float32]
-IN_STORE = -1
-"""``where`` of a row in the cold store; slots are >= 0, and slab position p of the last batch is -2 - p."""
 
 
 @dataclass
@@ -137,34 +137,50 @@ def checked_rows(tables: TableSet, ids: RowIds, counts: RowIds) -> RowIds:
     return rows
 
 
-class Planner:
-    """Keeps the map from rows to tiers as it will be once every planned batch has been carried out."""
+class TierPlanner:
+    """Keeps the map from rows to tiers as it will be once every planned batch has been carried out.
 
-    def __init__(self, space: RowSpace, policy: CachePolicy, carry: bool, pooled: bool = True) -> None:
-        self.space = space
+    A policy is asked once for each batch. A plan that is taken back keeps the policy's decisions, and the
+    same batch finds them when it is planned again, also in a run that goes on from a checkpoint.
+    """
+
+    def __init__(
+        self, policy: CachePolicy, carry: bool, pooled: bool = True, owner: Origin | None = None
+    ) -> None:
         self.policy = policy
+        self.space = policy.space
         self.pooled = pooled
         """Whether rows are summed by bag."""
         self.carry = carry
         """Whether slab rows that the next batch needs again stay there, not passing through the store."""
-        self.where = np.full(space.rows, IN_STORE, np.int32)
-        self.row_of_slot = np.full(space.slots, -1, np.int64)
+        self.checked = CheckedPolicy(policy, owner)
+        self.where = self.space.residents._where
+        """Of each row its slot, ``IN_STORE``, or its place in the slab: int32 [rows]."""
+        self.row_of_slot = self.space.residents._row_of_slot
         self.slab_rows: RowIds = np.empty(0, np.int64)
-        self._pending: tuple[TierPlan, RowIds, Bags] | None = None
+        self.decided: Decision | None = None
+        """For a batch that was taken back."""
+        self._pending: tuple[TierPlan, RowIds, Bags, Decision] | None = None
 
     def plan(self, bags: Bags) -> TierPlan:
         """Decide for one batch; ``commit`` must follow before the next ``plan``."""
         assert self._pending is None, "the last plan has not been carried out"
-        before = self.slab_rows
-        moved = self.policy.migrate(bags.rows)
-        emptied = self._empty(moved.freed)
-        dropped = self._evict(moved.slots, moved.rows)
+        known, self.decided = self.decided, None
+        if known is not None and not known.is_of(bags.rows):
+            known = None
+        residents, before = self.space.residents, self.slab_rows
+        moved = self.checked.migrate(bags.rows) if known is None else known.moved
+        emptied = residents.empty(moved.freed)
+        dropped = residents.put(moved.slots, moved.rows)
         where = self.where[bags.rows]
         missing = np.flatnonzero(where < 0)
         misses, which = self._distinct(bags.rows[missing])
-        admitted = self.policy.admit(where[where >= 0], misses, bags.rows)
-        emptied = np.concatenate((emptied, self._empty(admitted.freed)))
-        evicted = np.concatenate((dropped, self._evict(admitted.slots, admitted.rows), emptied))
+        if known is None:
+            admitted = self.checked.admit(where[where >= 0], misses, bags.rows)
+        else:
+            admitted = known.admitted
+        emptied = np.concatenate((emptied, residents.empty(admitted.freed)))
+        evicted = np.concatenate((dropped, residents.put(admitted.slots, admitted.rows), emptied))
         slots = np.concatenate((moved.slots, admitted.slots))
         vacated = np.concatenate((slots, moved.freed, admitted.freed))
         placed = np.concatenate((moved.rows, admitted.rows))
@@ -175,27 +191,12 @@ class Planner:
         self.slab_rows = slab
         where[missing] = self.where[misses][which]
         plan = self._lookups(bags, where, slots, placed, vacated, evicted, slab, carried_from)
-        self._pending = (plan, before, bags)
+        self._pending = (plan, before, bags, known or Decision(moved, admitted, bags.rows))
         return plan
 
     def commit(self) -> None:
         """The last plan is being carried out: it cannot be undone any more."""
         self._pending = None
-
-    def _evict(self, slots: Slots, rows: RowIds) -> RowIds:
-        """Give ``slots`` to ``rows``; returns the rows that leave them (-1: the slot was empty)."""
-        leaving = self.row_of_slot[slots]
-        self.where[leaving[leaving >= 0]] = IN_STORE
-        self.where[rows] = slots
-        self.row_of_slot[slots] = rows
-        return leaving
-
-    def _empty(self, slots: Slots) -> RowIds:
-        """Take their rows from ``slots``; returns those rows (-1: the slot was empty)."""
-        leaving = self.row_of_slot[slots]
-        self.where[leaving[leaving >= 0]] = IN_STORE
-        self.row_of_slot[slots] = -1
-        return leaving
 
     def _distinct(self, rows: RowIds) -> tuple[RowIds, NDArray[np.int32]]:
         """Distinct ``rows`` and, for each row, its position among them; O(n), by marking the map."""
@@ -273,11 +274,12 @@ class Planner:
     def undo(self) -> Bags | None:
         """Take back a plan that has not been carried out: the map then shows where rows really are.
 
-        Returns the bags to plan again later (the same plan comes out), or None when nothing was planned.
+        Returns the bags to plan again later (the same plan comes out), or None when nothing was planned. The
+        policy is told nothing: it has seen the batch, and its decisions wait for it.
         """
         if self._pending is None:
             return None
-        plan, before, bags = self._pending
+        plan, before, bags, self.decided = self._pending
         self.where[plan.slab] = IN_STORE
         self.where[plan.placed] = IN_STORE
         self.row_of_slot[plan.vacated] = plan.evicted
@@ -285,7 +287,6 @@ class Planner:
         self.where[plan.evicted[left]] = plan.vacated[left]
         self.where[before] = -2 - np.arange(len(before), dtype=np.int32)
         self.slab_rows = before
-        self.policy.undo()
         self._pending = None
         return bags
 
@@ -294,15 +295,15 @@ class Planner:
         assert self._pending is None
         assert len(row_of_slot) == self.space.slots
         self.where.fill(IN_STORE)
-        used = np.flatnonzero(row_of_slot >= 0)
-        self.where[row_of_slot[used]] = used.astype(np.int32)
-        self.row_of_slot = row_of_slot.copy()
+        self.row_of_slot.fill(-1)
+        used = np.flatnonzero(row_of_slot >= 0).astype(np.int32)
+        self.space.residents.put(used, row_of_slot[used])
         self.slab_rows = np.empty(0, np.int64)
 
     @property
     def overhead_bytes(self) -> int:
         """DRAM of the maps: 4 bytes per row of all tables and 8 per slot."""
-        return self.where.nbytes + self.row_of_slot.nbytes
+        return self.space.residents.nbytes
 
 
 def reorder(plan: TierPlan, order: NDArray[np.int64], cold_first: int) -> TierPlan:

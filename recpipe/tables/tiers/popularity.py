@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.tables.tiers.policies import RowIds
+from recpipe.plugin.policy import RowIds
 
 
 def top_rows(counts: NDArray[np.int32], size: int, resident: RowIds | None = None) -> RowIds:

@@ -16,11 +16,11 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.distributed.ranks import Channel
+from recpipe.plugin.policy import RowIds
 from recpipe.tables.collection import RowCollection
 from recpipe.tables.rowtable import RowBags, distinct, row_bags, updated
 from recpipe.tables.specs import Region, TableSet, Values, to_numpy
 from recpipe.tables.tiers.placement import Bags, TierPlan, reorder
-from recpipe.tables.tiers.policies import RowIds
 
 Touched = NDArray[np.int64]
 """Distinct slots that any trainer looks up in a batch, sorted, int64 [U]: the same on every trainer."""

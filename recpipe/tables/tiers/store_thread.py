@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from recpipe.distributed.ranks import Ranks
+from recpipe.plugin.policy import RowIds
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records
-from recpipe.tables.tiers.policies import RowIds
 from recpipe.tables.tiers.transfer import Landed, Transfer
 
 

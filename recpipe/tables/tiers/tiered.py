@@ -31,13 +31,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.saved import entries, residents
 from recpipe.distributed.ranks import Channel, Ranks
+from recpipe.plugin.api import Origin
+from recpipe.plugin.policy import IN_STORE, CachePolicy, RowIds
 from recpipe.tables.capabilities import Placed, Planned
 from recpipe.tables.collection import RowCollection, TierFigures
 from recpipe.tables.rowtable import RowBags, looked_up
 from recpipe.tables.specs import Region, TableSet, Values
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records
-from recpipe.tables.tiers.placement import IN_STORE, Bags, Planner, TierPlan, Weights, table_bags
-from recpipe.tables.tiers.policies import CachePolicy, RowIds, RowSpace, policy_bytes
+from recpipe.tables.tiers.checked import Decision, check_decision
+from recpipe.tables.tiers.placement import Bags, TierPlan, TierPlanner, Weights, table_bags
+from recpipe.tables.tiers.policies import policy_bytes
 from recpipe.tables.tiers.slots import make_slots, put, take, views
 from recpipe.tables.tiers.store_thread import StoreThread, TierTimes
 
@@ -47,37 +50,37 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
 
     Args:
         tables: what is stored, of one dimension and optimizer; rows are summed by bag, or not pooled.
-        policy: which rows are resident when; sees the space of ``slots``.
-        slots: resident rows, over all tables.
+        policy: which rows are resident when, and by its space how many.
         store: the cold tier; holds every row at first. Owned: ``close`` closes it.
         device: where resident rows and slab live.
         prefetch: fetch a batch's rows while the batch before it trains. Off: fetch when its turn comes.
         ranks: who trains. Several trainers plan alike, each holds a replica of resident rows and slab
             and looks up its own samples; ``trainers`` is the channel over which gradients are added.
+        owner: the plugin that brought ``policy``, for messages.
     """
 
     def __init__(
         self,
         tables: TableSet,
         policy: CachePolicy,
-        slots: int,
         store: ColdStore,
         device: torch.device,
         prefetch: bool,
         ranks: Ranks | None = None,
         trainers: Channel | None = None,
+        owner: Origin | None = None,
     ) -> None:
         super().__init__(tables)
         self.store = store
         self.device = device
         self.prefetches = prefetch
-        self.planner = Planner(RowSpace(tables.layout.bases, slots), policy, prefetch, tables.pooled)
+        self.planner = TierPlanner(policy, prefetch, tables.pooled, owner)
         self.times = TierTimes()
         self.ranks = ranks or Ranks()
         self._trainers = trainers if len(self.ranks.trainers) > 1 else None
         self.replicated = self._trainers is not None
         self.cold = StoreThread(store, device, self.times, self.ranks)
-        self.resident = make_slots(tables, max(1, slots), device, self._trainers)
+        self.resident = make_slots(tables, max(1, policy.space.slots), device, self._trainers)
         self.slab = make_slots(tables, 1, device, self._trainers)
         self._planning = threading.RLock()
         self._slab_rows: RowIds = np.empty(0, np.int64)
@@ -314,7 +317,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
             self.write_rows(self.rows_of(region), np.concatenate(values, axis=1))
 
     def placement_state(self) -> dict[str, Any]:
-        """Which rows are resident, and the policy's state: a resumed run takes the same decisions."""
+        """Which rows are resident, the policy's state, and what it has decided for a batch that comes: a
+        resumed run takes the same decisions."""
         with self.quiesced():
             planner = self.planner
             return {
@@ -322,23 +326,25 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
                 "slots": planner.space.slots,
                 "row_of_slot": planner.row_of_slot.copy(),
                 "state": copy.deepcopy(planner.policy.state_dict()),
+                "decided": None if planner.decided is None else planner.decided.to_state(),
             }
 
     def _same_place(self, state: Mapping[str, Any]) -> bool:
-        """Whether ``state`` is of this policy and budget."""
+        """Whether ``state`` is of this policy and budget, and not of a recpipe before 0.2."""
         planner = self.planner
         mine = {"policy": type(planner.policy).__name__, "slots": planner.space.slots}
-        return all(state[key] == value for key, value in mine.items())
+        return "decided" in state and all(state[key] == value for key, value in mine.items())
 
     def check_placement_state(self, state: Mapping[str, Any]) -> None:
         """``Damaged`` on what ``placement_state`` cannot have given."""
-        entries(
-            {"policy": str, "slots": int, "row_of_slot": NDArray[np.int64], "state": dict[str, Any]}, state
-        )
+        entries(_STATE, state)
         if self._same_place(state):
             planner = self.planner
             residents(state, "row_of_slot", planner.space.slots, planner.space.rows)
             planner.policy.check_state(state["state"])
+            if state["decided"] is not None:
+                decided = entries({"decided": dict[str, Any]}, state)["decided"]
+                check_decision(decided, state["row_of_slot"], planner.space.rows)
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
         """Bring the saved residents into their slots; tables must have been loaded before.
@@ -357,6 +363,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
                 put(self.resident, self._index(part), fetched)
             planner.restore(state["row_of_slot"])
             planner.policy.load_state_dict(state["state"])
+            if state["decided"] is not None:
+                planner.decided = Decision.from_state(state["decided"])
         return True
 
     # -- the rest ----------------------------------------------------------------------------
@@ -409,3 +417,12 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
         have = views(self.slab)[0].shape[0]
         if rows > have:
             self.slab = make_slots(self.tables, 1 << (rows - 1).bit_length(), self.device, self._trainers)
+
+
+_STATE = {
+    "policy": str,
+    "slots": int,
+    "row_of_slot": NDArray[np.int64],
+    "state": dict[str, Any],
+}
+"""What a checkpoint has of a group's placement, and the types."""

@@ -1,0 +1,83 @@
+"""Building blocks for plugins, public and versioned with ``recpipe.plugin.API``: batches, rows, stores,
+ranks.
+
+What a plugin needs beside the contract (``recpipe.plugin``), and all of core that it may import.
+"""
+
+from recpipe.backend.host import processor
+from recpipe.common.saved import Damaged, entries, parse_json, residents, typed_as, within
+from recpipe.data.batch import Batch
+from recpipe.data.parts import batch_size, leaves, tensors_in
+from recpipe.data.select import join, select
+from recpipe.distributed.ranks import Channel, Ranks
+from recpipe.pipeline.loader import on_device
+from recpipe.pipeline.placed import PlacedModel
+from recpipe.seams import module_name
+from recpipe.tables.collection import RowCollection, TableCollection, TierFigures
+from recpipe.tables.rowtable import RowBags, distinct, row_bags, updated
+from recpipe.tables.sharding.claims import POOLED, SEQUENCES
+from recpipe.tables.sharding.planning import Prediction
+from recpipe.tables.specs import Region, TableOptimizer, TableSet, Values
+from recpipe.tables.stores.base import ColdStore, IoCounters, Records, StoreLayout
+from recpipe.tables.stores.bulk import BulkStore
+from recpipe.tables.stores.sharded import HeldRows, ShardedStore
+from recpipe.tables.tiers.access_counts import group_rows, load_profile, table_bases
+from recpipe.tables.tiers.parts import TierParts
+from recpipe.tables.tiers.placement import Bags
+from recpipe.tables.tiers.policies import HotSet, Lfu, Lru, distinct_slots, policy_bytes
+from recpipe.tables.tiers.popularity import top_rows
+from recpipe.tables.tiers.store_thread import TierTimes
+
+__all__ = [
+    "POOLED",
+    "SEQUENCES",
+    "Bags",
+    "Batch",
+    "BulkStore",
+    "Channel",
+    "ColdStore",
+    "Damaged",
+    "HeldRows",
+    "HotSet",
+    "IoCounters",
+    "Lfu",
+    "Lru",
+    "PlacedModel",
+    "Prediction",
+    "Ranks",
+    "Records",
+    "Region",
+    "RowBags",
+    "RowCollection",
+    "ShardedStore",
+    "StoreLayout",
+    "TableCollection",
+    "TableOptimizer",
+    "TableSet",
+    "TierFigures",
+    "TierParts",
+    "TierTimes",
+    "Values",
+    "batch_size",
+    "distinct",
+    "distinct_slots",
+    "entries",
+    "group_rows",
+    "join",
+    "leaves",
+    "load_profile",
+    "module_name",
+    "on_device",
+    "parse_json",
+    "policy_bytes",
+    "processor",
+    "residents",
+    "row_bags",
+    "select",
+    "table_bases",
+    "tensors_in",
+    "top_rows",
+    "typed_as",
+    "updated",
+    "within",
+]

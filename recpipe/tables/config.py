@@ -1,0 +1,75 @@
+"""``conf/tiers``, typed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from recpipe.common.sizes import parse_bytes
+from recpipe.common.validation import FilePath, one_of
+from recpipe.distributed.ranks import Emulation, Ranks
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.sharding.planning import KERNELS
+from recpipe.tables.stores import KINDS
+from recpipe.tables.tiers.policies import POLICIES
+
+SHARDED = "sharded"
+"""``tiers.store`` of rows partitioned over ranks."""
+SCRATCH = "tiers"
+"""Where a run's ssd store lies in the run directory when nobody has named a place; it goes with the run."""
+
+
+def _tbes(value: int | str) -> int | str:
+    if value != "auto" and (isinstance(value, str) or value < 1):
+        raise ValueError("must be auto or a whole number of at least 1")
+    return value
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """``conf/tiers``: where rows live. ``resident_bytes`` counts weights and optimizer state."""
+
+    policy: Annotated[str, one_of("resident", *POLICIES)]
+    store: Annotated[str, one_of(*KINDS, SHARDED)]
+    resident_bytes: int | float | str
+    dir: FilePath | None
+    prefetch: bool
+    sharded: bool
+    holder_store: Annotated[str, one_of(*KINDS)] = "host"
+    emulate: Emulation = field(default_factory=Emulation)
+    plan: FilePath | None = None
+    kernel: Annotated[str, one_of(*KERNELS)] = "fused"
+    split_rows: bool = False
+    tbes: Annotated[int | str, AfterValidator(_tbes)] = "auto"
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.resident_bytes, 0, "tiers.resident_bytes")
+
+    def described_store(self, ranks: Ranks) -> str:
+        """The cold store in words: its kind and, over ranks, what each holder keeps its part in."""
+        if self.store != SHARDED and ranks.world == 1:
+            return self.store
+        return f"sharded ({self.holder_store if self.store == SHARDED else self.store})"
+
+    def directory(self, run_dir: Path) -> Path:
+        """Where ssd stores go: of several ranks each in a ``rank-N`` of its own there."""
+        return Path(self.dir).expanduser() if self.dir else run_dir / SCRATCH
+
+    def budget(self, tables: ModelTables) -> int:
+        """Bytes of ``tiers.resident_bytes``, at most those of all tables."""
+        return min(
+            parse_bytes(self.resident_bytes, tables.total_bytes, "tiers.resident_bytes"), tables.total_bytes
+        )
+
+    def shares(self, tables: ModelTables) -> list[int]:
+        """Bytes of the budget for each group: divided by the bytes of their tables."""
+        budget, total = self.budget(tables), tables.total_bytes
+        return [budget * group.tables.total_bytes // total for group in tables.groups]
+
+    def slots(self, tables: ModelTables) -> list[int]:
+        """Rows of each group that its share of the budget holds."""
+        shares = zip(self.shares(tables), tables.groups, strict=True)
+        return [share // group.tables.record_bytes for share, group in shares]

@@ -1,0 +1,107 @@
+"""Who keeps which tables: all rows resident, in tiers under a policy, or in shards over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec.modules.embedding_configs import DataType
+
+from recpipe.errors import UserError
+from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.compose import Owned
+from recpipe.plugin.errors import PluginConflict
+from recpipe.plugin.policy import Cache
+from recpipe.tables.config import TierConfig
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.sharding.claims import stored_types
+
+RESIDENT, NOCACHE = "resident", "nocache"
+
+
+@dataclass(frozen=True)
+class GroupOwner:
+    """Who decides which rows of one group of tables are resident."""
+
+    name: str
+    """``resident`` (all are), a built-in policy's name or a plugin's."""
+    slots: int
+    """Resident rows; all of the group's where they all are."""
+    resident_bytes: int
+    """What they may take."""
+    cache: Owned[Cache] | None = None
+    """The plugin's part; None: recpipe's own."""
+
+
+def group_owners(config: TierConfig, assembly: Assembly, tables: ModelTables) -> list[GroupOwner]:
+    """Of each group, whose tables one plugin has claimed or none (``ModelTables.split``).
+
+    ``UserError`` where plugins and the recipe's ``tiers`` contradict each other.
+    """
+    _check_policy(config, assembly, tables)
+    shares = zip(tables.groups, config.shares(tables), config.slots(tables), strict=True)
+    owners = []
+    for group, share, slots in shares:
+        cache = assembly.caches.get(group.tables.layout.tables[0])
+        name = config.policy if cache is None else cache.origin.plugin
+        if name == RESIDENT:
+            share, slots = group.tables.total_bytes, group.tables.layout.total_rows
+        elif name == NOCACHE:
+            share, slots = 0, 0
+        owners.append(GroupOwner(name, slots, share, cache))
+    _check_sharding(config, assembly, owners)
+    return owners
+
+
+def named(owners: Sequence[GroupOwner]) -> str:
+    """Who decides, in words: one name, or several."""
+    return ", ".join(dict.fromkeys(owner.name for owner in owners))
+
+
+def is_sharded(config: TierConfig, assembly: Assembly) -> bool:
+    """Whether TorchRec's planner places the tables: the recipe or a plugin asks for it."""
+    return config.sharded or config.plan is not None or bool(_placing(assembly))
+
+
+def _placing(assembly: Assembly) -> list[Owned[Any]]:
+    """The plugins' parts that only TorchRec's sharded tables can carry out."""
+    placed: list[Owned[Any] | None] = [assembly.planner, *assembly.codecs.values()]
+    placed += [owner for owner, kind in stored_types(assembly).values() if kind is not DataType.FP32]
+    return [owned for owned in placed if owned is not None]
+
+
+def _check_policy(config: TierConfig, assembly: Assembly, tables: ModelTables) -> None:
+    """``tiers.policy`` is for tables that no plugin has claimed."""
+    if config.policy != RESIDENT and len(assembly.caches) == len(tables.tables):
+        owner = next(iter(assembly.caches.values()))
+        raise PluginConflict(
+            f"plugin {owner.origin} decides which rows are resident, and so does "
+            f"tiers.policy={config.policy}; drop one: leave tiers.policy out, or the plugin "
+            f"'{owner.origin.plugin}'"
+        )
+
+
+def _check_sharding(config: TierConfig, assembly: Assembly, owners: Sequence[GroupOwner]) -> None:
+    """Tiers and sharding exclude each other; what is about sharded tables needs sharding."""
+    tiered = [owner for owner in owners if owner.name != RESIDENT]
+    if not is_sharded(config, assembly):
+        for key, idle in (("kernel", "fused"), ("split_rows", False)):
+            value = getattr(config, key)
+            if value != idle:
+                raise UserError(
+                    f"tiers.{key}={str(value).lower()} is about sharded tables, and this run shards none: "
+                    "leave it out, or shard them with tiers.sharded=true"
+                )
+    elif tiered:
+        placing = _placing(assembly)
+        asked = "tiers.plan" if config.plan is not None else "tiers.sharded=true"
+        who = f"plugin {placing[0].origin} shards tables and" if placing else asked
+        raise PluginConflict(
+            f"{who} keeps all rows resident, but {named(tiered)} decides which rows are. Drop one of the two"
+        )
+    elif config.emulate.active:
+        raise UserError(
+            "tiers.emulate delays recpipe's own messages and not TorchRec's collectives, by which sharded "
+            "tables travel: leave it out"
+        )

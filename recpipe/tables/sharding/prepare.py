@@ -1,0 +1,57 @@
+"""Sharded tables prepared: what plugins and the recipe ask for, checked, and the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from recpipe.distributed.ranks import Ranks
+from recpipe.errors import UserError
+from recpipe.plugin.assembly import Assembly
+from recpipe.tables.config import TierConfig
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.sharding.collection import join_group
+from recpipe.tables.sharding.plan import ShardPlan, load_plan
+from recpipe.tables.sharding.planning import Sharding
+
+
+def plan_shards(
+    tables: ModelTables,
+    config: TierConfig,
+    assembly: Assembly,
+    device: torch.device,
+    batch_size: int,
+    ranks: Ranks,
+    world: int,
+) -> tuple[Sharding, ShardPlan]:
+    """Where the tables' parts will lie on ``world`` ranks; takes no memory.
+
+    All ranks call it; it plans alone where ``world`` is not the number of ranks that run.
+    """
+    if len(ranks.trainers) < ranks.world or len(ranks.holders) < ranks.world:
+        raise UserError(
+            "sharded tables lie on every rank that trains: leave topology.embedding_ranks and trainers null"
+        )
+    if config.kernel != "fused" and device.type != "cuda":
+        raise UserError(
+            f"tiers.kernel={config.kernel} needs a GPU, and this run is on a CPU: leave tiers.kernel=fused; "
+            "tables larger than memory are what tiers.store=ssd with a caching policy is for"
+        )
+    sharding = Sharding(
+        tables,
+        assembly,
+        device,
+        world,
+        -(-batch_size // world),
+        config.split_rows,
+        config.kernel,
+        config.budget(tables) / tables.total_bytes,
+    )
+    sharding.data_types()  # these refuse what could not be carried out
+    sharding.sharders()
+    if config.plan is not None:
+        plan = load_plan(Path(config.plan).expanduser())
+        sharding.check(plan)
+        return sharding, plan
+    return sharding, sharding.plan(join_group(device, ranks) if world == ranks.world else None)

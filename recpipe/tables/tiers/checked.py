@@ -1,0 +1,161 @@
+"""A policy's decisions, checked when they are given: a wrong one names who gave it, not what breaks later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.common.saved import Damaged, entries, within
+from recpipe.plugin.api import Origin
+from recpipe.plugin.blame import blaming
+from recpipe.plugin.errors import PluginError
+from recpipe.plugin.policy import NOTHING, CachePolicy, Placement, RowIds, Slots
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a policy has decided for one batch, which looks up ``rows`` (int64 [L], with repeats)."""
+
+    moved: Placement
+    admitted: Placement
+    rows: RowIds
+
+    def is_of(self, rows: RowIds) -> bool:
+        """Whether the batch that looks up ``rows`` is the one."""
+        return self.rows is rows or np.array_equal(self.rows, rows)
+
+    def to_state(self) -> dict[str, Any]:
+        """As arrays, for a checkpoint."""
+        parts = {"moved": self.moved, "admitted": self.admitted}
+        fields = {f"{name}_{field}": getattr(p, field) for name, p in parts.items() for field in _FIELDS}
+        return {"rows": self.rows, **fields}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Decision:
+        """From ``to_state``'s result."""
+        moved, admitted = (
+            Placement(*(state[f"{name}_{field}"] for field in _FIELDS)) for name in ("moved", "admitted")
+        )
+        return cls(moved, admitted, state["rows"])
+
+
+_FIELDS = ("slots", "rows", "freed")
+_HINTS: dict[str, Any] = {
+    "slots": NDArray[np.int32],
+    "rows": NDArray[np.int64],
+    "freed": NDArray[np.int32],
+}
+
+
+def check_decision(state: Mapping[str, Any], row_of_slot: RowIds, rows: int) -> None:
+    """``Damaged`` on what ``Decision.to_state`` cannot have given where ``row_of_slot`` are resident."""
+    hints = {f"{name}_{field}": _HINTS[field] for name in ("moved", "admitted") for field in _FIELDS}
+    found = entries({"rows": NDArray[np.int64], **hints}, state, "decided")
+    for key, values in found.items():
+        size = len(found[key.replace("_rows", "_slots")]) if key.endswith("_rows") else None
+        within(found, key, 0, rows if key.endswith("rows") else len(row_of_slot), size=size)
+        if key != "rows" and len(np.unique(values)) < len(values):
+            raise Damaged(f"decided.{key} has a number twice")
+    held = row_of_slot.copy()
+    for name in ("moved", "admitted"):
+        slots, placed, freed = (found[f"{name}_{field}"] for field in _FIELDS)
+        vacated = np.concatenate((slots, freed))
+        looked_up = np.isin(held[vacated], found["rows"]).any() or not np.isin(placed, found["rows"]).all()
+        if np.isin(placed, held).any() or (name == "admitted" and looked_up):
+            raise Damaged(f"decided.{name}_rows cannot get these slots")
+        held[freed], held[slots] = -1, placed
+
+
+MARK = np.iinfo(np.int32).min
+"""No place in any tier."""
+
+
+class CheckedPolicy:
+    """Asks ``policy``, which ``owner`` brought (None: recpipe), and refuses placements that make no sense.
+
+    Each check is a pass or two over the rows that move, by marks in maps that are there anyway.
+    """
+
+    def __init__(self, policy: CachePolicy, owner: Origin | None) -> None:
+        self.policy, self.owner = policy, owner
+        self._where = policy.space.residents._where
+        self._marks = np.zeros(policy.space.slots, np.int32)
+
+    def migrate(self, rows: RowIds) -> Placement:
+        """As ``CachePolicy``."""
+        placement = self._asked("migrate", lambda: self.policy.migrate(rows))
+        if bool((self._where[placement.rows] >= 0).any()):
+            raise self._wrong("migrate", "a row that is resident already")
+        return placement
+
+    def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
+        """As ``CachePolicy``."""
+        placement = self._asked("admit", lambda: self.policy.admit(hits, misses, looked_up))
+        if len(placement.slots) or len(placement.freed):
+            self._check_admitted(placement, hits, misses)
+        return placement
+
+    def _check_admitted(self, placement: Placement, hits: Slots, misses: RowIds) -> None:
+        self._marks[hits] = MARK
+        taken = any(bool((self._marks[s] == MARK).any()) for s in (placement.slots, placement.freed))
+        self._marks[hits] = 0
+        if taken:
+            raise self._wrong("admit", "something in the slot of a row that this batch looks up")
+        before = self._where[misses]
+        self._where[misses] = MARK
+        missed = bool((self._where[placement.rows] == MARK).all())
+        self._where[misses] = before
+        if not missed:
+            raise self._wrong("admit", "a row that is not among the misses")
+
+    def _asked(self, call: str, ask: Callable[[], Placement]) -> Placement:
+        with nullcontext() if self.owner is None else blaming(self.owner, f"cache policy, {call}()"):
+            placement = ask()
+        if placement is not NOTHING:
+            self._check(call, placement)
+        return placement
+
+    def _check(self, call: str, placement: Placement) -> None:
+        if not isinstance(placement, Placement):
+            raise self._wrong(call, f"a {type(placement).__name__}; a Placement is asked for")
+        slots, rows, freed = placement.slots, placement.rows, placement.freed
+        if len(slots) != len(rows):
+            raise self._wrong(call, f"{len(rows)} rows in {len(slots)} slots")
+        self._check_range(call, slots, len(self._marks), "slot")
+        self._check_range(call, freed, len(self._marks), "slot")
+        self._check_range(call, rows, len(self._where), "row")
+        vacated = np.concatenate((slots, freed))
+        before = self._marks[vacated]
+        if _repeats(self._marks, vacated):
+            raise self._wrong(call, "something in a slot twice")
+        self._marks[vacated] = before
+        before = self._where[rows]
+        twice = _repeats(self._where, rows)
+        self._where[rows] = before
+        if twice:
+            raise self._wrong(call, "a row twice")
+
+    def _check_range(self, call: str, numbers: NDArray[np.integer[Any]], most: int, what: str) -> None:
+        if not len(numbers):
+            return
+        if not np.issubdtype(numbers.dtype, np.integer):
+            raise self._wrong(call, f"{what}s of type {numbers.dtype}")
+        least, last = int(numbers.min()), int(numbers.max())
+        if least < 0 or last >= most:
+            raise self._wrong(call, f"{what} {least if least < 0 else last}, and there are {most}")
+
+    def _wrong(self, call: str, what: str) -> PluginError:
+        who = "recpipe" if self.owner is None else f"plugin {self.owner}"
+        return PluginError(f"{who}: {type(self.policy).__name__}.{call}() placed {what}")
+
+
+def _repeats(marks: NDArray[np.int32], numbers: NDArray[np.integer[Any]]) -> bool:
+    """Whether one of ``numbers`` comes twice; what ``marks`` had there is overwritten."""
+    order = np.arange(len(numbers), dtype=np.int32)
+    marks[numbers] = order
+    return bool((marks[numbers] != order).any())
