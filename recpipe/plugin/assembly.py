@@ -36,16 +36,18 @@ from recpipe.plugin.blame import (
 )
 from recpipe.plugin.compose import Claims, Owned, cache_claims, chain, check_preferences, claims, keyed, slot
 from recpipe.plugin.errors import PluginError
+from recpipe.plugin.planner import Planner
+from recpipe.plugin.policy import Cache
+from recpipe.plugin.quantizer import Quantizer
+from recpipe.plugin.skipper import Skipper
+from recpipe.plugin.splitter import Splitter
 
 if TYPE_CHECKING:
     import lightning as L
     from torchrec.distributed.types import CommOp, QuantizedCommCodec
 
     from recpipe.data.batch import Batch
-    from recpipe.plugin.planner import Planner
-    from recpipe.plugin.policy import Cache
     from recpipe.plugin.quantizer import Direction
-    from recpipe.plugin.splitter import Splitter
 
 P = TypeVar("P")
 Active = Sequence[tuple[Origin, Plugin, Contribution]]
@@ -214,5 +216,22 @@ def gather(active: Sequence[tuple[Origin, Plugin]], context: Context) -> Active:
             contribution = plugin.contribute(context)
         if not isinstance(contribution, Contribution):
             raise PluginError(f"plugin {origin}: contribute() returned {contribution!r}, not a Contribution")
+        _check_kinds(origin, contribution)
         gathered.append((origin, plugin, contribution))
     return gathered
+
+
+KINDS = {"planner": Planner, "splitter": Splitter, "skipper": Skipper, "quantizer": Quantizer}
+"""What fills each slot; ``cache`` has a list of ``Cache``."""
+
+
+def _check_kinds(origin: Origin, contribution: Contribution) -> None:
+    """``PluginError`` on a part that is not of its kind."""
+    parts = [(name, getattr(contribution, name), kind) for name, kind in KINDS.items()]
+    parts += [("cache", each, Cache) for each in contribution.cache]
+    for name, part, kind in parts:
+        if part is not None and not isinstance(part, kind):
+            raise PluginError(
+                f"plugin {origin}: Contribution.{name} is {part!r}, which is no "
+                f"recpipe.plugin.{kind.__name__}: derive it from that class"
+            )

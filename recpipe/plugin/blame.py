@@ -143,7 +143,9 @@ class BlamedPlanner(Planner):
         with blaming(self.origin, "planner.constrain"):
             return self.planner.constrain(table)
 
-    def make(self, topology: Topology, constraints: Mapping[str, ParameterConstraints]) -> ShardingPlanner:
+    def make(
+        self, topology: Topology, constraints: Mapping[str, ParameterConstraints]
+    ) -> ShardingPlanner | None:
         """As ``Planner``."""
         with blaming(self.origin, "planner.make"):
             return self.planner.make(topology, constraints)

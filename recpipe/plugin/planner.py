@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -13,34 +12,35 @@ if TYPE_CHECKING:
     from recpipe.plugin.api import TableInfo
 
 
-class Planner(ABC):
-    """Brings a planner of TorchRec's kind; a run that has one shards its tables, as ``tiers.sharded=true``
-    does.
+class Planner:
+    """Says where tables lie; a run that has one shards its tables, as ``tiers.sharded=true`` does.
 
     All ranks call both methods; the plan is rank 0's. What a plan could not carry out (a type, kernel or
     limit that TorchRec or FBGEMM would ignore) is refused before memory is taken.
 
-    Every table whole, on the rank that holds the fewest bytes, by TorchRec's own parts::
+    Small tables on every rank, large ones cut by rows, whole::
 
-        class Spread(Planner):
+        class BySize(Planner):
+            def __init__(self, small: int) -> None:
+                self.small = small
+
             def constrain(self, table: TableInfo) -> ParameterConstraints:
-                return ParameterConstraints(sharding_types=["table_wise"])
-
-            def make(
-                self, topology: Topology, constraints: Mapping[str, ParameterConstraints]
-            ) -> ShardingPlanner:
-                return EmbeddingShardingPlanner(topology=topology, constraints=dict(constraints))
+                small = table.rows * table.dim <= self.small
+                return ParameterConstraints(sharding_types=["data_parallel" if small else "row_wise"])
     """
 
     def constrain(self, table: TableInfo) -> ParameterConstraints | None:
         """Limits for where and how ``table`` may lie; None: no limits."""
         return None
 
-    @abstractmethod
-    def make(self, topology: Topology, constraints: Mapping[str, ParameterConstraints]) -> ShardingPlanner:
-        """The planner of the tables of all collections.
+    def make(
+        self, topology: Topology, constraints: Mapping[str, ParameterConstraints]
+    ) -> ShardingPlanner | None:
+        """The planner of the tables of all collections; None: TorchRec's own, under ``constraints``.
 
-        ``constraints``, and the module that is planned, name a table by ``recpipe.kit.module_name(table)``.
-        Where the planner has an attribute ``prediction`` (a ``recpipe.kit.Prediction``, handed to TorchRec's
-        planner as its ``stats``), ``task=plan`` shows the milliseconds that it predicts.
+        ``constraints`` (those of ``constrain``, with what this run cannot do left out), and the module that
+        is planned, name a table by ``recpipe.kit.module_name(table)``. Where the planner has an attribute
+        ``prediction`` (a ``recpipe.kit.Prediction``, handed to TorchRec's planner as its ``stats``),
+        ``task=plan`` shows the milliseconds that it predicts.
         """
+        return None

@@ -37,7 +37,7 @@ class Residents:
 
     @property
     def row_of_slot(self) -> RowIds:
-        """Of each slot the row that it holds, -1 where it is empty: int64 [slots], which cannot be written."""
+        """Of each slot the row that it holds, -1 where it is empty: int64 [slots], not to be written."""
         view = self._row_of_slot.view()
         view.flags.writeable = False
         return view
@@ -191,7 +191,7 @@ class Cache(ABC):
 
     @abstractmethod
     def policy(self, space: RowSpace) -> CachePolicy:
-        """A new policy for the group ``space.group``; asked once for each group, on every rank that trains."""
+        """A new policy for the group ``space.group``; asked once for each, on every rank that trains."""
 
     def store(self, store: ColdStore) -> ColdStore:
         """The group's cold store as the policy wants to reach it: itself, or one around it."""

@@ -41,7 +41,7 @@ class RowCodec(ABC):
         """The reverse, fetched: into ``out``, float32 [n, width]."""
 
 
-class Quantizer(ABC):
+class Quantizer:
     """Fewer bits in the cold tier, in the tables, or between ranks: three aspects, each with one owner for
     each table, whoever owns the cache. Its plugin alters EXACT_GRADIENT, and TABLE_LAYOUT where ``storage``
     is not fp32.

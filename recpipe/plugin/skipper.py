@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from recpipe.tables.view import RowView
 
 
-class Skipper(ABC):
+class Skipper:
     """Leaves out what training does not need. Its plugin alters EXACT_GRADIENT, and SAMPLE_SET and BATCH_SIZE
     where it leaves samples out. Override ``keep``, ``update`` or both; what is not overridden costs nothing.
 

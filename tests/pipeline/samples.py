@@ -32,7 +32,7 @@ from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.tiers.batch import BatchPlan, Tiers
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
-from tests.plugin.samples import ACME, merged
+from tests.plugin.samples import ACME, Splits, merged
 from tests.tables.samples import CPU, DIM, FEATURES, dump, jagged, table_set, tiers
 
 SIZE = 32
@@ -134,6 +134,8 @@ def collection_of(
 
 
 def assembly_of(**parts: object) -> Assembly:
+    if parts.get("splitter") is not None:
+        parts["splitter"] = Splits(parts["splitter"])
     return merged((ACME, Contribution(**parts)))  # type: ignore[arg-type]
 
 

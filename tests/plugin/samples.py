@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from typing import Any
 from recpipe.plugin.api import Context, Contribution, Invariant, Origin, Plugin, RunFigures, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.offers import GROUPS
+from recpipe.plugin.splitter import Split, Splitter
 from recpipe.report.record import Io
 
 HOTLINE = Origin("hotline", "recpipe", "0.1.0")
@@ -26,7 +27,7 @@ TABLES = {name: TableInfo(name, 100, 8) for name in ("t_cat_0", "t_cat_1", "user
 class Good(Plugin):
     """Does nothing, well."""
 
-    api = (1, 0)
+    api = (2, 0)
 
     def __init__(self, *, alpha: float = 0.5, rows: int | None = None, names: tuple[str, ...] = ()) -> None:
         if alpha > 1:
@@ -35,6 +36,16 @@ class Good(Plugin):
 
     def contribute(self, ctx: Context) -> Contribution:
         return Contribution()
+
+
+class Splits(Splitter):
+    """Splits as a function says."""
+
+    def __init__(self, split: Callable[[Any, Any], Split]) -> None:
+        self.function = split
+
+    def split(self, batch: Any, needs_cold: Any) -> Split:
+        return self.function(batch, needs_cold)
 
 
 class Shuffles(Good):
@@ -93,7 +104,6 @@ def entry_points(**classes: object) -> dict[str, EntryPoint]:
 def merged(
     *contributions: tuple[Origin, Contribution],
     prefer: Mapping[str, str] | None = None,
-    resident_bytes: int | None = None,
 ) -> Assembly:
     active = [(origin, Good(), contribution) for origin, contribution in contributions]
-    return assemble(active, TABLES, prefer=prefer, resident_bytes=resident_bytes)
+    return assemble(active, TABLES, prefer=prefer)

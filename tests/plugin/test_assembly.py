@@ -106,9 +106,9 @@ def test_contribute_must_return_a_contribution() -> None:
 
 
 def test_to_dict_says_who_owns_what() -> None:
-    active = [(ACME, Shuffles(), Contribution(batch=[Link(boom, "remap")], device_bytes=7))]
+    active = [(ACME, Shuffles(), Contribution(batch=[Link(boom, "remap")]))]
     described = assemble(active, TABLES).to_dict()
     assert json.loads(json.dumps(described)) == described
     assert described["plugins"] == [{"name": "acme", "distribution": "recpipe-acme", "version": "2.3.0"}]
-    assert (described["batch"], described["device_bytes"]) == (["acme.remap"], 7)
+    assert described["batch"] == ["acme.remap"]
     assert described["altered"] == [Invariant.SAMPLE_ORDER.name]

@@ -7,8 +7,10 @@ import re
 import pytest
 
 from recpipe.plugin.api import Contribution, Link, TableClaim, TablePolicy
+from recpipe.plugin.assembly import gather
 from recpipe.plugin.errors import PluginConflict, PluginError, PluginOrderError
-from tests.plugin.samples import ACME, BAGPIPE, HOTLINE, RUN, merged
+from recpipe.plugin.policy import Cache
+from tests.plugin.samples import ACME, BAGPIPE, HOTLINE, RUN, Good, merged
 
 
 def split(batch, mask):
@@ -19,21 +21,25 @@ def same(x):
     return x
 
 
-class Able(TablePolicy):
-    """Carries out every aspect, in a way."""
+class Kept(Cache):
+    def __init__(self, tables: str = "*", fallback: bool = False) -> None:
+        self.tables, self.fallback = tables, fallback
 
-    def constrain(self, name, table):
-        return None
-
-    def rewrite(self, module, tables):
-        return module
-
-    def collection(self, parts):
-        return None
+    def policy(self, space):
+        raise ZeroDivisionError("x")
 
 
-def claim(glob: str, *aspects: str, policy: TablePolicy | None = None) -> Contribution:
-    return Contribution(tables=[TableClaim(glob, frozenset(aspects), policy or Able())])
+class Typed(TablePolicy):
+    def data_type(self, name):
+        return "fp32"
+
+
+def claim(glob: str, policy: TablePolicy | None = None, aspect: str = "precision") -> Contribution:
+    return Contribution(tables=[TableClaim(glob, frozenset({aspect}), policy or Typed())])
+
+
+def cache(tables: str, fallback: bool = False) -> Contribution:
+    return Contribution(cache=[Kept(tables, fallback)])
 
 
 def labels(chain) -> list[str]:
@@ -68,71 +74,72 @@ def test_preferences_that_mean_nothing_are_refused() -> None:
 
 
 def test_plugins_share_a_table_but_not_an_aspect() -> None:
-    hot, precise = (HOTLINE, claim("t_cat_*", "cache")), (ACME, claim("*", "precision"))
+    hot, precise = (HOTLINE, cache("t_cat_*")), (ACME, claim("*"))
     owners = merged(hot, precise).to_dict()["tables"]
     assert owners["t_cat_0"] == {"cache": "hotline", "precision": "acme"}
     assert owners["user_id"] == {"precision": "acme"}
     with pytest.raises(
         PluginConflict,
-        match=r"hotline \(.*\) and bagpipe \(.*\) both claim the cache of table 't_cat_1'.*one policy",
+        match=r"hotline \(.*\) and bagpipe \(.*\) both claim the cache of table 't_cat_1'.*Drop one",
     ):
-        merged(hot, precise, (BAGPIPE, claim("t_cat_1", "placement", "cache")))
+        merged(hot, precise, (BAGPIPE, cache("t_cat_1")))
     with pytest.raises(
         PluginConflict,
         match=r"acme \(.*\) and bagpipe \(.*\) both claim the precision of table 't_cat_1'.*bagpipe.tables",
     ):
-        merged(precise, (BAGPIPE, claim("t_cat_1", "precision")))
+        merged(precise, (BAGPIPE, claim("t_cat_1")))
     with pytest.raises(
         PluginConflict, match="claims tables 'x\\*', but the model has: t_cat_0, t_cat_1, user_id"
     ):
-        merged((HOTLINE, claim("x*", "cache")))
+        merged((HOTLINE, cache("x*")))
+
+
+def test_a_fallback_is_for_tables_that_nobody_else_has_claimed() -> None:
+    caches = merged((ACME, cache("*", fallback=True)), (HOTLINE, cache("t_*"))).caches
+    assert {table: owner.origin.plugin for table, owner in caches.items()} == {
+        "t_cat_0": "hotline",
+        "t_cat_1": "hotline",
+        "user_id": "acme",
+    }
 
 
 def test_one_plugin_claims_an_aspect_once() -> None:
-    twice = Contribution(tables=[*claim("*", "cache").tables, *claim("user_*", "cache").tables])
-    with pytest.raises(PluginConflict, match="claims the cache of table 'user_id' twice"):
+    twice = Contribution(tables=[*claim("*").tables, *claim("user_*").tables])
+    with pytest.raises(PluginConflict, match="claims the precision of table 'user_id' twice"):
         merged((HOTLINE, twice))
 
 
-def test_policies_group_tables_by_owner() -> None:
-    groups = merged((ACME, claim("user_id", "cache")), (HOTLINE, claim("t_*", "cache"))).policies("cache")
-    assert [(owner.origin.plugin, tables) for owner, tables in groups] == [
-        ("acme", ("user_id",)),
-        ("hotline", ("t_cat_0", "t_cat_1")),
-    ]
+def test_a_claim_without_the_method_is_refused() -> None:
+    said = (
+        "acme (recpipe-acme 2.3.0) claims the precision of tables 't_*', but its TablePolicy overrides no "
+        "data_type(); bring one or drop the aspect"
+    )
+    with pytest.raises(PluginError, match=re.escape(said)):
+        merged((ACME, claim("t_*", TablePolicy())))
 
 
-@pytest.mark.parametrize(
-    ("aspect", "methods"),
-    [
-        ("cache", "cache() or collection()"),
-        ("placement", "constrain()"),
-        ("kernel", "constrain()"),
-        ("precision", "data_type() or rewrite()"),
-        ("update", "rewrite()"),
-    ],
-)
-def test_a_claim_without_the_method_is_refused(aspect: str, methods: str) -> None:
-    said = f"acme (recpipe-acme 2.3.0) claims the {aspect} of tables 't_*', but its TablePolicy overrides no "
-    with pytest.raises(PluginError, match=re.escape(f"{said}{methods}; bring one or drop the aspect")):
-        merged((ACME, claim("t_*", aspect, policy=TablePolicy())))
+@pytest.mark.parametrize("part", ["planner", "splitter", "skipper", "quantizer"])
+def test_what_is_not_of_its_kind_is_refused(part: str) -> None:
+    class Wrong(Good):
+        def contribute(self, ctx):
+            return Contribution(**{part: same})
+
+    with pytest.raises(
+        PluginError, match=rf"acme .*Contribution.{part} is .*no recpipe.plugin.{part.title()}"
+    ):
+        gather([(ACME, Wrong())], None)
+
+
+def test_a_fault_of_a_cache_names_the_plugin() -> None:
+    owner = merged((ACME, cache("*"))).caches["user_id"]
+    with pytest.raises(ZeroDivisionError) as caught:
+        owner.part.policy(None)
+    assert caught.value.__notes__ == ["raised inside plugin acme (recpipe-acme 2.3.0), part cache.policy"]
 
 
 def test_an_aspect_that_does_not_exist_is_refused() -> None:
     with pytest.raises(PluginError, match="claims 'precison' .*no aspect. Did you mean 'precision'"):
-        merged((ACME, claim("*", "precison")))
-
-
-def test_a_cache_claim_that_brings_no_cache_says_so() -> None:
-    [(owner, _)] = merged((ACME, claim("*", "cache"))).policies("cache")
-    with pytest.raises(PluginError, match="claims 'cache' but brings no cache") as caught:
-        owner.part.cache(None)  # type: ignore[arg-type]
-    assert "raised inside plugin acme (recpipe-acme 2.3.0), part tables.cache" in caught.value.__notes__
-
-
-def test_two_sharders_for_one_module_type() -> None:
-    with pytest.raises(PluginConflict, match="both bring the sharder of int. Drop one"):
-        merged((HOTLINE, Contribution(sharders={int: 1})), (ACME, Contribution(sharders={int: 2})))  # type: ignore
+        merged((ACME, claim("*", aspect="precison")))
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -170,15 +177,6 @@ def test_contradicting_order_prints_the_loop() -> None:
 def test_links_of_one_plugin_need_names() -> None:
     with pytest.raises(PluginConflict, match="adds 'acme' to stream twice; give each link a name"):
         merged((ACME, Contribution(stream=[Link(same), Link(same)])))
-
-
-def test_device_bytes_must_fit() -> None:
-    two = [(HOTLINE, Contribution(device_bytes=3000)), (BAGPIPE, Contribution(device_bytes=2000))]
-    assert merged(*two, resident_bytes=5000).device_bytes == 5000
-    with pytest.raises(
-        PluginConflict, match=r"ask for 5,000 bytes.*is 4,999 \(hotline .*: 3,000, bagpipe .*: 2,000\)"
-    ):
-        merged(*two, resident_bytes=4999)
 
 
 def test_reports_fan_out_under_their_plugin() -> None:

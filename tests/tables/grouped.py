@@ -16,10 +16,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.common.run_dir import RunDir
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.api import Contribution
-from recpipe.tables.build import TierConfig, build_embeddings
+from recpipe.tables.build import Place, build_tables
+from recpipe.tables.config import TierConfig
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.inputs import Inputs
+from recpipe.tables.owners import group_owners
 from recpipe.tables.specs import TableOptimizer
 from tests.plugin.samples import ACME, merged
 from tests.tables.samples import CPU
@@ -94,7 +96,8 @@ def config(store: str = "host", policy: str = "lru", budget: str | int = "25%", 
 def built(tables: ModelTables, tiers: TierConfig, run_dir: RunDir) -> GroupedCollection:
     """As a run builds them; a batch is a ``KeyedJaggedTensor`` in a dictionary."""
     inputs = Inputs(tables, [[("ids",)]] * len(tables.groups))
-    return build_embeddings(inputs, tiers, merged((ACME, Contribution())), CPU, run_dir, 32, Ranks())
+    owners = group_owners(tiers, merged((ACME, Contribution())), tables)
+    return build_tables(inputs, owners, Place(tiers, CPU, run_dir, Ranks(), 32))
 
 
 def train(grouped: GroupedCollection, steps: int, first: int = 0) -> None:

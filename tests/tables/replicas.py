@@ -53,7 +53,7 @@ def collection_of(case: Case, ranks: Ranks) -> ReplicatedCollection | TieredEmbe
     slots = 0 if case.policy == "nocache" else SLOTS
     policy = MAKERS[case.policy](RowSpace(tables.layout.bases, slots))
     store = ShardedStore(tables.layout, tables.fill, ranks, HostStore)
-    return TieredEmbeddingBagCollection(tables, policy, slots, store, CPU, True, ranks, trainers)
+    return TieredEmbeddingBagCollection(tables, policy, store, CPU, True, ranks, trainers)
 
 
 def looked_up(

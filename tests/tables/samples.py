@@ -54,17 +54,19 @@ class Retargeting(HotSet):
     def __init__(self, space: RowSpace) -> None:
         super().__init__(space, np.arange(space.slots, dtype=np.int64) * 3, chunk=32)
         self.batch = 0
-        self._saved: tuple[Any, ...] = ()
 
     def migrate(self, rows: RowIds) -> Placement:
-        self._saved = (self.batch, self.row_of_slot, self._moves, self._done)
         self.batch += 1
         if self.batch == 12:
             self.retarget(np.arange(self.space.slots, dtype=np.int64))
         return super().migrate(rows)
 
-    def undo(self) -> None:
-        self.batch, self.row_of_slot, self._moves, self._done = self._saved
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.batch = state["batch"]
 
 
 MAKERS: dict[str, Callable[[RowSpace], CachePolicy]] = {**POLICIES, "hot": Retargeting}
@@ -83,7 +85,7 @@ def tiers(
         make_store(store, tables.layout, tables.fill, directory=folder) if isinstance(store, str) else store
     )
     chosen = MAKERS[policy](RowSpace(tables.layout.bases, slots))
-    return TieredEmbeddingBagCollection(tables, chosen, slots, cold, CPU, prefetch)
+    return TieredEmbeddingBagCollection(tables, chosen, cold, CPU, prefetch)
 
 
 def dump(storage: Collection) -> dict[str, np.ndarray]:

@@ -16,8 +16,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.dataset import SparseFeature
 from recpipe.distributed.ranks import Ranks
-from recpipe.plugin.api import Contribution, Origin, Plugin, TableClaim, TableInfo, TablePolicy
+from recpipe.plugin.api import Contribution, Origin, Plugin, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble
+from recpipe.plugin.planner import Planner
 from recpipe.tables.collection import TableCollection
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
@@ -47,12 +48,14 @@ class Case:
         return f"{self.optimizer} {' '.join(self.types.values())} hosts={self.hosts}"
 
 
-class Placed(TablePolicy):
+class Placed(Planner):
     def __init__(self, types: Mapping[str, str]) -> None:
         self.types = types
 
-    def constrain(self, name: str, table: TableInfo) -> ParameterConstraints:
-        return ParameterConstraints(sharding_types=[self.types.get(name, self.types["*"])], min_partition=128)
+    def constrain(self, table: TableInfo) -> ParameterConstraints:
+        return ParameterConstraints(
+            sharding_types=[self.types.get(table.name, self.types["*"])], min_partition=128
+        )
 
 
 class Places(Plugin):
@@ -60,15 +63,13 @@ class Places(Plugin):
         self.types = types
 
     def contribute(self, ctx) -> Contribution:
-        return Contribution(tables=[TableClaim("*", frozenset({"placement"}), Placed(self.types))])
+        return Contribution(planner=Placed(self.types))
 
 
 def assembly(types: Mapping[str, str]) -> Assembly:
     plugin = Places(types)
     info = {f.name: TableInfo(f.name, f.rows, DIM) for f in FEATURES}
-    return assemble(
-        [(Origin("places"), plugin, plugin.contribute(None))], info, prefer={}, resident_bytes=1 << 30
-    )
+    return assemble([(Origin("places"), plugin, plugin.contribute(None))], info, prefer={})
 
 
 def table_set(optimizer: str) -> TableSet:

@@ -21,8 +21,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.parts import in_order
 from recpipe.data.select import between
 from recpipe.distributed.ranks import Ranks
-from recpipe.plugin.api import Contribution, Plugin, TableClaim, TableInfo, TablePolicy
+from recpipe.plugin.api import Contribution, Plugin, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble
+from recpipe.plugin.planner import Planner
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.resident import ResidentCollection
@@ -74,12 +75,12 @@ def model_tables(model: nn.Module) -> ModelTables:
     return group_tables(collections_of(model), optimizer_of, seed=3)
 
 
-class Placed(TablePolicy):
+class Placed(Planner):
     def __init__(self, types: Mapping[str, str]) -> None:
         self.types = types
 
-    def constrain(self, name: str, table: TableInfo) -> ParameterConstraints:
-        kind = self.types.get(name, self.types["*"])
+    def constrain(self, table: TableInfo) -> ParameterConstraints:
+        kind = self.types.get(table.name, self.types["*"])
         return ParameterConstraints(sharding_types=[kind], min_partition=4)
 
 
@@ -88,13 +89,13 @@ class Places(Plugin):
         self.types = types
 
     def contribute(self, ctx) -> Contribution:
-        return Contribution(tables=[TableClaim("*", frozenset({"placement"}), Placed(self.types))])
+        return Contribution(planner=Placed(self.types))
 
 
 def assembled(tables: ModelTables, types: Mapping[str, str]) -> Assembly:
     plugin = Places(types)
     parts = [(ACME, plugin, plugin.contribute(None))]
-    return assemble(parts, tables.infos(), prefer={}, resident_bytes=1 << 30)
+    return assemble(parts, tables.infos(), prefer={})
 
 
 def sharding(tables: ModelTables, types: Mapping[str, str], world: int, split_rows: bool = False) -> Sharding:

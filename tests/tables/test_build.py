@@ -7,27 +7,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from recpipe.common.run_dir import hold
 from recpipe.distributed.ranks import Emulation, Ranks
 from recpipe.errors import UserError
-from recpipe.plugin.api import Aspect, Contribution, Origin, TableClaim, TableInfo, TablePolicy
+from recpipe.plugin.api import Contribution, Origin, TableClaim, TableInfo, TablePolicy
 from recpipe.plugin.assembly import Assembly, assemble
-from recpipe.plugin.errors import PluginConflict, PluginError
-from recpipe.tables.build import TierConfig, build_embeddings, cache_owner
+from recpipe.plugin.errors import PluginConflict
+from recpipe.plugin.policy import Cache, RowSpace
+from recpipe.tables.build import Place, build_tables
+from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.inputs import Inputs
-from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.owners import group_owners
+from recpipe.tables.tiers.policies import Lru
 from tests.plugin.samples import Good
 from tests.tables.samples import CPU, DIM, FEATURES, table_set
 
 TIERS = TierConfig("resident", "host", "25%", None, prefetch=True, sharded=False)
 
 
-class Cached(TablePolicy):
-    def cache(self, space: Any) -> Any:
-        raise AssertionError("nothing is built here")
+class Kept(Cache):
+    def __init__(self, tables: str) -> None:
+        self.tables = tables
+
+    def policy(self, space: RowSpace) -> Lru:
+        return Lru(space)
 
 
 class Half(TablePolicy):
@@ -35,44 +42,14 @@ class Half(TablePolicy):
         return "fp16"
 
 
-class Wrapped(ResidentCollection):
-    """Counts how often it was put around other tables."""
-
-
-class Rewrites(TablePolicy):
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, ...]] = []
-
-    def rewrite(self, module: Any, tables: Sequence[str]) -> Any:
-        self.asked.append(tuple(tables))
-        return Wrapped(table_set(), CPU)
-
-
-class Returns(TablePolicy):
-    def rewrite(self, module: Any, tables: Sequence[str]) -> Any:
-        return module
-
-
-class Chooses(Returns):
-    def data_type(self, name: str) -> str | None:
-        return None
-
-
-def assembly(policy: TablePolicy, *claims: tuple[str, Aspect]) -> Assembly:
+def assembly(policy: TablePolicy | None = None, cache: Sequence[Cache] = ()) -> Assembly:
     info = {f.name: TableInfo(f.name, f.rows, DIM) for f in FEATURES}
-    tables = [TableClaim(glob, frozenset({aspect}), policy) for glob, aspect in claims]
-    return assemble([(Origin("acme"), Good(), Contribution(tables=tables))], info)
+    tables = [] if policy is None else [TableClaim("*", frozenset({"precision"}), policy)]
+    return assemble([(Origin("acme"), Good(), Contribution(tables=tables, cache=cache))], info)
 
 
-NOTHING = assembly(TablePolicy())
+NOTHING = assembly()
 TABLES = ModelTables.single(table_set())
-
-
-def build(parts: Assembly, folder: Path) -> object:
-    """The only group's collection."""
-    with hold(folder) as run_dir:
-        made = build_embeddings(Inputs(TABLES, [[("sparse",)]]), TIERS, parts, CPU, run_dir, 32, Ranks())
-    return made.collections[0]
 
 
 @pytest.mark.parametrize(
@@ -80,15 +57,15 @@ def build(parts: Assembly, folder: Path) -> object:
 )
 def test_settings_of_sharded_tables_need_sharded_tables(setting: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=rf"tiers.{said} is about sharded tables, and this run shards none"):
-        cache_owner(replace(TIERS, **setting), NOTHING, TABLES)
-    cache_owner(replace(TIERS, **setting, sharded=True), NOTHING, TABLES)
+        group_owners(replace(TIERS, **setting), NOTHING, TABLES)
+    group_owners(replace(TIERS, **setting, sharded=True), NOTHING, TABLES)
 
 
 def test_a_slower_network_is_not_played_to_sharded_tables() -> None:
     emulated = replace(TIERS, emulate=Emulation(latency_us=5))
-    cache_owner(emulated, NOTHING, TABLES)
+    group_owners(emulated, NOTHING, TABLES)
     with pytest.raises(UserError, match="tiers.emulate delays recpipe's own messages and not TorchRec's"):
-        cache_owner(replace(emulated, sharded=True), NOTHING, TABLES)
+        group_owners(replace(emulated, sharded=True), NOTHING, TABLES)
 
 
 @pytest.mark.parametrize(
@@ -96,34 +73,42 @@ def test_a_slower_network_is_not_played_to_sharded_tables() -> None:
     [
         (replace(TIERS, sharded=True), NOTHING, "tiers.sharded=true"),
         (replace(TIERS, plan="plan.json"), NOTHING, "tiers.plan"),
-        (TIERS, assembly(Half(), ("*", "precision")), r"plugin acme \(.*\) shards tables and"),
+        (TIERS, assembly(Half()), r"plugin acme \(.*\) shards tables and"),
     ],
 )
 def test_sharded_tables_and_a_cache_are_refused(config: TierConfig, parts: Assembly, who: str) -> None:
     with pytest.raises(PluginConflict, match=f"{who} keeps all rows resident, but lru decides"):
-        cache_owner(replace(config, policy="lru"), parts, TABLES)
+        group_owners(replace(config, policy="lru"), parts, TABLES)
 
 
-def test_a_cache_of_some_tables_is_refused() -> None:
-    with pytest.raises(PluginConflict, match=r"acme \(.*\) claims the cache of b alone.*must claim '\*'"):
-        cache_owner(TIERS, assembly(Cached(), ("b", "cache")), TABLES)
-    assert cache_owner(TIERS, assembly(Cached(), ("*", "cache")), TABLES) == "acme"
+def test_every_group_has_its_own_owner() -> None:
+    """A claim of some tables leaves the others to ``tiers.policy``; their rows keep their first values."""
+    parts = assembly(cache=[Kept("b")])
+    split = TABLES.split(lambda table: table in parts.caches)
+    assert [group.tables.layout.tables for group in split.groups] == [("a", "c"), ("b",)]
+    owners = group_owners(TIERS, parts, split)
+    assert [owner.name for owner in owners] == ["resident", "acme"]
+    assert [owner.slots for owner in owners] == [100, 150]
+    assert [owner.name for owner in group_owners(replace(TIERS, policy="lfu"), parts, split)] == [
+        "lfu",
+        "acme",
+    ]
+    for group in split.groups:
+        for name in group.tables.layout.tables:
+            np.testing.assert_array_equal(
+                group.tables.fill(name, 0, 10), TABLES.groups[0].tables.fill(name, 0, 10)
+            )
 
 
-def test_a_policy_rewrites_once_for_all_that_it_claims(tmp_path: Path) -> None:
-    policy = Rewrites()
-    made = build(assembly(policy, ("b", "update"), ("*", "precision")), tmp_path)
-    assert isinstance(made, Wrapped)
-    assert policy.asked == [("a", "b", "c")]
-
-
-@pytest.mark.parametrize("aspect", ["precision", "update"])
-def test_a_rewrite_that_changes_nothing_is_refused(aspect: Aspect, tmp_path: Path) -> None:
+def test_a_cache_of_all_tables_and_a_policy_are_refused() -> None:
     with pytest.raises(
-        PluginError, match=rf"acme \(.*\) claims the {aspect} of tables, but its rewrite\(\) ret"
+        PluginConflict, match=r"acme \(.*\) decides which rows are resident, and so does tiers"
     ):
-        build(assembly(Returns(), ("*", aspect)), tmp_path)
+        group_owners(replace(TIERS, policy="lru"), assembly(cache=[Kept("*")]), TABLES)
 
 
-def test_a_policy_that_leaves_tables_in_float32_need_not_rewrite_them(tmp_path: Path) -> None:
-    assert isinstance(build(assembly(Chooses(), ("*", "precision")), tmp_path), ResidentCollection)
+def test_a_budget_of_no_row_is_refused(tmp_path: Path) -> None:
+    config = replace(TIERS, policy="lru", resident_bytes=1)
+    inputs = Inputs(TABLES, [[("sparse",)]])
+    with hold(tmp_path) as run_dir, pytest.raises(UserError, match="leaves not even one row, of 36 bytes"):
+        build_tables(inputs, group_owners(config, NOTHING, TABLES), Place(config, CPU, run_dir, Ranks(), 32))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recpipe.plugin.policy import CachePolicy, Placement, RowIds, RowSpace, Slots
-from recpipe.tables.tiers.placement import Bags, Planner, TierPlan, reorder
+from recpipe.tables.tiers.placement import Bags, TierPlan, TierPlanner, reorder
 from tests.tables.samples import MAKERS
 
 BASES = np.array([0, 40, 400])
@@ -21,42 +21,33 @@ class Swapping(CachePolicy):
 
     def __init__(self, space: RowSpace) -> None:
         super().__init__(space)
-        self.row_of_slot = np.full(space.slots, -1, np.int64)
         self.step = 0
 
     def migrate(self, rows: RowIds) -> Placement:
         rng = np.random.default_rng(self.step)
         self.step += 1
-        self._before = self.row_of_slot.copy()
         slots = rng.permutation(self.space.slots)[: self.space.slots // 3].astype(np.int32)
-        free = np.setdiff1d(np.arange(self.space.rows), self.row_of_slot)
-        placement = Placement(slots, rng.permutation(free)[: len(slots)])
-        self.row_of_slot[slots] = placement.rows
-        return placement
+        free = np.setdiff1d(np.arange(self.space.rows), self.space.residents.rows)
+        return Placement(slots, rng.permutation(free)[: len(slots)])
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
-        empty = np.flatnonzero(self.row_of_slot < 0).astype(np.int32)
+        empty = np.flatnonzero(self.space.residents.row_of_slot < 0).astype(np.int32)
         count = min(len(empty), len(misses) // 2)
-        self.row_of_slot[empty[:count]] = misses[:count]
         return Placement(empty[:count], misses[:count])
 
-    def undo(self) -> None:
-        self.step -= 1
-        self.row_of_slot = self._before
-
     def state_dict(self):
-        return {"step": self.step, "row_of_slot": self.row_of_slot}
+        return {"step": self.step}
 
     def load_state_dict(self, state) -> None:
-        raise NotImplementedError
+        self.step = state["step"]
 
 
 KINDS = {**MAKERS, "swapping": Swapping}
 
 
-def planner_of(kind: str, carry: bool, slots: int = 50) -> Planner:
+def planner_of(kind: str, carry: bool, slots: int = 50) -> TierPlanner:
     space = RowSpace(BASES, 0 if kind == "nocache" else slots)
-    return Planner(space, KINDS[kind](space), carry)
+    return TierPlanner(KINDS[kind](space), carry)
 
 
 def random_bags(rng: np.random.Generator, size: int, longest: int = 4) -> Bags:
@@ -108,7 +99,7 @@ class Places:
         self.slots[plan.slots] = plan.placed
         self.slab = plan.slab
 
-    def check(self, planner: Planner) -> None:
+    def check(self, planner: TierPlanner) -> None:
         """Every row is in exactly one place, and the planner's map says which."""
         times = self.store.astype(int)
         for place in (self.slots[self.slots >= 0], self.slab):

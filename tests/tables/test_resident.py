@@ -6,7 +6,8 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.tables.build import TierConfig, tbe_count
+from recpipe.tables.build import tbe_count
+from recpipe.tables.config import TierConfig
 from recpipe.tables.resident import ResidentCollection
 from tests.tables.samples import CPU, FEATURES, dump, identical, table_set
 

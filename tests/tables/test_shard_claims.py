@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CommOp, KeyValueParams
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
@@ -31,12 +25,14 @@ from recpipe.plugin.api import (
 )
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.errors import PluginError
-from recpipe.tables.build import TierConfig, is_sharded, plan_shards
+from recpipe.plugin.planner import Planner
+from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
+from recpipe.tables.owners import is_sharded
 from recpipe.tables.sharding.collection import ShardedCollection, ShardedTables, join_group
 from recpipe.tables.sharding.planning import Sharding
 from tests.tables.samples import CPU
-from tests.tables.sharded import DIM, FEATURES, SIZE, Placed, batches, contents, table_set, train
+from tests.tables.sharded import DIM, FEATURES, SIZE, Placed, table_set
 
 GPU = torch.device("cuda")
 POOLED = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
@@ -56,11 +52,11 @@ class Typed(TablePolicy):
         return self.said
 
 
-class Limited(TablePolicy):
+class Limited(Planner):
     def __init__(self, **limits: Any) -> None:
         self.limits = limits
 
-    def constrain(self, name: str, table: TableInfo) -> ParameterConstraints:
+    def constrain(self, table: TableInfo) -> ParameterConstraints:
         return ParameterConstraints(**self.limits)
 
 
@@ -118,9 +114,9 @@ def test_types_that_cannot_be_trained_are_refused(said: str, message: str) -> No
 
 
 def test_replicated_tables_of_lower_precision_are_refused() -> None:
-    claims = [claim(Typed("fp16"), "precision"), claim(Placed({"*": "data_parallel"}), "placement")]
+    claims = [claim(Typed("fp16"), "precision")]
     with pytest.raises(UserError, match="table 'a': a data_parallel table of lower precision"):
-        sharding(tables=claims).plan(None)
+        sharding(tables=claims, planner=Placed({"*": "data_parallel"})).plan(None)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +132,7 @@ def test_replicated_tables_of_lower_precision_are_refused() -> None:
 )
 def test_limits_without_effect_are_refused(limits: Mapping[str, Any], field: str) -> None:
     with pytest.raises(PluginError) as refused:
-        sharding(tables=[claim(Limited(**limits), "kernel")]).constraints()
+        sharding(planner=Limited(**limits)).constraints()
     assert "plugin acme" in str(refused.value)
     assert "constrain() of table 'a'" in str(refused.value)
     assert field in str(refused.value)
@@ -144,7 +140,7 @@ def test_limits_without_effect_are_refused(limits: Mapping[str, Any], field: str
 
 def test_a_gpu_has_what_a_cpu_would_ignore() -> None:
     policy = Limited(stochastic_rounding=True, enforce_hbm=True, device_group="cuda")
-    assert sharding(device=GPU, tables=[claim(policy, "kernel")]).constraints()["a"].stochastic_rounding
+    assert sharding(device=GPU, planner=policy).constraints()["a"].stochastic_rounding
 
 
 @pytest.mark.parametrize(
@@ -153,64 +149,3 @@ def test_a_gpu_has_what_a_cpu_would_ignore() -> None:
 def test_codecs_that_nothing_uses_are_refused(key: Any) -> None:
     with pytest.raises(PluginError, match=r"acme.*: brings a codec of .* which pooled tables never use"):
         sharding(codecs={key: object()}).sharders()
-
-
-class OwnOptimizer(EmbeddingBagCollectionSharder):  # type: ignore[misc]
-    """Takes nothing that it is given."""
-
-    @property
-    def fused_params(self) -> dict[str, Any]:
-        return {"learning_rate": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("kind", "sharder", "message"),
-    [
-        (
-            EmbeddingBagCollection,
-            EmbeddingCollectionSharder(),
-            "brings EmbeddingCollectionSharder as the sharder",
-        ),
-        (nn.Linear, EmbeddingBagCollectionSharder(), "as the sharder of Linear"),
-        (EmbeddingBagCollection, object(), "brings object as the sharder of EmbeddingBagCollection"),
-        (EmbeddingBagCollection, OwnOptimizer(), "fused_params['optimizer'] = None, but this run's is"),
-        (
-            EmbeddingBagCollection,
-            EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.5}),
-            "fused_params['learning_rate'] = 0.5, but this run's is 0.1",
-        ),
-    ],
-)
-def test_sharders_that_cannot_be_used_are_refused(kind: type[nn.Module], sharder: Any, message: str) -> None:
-    """By ``plan_shards``, before a planner sees them."""
-    parts = assembly(sharders={kind: sharder})
-    with pytest.raises(PluginError) as refused:
-        plan_shards(ModelTables.single(table_set("adagrad")), TIERS, parts, CPU, SIZE, Ranks(), 1)
-    assert f"plugin {Origin('acme')}: " in str(refused.value)
-    assert message in str(refused.value)
-
-
-@pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad"])
-def test_a_plugins_sharder_trains_as_recpipes_own(optimizer: str) -> None:
-    """It gets the fused optimizer, and no columns are cut where that would change row-wise Adagrad."""
-    mine = EmbeddingBagCollectionSharder()
-    theirs = built(sharding(optimizer, sharders={EmbeddingBagCollection: mine}))
-    ours = built(sharding(optimizer))
-    assert mine.fused_params is None, "the plugin's own object is left as it was"
-    for sparse in batches(3):
-        for tables in (theirs, ours):
-            train(tables, sparse, 0, sparse.stride())
-    found, expected = contents(theirs), contents(ours)
-    for table, values in expected.items():
-        for got, value in zip(found[table], values, strict=True):
-            np.testing.assert_allclose(got, value, rtol=0, atol=1e-6, err_msg=table)
-
-
-def test_a_plugins_sharder_gets_the_codecs_of_all_plugins() -> None:
-    pair = get_qcomm_codecs(QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16))
-    own = EmbeddingBagCollectionSharder(fused_params={"output_dtype": 0})
-    made = sharding(sharders={EmbeddingBagCollection: own}, codecs={(POOLED, "forward"): pair.forward})
-    (sharder,) = made.sharders()
-    assert sharder.qcomm_codecs_registry[POOLED.name].forward is pair.forward
-    assert sharder.fused_params["output_dtype"] == 0
-    assert sharder.fused_params["optimizer"] == made.group_of["a"].optimizer.kind

@@ -18,10 +18,12 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.plugin.api import Contribution, Origin, TableInfo
 from recpipe.plugin.assembly import assemble
+from recpipe.plugin.planner import Planner
 from recpipe.report.record import write_json
 from recpipe.seams import module_name
-from recpipe.tables.build import TierConfig, is_sharded
+from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
+from recpipe.tables.owners import is_sharded
 from recpipe.tables.sharding.files import load_shards, save_shards
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan, load_plan
 from recpipe.tables.sharding.planning import Prediction, Sharding
@@ -302,6 +304,11 @@ class Lone(ShardingPlanner):  # type: ignore[misc]
         return self.plan(module, sharders)
 
 
+class LonePlanner(Planner):
+    def make(self, topology, constraints) -> Lone:
+        return Lone(topology, constraints)
+
+
 def plan_on(rank: int) -> ShardPlan:
     return ShardPlan(
         2,
@@ -313,9 +320,9 @@ def plan_on(rank: int) -> ShardPlan:
 
 
 def test_a_plugin_brings_its_planner_and_what_it_predicts() -> None:
-    brought = Contribution(planner=Lone)
+    brought = Contribution(planner=LonePlanner())
     info = {f.name: TableInfo(f.name, f.rows, DIM) for f in FEATURES}
-    made = assemble([(Origin("lone"), Places({}), brought)], info, prefer={}, resident_bytes=1)
+    made = assemble([(Origin("lone"), Places({}), brought)], info, prefer={})
     planned = replace(sharding(), assembly=made).plan(None)
     assert {s.rank for t in planned.tables.values() for s in t.shards} == {1}
     assert {s.predicted_ms for t in planned.tables.values() for s in t.shards} == {7.5}

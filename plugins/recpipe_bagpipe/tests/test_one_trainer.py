@@ -75,7 +75,7 @@ class Run:
         space = RowSpace(layout.bases, slots)
         policy: Any = NoCache(space)
         if knobs is not None:
-            owner = self.assembly.policies("cache")[0][0].part
+            owner = next(iter(self.assembly.caches.values())).part
             cold = owner.store(cold)
             # The plugin's own buffer would hold every write of tables this small.
             cold._capacity = WRITE_ROWS
@@ -83,9 +83,9 @@ class Run:
             lookups = inputs_of(self.tables).lookups
             parts = TierParts(self.tables, slots, cold, device, True, Ranks(), lookups)
             assert owner.collection(parts) is None
-            policy = owner.cache(space)
+            policy = owner.policy(space)
         self.policy = policy
-        self.tiers = TieredEmbeddingBagCollection(self.tables, policy, slots, cold, device, prefetch=True)
+        self.tiers = TieredEmbeddingBagCollection(self.tables, policy, cold, device, prefetch=True)
         sizes = ModelConfig("dlrm", 4, [8], [8], cross_layers=1, cross_rank=4)
         self.model = model_over(self.tiers, data.schema, sizes, seed=1)
         self.optimizer = dense_optimizer(DENSE[optimizer], self.model.dense_parameters().values())

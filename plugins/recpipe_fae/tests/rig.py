@@ -67,12 +67,12 @@ class Run(Rig):
         policy = (
             HotSet(space, np.arange(total), total)
             if resident
-            else self.assembly.policies("cache")[0][0].part.cache(space)
+            else next(iter(self.assembly.caches.values())).part.policy(space)
         )
         store = make_store(
             "host", self.tables.layout, self.tables.fill, directory=folder / "store", pinned=False
         )
-        self.embeddings = TieredEmbeddingBagCollection(self.tables, policy, slots, store, self.device, True)
+        self.embeddings = TieredEmbeddingBagCollection(self.tables, policy, store, self.device, True)
         sizes = ModelConfig("dlrm", 8, [16], [16])
         self.model = model_over(self.embeddings, dataset.schema, sizes, seed=1)
         dense = DENSE["sgd" if optimizer == "sgd" else "rowwise_adagrad"]

@@ -41,14 +41,3 @@ def test_lfuopt_keeps_rows_of_ten_uses_for_good() -> None:
             policy.admit(slot, np.empty(0, np.int64), np.array([7]))
         placed = policy.admit(none, np.array([8]), np.array([8]))
         assert (len(placed.slots) == 0) is stays
-
-
-def test_lfuopt_undo_takes_a_batch_back() -> None:
-    """Decisions after an undo are those without the batch."""
-    none = np.empty(0, np.int32)
-    policy = LfuOpt(RowSpace(np.array([0, 100]), 2))
-    policy.admit(none, np.array([1, 2]), np.array([1, 2]))
-    before = {k: np.copy(v) for k, v in policy.state_dict().items()}
-    policy.admit(np.array([0], np.int32), np.array([3]), np.array([1, 3]))
-    policy.undo()
-    assert all(np.array_equal(before[k], v) for k, v in policy.state_dict().items())

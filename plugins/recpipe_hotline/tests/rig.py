@@ -97,7 +97,9 @@ class Rig:
     ) -> ResidentCollection | TieredEmbeddingBagCollection:
         if setting.knobs is None:
             return ResidentCollection(self.tables, self.device)
-        policy = self.assembly.policies("cache")[0][0].part.cache(RowSpace(self.tables.layout.bases, slots))
+        policy = next(iter(self.assembly.caches.values())).part.policy(
+            RowSpace(self.tables.layout.bases, slots)
+        )
         store = make_store(
             setting.store,
             self.tables.layout,
@@ -105,7 +107,7 @@ class Rig:
             directory=folder / "store",
             pinned=setting.device != "cpu",
         )
-        return TieredEmbeddingBagCollection(self.tables, policy, slots, store, self.device, setting.prefetch)
+        return TieredEmbeddingBagCollection(self.tables, policy, store, self.device, setting.prefetch)
 
     @property
     def tiers(self) -> TieredEmbeddingBagCollection:

@@ -1,4 +1,4 @@
-"""Learning: what is counted, when it is learned, which rows get slots, what is undone."""
+"""Learning: what is counted, when it is learned, which rows get slots."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ def batches(count: int) -> Iterator[NDArray[np.int64]]:
 
 
 def resident(policy: PopularRows) -> list[int]:
-    return sorted(policy.row_of_slot[policy.row_of_slot >= 0].tolist())
+    return sorted(policy.space.residents.row_of_slot[policy.space.residents.row_of_slot >= 0].tolist())
 
 
 def see(policy: PopularRows, rows: NDArray[np.int64]) -> tuple[list[int], list[int]]:
     """One batch as the planner shows it; the placement as lists."""
     placed = policy.migrate(rows)
-    slot_of_row = {row: slot for slot, row in enumerate(policy.row_of_slot.tolist()) if row >= 0}
+    policy.space.residents.put(placed.slots, placed.rows)
+    slot_of_row = {
+        row: slot for slot, row in enumerate(policy.space.residents.row_of_slot.tolist()) if row >= 0
+    }
     hits = np.array([slot_of_row[row] for row in rows.tolist() if row in slot_of_row], np.int32)
     misses = np.array(sorted(set(rows.tolist()) - slot_of_row.keys()), np.int64)
     assert not len(policy.admit(hits, misses, rows).rows)
@@ -48,35 +51,15 @@ def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
         np.testing.assert_array_equal(one[key], two[key], err_msg=key)
 
 
-def test_undo_is_the_inverse_of_a_batch() -> None:
-    """Through learnings, fading counts and promotions: a batch undone and seen again changes nothing."""
-    steady, wavering = make(), make()
-    for number, rows in enumerate(batches(40)):
-        see(wavering, rows[::-1] if number % 2 else (rows + 1) % ROWS)
-        wavering.undo()
-        assert see(wavering, rows) == see(steady, rows), number
-        assert_same(wavering.state_dict(), steady.state_dict())
-    assert steady.learnings > 3
-    assert steady.replaced_rows > 0
-
-
-def test_undo_restores_the_state() -> None:
-    policy = make()
-    for rows in batches(40):
-        before = copy.deepcopy(policy.state_dict())
-        see(policy, rows)
-        policy.undo()
-        if not before["fade"]:  # the division of counts is done once and stays done
-            assert_same(before, policy.state_dict())
-        see(policy, rows)
-
-
 def test_a_restored_policy_goes_on_the_same() -> None:
     rows = list(batches(30))
     whole, first, second = make(), make(), make()
     for batch in rows[:13]:
         see(whole, batch)
         see(first, batch)
+    held = first.space.residents.row_of_slot
+    used = np.flatnonzero(held >= 0).astype(np.int32)
+    second.space.residents.put(used, held[used])
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for batch in rows[13:]:
         assert see(second, batch) == see(whole, batch)

@@ -31,8 +31,8 @@ def test_counts_start_from_the_profile_when_asked_to(profile: bool, synthetic: A
         batches=lambda first: synthetic.batches("train", 256, first),
     )
     bases = table_bases(ctx)
-    claim = Hotline(**(default_knobs() | {"profile": profile})).contribute(ctx).tables[0]
-    counts = vars(claim.policy.cache(RowSpace(bases, 1000)))["counts"]
+    claim = Hotline(**(default_knobs() | {"profile": profile})).contribute(ctx).cache[0]
+    counts = vars(claim.policy(RowSpace(bases, 1000)))["counts"]
     expected = load_profile(ctx, SAMPLE).dense(int(bases[-1]))
     assert expected.sum() > 0
     assert np.array_equal(counts, expected if profile else np.zeros_like(expected))

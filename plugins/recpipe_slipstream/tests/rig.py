@@ -64,10 +64,10 @@ class Rig:
             plugins["slipstream"] = defaults("slipstream") | dict(setting.knobs)
         assembly = assemble(gather(activate(plugins), self.context), self.context.tables)
         space = RowSpace(self.tables.layout.bases, slots)
-        make = setting.policy or assembly.policies("cache")[0][0].part.cache
+        make = setting.policy or next(iter(assembly.caches.values())).part.policy
         store = make_store("host", self.tables.layout, self.tables.fill, directory=folder, pinned=False)
         self.tiers = TieredEmbeddingBagCollection(
-            self.tables, make(space), slots, store, torch.device("cpu"), setting.prefetch
+            self.tables, make(space), store, torch.device("cpu"), setting.prefetch
         )
         sizes = ModelConfig("dlrm", 8, [16], [16], cross_layers=2, cross_rank=8)
         self.model = model_over(self.tiers, dataset.schema, sizes, seed=1)

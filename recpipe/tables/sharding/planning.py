@@ -21,7 +21,7 @@ from torchrec.distributed.embedding_types import BaseEmbeddingSharder, Embedding
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Stats
-from torchrec.distributed.types import ShardingPlanner, ShardingType
+from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -202,9 +202,9 @@ class Sharding:
         topology, limits = self.topology(), self.constraints()
         by_module = {module_name(name): limit for name, limit in limits.items()}
         seen = Prediction({})
-        planner: ShardingPlanner
-        if self.assembly.planner is not None:
-            planner = self.assembly.planner.part.make(topology, by_module)
+        brought = self.assembly.planner
+        planner = None if brought is None else brought.part.make(topology, by_module)
+        if planner is not None:
             told = getattr(planner, "prediction", None)
             seen = told if isinstance(told, Prediction) else seen
         else:

@@ -294,10 +294,11 @@ class TierPlanner:
         """Start from these residents (int64 [slots], -1 for an empty slot) and an empty slab."""
         assert self._pending is None
         assert len(row_of_slot) == self.space.slots
+        used = np.flatnonzero(row_of_slot >= 0).astype(np.int32)
+        rows = row_of_slot[used]
         self.where.fill(IN_STORE)
         self.row_of_slot.fill(-1)
-        used = np.flatnonzero(row_of_slot >= 0).astype(np.int32)
-        self.space.residents.put(used, row_of_slot[used])
+        self.space.residents.put(used, rows)
         self.slab_rows = np.empty(0, np.int64)
 
     @property
