@@ -9,9 +9,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
-from recpipe.data.batch import Batch
-from recpipe.data.dataset import Schema, SparseFeature
-from recpipe.data.given import GivenBatches
+from recpipe.kit import Batch, GivenBatches, Schema, SparseFeature
 
 SMALL = ["data.samples=20000", "data.table_scale=0.02", "data.batch_size=512", "trainer.eval_every=1.0"]
 

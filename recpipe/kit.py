@@ -7,6 +7,9 @@ What a plugin needs beside the contract (``recpipe.plugin``), and all of core th
 from recpipe.backend.host import processor
 from recpipe.common.saved import Damaged, entries, parse_json, residents, typed_as, within
 from recpipe.data.batch import Batch
+from recpipe.data.config import DataConfig
+from recpipe.data.dataset import Dataset, Schema, SparseFeature
+from recpipe.data.given import GivenBatches
 from recpipe.data.parts import batch_size, leaves, tensors_in
 from recpipe.data.select import join, select
 from recpipe.distributed.ranks import Channel, Ranks
@@ -37,6 +40,9 @@ __all__ = [
     "Channel",
     "ColdStore",
     "Damaged",
+    "DataConfig",
+    "Dataset",
+    "GivenBatches",
     "HeldRows",
     "HotSet",
     "IoCounters",
@@ -49,7 +55,9 @@ __all__ = [
     "Region",
     "RowBags",
     "RowCollection",
+    "Schema",
     "ShardedStore",
+    "SparseFeature",
     "StoreLayout",
     "TableCollection",
     "TableOptimizer",

@@ -18,6 +18,7 @@ import pytest
 
 from recpipe import Context, Contribution, Plugin, Split
 from recpipe import cli as command_line
+from tests.plugin.samples import Splits
 from tests.processes import Cli
 
 Run = Callable[..., str]
@@ -365,10 +366,10 @@ def test_a_plugin_and_a_policy_that_want_the_same(refused: Run) -> None:
 class Other(Plugin):
     """Another plugin that wants to split batches."""
 
-    api = (1, 0)
+    api = (2, 0)
 
     def contribute(self, ctx: Context) -> Contribution:
-        return Contribution(splitter=lambda batch, cold: Split(np.arange(batch.size), (batch.size,)))
+        return Contribution(splitter=Splits(lambda batch, cold: Split(np.arange(batch.size), (batch.size,))))
 
 
 @pytest.fixture

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+from pathlib import Path
 
 import pytest
 
 import recpipe
-from recpipe.plugin import api
-from recpipe.plugin.errors import PluginError
-from recpipe.tasks.plugins import SAMPLE
+from recpipe import kit, plugin
+from tests.processes import ROOT
 
-API = (1, 3)
+API = (2, 0)
+PUBLIC = ("recpipe", "recpipe.kit", "recpipe.plugin", "recpipe.testing")
 CONTRIBUTION = {
     "order": "EpochOrder | None",
     "stream": "Sequence[Link[StreamWrapper]]",
     "batch": "Sequence[Link[BatchTransform]]",
-    "splitter": "BatchSplitter | None",
-    "tables": "Sequence[TableClaim]",
-    "planner": "PlannerFactory | None",
-    "sharders": "Mapping[type[nn.Module], ModuleSharder[Any]]",
-    "codecs": "Mapping[tuple[CommOp, Direction], QuantizedCommCodec[Any]]",
-    "device_bytes": "int",
+    "splitter": "Splitter | None",
+    "skipper": "Skipper | None",
+    "quantizer": "Quantizer | None",
+    "planner": "Planner | None",
+    "cache": "Sequence[Cache]",
     "step": "Sequence[Link[StepWrapper]]",
     "callbacks": "Sequence[L.Callback]",
     "report": "Sequence[Reporter]",
@@ -43,6 +44,17 @@ CONTEXT = {
     "held_out": "Callable[[int], Iterator[Batch]]",
     "batches": "Callable[[int], Iterator[Batch]]",
 }
+KINDS = {
+    "Planner": ["constrain", "make"],
+    "Cache": ["collection", "policy", "store"],
+    "CachePolicy": ["admit", "check_state", "load_state_dict", "migrate", "state_dict"],
+    "Splitter": ["split"],
+    "Skipper": ["begin", "keep", "update"],
+    "Quantizer": ["codecs", "cold", "storage"],
+    "RowCodec": ["decode", "encode"],
+    "EpochOrder": ["batches"],
+    "Plugin": ["contribute"],
+}
 EXPORTS = [
     "Context",
     "Contribution",
@@ -54,9 +66,7 @@ EXPORTS = [
     "Run",
     "RunFigures",
     "Split",
-    "TableClaim",
     "TableInfo",
-    "TablePolicy",
     "UserError",
     "__version__",
     "load",
@@ -70,31 +80,25 @@ def fields(cls: type) -> dict[str, str]:
 
 
 def test_version() -> None:
-    assert api.API == API
+    assert plugin.API == API
 
 
 def test_contribution_and_context() -> None:
-    assert fields(api.Contribution) == CONTRIBUTION
-    assert fields(api.Context) == CONTEXT
-    properties = [n for n, part in vars(api.Context).items() if isinstance(part, property)]
-    assert properties == ["record_bytes"]
+    assert fields(plugin.Contribution) == CONTRIBUTION
+    assert fields(plugin.Context) == CONTEXT
 
 
-@pytest.mark.parametrize("sizes", [[80], [80, 80]])
-def test_a_plugin_of_before_groups_is_told_the_one_size(sizes: list[int]) -> None:
-    groups = [api.GroupInfo((f"C{i}",), size, 10) for i, size in enumerate(sizes)]
-    assert dataclasses.replace(SAMPLE, groups=groups).record_bytes == 80
-
-
-def test_a_plugin_of_before_groups_is_refused_where_sizes_differ() -> None:
-    groups = [api.GroupInfo((f"C{size}",), size, 10) for size in (80, 36)]
-    with pytest.raises(PluginError, match=r"records of 36, 80 bytes: its author must ask Context.groups"):
-        _ = dataclasses.replace(SAMPLE, groups=groups).record_bytes
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds(name: str) -> None:
+    kind = getattr(plugin, name)
+    found = [n for n, _ in inspect.getmembers(kind, inspect.isfunction) if not n.startswith("_")]
+    assert found == KINDS[name]
+    assert inspect.getdoc(kind)
 
 
 def test_small_types() -> None:
-    assert fields(api.Split) == {"order": "NDArray[np.int64]", "bounds": "tuple[int, ...]"}
-    assert fields(api.RunFigures) == {
+    assert fields(plugin.Split) == {"order": "NDArray[np.int64]", "bounds": "tuple[int, ...]"}
+    assert fields(plugin.RunFigures) == {
         "steps": "int",
         "samples": "int",
         "lookups": "int",
@@ -102,20 +106,49 @@ def test_small_types() -> None:
         "before_cold_seconds": "float",
         "after_cold_seconds": "float",
     }
-    assert fields(api.GroupInfo) == {"tables": "tuple[str, ...]", "record_bytes": "int", "slots": "int"}
-    assert list(fields(api.Link)) == ["part", "name", "before", "after"]
-    assert list(fields(api.TableClaim)) == ["glob", "aspects", "policy", "fallback"]
-    assert [i.name for i in api.Invariant] == [
+    assert fields(plugin.GroupInfo) == {"tables": "tuple[str, ...]", "record_bytes": "int", "slots": "int"}
+    assert list(fields(plugin.Link)) == ["part", "name", "before", "after"]
+    assert list(fields(plugin.Placement)) == ["slots", "rows", "freed"]
+    assert list(fields(plugin.RowSpace)) == ["bases", "slots", "group", "residents"]
+    assert [i.name for i in plugin.Invariant] == [
         "SAMPLE_ORDER",
+        "SAMPLE_SET",
         "BATCH_SIZE",
+        "MODEL",
         "EXACT_GRADIENT",
         "TABLE_LAYOUT",
         "ID_SPACE",
     ]
-    methods = [n for n, _ in inspect.getmembers(api.TablePolicy, inspect.isfunction) if not n.startswith("_")]
-    assert methods == ["cache", "collection", "constrain", "data_type", "rewrite", "store"]
 
 
 def test_exports() -> None:
     assert recpipe.__all__ == EXPORTS
     assert all(hasattr(recpipe, name) for name in EXPORTS)
+
+
+@pytest.mark.parametrize("module", [plugin, kit])
+def test_public_modules_export_what_has_a_docstring(module: object) -> None:
+    for name in module.__all__:  # type: ignore[attr-defined]
+        part = getattr(module, name)
+        if inspect.isclass(part) or inspect.isfunction(part):
+            assert inspect.getdoc(part), name
+
+
+def sources() -> list[Path]:
+    """Of all plugins and examples, but not their tests."""
+    files = [*(ROOT / "plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    return [file for file in files if "tests" not in file.parts]
+
+
+@pytest.mark.parametrize("file", sources(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_plugins_import_nothing_of_core_but_what_is_public(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "recpipe":
+            assert node.module in PUBLIC, f"{file.name}: {node.module} is not public"
+            exported = vars(__import__(node.module, fromlist=["__all__"]))["__all__"]
+            modules = {name.rpartition(".")[2] for name in PUBLIC}
+            private = {alias.name for alias in node.names} - {*exported, *modules}
+            assert not private, f"{file.name}: {node.module} does not export {', '.join(private)}"
+        if isinstance(node, ast.Import):
+            wrong = [a.name for a in node.names if a.name.split(".")[0] == "recpipe" and a.name not in PUBLIC]
+            assert not wrong, f"{file.name}: {', '.join(wrong)} is not public"

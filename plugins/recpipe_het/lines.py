@@ -131,6 +131,7 @@ class Lines:
         self._close()
         self.residents.empty(np.arange(len(self.version), dtype=np.int32))
         self.policy = self._make_policy()
+        self.residents = self.policy.space.residents
         self.version[:] = ABSENT
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from recpipe import testing
-from recpipe.plugin.api import Context, Contribution, Invariant
+from recpipe.plugin.api import Context, Contribution, Invariant, Link
 from recpipe.plugin.load import installed
 from recpipe.tasks.plugins import describe
 from recpipe.testing import PluginSuite, Trained
@@ -39,7 +39,7 @@ class Fickle(Good):
 
     def contribute(self, ctx: Context) -> Contribution:
         Fickle.calls += 1
-        return Contribution(device_bytes=Fickle.calls)
+        return Contribution(batch=[Link(abs, str(n)) for n in range(Fickle.calls)])
 
 
 class Greedy(Good):
@@ -118,7 +118,7 @@ def poison(install) -> None:
     code = """
 from recpipe import Contribution, Link, Plugin
 class P(Plugin):
-    api = (1, 0)
+    api = (2, 0)
     def contribute(self, ctx):
         return Contribution(batch=[Link(self.flip)])
     def flip(self, batch):

@@ -115,7 +115,9 @@ def test_it_offers_what_all_of_its_collections_can_do_together(run_dir) -> None:
     assert tiered.offers(Planned) is None, "each group is planned by itself"
     assert tiered.offers(SendsAhead) is None
     mixed = [ResidentCollection(tables.groups[0].tables, CPU), *tiered.collections[1:]]
-    assert GroupedCollection(tables, mixed).offers(Placed) is None
+    some = GroupedCollection(tables, mixed)
+    assert some.offers(Placed) is some, "a checkpoint has the places of those whose rows move"
+    assert set(some.placement_state()) == {str(n) for n in range(1, GROUPS)}
     assert GroupedCollection(tables, mixed).each(Planned) == []
     tiered.close()
 

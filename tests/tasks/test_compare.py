@@ -377,7 +377,7 @@ import lightning as L
 from recpipe.plugin.api import Contribution, Plugin
 
 class P(Plugin):
-    api = (1, 0)
+    api = (2, 0)
 
     def contribute(self, ctx):
         return Contribution(callbacks=[ChangesAWeight()])

@@ -67,6 +67,7 @@ def _progress(content: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
+NO_ROWS = np.empty(0, np.int64)
 CASES: tuple[tuple[str, Change], ...] = (
     *(
         (f"it lacks '{key}'", lambda c, key=key: c.pop(key))
@@ -91,8 +92,9 @@ CASES: tuple[tuple[str, Change], ...] = (
     ("no state of a random", lambda c: c["recpipe"]["random"].update(python=(3, (1, 2), None))),
     ("Mersenne Twister", lambda c: c["recpipe"]["random"]["numpy"].update(pos=625)),
     ("row_of_slot has a row twice", lambda c: c["recpipe"]["placement"]["row_of_slot"].fill(7)),
-    ("state lacks 'done'", lambda c: c["recpipe"]["placement"]["state"].pop("done")),
-    ("move_rows has a value", lambda c: c["recpipe"]["placement"]["state"]["move_rows"].fill(10**9)),
+    ("state lacks 'target'", lambda c: c["recpipe"]["placement"]["state"].pop("target")),
+    ("target has a value", lambda c: c["recpipe"]["placement"]["state"]["target"].fill(10**9)),
+    ("decided lacks 'moved_rows'", lambda c: c["recpipe"]["placement"].update(decided={"rows": NO_ROWS})),
     ("dense parameters and buffers have other names", lambda c: c["state_dict"].popitem()),
     ("is Tensor torch.float64", lambda c: _retype(c["state_dict"])),
     ("fit_loop lacks 'epoch_progress'", lambda c: c["loops"]["fit_loop"].pop("epoch_progress")),

@@ -11,13 +11,13 @@ from recpipe import Context, Contribution, Figure, Link, Plugin, RunFigures, Tab
 if TYPE_CHECKING:
     import torch
 
-    from recpipe.data.batch import Batch
+    from recpipe.kit import Batch
 
 
 class Hello(Plugin):
     """Reports which share of the lookups the most popular rows take (changes nothing)."""
 
-    api = (1, 0)
+    api = (2, 0)
 
     def __init__(self, *, top: float = 0.01) -> None:
         if not 0 < top <= 1:

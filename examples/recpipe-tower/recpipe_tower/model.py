@@ -10,8 +10,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mlp import MLP
 
-from recpipe.data.batch import Batch
-from recpipe.data.dataset import Schema
+from recpipe.kit import Batch, Schema
 
 
 class TwoTower(nn.Module):

@@ -212,7 +212,8 @@ def test_a_resumed_run_equals_an_undisturbed_one(clicks: Dataset, tmp_path: Path
     second.loader.first = 17
     loading = second.policy.bulk.missed
     second.train(STEPS - 17)
-    assert second.policy.bulk.missed == loading
+    # Its first batch's decisions were in the checkpoint; what that one misses nobody has announced.
+    assert second.policy.bulk.missed - loading <= BATCH * len(clicks.schema.sparse)
     assert same(second.finish(), whole)
 
 

@@ -49,11 +49,13 @@ class World:
         kept = Bounds(layout.bases, np.array(bounds))
         loosened = Bounds(layout.bases, kept.updates + slack)
         self.holder = Holder(store, self.optimizer, DIM, loosened)
-        space = RowSpace(layout.bases, slots)
         self.rows = rows
+
+        def make() -> CachePolicy:
+            return policy(RowSpace(layout.bases, slots))
+
         self.workers = [
-            Worker(Lines(lambda: policy(space), kept, self.optimizer, DIM, layout.width), rows)
-            for _ in range(workers)
+            Worker(Lines(make, kept, self.optimizer, DIM, layout.width), rows) for _ in range(workers)
         ]
         self.applied = np.zeros((workers, rows), np.int64)
         self.total = np.zeros((rows, DIM), np.float32)
@@ -79,7 +81,7 @@ class World:
         got = rows[reply.positions]
         self.seen[who][:, got] = self.applied[:, got]
         view = worker.lines.receive(reply)
-        slots = worker.lines.where[rows]
+        slots = worker.lines.residents.slot_of(rows)
         cached = slots >= 0
         stale = self.holder.versions[rows[cached]] - worker.lines.version[slots[cached]]
         self.stale[rows[cached]] = np.maximum(self.stale[rows[cached]], stale)
