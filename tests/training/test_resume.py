@@ -94,7 +94,7 @@ CASES: tuple[tuple[str, Change], ...] = (
     ("row_of_slot has a row twice", lambda c: c["recpipe"]["placement"]["row_of_slot"].fill(7)),
     ("state lacks 'target'", lambda c: c["recpipe"]["placement"]["state"].pop("target")),
     ("target has a value", lambda c: c["recpipe"]["placement"]["state"]["target"].fill(10**9)),
-    ("decided lacks 'moved_rows'", lambda c: c["recpipe"]["placement"].update(decided={"rows": NO_ROWS})),
+    ("decided lacks 'moved_slots'", lambda c: c["recpipe"]["placement"].update(decided={"rows": NO_ROWS})),
     ("dense parameters and buffers have other names", lambda c: c["state_dict"].popitem()),
     ("is Tensor torch.float64", lambda c: _retype(c["state_dict"])),
     ("fit_loop lacks 'epoch_progress'", lambda c: c["loops"]["fit_loop"].pop("epoch_progress")),
