@@ -138,7 +138,7 @@ class FusedLookup:
 
     tbe: SplitTableBatchedEmbeddingBagsCodegen
     features: tuple[tuple[str, int], ...]
-    """Of each of its features the table, by its ``module_name``, and which of that table's rows is its first."""
+    """Of each of its features the table, by its ``module_name``, and the first of that table's rows here."""
 
 
 def fused_lookups(sharded: Any) -> list[FusedLookup]:

@@ -195,8 +195,8 @@ class TrainLoader:
             return batch, 0
         if not isinstance(kept, np.ndarray) or (kept.dtype, kept.shape) != (np.dtype(bool), (size,)):
             raise PluginError(
-                f"plugin {skipper.origin}: keep() of its skipper returned {described(kept)}; it must be a numpy "
-                f"array of bool [{size}], one for each sample of the batch, or None"
+                f"plugin {skipper.origin}: keep() of its skipper returned {described(kept)}; it must be a "
+                f"numpy array of bool [{size}], one for each sample of the batch, or None"
             )
         samples = np.flatnonzero(kept)
         if len(samples) in (0, size):

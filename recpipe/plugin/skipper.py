@@ -54,8 +54,8 @@ class Skipper:
         """Which of distinct ``rows`` (int64 [U], numbered over all tables) to update, bool [U]; None:
         all.
 
-        ``gradients`` float32 [U, D]: of each row the sum over the batch's lookups, of all trainers, before the
-        fused optimizer's step; a copy. Rows that are left out keep every bit, optimizer state included.
+        ``gradients`` float32 [U, D]: of each row the sum over the batch's lookups, of all trainers, before
+        the fused optimizer's step; a copy. Rows that are left out keep every bit, optimizer state included.
 
         Called in the backward pass, in whichever thread makes the update, one call at a time: for each group
         of tables one or several, as its rows lie in tiers and shards. A row of a batch is in one of them; in

@@ -136,8 +136,8 @@ class TableCollection(ABC, nn.Module):
     def filter_updates(self, rows: RowFilter) -> None:
         """From now on update only the rows that ``rows`` lets stay; called once, before any lookup."""
         raise UserError(
-            f"a plugin leaves rows out of updates, which {type(self).__name__} cannot do: drop that plugin, or "
-            "the one that brings these tables"
+            f"a plugin leaves rows out of updates, which {type(self).__name__} cannot do: drop that plugin, "
+            "or the one that brings these tables"
         )
 
     def tier_figures(self) -> TierFigures | None:

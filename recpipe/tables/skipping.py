@@ -1,10 +1,10 @@
 """Rows that a skipper leaves out of an update, in tables whose optimizer is part of their backward pass.
 
 FBGEMM updates every row that was looked up and cannot be told to leave some out. So a lookup's backward pass
-first computes the gradient of each distinct row and asks the skipper. Where all rows stay, it goes on as ever;
-else the lookups of those that stay are made once more, and the backward pass of these alone is the update, with
-the same gradient of the bags. A row's update depends on its own lookups, so that it has the bits of the update
-without a skipper.
+first computes the gradient of each distinct row and asks the skipper. Where all rows stay, it goes on as
+ever; else the lookups of those that stay are made once more, and the backward pass of these alone is the
+update, with the same gradient of the bags. A row's update depends on its own lookups alone, so that it has the
+bits of the update without a skipper.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Skipping:
         wanted = (torch.bool, (len(rows),))
         if not isinstance(said, torch.Tensor) or (said.dtype, tuple(said.shape)) != wanted:
             raise PluginError(
-                f"plugin {self._skipper.origin}: update() of its skipper returned {described(said)}; it must be "
-                f"a torch.Tensor of torch.bool [{len(rows)}], one for each row, or None"
+                f"plugin {self._skipper.origin}: update() of its skipper returned {described(said)}; it must "
+                f"be a torch.Tensor of torch.bool [{len(rows)}], one for each row, or None"
             )
         return None if bool(said.all()) else said.to(gradients.device)
 
@@ -85,7 +85,7 @@ def filter_lookups(tbe: nn.Module, rows: RowFilter, rows_of: RowsOf, features: i
 
     ``pooled``: whether it gives sums by bag, float32 [B, F * D], or a row for each id, [L, D].
     """
-    tbe.forward = _Filtered(tbe, rows, rows_of, features, pooled)  # type: ignore[assignment]
+    tbe.forward = _Filtered(tbe, rows, rows_of, features, pooled)
 
 
 class _Filtered:

@@ -82,7 +82,7 @@ class RowView:
         for found, collection in zip(shown, self._collections, strict=True):
             if found is None:
                 raise UserError(
-                    f"a plugin asks which rows are resident, which {type(collection).__name__} does not show: "
-                    "drop that plugin, or what keeps these tables another way"
+                    f"a plugin asks which rows are resident, which {type(collection).__name__} does not show"
+                    ": drop that plugin, or what keeps these tables another way"
                 )
         return [found for found in shown if found is not None]

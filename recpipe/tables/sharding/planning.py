@@ -186,8 +186,8 @@ class Sharding:
         skipper = self.assembly.skipper
         if kind in COLUMN_SPLITTING and skipper is not None and skipper.part.updates:
             return UserError(
-                f"table '{name}': {kind} cuts rows apart, and plugin {skipper.origin} decides by a whole row's "
-                "gradient whether to update it: shard it row_wise or table_wise, or drop the plugin"
+                f"table '{name}': {kind} cuts rows apart, and plugin {skipper.origin} decides by a whole "
+                "row's gradient whether to update it: shard it row_wise or table_wise, or drop the plugin"
             )
         columns = limit.min_partition or MIN_COLUMNS
         if kind == ShardingType.GRID_SHARD.value and tables.dim < columns * self._hosts:

@@ -30,7 +30,7 @@ def make_slots(tables: TableSet, rows: int, device: torch.device, trainers: Chan
 def filter_slots(
     table: nn.Module, rows: RowFilter, rows_in: Callable[[RowIds], RowIds], tables: TableSet
 ) -> None:
-    """Let ``table`` update only the rows that ``rows`` lets stay; ``rows_in`` tells which are in given slots."""
+    """Let ``table`` update only the rows that ``rows`` lets stay; ``rows_in`` tells which are in slots."""
     if isinstance(table, SharedTable):
         table.stay = lambda slots, gradients: rows.stay(rows_in(slots), gradients)
         return
