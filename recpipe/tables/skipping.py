@@ -3,7 +3,7 @@
 FBGEMM updates every row that was looked up and cannot be told to leave some out. So a lookup's backward pass
 first computes the gradient of each distinct row and asks the skipper. Where all rows stay, it goes on as
 ever; else the lookups of those that stay are made once more, and the backward pass of these alone is the
-update, with the same gradient of the bags. A row's update depends on its own lookups alone, so that it has the
+update, with the same gradient of the bags. A row's update depends on its own lookups alone, and so has the
 bits of the update without a skipper.
 """
 
