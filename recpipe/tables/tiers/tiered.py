@@ -16,7 +16,6 @@ Sum pooling is linear: pooled(all ids) = pooled(resident ids) + pooled(slab ids)
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.common.saved import entries, residents
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.plugin.api import Origin
 from recpipe.plugin.policy import IN_STORE, CachePolicy, RowIds
@@ -39,7 +37,7 @@ from recpipe.tables.rowtable import RowBags, looked_up
 from recpipe.tables.skipping import RowFilter
 from recpipe.tables.specs import Region, TableSet, Values
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records
-from recpipe.tables.tiers.checked import Decision, check_decision
+from recpipe.tables.tiers import saved_placement
 from recpipe.tables.tiers.occupied import Occupied
 from recpipe.tables.tiers.placement import Bags, TierPlan, TierPlanner, Weights, table_bags
 from recpipe.tables.tiers.policies import policy_bytes
@@ -85,7 +83,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed, ShowsRows):
         self.resident = make_slots(tables, max(1, policy.space.slots), device, self._trainers)
         self.slab = make_slots(tables, 1, device, self._trainers)
         self._planning = threading.RLock()
-        self.slots, self._occupied = slots, Occupied(slots)
+        self.slots = policy.space.slots
+        self._occupied = Occupied(self.slots)
         self._slab_rows: RowIds = np.empty(0, np.int64)
         self._slab_written = True
         self._arriving: tuple[TierPlan, torch.Tensor] | None = None
@@ -339,31 +338,11 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed, ShowsRows):
         """Which rows are resident, the policy's state, and what it has decided for a batch that comes: a
         resumed run takes the same decisions."""
         with self.quiesced():
-            planner = self.planner
-            return {
-                "policy": type(planner.policy).__name__,
-                "slots": planner.space.slots,
-                "row_of_slot": planner.row_of_slot.copy(),
-                "state": copy.deepcopy(planner.policy.state_dict()),
-                "decided": None if planner.decided is None else planner.decided.to_state(),
-            }
-
-    def _same_place(self, state: Mapping[str, Any]) -> bool:
-        """Whether ``state`` is of this policy and budget, and not of a recpipe before 0.2."""
-        planner = self.planner
-        mine = {"policy": type(planner.policy).__name__, "slots": planner.space.slots}
-        return "decided" in state and all(state[key] == value for key, value in mine.items())
+            return saved_placement.placement_state(self.planner)
 
     def check_placement_state(self, state: Mapping[str, Any]) -> None:
         """``Damaged`` on what ``placement_state`` cannot have given."""
-        entries(_STATE, state)
-        if self._same_place(state):
-            planner = self.planner
-            residents(state, "row_of_slot", planner.space.slots, planner.space.rows)
-            planner.policy.check_state(state["state"])
-            if state["decided"] is not None:
-                decided = entries({"decided": dict[str, Any]}, state)["decided"]
-                check_decision(decided, state["row_of_slot"], planner.space.rows)
+        saved_placement.check_placement(self.planner, state)
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
         """Bring the saved residents into their slots; tables must have been loaded before.
@@ -372,7 +351,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed, ShowsRows):
         exactly, but starts with no row resident.
         """
         planner = self.planner
-        if state is None or not self._same_place(state):
+        if state is None or not saved_placement.same_place(planner, state):
             return False
         with self.quiesced():
             assert not (planner.row_of_slot >= 0).any(), "placement is restored before training starts"
@@ -380,11 +359,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed, ShowsRows):
             for part in np.array_split(used, max(1, len(used) // 65_536)):
                 fetched = self.cold.fetch_now(state["row_of_slot"][part])
                 put(self.resident, self._index(part), fetched)
-            planner.restore(state["row_of_slot"])
+            saved_placement.restore(planner, state)
             self._occupied.restore(state["row_of_slot"])
-            planner.policy.load_state_dict(state["state"])
-            if state["decided"] is not None:
-                planner.decided = Decision.from_state(state["decided"])
         return True
 
     # -- the rest ----------------------------------------------------------------------------
@@ -438,12 +414,3 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed, ShowsRows):
         if rows > have:
             self.slab = make_slots(self.tables, 1 << (rows - 1).bit_length(), self.device, self._trainers)
             self._filter_slab()
-
-
-_STATE = {
-    "policy": str,
-    "slots": int,
-    "row_of_slot": NDArray[np.int64],
-    "state": dict[str, Any],
-}
-"""What a checkpoint has of a group's placement, and the types."""
