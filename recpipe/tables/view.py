@@ -27,6 +27,13 @@ class Mark:
     """Their weights, without optimizer state, float32 [n, widest dimension]; zeros behind shorter rows."""
 
 
+def moved(before: Mark, after: Mark) -> tuple[RowIds, Weights]:
+    """The rows of both marks, sorted, and how far each has moved: the largest change of a dimension, float32
+    [n]."""
+    rows, old, new = np.intersect1d(before.rows, after.rows, assume_unique=True, return_indices=True)
+    return rows, np.abs(after.weights[new] - before.weights[old]).max(axis=1, initial=0.0)
+
+
 class RowView:
     """All tables' rows, numbered over all tables (as by ``Context.lookups``), as the last batch left them.
 
@@ -74,8 +81,7 @@ class RowView:
         """Of the rows of ``mark`` those that are resident now, sorted, and how far each has moved since: the
         largest change of a dimension, float32 [n]."""
         still = np.isin(mark.rows, self.resident(), assume_unique=True)
-        now = self.mark(mark.rows[still])
-        return now.rows, np.abs(now.weights - mark.weights[still]).max(axis=1)
+        return moved(mark, self.mark(mark.rows[still]))
 
     def _groups(self) -> list[ShowsRows]:
         shown = [collection.offers(ShowsRows) for collection in self._collections]
