@@ -196,14 +196,11 @@ class BlamedSkipper(Skipper):
 def blame_skipper(origin: Origin, plugin: Plugin, skipper: Skipper) -> BlamedSkipper:
     """``skipper`` as core calls it; ``PluginError`` where it brings nothing, or its ``plugin`` does not say
     what it alters."""
-    name = type(skipper).__name__
-    if not isinstance(skipper, Skipper):
-        raise PluginError(f"plugin {origin}: its skipper is a {name}; derive it from recpipe.plugin.Skipper")
     blamed = BlamedSkipper(origin, skipper)
     if not blamed.keeps and not blamed.updates:
         raise PluginError(
-            f"plugin {origin}: its skipper {name} overrides neither keep() nor update(), so that it would "
-            "leave nothing out; bring one of them, or leave Contribution.skipper out"
+            f"plugin {origin}: its skipper {type(skipper).__name__} overrides neither keep() nor update(), so "
+            "that it would leave nothing out; bring one of them, or leave Contribution.skipper out"
         )
     altered = {Invariant.EXACT_GRADIENT}
     if blamed.keeps:
