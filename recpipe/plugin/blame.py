@@ -199,8 +199,8 @@ def blame_skipper(origin: Origin, plugin: Plugin, skipper: Skipper) -> BlamedSki
     blamed = BlamedSkipper(origin, skipper)
     if not blamed.keeps and not blamed.updates:
         raise PluginError(
-            f"plugin {origin}: its skipper {type(skipper).__name__} overrides neither keep() nor update(), so "
-            "that it would leave nothing out; bring one of them, or leave Contribution.skipper out"
+            f"plugin {origin}: its skipper {type(skipper).__name__} overrides neither keep() nor update(), "
+            "so that it would leave nothing out; bring one of them, or leave Contribution.skipper out"
         )
     altered = {Invariant.EXACT_GRADIENT}
     if blamed.keeps:

@@ -78,6 +78,9 @@ class TableCollection(ABC, nn.Module):
     Where several ranks train, all trainers make the same calls in the same order.
     """
 
+    whole_updates = "it does not override filter_updates()"
+    """Why no rows can be left out of its updates, where it cannot."""
+
     @abstractmethod
     def regions(self) -> Iterator[Region]:
         """The regions that this process owns; together (over all ranks) they are all tables."""
@@ -136,8 +139,8 @@ class TableCollection(ABC, nn.Module):
     def filter_updates(self, rows: RowFilter) -> None:
         """From now on update only the rows that ``rows`` lets stay; called once, before any lookup."""
         raise UserError(
-            f"a plugin leaves rows out of updates, which {type(self).__name__} cannot do: drop that plugin, "
-            "or the one that brings these tables"
+            f"a plugin leaves rows out of updates, which {type(self).__name__} cannot do: "
+            f"{self.whole_updates}. Drop that plugin, or the one that brings these tables"
         )
 
     def tier_figures(self) -> TierFigures | None:
