@@ -30,6 +30,7 @@ from recpipe.tables.tiers.placement import Bags
 from recpipe.tables.tiers.policies import HotSet, Lfu, Lru, distinct_slots, policy_bytes
 from recpipe.tables.tiers.popularity import top_rows
 from recpipe.tables.tiers.store_thread import TierTimes
+from recpipe.tables.view import Mark, RowView, moved
 
 __all__ = [
     "POOLED",
@@ -48,6 +49,7 @@ __all__ = [
     "IoCounters",
     "Lfu",
     "Lru",
+    "Mark",
     "PlacedModel",
     "Prediction",
     "Ranks",
@@ -55,6 +57,7 @@ __all__ = [
     "Region",
     "RowBags",
     "RowCollection",
+    "RowView",
     "Schema",
     "ShardedStore",
     "SparseFeature",
@@ -75,6 +78,7 @@ __all__ = [
     "leaves",
     "load_profile",
     "module_name",
+    "moved",
     "on_device",
     "parse_json",
     "policy_bytes",

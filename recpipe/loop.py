@@ -94,14 +94,14 @@ def place(
         inputs, owners = unplaced.inputs, group_owners(cfg.tiers, assembly, unplaced.tables)
         embeddings = unplaced.build(cfg, data, owners, device, run_dir, ranks)
         tiers = stack.enter_context(closing_tiers(embeddings, inputs, ranks))
-        placed = unplaced.over(embeddings)
+        placed = unplaced.over(embeddings, assembly.skipper)
         if assembly.splitter is not None:
             placed.parts = find_out(placed, unplaced.first_batch)
             if placed.parts.refused is not None:
                 assembly = replace(assembly, splitter=None)
         stack.callback(revert, model)
         equip_loop(cfg.trainer.backend, placed, data.batch_size, device, default_cache_dir() / "backend")
-        loader = TrainLoader(data, data.batch_size, assembly, inputs, tiers, device, ranks)
+        loader = TrainLoader(data, data.batch_size, assembly, inputs, tiers, device, ranks, view=placed.rows)
         in_loop = InLoop(placed)
         stack.callback(in_loop.undo)
         outer.callback(stack.pop_all().close)

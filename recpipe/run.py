@@ -184,7 +184,7 @@ def run_on(
         if not ranks.trains:
             embeddings.serve()
             return Outcome({})
-        model = unplaced.over(embeddings)
+        model = unplaced.over(embeddings, assembly.skipper)
 
         if model_config.pretrained:
             names = load_pretrained(Path(model_config.pretrained).expanduser(), model)
@@ -192,7 +192,9 @@ def run_on(
 
         # 6. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
         ahead = tier_config.prefetch and bool(embeddings.each(SendsAhead))
-        loader = TrainLoader(dataset, cfg.data.batch_size, assembly, inputs, tiers, device, ranks, ahead)
+        loader = TrainLoader(
+            dataset, cfg.data.batch_size, assembly, inputs, tiers, device, ranks, ahead, model.rows
+        )
         evaluation = EvalLoader(dataset, cfg.data.batch_size, inputs, device, ranks)
         make_optimizer = partial(dense_optimizer, cfg.optim.dense)
         backend = equip(

@@ -26,8 +26,10 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import comm, comm_ops, dist_data
+from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding, BatchedFusedEmbeddingBag
 
 _TAKEN = frozenset(dir(nn.ModuleDict()))
+_FUSED = (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)
 Views = tuple[torch.Tensor, torch.Tensor]
 """A table's weights [rows, D] and optimizer state [rows, S] (S may be 0), sharing the TBE's memory."""
 
@@ -128,6 +130,28 @@ def equipped(sharder: Any, fused: Mapping[str, Any], codecs: Mapping[str, Any]) 
 def replicated_lookups(sharded: Any) -> list[DistributedDataParallel]:
     """Data-parallel tables' lookups in a sharded module: of them all, in one module, or none."""
     return [m for m in sharded._lookups if isinstance(m, DistributedDataParallel)]
+
+
+@dataclass(frozen=True)
+class FusedLookup:
+    """A TBE with a fused optimizer in a sharded module."""
+
+    tbe: SplitTableBatchedEmbeddingBagsCodegen
+    features: tuple[tuple[str, int], ...]
+    """Of each of its features the table, by its ``module_name``, and the first of that table's rows here."""
+
+
+def fused_lookups(sharded: Any) -> list[FusedLookup]:
+    """All of them in a sharded module, on this rank."""
+    kernels = [m for lookup in sharded._lookups for m in lookup.modules() if isinstance(m, _FUSED)]
+    found = []
+    for kernel in kernels:
+        features: list[tuple[str, int]] = []
+        for table in kernel.config.embedding_tables:
+            place = table.local_metadata
+            features += [(table.name, place.shard_offsets[0] if place else 0)] * table.num_features()
+        found.append(FusedLookup(kernel.emb_module, tuple(features)))
+    return found
 
 
 def look_up_each_id(lookup: nn.Module) -> None:

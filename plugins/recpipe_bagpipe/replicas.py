@@ -55,6 +55,8 @@ class Replicas(RowCollection):
     many batches and is for tests: anything but 0 is wrong.
     """
 
+    whole_updates = "several trainers update some rows of a batch while the next one trains"
+
     def __init__(
         self,
         parts: TierParts,

@@ -47,6 +47,8 @@ class Shipped:
 class HetTables(RowCollection):
     """This trainer's cache. All trainers call alike: each training batch is one round."""
 
+    whole_updates = "a holder applies the gradients of several batches and trainers whenever they come"
+
     def __init__(self, parts: TierParts, rounds: Rounds, lines: Lines) -> None:
         super().__init__(parts.tables)
         self.ranks = parts.ranks

@@ -12,16 +12,10 @@ import lightning as L
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import Batch, Damaged, entries, within
-from recpipe.plugin import PluginError
-from recpipe.tables.tiers.batch import BatchPlan
-from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
-from recpipe.training.module import RankingModule
+from recpipe.kit import Bags, Batch, Damaged, Mark, RowView, entries, within
 from recpipe_slipstream.classifier import InputClassifier, Marks
-from recpipe_slipstream.freeze import FrozenRows
-from recpipe_slipstream.snapshot import Changes, Snapshot, changes, count_touches
+from recpipe_slipstream.snapshot import Changes, changes, count_touches
 from recpipe_slipstream.threshold import SEARCHES, input_scores, stale_share
-from recpipe_slipstream.tiers import HotTiers
 
 FILLED = 0.01
 """Hot rows have settled when a batch adds less than this share to them, or when no slot is empty."""
@@ -40,7 +34,6 @@ class Method:
     min_touches: int
     snapshot_every: int | None
     search: str
-    freeze: bool
 
 
 @dataclass
@@ -67,26 +60,32 @@ class Totals:
 class StaleInputs(L.Callback):
     """Opens windows, compares their snapshots, finds the threshold and marks rows.
 
-    ``batches(i)`` reads the epoch's batches from number i on. Everything is decided by batch number, so
-    that several trainers, and a resumed run, decide alike.
+    ``batches(i)`` reads the epoch's batches from number i on; ``lookups``: of a batch, rows numbered over all
+    tables. Everything is decided by batch number, so that several trainers, and a resumed run, decide alike.
     """
 
     def __init__(
-        self, method: Method, batches: Callable[[int], Iterator[Batch]], seed: int, rows: int, dim: int
+        self,
+        method: Method,
+        batches: Callable[[int], Iterator[Batch]],
+        lookups: Callable[[Batch], Bags],
+        seed: int,
+        rows: int,
+        dim: int,
     ) -> None:
         self.method = method
         self.batches = batches
         self.seed = seed
         self.rows, self.dim = rows, dim
         """Of all tables."""
-        self.classifier = InputClassifier(method.stale_lookups)
-        self.frozen = FrozenRows() if method.freeze else None
+        self.classifier = InputClassifier(method.stale_lookups, lookups)
+        self.view: RowView | None = None
         self.totals = Totals()
         self.done = 0
         """Batches trained."""
         self.next_window: int | None = method.start
         """The first batch that the next window may begin with; None: there will be none."""
-        self.before: Snapshot | None = None
+        self.before: Mark | None = None
         """S0 of the open window."""
         self.touches: NDArray[np.int64] = np.empty(0, np.int64)
         """The window's lookups of each of S0's rows."""
@@ -97,52 +96,28 @@ class StaleInputs(L.Callback):
 
     # -- Lightning's hooks -------------------------------------------------------------------
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Find the tiers; without them no row is hot, and nothing could ever be left out."""
-        assert isinstance(pl_module, RankingModule)
-        embeddings = pl_module.model.embeddings
-        groups = embeddings.each(TieredEmbeddingBagCollection)
-        if not groups:
-            raise PluginError(
-                "plugin slipstream compares rows that are resident in tiers; "
-                f"{type(embeddings.collections[0]).__name__} has none: drop the plugin that brings tables of "
-                "its own, or slipstream"
-            )
-        self.start(HotTiers(groups, pl_module.model.inputs.lookups))
-
-    def start(self, tiers: HotTiers) -> None:
-        """Go on after ``done`` batches with ``tiers``."""
-        self.classifier.tiers = tiers
-        self.classifier.restart(self.done)
-        self._resident = tiers.resident()
-        if self.frozen is not None:
-            self.frozen.switch(tiers, self.classifier.in_force(self.done))
-
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch, and do what is due before the next one."""
-        self.after_batch(batch.plan)
+        self.after_batch()
 
-    def after_batch(self, plan: BatchPlan) -> None:
-        """One more batch has been trained, that of ``plan``."""
-        classifier, tiers = self.classifier, self.classifier.tiers
-        assert tiers is not None
-        # Counted along: to look into the tiers would stop the pipeline at every batch.
-        self._gained = sum(len(p.placed) - int(np.count_nonzero(p.evicted >= 0)) for p in plan.planned)
-        self._resident += self._gained
-        seen = classifier.trained(self.done)
+    def start(self, view: RowView) -> None:
+        """Go on after ``done`` batches, with the rows in ``view``."""
+        self.view, self._resident = view, view.resident_count
+
+    def after_batch(self) -> None:
+        """One more batch has been trained."""
+        view = self.view
+        assert view is not None, "training has begun"
+        before, self._resident = self._resident, view.resident_count
+        self._gained = self._resident - before
+        seen = self.classifier.trained(self.done)
         self._count(seen.samples, seen.hot, seen.dropped, seen.seconds)
-        if self.frozen is not None:
-            start = perf_counter()
-            self.frozen.put_back(tiers, seen.rows)
-            self.totals.freeze_seconds += perf_counter() - start
         if self.before is not None:
             count_touches(self.touches, self.before.rows, seen.rows)
         self.done += 1
-        self._advance(tiers)
-        if self.frozen is not None:
-            self.frozen.switch(tiers, classifier.in_force(self.done))
+        self._advance(view)
 
     def _count(self, samples: int, hot: int, dropped: int, seconds: float) -> None:
         totals = self.totals
@@ -155,7 +130,7 @@ class StaleInputs(L.Callback):
 
     # -- blocks ------------------------------------------------------------------------------
 
-    def _advance(self, tiers: HotTiers) -> None:
+    def _advance(self, view: RowView) -> None:
         """Open a window, begin it or end it, when batch ``done`` is the next one."""
         window = self.classifier.window
         start = perf_counter()
@@ -164,28 +139,28 @@ class StaleInputs(L.Callback):
             first = self.done + 1
             if self.next_window is None or first + 1 < self.next_window:
                 return
-            if self._settled(tiers) and first >= self.next_window:
+            if self._settled(view) and first >= self.next_window:
                 self.classifier.window = (first, first + self.method.window)
         elif self.done == window[0]:
-            self.before = Snapshot.take(tiers)
+            self.before = view.mark()
             self.touches = np.zeros(len(self.before.rows), np.int64)
         elif self.done == window[1]:
-            self._mark(tiers, window)
+            self._mark(view, window)
         else:
             return
         self.totals.snapshot_seconds += perf_counter() - start
 
-    def _settled(self, tiers: HotTiers) -> bool:
+    def _settled(self, view: RowView) -> bool:
         """Whether hot rows have their slots: a window in which they still come would see few of them."""
         resident = self._resident
-        full = resident == tiers.slots
+        full = resident == view.slots
         return resident > 0 and (full or self._gained < FILLED * resident)
 
-    def _mark(self, tiers: HotTiers, window: tuple[int, int]) -> None:
+    def _mark(self, view: RowView, window: tuple[int, int]) -> None:
         """The window is over: take the second snapshot, find the threshold, mark rows."""
         assert self.before is not None
-        after = Snapshot.take(tiers)
-        moved = changes(self.before, after, self.touches, self.method.min_touches)
+        before = self.before
+        moved = changes(before.rows, view.moved(before), self.touches, self.method.min_touches)
         self.before, self.classifier.window = None, None
         every = self.method.snapshot_every
         self.next_window = None if every is None else window[0] + every
@@ -201,7 +176,7 @@ class StaleInputs(L.Callback):
         totals.snapshots += 1
         totals.marked_hot = totals.marked_dropped = 0
         stale = moved.stale(totals.threshold)
-        marks = Marks(self.done + 1, moved.rows, stale, tiers.rows)
+        marks = Marks(self.done + 1, moved.rows, stale, self.rows)
         self.classifier.marks = (*self.classifier.marks[-1:], marks)
         seconds = perf_counter() - start
         totals.search_seconds += seconds
@@ -209,15 +184,13 @@ class StaleInputs(L.Callback):
 
     def _sampled_scores(self, moved: Changes, end: int) -> NDArray[np.float32]:
         """Scores of the hot inputs in batches chosen at random from the rest of the epoch."""
-        tiers = self.classifier.tiers
-        assert tiers is not None
         rest = np.arange(end % self.method.epoch_batches, self.method.epoch_batches)
         rng = np.random.default_rng((self.seed, self.totals.snapshots))
         chosen = np.sort(rng.choice(rest, min(self.method.sampled_batches, len(rest)), replace=False))
         scores = [np.empty(0, np.float32)]
         for number in chosen.tolist():
             batch = next(self.batches(number))
-            scores.append(input_scores(moved, tiers.bags(batch), self.method.stale_lookups))
+            scores.append(input_scores(moved, self.classifier.lookups(batch), self.method.stale_lookups))
         return np.concatenate(scores)
 
     # -- checkpoints -------------------------------------------------------------------------
@@ -266,7 +239,7 @@ class StaleInputs(L.Callback):
         window = state_dict["window"]
         self.classifier.window = None if window is None else (window[0], window[1])
         before = state_dict["before"]
-        self.before = None if before is None else Snapshot(**before)
+        self.before = None if before is None else Mark(**before)
         self.touches = state_dict["touches"]
         self.classifier.marks = tuple(Marks(**marks) for marks in state_dict["marks"])
         self.totals = Totals(**state_dict["totals"])
@@ -276,7 +249,7 @@ _STATE = {
     "done": int,
     "next_window": int | None,
     "window": tuple[int, int] | None,
-    "before": Snapshot | None,
+    "before": Mark | None,
     "touches": NDArray[np.int64],
     "marks": list[Any],
     "totals": Totals,

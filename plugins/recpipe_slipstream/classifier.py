@@ -1,17 +1,17 @@
-"""Slipstream's input classifier: leaves the stale inputs of a batch out, in the loader's thread."""
+"""Slipstream's input classifier: which inputs of a batch are stale, in the loader's thread."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import Bags, Batch, select
+from recpipe.kit import Bags, Batch
 from recpipe.plugin import RowIds
 from recpipe_slipstream.threshold import samples_of
-from recpipe_slipstream.tiers import HotTiers
 
 COLD, HOT, STALE = 0, 1, 2
 
@@ -69,26 +69,21 @@ class Seen:
 
 
 class InputClassifier:
-    """A batch transform. Batches are numbered from 0 in the order of training, over all epochs.
+    """Decides which inputs to keep. Batches are numbered from 0 in the order of training, over all epochs.
 
     It runs one batch ahead of training: what is decided after batch b was trained is looked at from
-    batch b + 2 on, so that it never matters how far ahead the loader's thread happens to be.
+    batch b + 2 on, so that it never matters how far ahead the loader's thread happens to be. ``lookups``: of
+    a batch, rows numbered over all tables.
     """
 
-    def __init__(self, stale_lookups: int | None) -> None:
+    def __init__(self, stale_lookups: int | None, lookups: Callable[[Batch], Bags]) -> None:
         self.stale_lookups = stale_lookups
-        self.tiers: HotTiers | None = None
+        self.lookups = lookups
         self.window: tuple[int, int] | None = None
         """Batches [first, end) whose inputs are all trained: two snapshots are taken around them."""
         self.marks: tuple[Marks, ...] = ()
         """Those in force and those to come, by ``first``."""
-        self._next = 0
         self._seen: dict[int, Seen] = {}
-
-    def restart(self, number: int) -> None:
-        """The next batch to come is ``number``; batches that were not trained are forgotten."""
-        self._next = number
-        self._seen.clear()
 
     def in_force(self, number: int) -> Marks | None:
         """The marks that batch ``number`` is classified by; None in a window and before the first ones."""
@@ -96,24 +91,21 @@ class InputClassifier:
             return None
         return next((marks for marks in reversed(self.marks) if marks.first <= number), None)
 
-    def __call__(self, batch: Batch) -> Batch:
-        """``batch`` without its stale inputs; a batch of which nothing would be left stays whole."""
-        assert self.tiers is not None, "training has begun"
-        number, self._next = self._next, self._next + 1
+    def keep(self, batch: Batch, number: int) -> NDArray[np.bool_] | None:
+        """Which inputs are not stale, bool [B]; None where all stay, as in a batch of stale inputs alone."""
         start = perf_counter()
-        marks, bags = self.in_force(number), self.tiers.bags(batch)
+        marks, bags = self.in_force(number), self.lookups(batch)
         if marks is None:
             self._seen[number] = Seen(number, bags.rows, bags.batch_size, seconds=perf_counter() - start)
-            return batch
+            return None
+        size = bags.batch_size
         hot, stale = classify(marks, bags, self.stale_lookups)
-        keep = np.flatnonzero(~stale)
-        dropped = bags.batch_size - len(keep) if len(keep) else 0
+        dropped = 0 if stale.all() else int(stale.sum())
         if dropped:
-            batch, bags = select(batch, keep), bags.permuted(keep)
-        self._seen[number] = Seen(
-            number, bags.rows, bags.batch_size + dropped, int(hot.sum()), dropped, perf_counter() - start
-        )
-        return batch
+            bags = bags.permuted(np.flatnonzero(~stale))
+        seconds = perf_counter() - start
+        self._seen[number] = Seen(number, bags.rows, size, int(hot.sum()), dropped, seconds)
+        return ~stale if dropped else None
 
     def trained(self, number: int) -> Seen:
         """What was done with batch ``number``, which has been trained now."""

@@ -1,12 +1,13 @@
-"""Slipstream as a plugin: a filter for batches, a callback that tells it what is stale, figures."""
+"""Slipstream as a plugin: a skipper, a callback that tells it what is stale, figures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from recpipe.plugin import Context, Contribution, Figure, Invariant, Link, Plugin, PluginError
+from recpipe.plugin import Context, Contribution, Figure, Invariant, Plugin, PluginError
 from recpipe_slipstream.callback import Method, StaleInputs, Totals, batches_of
 from recpipe_slipstream.hotset import HotTables
+from recpipe_slipstream.skipper import Frozen, Stale
 from recpipe_slipstream.threshold import SEARCHES
 
 
@@ -22,7 +23,7 @@ class Slipstream(Plugin):
     }
     # Records must be weights first, and ids the data module's own: inputs are sampled from there.
     relies_on = frozenset({Invariant.TABLE_LAYOUT, Invariant.ID_SPACE})
-    alters = frozenset({Invariant.EXACT_GRADIENT, Invariant.BATCH_SIZE})
+    alters = frozenset({Invariant.EXACT_GRADIENT, Invariant.SAMPLE_SET, Invariant.BATCH_SIZE})
 
     def __init__(
         self,
@@ -82,13 +83,12 @@ class Slipstream(Plugin):
             min_touches=self.min_touches,
             snapshot_every=self.snapshot_every,
             search=self.threshold,
-            freeze=self.freeze_stale_rows,
         )
         tables = ctx.tables.values()
         rows, dim = sum(table.rows for table in tables), max(table.dim for table in tables)
-        callback = StaleInputs(method, ctx.batches, ctx.seed, rows, dim)
+        callback = StaleInputs(method, ctx.batches, ctx.lookups, ctx.seed, rows, dim)
         return Contribution(
-            batch=[Link(callback.classifier)],
+            skipper=(Frozen if self.freeze_stale_rows else Stale)(callback),
             cache=[hot_set],
             callbacks=[callback],
             report=[lambda run: figures(callback)],

@@ -8,22 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.plugin import RowIds
-from recpipe_slipstream.tiers import HotTiers
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Hot rows at one moment, in host memory of their own."""
-
-    rows: RowIds
-    """Global row numbers, sorted, int64 [n]."""
-    weights: NDArray[np.float32]
-    """Their weights, without optimizer state, float32 [n, dim]."""
-
-    @classmethod
-    def take(cls, tiers: HotTiers) -> Snapshot:
-        """The rows that are resident after the last trained batch."""
-        return cls(*tiers.resident_weights())
 
 
 @dataclass(frozen=True)
@@ -47,17 +31,18 @@ class Changes:
         return np.where(self.rows[place] == rows, self.delta[place], np.float32(np.nan))
 
 
-def changes(before: Snapshot, after: Snapshot, touches: NDArray[np.int64], min_touches: int) -> Changes:
-    """Compare two snapshots; ``touches`` counts the window's lookups of each of ``before.rows``.
+def changes(
+    before: RowIds, moved: tuple[RowIds, NDArray[np.float32]], touches: NDArray[np.int64], min_touches: int
+) -> Changes:
+    """How far rows have ``moved`` that were resident ``before`` the window and after it; ``touches`` counts
+    the window's lookups of each of ``before`` (sorted).
 
     A row with fewer than ``min_touches`` lookups has not had the chance to move, so it never counts as
     stale; 0 takes a row that nobody looked up for a stale one, as the authors' code does.
     """
-    rows, old, new = np.intersect1d(before.rows, after.rows, assume_unique=True, return_indices=True)
-    if not len(rows):
-        return Changes(rows, np.empty(0, np.float32))
-    delta = np.abs(after.weights[new] - before.weights[old]).max(axis=1)
-    delta[touches[old] < min_touches] = np.inf
+    rows, delta = moved
+    delta = delta.copy()
+    delta[touches[np.searchsorted(before, rows)] < min_touches] = np.inf
     return Changes(rows, delta)
 
 

@@ -26,9 +26,12 @@ from recpipe.errors import DataError
 from recpipe.pipeline.share import cut, in_steps
 from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import micro_batch_step
 from recpipe.tables.inputs import GroupIds, Inputs, count_ids
+from recpipe.tables.skipping import described
 from recpipe.tables.tiers.batch import BatchPlan, Tiers
+from recpipe.tables.view import RowView
 
 WAITED = 1e-3
 """Seconds of waiting for a batch from which on it counts as waited for."""
@@ -49,6 +52,7 @@ class TrainLoader:
         device: torch.device,
         ranks: Ranks | None = None,
         sends_ahead: bool = False,
+        view: RowView | None = None,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
@@ -60,7 +64,13 @@ class TrainLoader:
         self.tiers = tiers
         """The tiers of all groups of tables; None where all rows are resident."""
         self.device = device
+        self.view = view
+        """What a skipper is shown of the rows."""
         self.first = 0
+        self.handed_out = 0
+        """Batches handed to training over all epochs, those before a resume included."""
+        self._number = 0
+        self._begun = False
         self.lookups = 0
         """Ids handed to training, on this rank, since this loader was made."""
 
@@ -80,12 +90,14 @@ class TrainLoader:
     def _part(self) -> tuple[int, int] | None:
         """This rank's part of every batch, where nothing in the run looks at whole batches."""
         plugins = self.assembly
-        lookers = [plugins.order, *plugins.stream, *plugins.batch, plugins.splitter, self.tiers]
+        skipper = plugins.skipper if plugins.skipper is not None and plugins.skipper.part.keeps else None
+        lookers = [plugins.order, *plugins.stream, *plugins.batch, skipper, plugins.splitter, self.tiers]
         unseen = self.dataset.gives_parts and all(looker is None for looker in lookers)
         return self.ranks.part if unseen else None
 
     def __iter__(self) -> Iterator[StagedBatch]:
         first, self.first = self.first, 0
+        self._begin()
         batches = self._batches(first)
         source = self.assembly.wrap_stream(batches)
         try:
@@ -93,6 +105,7 @@ class TrainLoader:
                 for staged in (self._linked if self.sends_ahead else self._planned)(worker, source):
                     assert staged.ids is not None, "staged with its ids"
                     self.lookups += count_ids(staged.ids)
+                    self.handed_out += 1
                     yield staged
         finally:
             if isinstance(batches, Generator):
@@ -148,17 +161,47 @@ class TrainLoader:
         size = batch_size(batch) if self.assembly.batch else consumed
         if not size:
             raise DataError("a plugin's batch transform returned a batch without samples; it must leave one")
+        batch, skipped = self._skip(batch, size)
+        size -= skipped
         plan, each = None, self.inputs.each(batch)
         if self.tiers is not None:
             plan = self.tiers.plan(batch, each)  # checks the ids
         else:
             self.inputs.require_ids(each)
         staged = self._share(batch, size, plan)
-        staged.consumed = consumed
+        staged.consumed, staged.skipped = consumed, skipped
         self._with_ids(staged, batch, each)
         if self.tiers is not None and self.tiers.prefetches and plan is not None:
             self.tiers.prefetch(plan)
         return staged
+
+    def _begin(self) -> None:
+        """An epoch begins, perhaps after one that was left early: what was read ahead was not trained."""
+        self._number = self.handed_out
+        if self.assembly.skipper is not None and not self._begun:
+            assert self.view is not None, "whoever has a skipper gives a view"
+            self.assembly.skipper.part.begin(self.view)
+        self._begun = True
+
+    def _skip(self, batch: Any, size: int) -> tuple[Any, int]:
+        """``batch``, of so many samples, without those that the skipper leaves out, and how many these are;
+        all of it where nothing would be left."""
+        number, self._number = self._number, self._number + 1
+        skipper = self.assembly.skipper
+        if skipper is None or not skipper.part.keeps:
+            return batch, 0
+        kept = skipper.part.keep(batch, number)
+        if kept is None:
+            return batch, 0
+        if not isinstance(kept, np.ndarray) or (kept.dtype, kept.shape) != (np.dtype(bool), (size,)):
+            raise PluginError(
+                f"plugin {skipper.origin}: keep() of its skipper returned {described(kept)}; it must be a "
+                f"numpy array of bool [{size}], one for each sample of the batch, or None"
+            )
+        samples = np.flatnonzero(kept)
+        if len(samples) in (0, size):
+            return batch, 0
+        return select(batch, samples), size - len(samples)
 
     def _with_ids(self, staged: StagedBatch, batch: Any, each: GroupIds) -> StagedBatch:
         """``staged`` with its ids in order, which are ``each`` if it is ``batch`` itself: here and not in the

@@ -21,6 +21,7 @@ from recpipe.tables.groups import ModelTables, collections_of
 from recpipe.tables.inputs import GroupIds, Inputs
 from recpipe.tables.lookups import BatchLookups, GroupLookup, Part, same_ids
 from recpipe.tables.tiers.batch import BatchPlan
+from recpipe.tables.view import RowView
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,11 @@ class PlacedModel(nn.Module):
     def dense_parameters(self) -> dict[str, nn.Parameter]:
         """Everything that the dense optimizer trains; the tables train themselves in their backward pass."""
         return dict(self.module.named_parameters())
+
+    @cached_property
+    def rows(self) -> RowView:
+        """The tables' rows, to be looked at between two batches."""
+        return RowView(self.embeddings.tables, self.embeddings.collections)
 
     @cached_property
     def dense(self) -> list[nn.Parameter]:

@@ -44,6 +44,8 @@ class StagedBatch:
     """Samples of the whole batch, of which ``batch`` is this rank's share (0: all of them)."""
     consumed: int = 0
     """Samples read for it, of which a plugin may have left some out (0: none)."""
+    skipped: int = 0
+    """Those of them that a skipper has left out."""
     alone: bool = True
     """Whether no other rank trains a share of it."""
     ids: GroupIds | None = None

@@ -28,8 +28,10 @@ from recpipe.plugin.blame import (
     BlamedCache,
     BlamedPlanner,
     BlamedPolicy,
+    BlamedSkipper,
     BlamedSplitter,
     blame,
+    blame_skipper,
     blame_step,
     blame_stream,
     blaming,
@@ -63,6 +65,7 @@ class Assembly:
     stream: Sequence[Owned[StreamWrapper]]
     batch: Sequence[Owned[BatchTransform]]
     splitter: Owned[Splitter] | None
+    skipper: Owned[BlamedSkipper] | None
     claims: Claims
     planner: Owned[Planner] | None
     caches: Mapping[str, Owned[Cache]]
@@ -138,6 +141,7 @@ class Assembly:
             "stream": [link.label for link in self.stream],
             "batch": [link.label for link in self.batch],
             "splitter": self.splitter.origin.plugin if self.splitter else None,
+            "skipper": self.skipper.origin.plugin if self.skipper else None,
             "tables": table_claims,
             "planner": self.planner.origin.plugin if self.planner else None,
             "codecs": {
@@ -166,6 +170,7 @@ def assemble(
     parts = [(origin, contribution) for origin, _, contribution in active]
     splitter = slot("splitter", [(o, c.splitter) for o, c in parts], prefer.get("splitter", ""))
     order = slot("order", [(o, c.order) for o, c in parts], prefer.get("order", ""))
+    skipper = slot("skipper", [(o, c.skipper) for o, c in parts], prefer.get("skipper", ""))
     planner = slot("planner", [(o, c.planner) for o, c in parts], prefer.get("planner", ""))
     return Assembly(
         plugins=tuple(origin for origin, _ in parts),
@@ -174,6 +179,7 @@ def assemble(
         stream=[_blamed(o, blame_stream) for o in chain("stream", [(o, c.stream) for o, c in parts])],
         batch=[_blamed(o, blame) for o in chain("batch", [(o, c.batch) for o, c in parts])],
         splitter=_replaced(splitter, BlamedSplitter) if splitter else None,
+        skipper=_blamed_skipper(skipper, active) if skipper else None,
         claims=_blamed_claims(claims(tables, parts)),
         planner=_replaced(planner, BlamedPlanner) if planner else None,
         caches=_blamed_caches(cache_claims(list(tables), parts)),
@@ -200,6 +206,11 @@ def _blamed_caches(merged: Mapping[str, Owned[Cache]]) -> dict[str, Owned[Cache]
     """One wrapper for each cache, so that its tables still share it."""
     wrapped = {id(owner.part): _replaced(owner, BlamedCache) for owner in merged.values()}
     return {table: wrapped[id(owner.part)] for table, owner in merged.items()}
+
+
+def _blamed_skipper(owned: Owned[Skipper], active: Active) -> Owned[BlamedSkipper]:
+    plugin = next(plugin for origin, plugin, _ in active if origin == owned.origin)
+    return Owned(owned.label, owned.origin, blame_skipper(owned.origin, plugin, owned.part))
 
 
 def _blamed_claims(merged: Claims) -> Claims:

@@ -6,27 +6,30 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from recpipe.plugin.api import Origin, StepWrapper, StreamWrapper, TablePolicy
+from recpipe.plugin.api import Invariant, Origin, StepWrapper, StreamWrapper, TablePolicy
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.policy import Cache, CachePolicy
+from recpipe.plugin.skipper import Skipper, overridden
 from recpipe.plugin.splitter import Splitter, wrong_split
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import numpy as np
+    import torch
     from numpy.typing import NDArray
     from torchrec.distributed.planner.types import ParameterConstraints, Topology
     from torchrec.distributed.types import ShardingPlanner
 
     from recpipe.data.batch import Batch
-    from recpipe.plugin.api import TableInfo
-    from recpipe.plugin.policy import RowSpace
+    from recpipe.plugin.api import Plugin, TableInfo
+    from recpipe.plugin.policy import RowIds, RowSpace
     from recpipe.plugin.splitter import Split
     from recpipe.tables.collection import TableCollection
     from recpipe.tables.stores.base import ColdStore
     from recpipe.tables.tiers.parts import TierParts
+    from recpipe.tables.view import RowView
 
 R = TypeVar("R")
 
@@ -165,3 +168,48 @@ class BlamedSplitter(Splitter):
         if wrong:
             raise PluginError(f"plugin {self.origin}: its splitter returned {wrong}")
         return made
+
+
+class BlamedSkipper(Skipper):
+    """A skipper whose faults name the plugin, with what it brings."""
+
+    def __init__(self, origin: Origin, skipper: Skipper) -> None:
+        self.origin, self.skipper = origin, skipper
+        self.keeps = overridden(skipper, "keep")
+        """Whether it leaves samples out ..."""
+        self.updates = overridden(skipper, "update")
+        """... and rows out of updates."""
+
+    def begin(self, view: RowView) -> None:
+        with blaming(self.origin, "skipper.begin"):
+            self.skipper.begin(view)
+
+    def keep(self, batch: Batch, number: int) -> NDArray[np.bool_] | None:
+        with blaming(self.origin, "skipper.keep"):
+            return self.skipper.keep(batch, number)
+
+    def update(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
+        with blaming(self.origin, "skipper.update"):
+            return self.skipper.update(rows, gradients)
+
+
+def blame_skipper(origin: Origin, plugin: Plugin, skipper: Skipper) -> BlamedSkipper:
+    """``skipper`` as core calls it; ``PluginError`` where it brings nothing, or its ``plugin`` does not say
+    what it alters."""
+    blamed = BlamedSkipper(origin, skipper)
+    if not blamed.keeps and not blamed.updates:
+        raise PluginError(
+            f"plugin {origin}: its skipper {type(skipper).__name__} overrides neither keep() nor update(), "
+            "so that it would leave nothing out; bring one of them, or leave Contribution.skipper out"
+        )
+    altered = {Invariant.EXACT_GRADIENT}
+    if blamed.keeps:
+        altered |= {Invariant.SAMPLE_SET, Invariant.BATCH_SIZE}
+    unsaid = sorted(invariant.name for invariant in altered - plugin.alters)
+    if unsaid:
+        what = "samples out of batches" if blamed.keeps else "rows out of updates"
+        raise PluginError(
+            f"plugin {origin} leaves {what}, and its 'alters' lacks {' and '.join(unsaid)}; add "
+            f"{', '.join(f'Invariant.{invariant}' for invariant in unsaid)}"
+        )
+    return blamed

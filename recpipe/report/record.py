@@ -30,6 +30,8 @@ class DataFigures:
     unplanned_calls: int = 0
     """How often the model called a collection with ids that are not the batch's own, in training: those rows
     were looked up there and then."""
+    skipped_samples: int = 0
+    """Of the samples trained, those that a plugin's skipper left out of their batches."""
 
 
 @dataclass

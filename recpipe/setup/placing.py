@@ -18,6 +18,8 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.model.call import Called
 from recpipe.model.make import make_called
 from recpipe.pipeline.placed import PlacedModel, put_fronts
+from recpipe.plugin.blame import BlamedSkipper
+from recpipe.plugin.compose import Owned
 from recpipe.tables.build import Place, build_tables
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
@@ -26,6 +28,7 @@ from recpipe.tables.owners import GroupOwner
 from recpipe.tables.sharding.collection import ShardedTables
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
+from recpipe.tables.skipping import Skipping
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,12 @@ class Unplaced:
         place = Place(cfg.tiers, device, run_dir, ranks, size, ids_per_bag, paths)
         return build_tables(self.inputs, owners, place)
 
-    def over(self, embeddings: GroupedCollection) -> PlacedModel:
-        """The model with fronts over ``embeddings`` where it had its collections."""
+    def over(self, embeddings: GroupedCollection, skipper: Owned[BlamedSkipper] | None = None) -> PlacedModel:
+        """The model with fronts over ``embeddings`` where it had its collections; their updates are without
+        the rows that ``skipper`` leaves out."""
+        if skipper is not None and skipper.part.updates:
+            skipping, bases = Skipping(skipper), self.tables.bases.tolist()
+            for collection, base in zip(embeddings.collections, bases, strict=False):
+                collection.filter_updates(skipping.of_group(base))
         fronts = put_fronts(self.called.module, self.tables, embeddings)
         return PlacedModel(self.called, fronts, embeddings, self.inputs)

@@ -15,6 +15,7 @@ import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
+    from recpipe.plugin.policy import RowIds
     from recpipe.tables.tiers.placement import TierPlan
 
 
@@ -104,3 +105,23 @@ class SavedByRanks(ABC):
     @abstractmethod
     def load_tables(self, directory: Path) -> None:
         """Read this rank's part of tables that any number of ranks has saved."""
+
+
+class ShowsRows(ABC):
+    """Which of its rows are resident can be seen between two batches, and their weights."""
+
+    slots: int
+    """How many can be."""
+
+    @property
+    @abstractmethod
+    def resident_count(self) -> int:
+        """How many are."""
+
+    @abstractmethod
+    def resident_rows(self) -> RowIds:
+        """Which ones, sorted, int64 [n]."""
+
+    @abstractmethod
+    def resident_weights(self, rows: RowIds) -> torch.Tensor:
+        """Weights of distinct resident ``rows`` as the last batch left them: a copy, float32 [n, D]."""

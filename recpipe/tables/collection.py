@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -28,10 +28,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from recpipe import seams
 from recpipe.errors import UserError
 from recpipe.plugin.policy import RowIds
-from recpipe.tables.capabilities import Rows
+from recpipe.tables.capabilities import Rows, ShowsRows
 from recpipe.tables.specs import Region, TableSet, Values, row_chunks
 from recpipe.tables.stores.base import IoCounters
 from recpipe.tables.tiers.store_thread import TierTimes
+
+if TYPE_CHECKING:
+    from recpipe.tables.skipping import RowFilter
 
 C = TypeVar("C")
 TORCHREC_OPTIMIZERS = {
@@ -74,6 +77,9 @@ class TableCollection(ABC, nn.Module):
 
     Where several ranks train, all trainers make the same calls in the same order.
     """
+
+    whole_updates = "it does not override filter_updates()"
+    """Why no rows can be left out of its updates, where it cannot."""
 
     @abstractmethod
     def regions(self) -> Iterator[Region]:
@@ -130,6 +136,13 @@ class TableCollection(ABC, nn.Module):
     def update(self) -> None:
         """The step of tables that their backward pass does not update; called after it."""
 
+    def filter_updates(self, rows: RowFilter) -> None:
+        """From now on update only the rows that ``rows`` lets stay; called once, before any lookup."""
+        raise UserError(
+            f"a plugin leaves rows out of updates, which {type(self).__name__} cannot do: "
+            f"{self.whole_updates}. Drop that plugin, or the one that brings these tables"
+        )
+
     def tier_figures(self) -> TierFigures | None:
         """What it moved between its tiers; None where all rows are resident."""
         return None
@@ -147,6 +160,8 @@ class RowCollection(TableCollection):
 
     replicated = False
     """Whether other trainers hold replicas of its rows, which must stay equal."""
+    row_filter: RowFilter | None = None
+    """Which rows an update leaves out; None: none."""
 
     def __init__(self, tables: TableSet) -> None:
         super().__init__()
@@ -192,6 +207,27 @@ class RowCollection(TableCollection):
         layout = self.tables.layout
         base = int(layout.bases[layout.tables.index(region.table)])
         return np.arange(base + region.start, base + region.stop, dtype=np.int64)
+
+
+class AllResident(RowCollection, ShowsRows):
+    """A collection that has all of its rows in memory."""
+
+    def __init__(self, tables: TableSet) -> None:
+        super().__init__(tables)
+        self.slots = tables.layout.total_rows
+
+    @property
+    def resident_count(self) -> int:
+        """All rows."""
+        return self.slots
+
+    def resident_rows(self) -> RowIds:
+        """All rows."""
+        return np.arange(self.slots)
+
+    def resident_weights(self, rows: RowIds) -> torch.Tensor:
+        """Weights of distinct ``rows``."""
+        return self.records_of(rows)[:, : self.tables.dim]
 
 
 def make_tbe(tables: TableSet, rows: int, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:

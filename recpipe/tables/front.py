@@ -180,7 +180,11 @@ class Front(ABC, nn.Module):
                 total += own[number].gradient_of(group.tables, rows)
             before = torch.cat([one.records for one in mine])[torch.from_numpy(first).to(total.device)]
             collection = _rows_of(self.collections[number], self.path)
-            collection.replace_records(rows, updated(group.tables.optimizer, before, total))
+            after = updated(group.tables.optimizer, before, total)
+            stay = None if collection.row_filter is None else collection.row_filter.stay(rows, total)
+            if stay is not None:
+                after = torch.where(stay[:, None], after, before)
+            collection.replace_records(rows, after)
 
     # -- names -------------------------------------------------------------------------------
 

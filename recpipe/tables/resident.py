@@ -17,13 +17,14 @@ from recpipe import seams
 from recpipe.common.threads import keep_to_one_core
 from recpipe.data.parts import in_order
 from recpipe.plugin.policy import RowIds
-from recpipe.tables.collection import RowCollection, fused_tbe
+from recpipe.tables.collection import AllResident, fused_tbe
+from recpipe.tables.skipping import RowFilter, by_feature, filter_lookups
 from recpipe.tables.specs import Region, Table, TableSet, Values, to_numpy
 
 T = TypeVar("T")
 
 
-class ResidentCollection(RowCollection):
+class ResidentCollection(AllResident):
     """All tables in TBEs with a fused optimizer; rows start as ``TableSet.fill`` gives them.
 
     FBGEMM's CPU kernels run in the thread that calls them. With ``groups`` above 1, tables are spread over so
@@ -51,6 +52,16 @@ class ResidentCollection(RowCollection):
         self._offsets = torch.empty(0), torch.empty(0)
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
         self.fill_first_values()
+
+    def filter_updates(self, rows: RowFilter) -> None:
+        """Leave rows out of the TBEs' updates."""
+        self.row_filter = rows
+        bases = self.tables.layout.bases[self.tables.table_of]
+        for tbe, (first, last) in zip(self.tbes, pairwise(self._cuts), strict=True):
+            own = bases[first:last]
+            if self._has_room:
+                own = np.append(0, own)  # of the table without lookups
+            filter_lookups(tbe, rows, by_feature(own), len(own), self.tables.pooled)
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Pooled rows float32 [B, F * D], or rows float32 [L, D]."""

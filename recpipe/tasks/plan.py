@@ -106,7 +106,7 @@ def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:
         table.add_row("plugin", f"{plugin['name']} ({plugin['distribution']} {plugin['version']})")
     for part in ("stream", "batch", "step", "callbacks", "report"):
         table.add_row(part, " -> ".join(plan[part]) or "-")
-    for part in ("order", "splitter", "planner"):
+    for part in ("order", "splitter", "skipper", "planner"):
         table.add_row(part, plan[part] or "-")
     table.add_row("resident rows", f"decided by {plan['cache']}")
     alike: dict[str, list[str]] = {}

@@ -60,6 +60,7 @@ def summarize(
             dataset.rejected_rows,
             dataset.dropped_samples,
             module.model.late_calls,
+            recorder.skipped_samples,
         ),
         throughput=throughput,
         quality=recorder.quality,

@@ -325,6 +325,7 @@ class RankingModule(L.LightningModule):
         for group in checkpoint["optimizer_states"][0]["param_groups"]:
             group.update(changed)
         self.loader.first = int(saved["batches_done"])
+        self.loader.handed_out = int(checkpoint["global_step"])
         self.samples = saved.get("samples")  # older checkpoints lack it
         self._random_state = saved["random"]
         if self.backend is not None and saved.get("backend") is not None:  # older checkpoints lack it

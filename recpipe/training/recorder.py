@@ -28,6 +28,8 @@ class Recorder(L.Callback):
         """From ``started`` to the end of the first step; NaN before it."""
         self.step_seconds: list[float] = []
         self.step_samples: list[int] = []
+        self.skipped_samples = 0
+        """Of those, how many a skipper has left out."""
         self.history: list[Point] = []
         self.quality = Quality(math.nan, math.nan, math.nan)
         """Of the latest evaluation."""
@@ -78,6 +80,7 @@ class Recorder(L.Callback):
             self.first_step_seconds = now - self.started
         self.step_seconds.append(now - self._last)
         self.step_samples.append(batch.consumed)
+        self.skipped_samples += batch.skipped
         self._last = perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

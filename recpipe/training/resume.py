@@ -19,7 +19,7 @@ from torch import nn
 
 from recpipe.backend.equip import Backend
 from recpipe.checkpoint.table_io import SUFFIX
-from recpipe.common.saved import Damaged, entries, like, tensor
+from recpipe.common.saved import Damaged, entries, like, tensor, within
 from recpipe.errors import UserError
 from recpipe.tables.capabilities import Placed
 from recpipe.training.module import RankingModule
@@ -34,6 +34,7 @@ def check_resumable(module: RankingModule, checkpoint: dict[str, Any]) -> None:
     saved = entries(
         {
             "epoch": int,
+            "global_step": int,
             "pytorch-lightning_version": str,
             "state_dict": dict[str, torch.Tensor],
             "loops": dict[str, Any],
@@ -44,6 +45,7 @@ def check_resumable(module: RankingModule, checkpoint: dict[str, Any]) -> None:
         },
         checkpoint,
     )
+    within(saved, "global_step", 0)
     _check_own(module, saved["recpipe"])
     module.check_dense(saved["state_dict"])
     _check_loops(module, saved["pytorch-lightning_version"], saved["loops"])

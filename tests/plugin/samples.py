@@ -52,6 +52,12 @@ class Shuffles(Good):
     alters = frozenset({Invariant.SAMPLE_ORDER})
 
 
+class Leaves(Good):
+    """Says what a skipper alters."""
+
+    alters = frozenset({Invariant.EXACT_GRADIENT, Invariant.SAMPLE_SET, Invariant.BATCH_SIZE})
+
+
 class Relies(Good):
     relies_on = frozenset({Invariant.SAMPLE_ORDER})
 
@@ -105,5 +111,5 @@ def merged(
     *contributions: tuple[Origin, Contribution],
     prefer: Mapping[str, str] | None = None,
 ) -> Assembly:
-    active = [(origin, Good(), contribution) for origin, contribution in contributions]
+    active = [(o, Leaves() if c.skipper else Good(), c) for o, c in contributions]
     return assemble(active, TABLES, prefer=prefer)

@@ -6,7 +6,7 @@ not pooled it makes the gradient, so that it is cut and reordered with the ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -125,8 +125,16 @@ def plain_rows(module: nn.Module, tables: TableSet, sparse: KeyedJaggedTensor) -
     return torch.cat([found[name].values() for name in tables.features])
 
 
-def trained_plainly(kind: Kind, optimizer: str, stream: Sequence[KeyedJaggedTensor]) -> Records:
-    """What torch's and TorchRec's own optimizers leave in TorchRec's own collection."""
+def trained_plainly(
+    kind: Kind,
+    optimizer: str,
+    stream: Sequence[KeyedJaggedTensor],
+    between: Callable[[Mapping[str, nn.Parameter], KeyedJaggedTensor], None] = lambda weights, sparse: None,
+) -> Records:
+    """What torch's and TorchRec's own optimizers leave in TorchRec's own collection.
+
+    ``between``: called with each table's weights, which have gradients, before the optimizer's step.
+    """
     tables, loss = kind.tables(optimizer), loss_of(kind)
     module = plain_module(tables)
     weights = weights_of(module)
@@ -134,6 +142,7 @@ def trained_plainly(kind: Kind, optimizer: str, stream: Sequence[KeyedJaggedTens
     for sparse in stream:
         optimizers.zero_grad()
         loss(plain_rows(module, tables, sparse), sparse).backward()
+        between(weights, sparse)
         optimizers.step()
     left = {}
     for name, parameter in weights.items():

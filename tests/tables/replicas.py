@@ -20,6 +20,7 @@ from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.ranks import joined
 from tests.tables.reference import Kind, batches, loss_of
 from tests.tables.samples import CPU, MAKERS, SLOTS, dump
+from tests.tables.skippers import Skips, filter_of
 
 SIZES = (24, 24, 7, 1, 24, 24, 24, 24)
 """Samples of the batches: shares differ in size, and one is empty."""
@@ -33,10 +34,13 @@ class Case:
     optimizer: str
     summed: bool = True
     """Whether the trainers add up their gradients (no: what goes wrong without)."""
+    skips: bool = False
+    """Whether rows with small gradients are left out."""
 
     @property
     def name(self) -> str:
-        return f"{self.kind.name}-{self.policy}-{self.optimizer}{'' if self.summed else '-apart'}"
+        more = ("" if self.summed else "-apart") + ("-skips" if self.skips else "")
+        return f"{self.kind.name}-{self.policy}-{self.optimizer}{more}"
 
 
 def stream() -> list[KeyedJaggedTensor]:
@@ -78,6 +82,8 @@ def process(rank: int, world: int, folder: str, cases: Sequence[Case]) -> None:
         ranks = Ranks(rank, world, everyone, everyone)
         for case in cases:
             collection, loss = collection_of(case, ranks), loss_of(case.kind)
+            if case.skips:
+                collection.filter_updates(filter_of(Skips()))
             for sparse in stream():
                 own = ranks.shares(0, sparse.stride())[rank]
                 samples = np.arange(own.start, own.stop)

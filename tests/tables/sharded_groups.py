@@ -24,6 +24,7 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.api import Contribution, Plugin, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.planner import Planner
+from recpipe.plugin.skipper import Skipper
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.resident import ResidentCollection
@@ -35,9 +36,12 @@ from tests.ranks import end_process, joined
 from tests.tables.grouped import META, ROWWISE, SGD, Model, contents, ids
 from tests.tables.samples import CPU
 from tests.tables.sharded import ranks_of
+from tests.tables.skippers import filter_of
 
 SIZE = 13
 """Samples of a batch, which two ranks cannot share evenly."""
+LEAST = 0.3
+"""The norm of a gradient below which a row is not updated, where a case leaves rows out."""
 WEIGHTED = "item"
 """The feature whose ids have weights that count."""
 
@@ -48,11 +52,36 @@ class Case:
 
     types: Mapping[str, str]
     deaf: int | None = None
+    skips: str = ""
+    """Whether rows are left out of updates: ``both`` here and in the whole tables, or here ``alone``."""
 
     @property
     def name(self) -> str:
         lost = "" if self.deaf is None else f" without rank {self.deaf}"
-        return " ".join(dict.fromkeys(self.types.values())) + lost
+        skips = f" skips {self.skips}" if self.skips else ""
+        return " ".join(dict.fromkeys(self.types.values())) + lost + skips
+
+
+class SkipSmall(Skipper):
+    """Leaves rows out by their gradients, and some by their numbers."""
+
+    def __init__(self) -> None:
+        self.share = [0, 0]
+        """Rows left out, and rows asked about."""
+
+    def update(self, rows: np.ndarray, gradients: torch.Tensor) -> torch.Tensor:
+        norms = gradients.norm(dim=1)
+        assert not ((norms - LEAST).abs() < 1e-6).any(), "rounding must not decide"
+        stay = (norms >= LEAST) & torch.from_numpy(rows % 5 != 2)
+        self.share[0] += int((~stay).sum())
+        self.share[1] += len(rows)
+        return stay
+
+
+def filter_all(grouped: GroupedCollection, skipper: Skipper) -> None:
+    """As a run does with a plugin's skipper."""
+    for collection, base in zip(grouped.collections, grouped.tables.bases.tolist(), strict=False):
+        collection.filter_updates(filter_of(skipper, base))
 
 
 class WeightedModel(Model):
@@ -159,6 +188,11 @@ def process(rank: int, world: int, folder: str, cases: Sequence[Case], steps: in
             assert [*map(id, model.modules())] == [*map(id, before)]
             plain = model_tables(model)
             whole = GroupedCollection(plain, [ResidentCollection(g.tables, CPU) for g in plain.groups])
+            skipper = SkipSmall()
+            if case.skips:
+                filter_all(ours, SkipSmall())
+            if case.skips == "both":
+                filter_all(whole, skipper)
             for step in range(steps):
                 size = 1 if step == steps - 1 else SIZE
                 sparse = weighted_ids(size, step)
@@ -166,6 +200,8 @@ def process(rank: int, world: int, folder: str, cases: Sequence[Case], steps: in
                 train(ours, between(sparse, mine.start, mine.stop), mine.start, size, rank != case.deaf)
                 train(whole, sparse, 0, size, heard=True)
             found, expected = contents(ours), contents(whole)
+            out, asked = skipper.share
+            assert case.skips != "both" or 0.2 * asked < out < 0.8 * asked, skipper.share
             if case is cases[0]:
                 check_files(Path(folder, "tables"), ours, model, case, ranks, found)
             kinds = {n: t.sharding for c in ours.collections for n, t in c.shards.items()}  # type: ignore[attr-defined]

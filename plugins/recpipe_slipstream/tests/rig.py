@@ -11,23 +11,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from recpipe_slipstream.callback import StaleInputs
-from recpipe_slipstream.tiers import HotTiers
 
 from recpipe.config.compose import active_plugins, compose
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset, Split
+from recpipe.data.select import select
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch, StepTimes
 from recpipe.plugin.api import Context, Origin
 from recpipe.plugin.assembly import assemble, gather
+from recpipe.plugin.blame import BlamedSkipper
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.load import activate
 from recpipe.plugin.policy import CachePolicy, RowSpace
+from recpipe.plugin.skipper import Skipper
+from recpipe.tables.skipping import Skipping
 from recpipe.tables.specs import TableOptimizer, TableSet, to_numpy
 from recpipe.tables.stores import make_store
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.view import RowView
 from recpipe.training.optim import dense_optimizer
 from tests.placing import context_of, model_over, tiers_of
 
@@ -74,10 +78,14 @@ class Rig:
         self.optimizer = dense_optimizer(DENSE[setting.optimizer], self.model.dense_parameters().values())
         self.read: list[Batch] = []
         self.kept: list[Batch] = []
-        links = [recorder(self.read), *assembly.batch, recorder(self.kept)]
-        self.assembly = replace(assembly, batch=links)
+        links = [recorder(self.read), *assembly.batch]
+        self.assembly = replace(assembly, batch=links, skipper=watched(assembly.skipper, self.kept))
+        if assembly.skipper is not None and assembly.skipper.part.updates:
+            self.tiers.filter_updates(Skipping(assembly.skipper).of_group(0))
         inputs, device = self.model.inputs, torch.device("cpu")
-        self.loader = TrainLoader(dataset, BATCH, self.assembly, inputs, tiers_of(self.tiers), device)
+        self.loader = TrainLoader(
+            dataset, BATCH, self.assembly, inputs, tiers_of(self.tiers), device, view=self.view
+        )
         parts = [owned.part for owned in assembly.callbacks]
         self.callback = next((part for part in parts if isinstance(part, StaleInputs)), None)
         self.consumed: list[int] = []
@@ -99,19 +107,17 @@ class Rig:
         return self.callback
 
     @property
-    def hot_tiers(self) -> HotTiers:
-        """As Slipstream looks at them."""
-        return HotTiers([self.tiers], self.model.inputs.lookups)
+    def view(self) -> RowView:
+        """The rows as Slipstream looks at them."""
+        return self.model.rows
 
     def steps(self, count: int) -> Iterator[int]:
         """Train ``count`` batches; yields each one's number after it was trained."""
-        if self.callback is not None:
-            self.callback.start(self.hot_tiers)
         for number, staged in zip(range(count), self.loader, strict=False):
             self.consumed.append(staged.consumed)
             self._update(staged)
             if self.callback is not None:
-                self.callback.after_batch(staged.plan)
+                self.callback.after_batch()
             yield number
 
     def _update(self, staged: StagedBatch) -> None:
@@ -153,6 +159,29 @@ def recorder(into: list[Batch]) -> Owned[Callable[[Batch], Batch]]:
         return batch
 
     return Owned("test.keep", Origin("test"), keep)
+
+
+class Keeps(Skipper):
+    """Keeps what ``inner`` keeps, if there is one; what is kept comes ``into`` a list."""
+
+    def __init__(self, inner: Skipper | None, into: list[Batch]) -> None:
+        self.inner, self.into = inner, into
+
+    def begin(self, view: RowView) -> None:
+        if self.inner is not None:
+            self.inner.begin(view)
+
+    def keep(self, batch: Batch, number: int) -> NDArray[np.bool_] | None:
+        kept = None if self.inner is None else self.inner.keep(batch, number)
+        self.into.append(batch if kept is None else select(batch, np.flatnonzero(kept)))
+        return kept
+
+
+def watched(skipper: Owned[BlamedSkipper] | None, into: list[Batch]) -> Owned[BlamedSkipper]:
+    """``skipper``, or none, whose kept batches come ``into`` a list."""
+    origin = Origin("test")
+    inner = None if skipper is None else skipper.part
+    return Owned("test.skipper", origin, BlamedSkipper(origin, Keeps(inner, into)))
 
 
 def defaults(plugin: str) -> dict[str, Any]:

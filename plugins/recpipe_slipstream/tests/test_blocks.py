@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from recpipe_slipstream.classifier import Marks, classify
-from recpipe_slipstream.snapshot import Changes, Snapshot, changes, count_touches
+from recpipe_slipstream.snapshot import Changes, changes, count_touches
 from recpipe_slipstream.threshold import (
     BAND,
     bisected_threshold,
@@ -16,7 +16,8 @@ from recpipe_slipstream.threshold import (
     stale_share,
 )
 
-from recpipe.tables.tiers.placement import Bags
+from recpipe.kit import Bags, Mark
+from recpipe.kit import moved as moved_between
 
 
 def bags_of(inputs: list[list[list[int]]]) -> Bags:
@@ -33,12 +34,16 @@ def random_bags(rng: np.random.Generator, size: int, rows: int, longest: int) ->
     ]
 
 
-def snapshots(rng: np.random.Generator) -> tuple[Snapshot, Snapshot]:
+def snapshots(rng: np.random.Generator) -> tuple[Mark, Mark]:
     """Rows 0 .. 39 before, 10 .. 49 after, some of them unchanged."""
     before = rng.standard_normal((50, 4)).astype(np.float32)
     after = before + rng.standard_normal((50, 4)).astype(np.float32) * 0.01
     after[::5] = before[::5]
-    return Snapshot(np.arange(40), before[:40]), Snapshot(np.arange(10, 50), after[10:])
+    return Mark(np.arange(40), before[:40]), Mark(np.arange(10, 50), after[10:])
+
+
+def compared(before: Mark, after: Mark, touches: NDArray[np.int64], least: int) -> Changes:
+    return changes(before.rows, moved_between(before, after), touches, least)
 
 
 # -- snapshots -------------------------------------------------------------------------------
@@ -49,7 +54,7 @@ def test_a_row_is_stale_when_every_dimension_moved_less_and_it_was_touched() -> 
     before, after = snapshots(rng)
     touches = rng.integers(0, 3, 40)
     for least in (0, 1, 2):
-        moved = changes(before, after, touches, least)
+        moved = compared(before, after, touches, least)
         assert moved.rows.tolist() == list(range(10, 40)), "hot means resident at both snapshots"
         for row, stale in zip(moved.rows.tolist(), moved.stale(0.01).tolist(), strict=True):
             distance = np.abs(after.weights[row - 10] - before.weights[row])
@@ -58,22 +63,22 @@ def test_a_row_is_stale_when_every_dimension_moved_less_and_it_was_touched() -> 
 
 def test_a_row_that_nobody_touched_is_stale_only_with_no_least_number() -> None:
     """min_touches=0 is the authors' code: a row that never trained counts as stale."""
-    before = Snapshot(np.array([3, 8]), np.ones((2, 4), np.float32))
+    before = Mark(np.array([3, 8]), np.ones((2, 4), np.float32))
     touches = np.array([0, 1])
-    assert changes(before, before, touches, 0).stale(1e-6).tolist() == [True, True]
-    assert changes(before, before, touches, 1).stale(1e-6).tolist() == [False, True]
+    assert compared(before, before, touches, 0).stale(1e-6).tolist() == [True, True]
+    assert compared(before, before, touches, 1).stale(1e-6).tolist() == [False, True]
 
 
 def test_nothing_is_below_a_threshold_of_zero() -> None:
-    before = Snapshot(np.array([3]), np.ones((1, 4), np.float32))
-    assert not changes(before, before, np.array([5]), 0).stale(0.0).any()
+    before = Mark(np.array([3]), np.ones((1, 4), np.float32))
+    assert not compared(before, before, np.array([5]), 0).stale(0.0).any()
 
 
 def test_comparing_is_pure() -> None:
     before, after = snapshots(np.random.default_rng(0))
     touches = np.ones(40, np.int64)
     copies = [a.copy() for a in (before.rows, before.weights, after.rows, after.weights, touches)]
-    first, second = (changes(before, after, touches, 1) for _ in range(2))
+    first, second = (compared(before, after, touches, 1) for _ in range(2))
     np.testing.assert_array_equal(first.delta, second.delta)
     for array, copy in zip(
         (before.rows, before.weights, after.rows, after.weights, touches), copies, strict=True
@@ -83,8 +88,8 @@ def test_comparing_is_pure() -> None:
 
 
 def test_snapshots_without_a_row_in_common_mark_nothing() -> None:
-    one, two = (Snapshot(np.array([row]), np.ones((1, 4), np.float32)) for row in (1, 2))
-    moved = changes(one, two, np.ones(1, np.int64), 1)
+    one, two = (Mark(np.array([row]), np.ones((1, 4), np.float32)) for row in (1, 2))
+    moved = compared(one, two, np.ones(1, np.int64), 1)
     assert not len(moved.rows)
     assert np.isnan(moved.of(np.array([1, 2]))).all()
 

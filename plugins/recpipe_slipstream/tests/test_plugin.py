@@ -15,6 +15,7 @@ from recpipe_slipstream.plugin import Slipstream
 from recpipe_slipstream.tests.rig import defaults
 
 from recpipe.config.compose import compose
+from recpipe.errors import UserError
 from recpipe.plugin import load
 from recpipe.plugin.api import Context, Contribution, Invariant, Plugin
 from recpipe.plugin.errors import PluginConflict, PluginError
@@ -61,7 +62,9 @@ class TestSlipstream(PluginSuite):
         assert shown["dropped_hot_share"] == shown["realised_share"] == pytest.approx(0.3, abs=0.08)
         assert shown["snapshots"] == 1
         assert 0 < shown["stale_rows"] < shown["hot_rows"]
-        assert trained.report["altered"] == ["BATCH_SIZE", "EXACT_GRADIENT"]
+        assert trained.report["altered"] == ["BATCH_SIZE", "EXACT_GRADIENT", "SAMPLE_SET"]
+        assert trained.report["data"]["skipped_samples"] == shown["dropped_samples"]
+        assert trained.report["assembly"]["skipper"] == "slipstream"
 
     def test_dropped_samples_are_counted_as_trained(self, trained: Trained, baseline: Trained) -> None:
         """A step's share of the epoch is what it has read, else the speed would be that of fewer samples."""
@@ -137,14 +140,15 @@ def test_who_relies_on_exact_updates_may_have_it_beside_them_switched_off(
         load.activate({"slipstream": knobs, "steady": {}})
 
 
-def test_tables_without_tiers_are_refused_when_training_starts(
+def test_tables_that_do_not_show_their_rows_are_refused_when_training_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As another plugin would bring them; here the hot set's claim is taken away to get there."""
+    """As shards do; here the hot set's claim is taken away to get there."""
     contribute = Slipstream.contribute
-    monkeypatch.setattr(Slipstream, "contribute", lambda self, ctx: replace(contribute(self, ctx), tables=()))
-    with pytest.raises(PluginError, match="ResidentCollection has none: drop the plugin"):
-        run([*ROOM, "+plugin=slipstream"], tmp_path)
+    monkeypatch.setattr(Slipstream, "contribute", lambda self, ctx: replace(contribute(self, ctx), cache=()))
+    with pytest.raises(UserError, match="which ShardedCollection does not show") as fault:
+        run([*ROOM, "+plugin=slipstream", "tiers.sharded=true"], tmp_path)
+    assert "raised inside plugin slipstream" in fault.value.__notes__[0]
 
 
 def test_the_readme_explains_every_figure() -> None:

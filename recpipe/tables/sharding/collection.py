@@ -24,13 +24,14 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from recpipe import seams
 from recpipe.distributed.ranks import Channel, Ranks
-from recpipe.errors import DataError
+from recpipe.errors import DataError, UserError
 from recpipe.seams import module_name
 from recpipe.tables.capabilities import Rows, SavedByRanks, SendsAhead
 from recpipe.tables.collection import TORCHREC_OPTIMIZERS, TableCollection
 from recpipe.tables.sharding.modules import groups_in, module_paths, skeleton
 from recpipe.tables.sharding.plan import Shard, ShardPlan
 from recpipe.tables.sharding.planning import Sharding
+from recpipe.tables.skipping import RowFilter, by_feature, filter_lookups
 from recpipe.tables.specs import Region, Values, row_chunks, to_numpy
 
 
@@ -166,6 +167,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
         """TorchRec's sharded module."""
         self._under = "embedding_bags" if tables.pooled else "embeddings"
         self._replicated = self._dense_optimizer()
+        self._rows: RowFilter | None = None
         self._local = {t.name: self._shards_here(t.name) for t in tables.tables}
         for region in row_chunks(tables):
             if self._pieces(region, whole.rank):
@@ -230,10 +232,42 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
         """The table's shards on this rank, sharing their memory."""
         return self._local[table]
 
+    def filter_updates(self, rows: RowFilter) -> None:
+        """Leave rows out where they lie; each rank decides about its own, data-parallel tables' all ranks.
+
+        ``UserError`` where a row's gradient is in parts, or rows come ahead of their lookups.
+        """
+        if self.whole.prefetches:
+            raise UserError(
+                "a plugin leaves rows out of updates, which looks them up once more, and "
+                "tiers.kernel=uvm_caching fetches them ahead for one lookup: use tiers.kernel=uvm, or drop it"
+            )
+        self._rows = rows
+        layout = self.tables.layout
+        base = dict(zip(map(module_name, layout.tables), layout.bases.tolist(), strict=False))
+        for lookup in seams.fused_lookups(self.sharded):
+            firsts = np.array([base[table] + row for table, row in lookup.features], np.int64)
+            filter_lookups(lookup.tbe, rows, by_feature(firsts), len(firsts), self.tables.pooled)
+
+    def _leave_out(self, table: str, rows: RowFilter) -> None:
+        """Gradients of zero change nothing, in weights and states, by every optimizer that there is."""
+        gradient = self._weight(table).grad
+        if gradient is None:
+            return
+        layout = self.tables.layout
+        base = int(layout.bases[layout.tables.index(table)])
+        here = torch.nonzero(gradient.any(dim=1)).view(-1)
+        stay = rows.stay(here.cpu().numpy() + base, gradient[here])
+        if stay is not None:
+            gradient[here[~stay]] = 0.0
+
     def update(self) -> None:
         """The data-parallel tables' part of the step, after the backward pass."""
         if self._replicated is None:
             return
+        for name, table in self.shards.items():
+            if self._rows is not None and table.replicated:
+                self._leave_out(name, self._rows)
         self._replicated.step()
         self._replicated.zero_grad()
 

@@ -183,6 +183,12 @@ class Sharding:
             )
         if kind in COLUMN_SPLITTING and self._one_state(tables) and not self.split_rows:
             return _splits_rows(name, kind)
+        skipper = self.assembly.skipper
+        if kind in COLUMN_SPLITTING and skipper is not None and skipper.part.updates:
+            return UserError(
+                f"table '{name}': {kind} cuts rows apart, and plugin {skipper.origin} decides by a whole "
+                "row's gradient whether to update it: shard it row_wise or table_wise, or drop the plugin"
+            )
         columns = limit.min_partition or MIN_COLUMNS
         if kind == ShardingType.GRID_SHARD.value and tables.dim < columns * self._hosts:
             return UserError(

@@ -6,8 +6,9 @@ trainers in their order, and all apply the same update to the same bits: replica
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,13 +18,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.distributed.ranks import Channel
 from recpipe.plugin.policy import RowIds
-from recpipe.tables.collection import RowCollection
+from recpipe.tables.collection import AllResident
 from recpipe.tables.rowtable import RowBags, distinct, row_bags, updated
 from recpipe.tables.specs import Region, TableSet, Values, to_numpy
 from recpipe.tables.tiers.placement import Bags, TierPlan, reorder
 
+if TYPE_CHECKING:
+    from recpipe.tables.skipping import RowFilter
+
 Touched = NDArray[np.int64]
 """Distinct slots that any trainer looks up in a batch, sorted, int64 [U]: the same on every trainer."""
+Stay = Callable[[Touched, torch.Tensor], torch.Tensor | None]
+"""Which of these slots to update from these gradients (float32 [U, D]), bool [U]; None: all."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,8 @@ class SharedTable(nn.Module):
         self.channel = channel
         self.weights = torch.zeros((rows, tables.dim), device=device)
         self.state = torch.zeros((rows, tables.layout.width - tables.dim), device=device)
+        self.stay: Stay | None = None
+        """Which slots to update; None: all."""
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
 
     def forward(self, bags: RowBags, touched: Touched) -> torch.Tensor:
@@ -81,6 +89,9 @@ class SharedTable(nn.Module):
         partial = mine.new_zeros((len(touched), dim))
         partial[torch.from_numpy(np.searchsorted(touched, bags.distinct))] = mine
         total = self.channel.ordered_sum(partial.view(-1)).view(len(touched), dim)
+        stay = None if self.stay is None else self.stay(touched, total)
+        if stay is not None:
+            touched, total = touched[stay.cpu().numpy()], total[stay]
         slots = torch.from_numpy(touched).to(self.weights.device)
         records = torch.cat((self.weights[slots], self.state[slots]), dim=1)
         records = updated(self.optimizer, records, total)
@@ -105,7 +116,7 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None
 
 
-class ReplicatedCollection(RowCollection):
+class ReplicatedCollection(AllResident):
     """All rows on every trainer (``tiers.policy=resident`` with several): replicas with equal bits."""
 
     replicated = True
@@ -115,6 +126,10 @@ class ReplicatedCollection(RowCollection):
         self.trainers = trainers
         self.table = SharedTable(tables, tables.layout.total_rows, device, trainers)
         self.fill_first_values()
+
+    def filter_updates(self, rows: RowFilter) -> None:
+        """Leave rows out of the update, on every trainer."""
+        self.row_filter, self.table.stay = rows, rows.stay
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Rows of this trainer's samples; the trainers tell each other which rows they look up."""

@@ -5,12 +5,16 @@ One trainer keeps them in a fused TBE; several each keep a replica in a ``Shared
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from recpipe import seams
 from recpipe.distributed.ranks import Channel
+from recpipe.plugin.policy import RowIds
 from recpipe.tables.collection import make_tbe
+from recpipe.tables.skipping import RowFilter, filter_lookups
 from recpipe.tables.specs import TableSet
 from recpipe.tables.tiers.shared_rows import SharedTable
 
@@ -21,6 +25,17 @@ def make_slots(tables: TableSet, rows: int, device: torch.device, trainers: Chan
         table: nn.Module = make_tbe(tables, rows, device)
         return table
     return SharedTable(tables, rows, device, trainers)
+
+
+def filter_slots(
+    table: nn.Module, rows: RowFilter, rows_in: Callable[[RowIds], RowIds], tables: TableSet
+) -> None:
+    """Let ``table`` update only the rows that ``rows`` lets stay; ``rows_in`` tells which are in slots."""
+    if isinstance(table, SharedTable):
+        table.stay = lambda slots, gradients: rows.stay(rows_in(slots), gradients)
+        return
+    features = len(tables.features) if tables.pooled else 1
+    filter_lookups(table, rows, lambda slots, _: rows_in(slots), features, pooled=True)
 
 
 def views(table: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,6 @@ Sum pooling is linear: pooled(all ids) = pooled(resident ids) + pooled(slab ids)
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,23 +28,24 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.common.saved import entries, residents
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.plugin.api import Origin
 from recpipe.plugin.policy import IN_STORE, CachePolicy, RowIds
-from recpipe.tables.capabilities import Placed, Planned
+from recpipe.tables.capabilities import Placed, Planned, ShowsRows
 from recpipe.tables.collection import RowCollection, TierFigures
 from recpipe.tables.rowtable import RowBags, looked_up
+from recpipe.tables.skipping import RowFilter
 from recpipe.tables.specs import Region, TableSet, Values
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records
-from recpipe.tables.tiers.checked import Decision, check_decision
+from recpipe.tables.tiers import saved_placement
+from recpipe.tables.tiers.occupied import Occupied
 from recpipe.tables.tiers.placement import Bags, TierPlan, TierPlanner, Weights, table_bags
 from recpipe.tables.tiers.policies import policy_bytes
-from recpipe.tables.tiers.slots import make_slots, put, take, views
+from recpipe.tables.tiers.slots import filter_slots, make_slots, put, take, views
 from recpipe.tables.tiers.store_thread import StoreThread, TierTimes
 
 
-class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
+class TieredEmbeddingBagCollection(RowCollection, Planned, Placed, ShowsRows):
     """TorchRec's ``EmbeddingBagCollection`` interface (KJT in, KeyedTensor out) over tiers.
 
     Args:
@@ -83,6 +83,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
         self.resident = make_slots(tables, max(1, policy.space.slots), device, self._trainers)
         self.slab = make_slots(tables, 1, device, self._trainers)
         self._planning = threading.RLock()
+        self.slots = policy.space.slots
+        self._occupied = Occupied(self.slots)
         self._slab_rows: RowIds = np.empty(0, np.int64)
         self._slab_written = True
         self._arriving: tuple[TierPlan, torch.Tensor] | None = None
@@ -141,6 +143,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
         if plan.fetched is None:
             self.prefetch(plan)
         self._slab_rows, self._slab_written = plan.slab, True
+        self._occupied.carry_out(plan)
         self._arriving = (plan, self._promote(plan, carried_records))
         self.times.advance += perf_counter() - start
 
@@ -244,6 +247,16 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
         weights = self.records_of(distinct)[:, : self.tables.dim]
         return looked_up(self.tables, weights, which, bags)
 
+    def filter_updates(self, rows: RowFilter) -> None:
+        """Leave rows out of both tiers' updates."""
+        self.row_filter = rows
+        filter_slots(self.resident, rows, lambda slots: self._occupied.rows[slots], self.tables)
+        self._filter_slab()
+
+    def _filter_slab(self) -> None:
+        if self.row_filter is not None:
+            filter_slots(self.slab, self.row_filter, lambda slots: self._slab_rows[slots], self.tables)
+
     # -- rows as they are between two batches ------------------------------------------------
 
     @contextmanager
@@ -261,14 +274,19 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
                 if planned is not None:
                     self.planner.plan(planned)
 
-    def resident_rows(self) -> tuple[RowIds, torch.Tensor]:
-        """Rows that are resident after the last trained batch, sorted, int64 [n], and a copy of their
-        records, float32 [n, width] on the device."""
-        with self.quiesced():
-            slots = np.flatnonzero(self.planner.row_of_slot >= 0)
-            rows = self.planner.row_of_slot[slots]
-            order = np.argsort(rows)
-            return rows[order], take(self.resident, self._index(slots[order]))
+    @property
+    def resident_count(self) -> int:
+        """How many rows are in slots."""
+        return self._occupied.count
+
+    def resident_rows(self) -> RowIds:
+        """Rows that are in slots after the last trained batch, sorted, int64 [n]."""
+        return self._occupied.resident()
+
+    def resident_weights(self, rows: RowIds) -> torch.Tensor:
+        """Weights of distinct resident ``rows``: a copy, float32 [n, D]."""
+        self.arrive()  # a batch that was skipped still has its rows
+        return take(self.resident, self._index(self._occupied.slots_of(rows)))[:, : self.tables.dim]
 
     def records_of(self, rows: RowIds) -> torch.Tensor:
         """Records of distinct ``rows`` as the last trained batch left them, float32 [n, width]."""
@@ -320,31 +338,11 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
         """Which rows are resident, the policy's state, and what it has decided for a batch that comes: a
         resumed run takes the same decisions."""
         with self.quiesced():
-            planner = self.planner
-            return {
-                "policy": type(planner.policy).__name__,
-                "slots": planner.space.slots,
-                "row_of_slot": planner.row_of_slot.copy(),
-                "state": copy.deepcopy(planner.policy.state_dict()),
-                "decided": None if planner.decided is None else planner.decided.to_state(),
-            }
-
-    def _same_place(self, state: Mapping[str, Any]) -> bool:
-        """Whether ``state`` is of this policy and budget, and not of a recpipe before 0.2."""
-        planner = self.planner
-        mine = {"policy": type(planner.policy).__name__, "slots": planner.space.slots}
-        return "decided" in state and all(state[key] == value for key, value in mine.items())
+            return saved_placement.placement_state(self.planner)
 
     def check_placement_state(self, state: Mapping[str, Any]) -> None:
         """``Damaged`` on what ``placement_state`` cannot have given."""
-        entries(_STATE, state)
-        if self._same_place(state):
-            planner = self.planner
-            residents(state, "row_of_slot", planner.space.slots, planner.space.rows)
-            planner.policy.check_state(state["state"])
-            if state["decided"] is not None:
-                decided = entries({"decided": dict[str, Any]}, state)["decided"]
-                check_decision(decided, state["row_of_slot"], planner.space.rows)
+        saved_placement.check_placement(self.planner, state)
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
         """Bring the saved residents into their slots; tables must have been loaded before.
@@ -353,7 +351,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
         exactly, but starts with no row resident.
         """
         planner = self.planner
-        if state is None or not self._same_place(state):
+        if state is None or not saved_placement.same_place(planner, state):
             return False
         with self.quiesced():
             assert not (planner.row_of_slot >= 0).any(), "placement is restored before training starts"
@@ -361,10 +359,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
             for part in np.array_split(used, max(1, len(used) // 65_536)):
                 fetched = self.cold.fetch_now(state["row_of_slot"][part])
                 put(self.resident, self._index(part), fetched)
-            planner.restore(state["row_of_slot"])
-            planner.policy.load_state_dict(state["state"])
-            if state["decided"] is not None:
-                planner.decided = Decision.from_state(state["decided"])
+            saved_placement.restore(planner, state)
+            self._occupied.restore(state["row_of_slot"])
         return True
 
     # -- the rest ----------------------------------------------------------------------------
@@ -417,12 +413,4 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
         have = views(self.slab)[0].shape[0]
         if rows > have:
             self.slab = make_slots(self.tables, 1 << (rows - 1).bit_length(), self.device, self._trainers)
-
-
-_STATE = {
-    "policy": str,
-    "slots": int,
-    "row_of_slot": NDArray[np.int64],
-    "state": dict[str, Any],
-}
-"""What a checkpoint has of a group's placement, and the types."""
+            self._filter_slab()

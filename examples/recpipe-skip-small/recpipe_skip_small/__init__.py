@@ -1,0 +1,1 @@
+"""A recpipe plugin that leaves small gradients out."""

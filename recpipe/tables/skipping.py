@@ -1,0 +1,170 @@
+"""Rows that a skipper leaves out of an update, in tables whose optimizer is part of their backward pass.
+
+FBGEMM updates every row that was looked up and cannot be told to leave some out. So a lookup's backward pass
+first computes the gradient of each distinct row and asks the skipper. Where all rows stay, it goes on as
+ever; else the lookups of those that stay are made once more, and the backward pass of these alone is the
+update, with the same gradient of the bags. A row's update depends on its own lookups alone, and so has the
+bits of the update without a skipper.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakMethod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from recpipe.plugin.blame import BlamedSkipper
+from recpipe.plugin.compose import Owned
+from recpipe.plugin.errors import PluginError
+from recpipe.plugin.policy import RowIds
+from recpipe.tables.rowtable import RowBags
+from recpipe.tables.tiers.placement import Bags
+
+RowsOf = Callable[[NDArray[np.int64], NDArray[np.int64]], RowIds]
+"""Of the indices that a TBE looks up (int64 [L]), feature by feature so many (int64 [F]), the rows that they
+stand for, as numbered in their group."""
+
+
+class Skipping:
+    """A skipper's ``update``, asked by one thread at a time."""
+
+    def __init__(self, skipper: Owned[BlamedSkipper]) -> None:
+        self._skipper = skipper
+        self._one_at_a_time = threading.Lock()
+
+    def of_group(self, base: int) -> RowFilter:
+        """For the group of tables whose row 0 has the number ``base`` among those of all tables."""
+        return RowFilter(self, base)
+
+    def ask(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
+        """Which of ``rows``, numbered over all tables, stay; None: all. ``PluginError`` on a wrong answer."""
+        with self._one_at_a_time, torch.no_grad():
+            said = self._skipper.part.update(rows, gradients.detach().clone())
+        if said is None:
+            return None
+        wanted = (torch.bool, (len(rows),))
+        if not isinstance(said, torch.Tensor) or (said.dtype, tuple(said.shape)) != wanted:
+            raise PluginError(
+                f"plugin {self._skipper.origin}: update() of its skipper returned {described(said)}; it must "
+                f"be a torch.Tensor of torch.bool [{len(rows)}], one for each row, or None"
+            )
+        return None if bool(said.all()) else said.to(gradients.device)
+
+
+class RowFilter:
+    """Which rows of one group of tables an update leaves as they are."""
+
+    def __init__(self, skipping: Skipping, base: int) -> None:
+        self._skipping, self._base = skipping, base
+
+    def stay(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
+        """Which of distinct ``rows`` of the group to update, bool [U], None: all; ``gradients``: theirs,
+        float32 [U, D]."""
+        return self._skipping.ask(rows + self._base, gradients) if len(rows) else None
+
+
+def described(said: object) -> str:
+    """What a skipper has answered, in an error."""
+    shape = getattr(said, "shape", None)
+    return type(said).__name__ if shape is None else f"{getattr(said, 'dtype', '')} {list(shape)}"
+
+
+def by_feature(bases: RowIds) -> RowsOf:
+    """Where indices are a table's own ids, and the row 0 of feature i's table has the number ``bases[i]``."""
+    return lambda indices, counts: indices + np.repeat(bases, counts)
+
+
+def filter_lookups(tbe: nn.Module, rows: RowFilter, rows_of: RowsOf, features: int, pooled: bool) -> None:
+    """Let ``tbe``, of so many ``features``, update only the rows that ``rows`` lets stay.
+
+    ``pooled``: whether it gives sums by bag, float32 [B, F * D], or a row for each id, [L, D].
+    """
+    tbe.forward = _Filtered(tbe, rows, rows_of, features, pooled)
+
+
+class _Filtered:
+    """In the place of a TBE's ``forward``."""
+
+    def __init__(self, tbe: nn.Module, rows: RowFilter, rows_of: RowsOf, features: int, pooled: bool) -> None:
+        self._forward = WeakMethod(tbe.forward)  # else the TBE would hold itself, and its memory
+        self.rows, self.rows_of, self.features, self.pooled = rows, rows_of, features, pooled
+
+    def __call__(
+        self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return self.look_up(indices, offsets, per_sample_weights)
+        anchor = torch.zeros(0, device=indices.device, requires_grad=True)
+        found: torch.Tensor = _Lookup.apply(anchor, self, indices, offsets, per_sample_weights)  # type: ignore[no-untyped-call]
+        return found
+
+    def look_up(
+        self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As the TBE itself does."""
+        forward = self._forward()
+        assert forward is not None, "the TBE is being called"
+        found: torch.Tensor = forward(indices, offsets, weights)
+        return found
+
+    def update(
+        self,
+        found: torch.Tensor,
+        gradient: torch.Tensor,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> None:
+        """The backward pass of what these lookups ``found``."""
+        bags = self._by_row(indices, offsets, weights)
+        dim = gradient.shape[1] // (self.features if self.pooled else 1)
+        stay = self.rows.stay(bags.distinct, bags.gradients(gradient.contiguous(), dim))
+        if stay is None:
+            torch.autograd.backward(found, gradient)
+            return
+        kept = stay[bags.which.to(stay.device)]
+        if not kept.any():
+            return
+        ends = torch.cat((kept.new_zeros(1, dtype=offsets.dtype), kept.cumsum(0, dtype=offsets.dtype)))
+        with torch.enable_grad():
+            again = self.look_up(indices[kept], ends[offsets], None if weights is None else weights[kept])
+        torch.autograd.backward(again, gradient if self.pooled else gradient[kept])
+
+    def _by_row(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> RowBags:
+        """The lookups by distinct row of the group."""
+        starts = offsets.cpu().numpy().astype(np.int64, copy=False)
+        size = (len(starts) - 1) // self.features
+        counts = np.diff(starts[np.arange(self.features + 1) * size])
+        rows = self.rows_of(indices.cpu().numpy().astype(np.int64, copy=False), counts)
+        found = Bags(rows, starts, size, None if weights is None else weights.float().cpu().numpy())
+        return RowBags.of(found if self.pooled else found.apart())
+
+
+class _Lookup(torch.autograd.Function):
+    """A lookup whose backward pass leaves rows out; the anchor makes autograd call it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        tbe: _Filtered,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        with torch.enable_grad():
+            found = tbe.look_up(indices, offsets, weights)
+        ctx.call = (tbe, found, indices, offsets, weights)
+        return found.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
+        tbe, found, *lookups = ctx.call
+        tbe.update(found, gradient, *lookups)
+        return None, None, None, None, None

@@ -1,0 +1,42 @@
+"""Which row is in which slot while a batch is trained, whatever is planned ahead."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.plugin.policy import RowIds
+from recpipe.tables.tiers.placement import TierPlan
+
+
+class Occupied:
+    """Slots as the batch at hand finds them."""
+
+    def __init__(self, slots: int) -> None:
+        self.rows = np.full(slots, -1, np.int64)
+        """Row of each slot; -1: none."""
+        self.count = 0
+        """How many slots have one."""
+
+    def carry_out(self, plan: TierPlan) -> None:
+        """Its rows move."""
+        self.count += len(plan.placed) - int(np.count_nonzero(plan.evicted >= 0))
+        self.rows[plan.vacated] = -1
+        self.rows[plan.slots] = plan.placed
+
+    def restore(self, rows: RowIds) -> None:
+        """Start with these (int64 [slots])."""
+        self.rows[:] = rows
+        self.count = int(np.count_nonzero(rows >= 0))
+
+    def resident(self) -> RowIds:
+        """The rows that are in a slot, sorted."""
+        return np.sort(self.rows[self.rows >= 0])
+
+    def slots_of(self, rows: RowIds) -> NDArray[np.int64]:
+        """Where distinct resident ``rows`` are, int64 [n]."""
+        used = np.flatnonzero(self.rows >= 0)
+        used = used[np.argsort(self.rows[used])]
+        found: NDArray[np.int64] = used[np.searchsorted(self.rows[used], rows)]
+        assert np.array_equal(self.rows[found], rows), "the rows are resident"
+        return found
