@@ -29,7 +29,8 @@ from torchrec.distributed import comm, comm_ops, dist_data
 
 _TAKEN = frozenset(dir(nn.ModuleDict()))
 Views = tuple[torch.Tensor, torch.Tensor]
-"""A table's weights [rows, D] and optimizer state [rows, S] (S may be 0), sharing the TBE's memory."""
+"""A table's weights [rows, D], of the type that stores them, and optimizer state float32 [rows, S] (S may be
+0), sharing the TBE's memory."""
 
 
 def module_name(table: str) -> str:
@@ -52,7 +53,7 @@ def tbe_views(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Views]:
     for weight, state in zip(weights, states, strict=True):
         rows = weight.shape[0]
         # The row-wise state is a vector, Adagrad's a matrix; SGD has none.
-        flat = state[0].view(rows, -1) if len(state) else weight.new_empty(rows, 0)
+        flat = state[0].view(rows, -1) if len(state) else weight.new_empty((rows, 0), dtype=torch.float32)
         views.append((weight.detach(), flat.detach()))
     return views
 

@@ -58,6 +58,8 @@ class TableInfo:
     """Whether its rows are summed by bag, or handed out one for each id (``EmbeddingCollection``)."""
     features: tuple[str, ...] = ()
     """Names of the features that look it up; empty where nobody has said."""
+    state: int = 0
+    """float32 values of optimizer state that each row has."""
 
 
 @dataclass(frozen=True)
