@@ -15,9 +15,7 @@ from recpipe.plugin.api import (
     Link,
     Plugin,
     RunFigures,
-    TableClaim,
     TableInfo,
-    TablePolicy,
 )
 from recpipe.plugin.splitter import Split
 
@@ -34,9 +32,7 @@ __all__ = [
     "Run",
     "RunFigures",
     "Split",
-    "TableClaim",
     "TableInfo",
-    "TablePolicy",
     "UserError",
     "__version__",
     "load",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Annotated
@@ -126,7 +126,12 @@ class TableSet:
     @property
     def record_bytes(self) -> int:
         """Bytes of one row where it is looked up: its weights and its optimizer state."""
-        return DATA_TYPE_NUM_BITS[self.storage] * self.dim // 8 + WORD * (self.layout.width - self.dim)
+        return self.bytes_of_weights(self.dim) + WORD * (self.layout.width - self.dim)
+
+    def bytes_of_weights(self, columns: int) -> int:
+        """Of so many of a row's."""
+        bits: int = DATA_TYPE_NUM_BITS[self.storage]
+        return bits * columns // 8
 
     @property
     def total_bytes(self) -> int:
@@ -147,16 +152,15 @@ class TableSet:
         """Per table: rows, dimension, width of the optimizer state."""
         return {t.name: (t.rows, self.dim, self.layout.width - self.dim) for t in self.tables}
 
-    def configs(self, data_types: Mapping[str, DataType] | None = None) -> list[EmbeddingBagConfig]:
-        """TorchRec's description of the tables (float32 but for ``data_types``)."""
-        types = data_types or {}
+    def configs(self) -> list[EmbeddingBagConfig]:
+        """TorchRec's description of the tables."""
         return [
             EmbeddingBagConfig(
                 name=t.name,
                 embedding_dim=self.dim,
                 num_embeddings=t.rows,
                 feature_names=list(t.features),
-                data_type=types.get(t.name, DataType.FP32),
+                data_type=self.storage,
             )
             for t in self.tables
         ]

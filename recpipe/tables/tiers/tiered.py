@@ -354,7 +354,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed):
                 check_decision(decided, state["row_of_slot"], planner.space.rows)
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
-        """Bring the saved residents into their slots; tables must have been loaded before.
+        """Bring the saved residents into their slots, where tables that are loaded later find them.
 
         False when the checkpoint is of a run with another policy or budget: training then goes on
         exactly, but starts with no row resident.
