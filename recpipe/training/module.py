@@ -313,7 +313,7 @@ class RankingModule(L.LightningModule):
         return {"data.batch_size": self.loader.batch_size, "optim.dense.name": name}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue at the saved data position; the same rows are resident already when the tiers are the same.
+        """Continue at the saved data position; the same rows are resident already where tiers are the same.
 
         ``recpipe.training.resume`` has checked it all before.
         """
