@@ -18,11 +18,12 @@ from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import module_name
 from recpipe.tables.collection import RowCollection, TableCollection, TierFigures
 from recpipe.tables.rowtable import RowBags, distinct, row_bags, updated
-from recpipe.tables.sharding.claims import POOLED, SEQUENCES
 from recpipe.tables.sharding.planning import Prediction
+from recpipe.tables.sharding.wire import WIRE_PRECISIONS, wire_codecs
 from recpipe.tables.specs import Region, TableOptimizer, TableSet, Values
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records, StoreLayout
 from recpipe.tables.stores.bulk import BulkStore
+from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
 from recpipe.tables.stores.sharded import HeldRows, ShardedStore
 from recpipe.tables.tiers.access_counts import group_rows, load_profile, table_bases
 from recpipe.tables.tiers.parts import TierParts
@@ -33,19 +34,21 @@ from recpipe.tables.tiers.store_thread import TierTimes
 from recpipe.tables.view import Mark, RowView, moved
 
 __all__ = [
-    "POOLED",
-    "SEQUENCES",
+    "WIRE_PRECISIONS",
     "Bags",
     "Batch",
+    "Bf16Rows",
     "BulkStore",
     "Channel",
     "ColdStore",
     "Damaged",
     "DataConfig",
     "Dataset",
+    "Fp16Rows",
     "GivenBatches",
     "HeldRows",
     "HotSet",
+    "Int8Rows",
     "IoCounters",
     "Lfu",
     "Lru",
@@ -91,5 +94,6 @@ __all__ = [
     "top_rows",
     "typed_as",
     "updated",
+    "wire_codecs",
     "within",
 ]

@@ -30,6 +30,7 @@ from recpipe.plugin.errors import PluginError
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins, choose_device, closing_tiers
 from recpipe.tables.owners import group_owners, is_sharded
+from recpipe.tables.quantized import check_quantized
 
 
 class PlacedLoader:
@@ -92,6 +93,7 @@ def place(
         assembly, unplaced = assemble_plugins(cfg, data, unplaced, device, steps, ranks)
         _refuse_what_needs_a_run(cfg, assembly)
         inputs, owners = unplaced.inputs, group_owners(cfg.tiers, assembly, unplaced.tables)
+        check_quantized(assembly.quantizing, unplaced.tables, owners, False, device, ranks)
         embeddings = unplaced.build(cfg, data, owners, device, run_dir, ranks)
         tiers = stack.enter_context(closing_tiers(embeddings, inputs, ranks))
         placed = unplaced.over(embeddings, assembly.skipper)

@@ -48,6 +48,7 @@ from recpipe.setup.prepare import (
 )
 from recpipe.tables.capabilities import SendsAhead
 from recpipe.tables.owners import group_owners, is_sharded
+from recpipe.tables.quantized import check_quantized
 from recpipe.tables.sharding.prepare import plan_shards
 from recpipe.tasks.export import export_parameters
 from recpipe.tasks.installed import run_installed
@@ -153,8 +154,9 @@ def run_on(
     assembly, unplaced = assemble_plugins(cfg, dataset, unplaced, device, steps, ranks)
     called, tables, inputs = unplaced.called, unplaced.tables, unplaced.inputs
     owners = group_owners(tier_config, assembly, tables)
-    shards = None
-    if is_sharded(tier_config, assembly):
+    shards, sharded = None, is_sharded(tier_config, assembly)
+    check_quantized(assembly.quantizing, tables, owners, sharded, device, ranks)
+    if sharded:
         world = planned_ranks(cfg.task, len(tables.tables)) or ranks.world
         shards = plan_shards(tables, tier_config, assembly, device, cfg.data.batch_size, ranks, world)
     described = describe(

@@ -31,7 +31,8 @@ from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding,
 _TAKEN = frozenset(dir(nn.ModuleDict()))
 _FUSED = (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)
 Views = tuple[torch.Tensor, torch.Tensor]
-"""A table's weights [rows, D] and optimizer state [rows, S] (S may be 0), sharing the TBE's memory."""
+"""A table's weights [rows, D], of the type that stores them, and optimizer state float32 [rows, S] (S may be
+0), sharing the TBE's memory."""
 
 
 def module_name(table: str) -> str:
@@ -54,7 +55,7 @@ def tbe_views(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Views]:
     for weight, state in zip(weights, states, strict=True):
         rows = weight.shape[0]
         # The row-wise state is a vector, Adagrad's a matrix; SGD has none.
-        flat = state[0].view(rows, -1) if len(state) else weight.new_empty(rows, 0)
+        flat = state[0].view(rows, -1) if len(state) else weight.new_empty((rows, 0), dtype=torch.float32)
         views.append((weight.detach(), flat.detach()))
     return views
 

@@ -177,9 +177,8 @@ def outline(contribution: Contribution) -> dict[str, Any]:
     return {
         "points": points(contribution),
         "chains": {name: [(k.name, k.before, k.after) for k in links] for name, links in chains.items()},
-        "tables": [(claim.glob, claim.aspects, type(claim.policy)) for claim in contribution.tables],
         "cache": [(claim.tables, type(claim)) for claim in contribution.cache],
-        "codecs": list(contribution.codecs),
+        "quantizer": type(contribution.quantizer),
         "callbacks": [type(callback) for callback in contribution.callbacks],
     }
 

@@ -13,16 +13,10 @@ from typing import Any, cast
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlanner, ShardingType
 
-from recpipe.kit import module_name
+from recpipe.kit import WIRE_PRECISIONS, module_name
 from recpipe.plugin import Context, Contribution, Invariant, Planner, Plugin, PluginError, TableInfo
-from recpipe.plugin.api import TableClaim, TablePolicy
 from recpipe_neo.planner import PLANNERS, PlanRecord, make_planner
-from recpipe_neo.precision import (
-    TABLE_PRECISIONS,
-    WIRE_PRECISIONS,
-    codecs,
-    refuse_unsupported,
-)
+from recpipe_neo.precision import TABLE_PRECISIONS, LowPrecision, refuse_unsupported
 from recpipe_neo.split import ROW_TYPES
 from recpipe_neo.stats import feature_stats
 
@@ -63,36 +57,24 @@ class Neo(Plugin):
         self.alters = frozenset(altered)
 
     def contribute(self, ctx: Context) -> Contribution:
-        """Claims of all tables' places and precision, the planner and the codecs."""
+        """The planner, and what tables are stored and sent in."""
         for pattern in self.types:
             if not any(fnmatchcase(name, pattern) for name in ctx.tables):
                 raise PluginError(
                     f"plugins.neo.sharding: no table is called '{pattern}'; there are {', '.join(ctx.tables)}"
                 )
-        refuse_unsupported(ctx.device, self.wire, self.table_precision, self.stochastic_rounding)
+        refuse_unsupported(ctx.device, self.table_precision, self.stochastic_rounding)
         cache = Path(self.profile_dir).expanduser() if self.profile_dir else ctx.cache_dir
-        stored = TableClaim("*", frozenset({"precision"}), StoredTables(self.table_precision))
+        pooled = [table.pooled for table in ctx.tables.values()]
         return Contribution(
-            tables=[] if self.table_precision == "fp32" else [stored],
             planner=NeoPlanner(self.planner, ctx, cache, self.limits(ctx.trainers)),
-            codecs=codecs(*self.wire, [table.pooled for table in ctx.tables.values()]),
+            quantizer=LowPrecision(self.table_precision, self.wire, pooled) if self.alters else None,
         )
 
     def limits(self, ranks: int) -> Limits:
         """The limits of tables over ``ranks``."""
         rounding = self.stochastic_rounding if self.table_precision != "fp32" else None
         return Limits(self.types, "int8" in self.wire, rounding, max(2, ranks))
-
-
-class StoredTables(TablePolicy):
-    """How tables are stored."""
-
-    def __init__(self, precision: str) -> None:
-        self.precision = precision
-
-    def data_type(self, name: str) -> str:
-        """One type for all tables."""
-        return self.precision
 
 
 @dataclass(frozen=True)

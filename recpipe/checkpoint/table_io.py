@@ -34,13 +34,15 @@ from recpipe.checkpoint.table_files import (
 from recpipe.checkpoint.trainer_file import load_trainer, save_trainer
 from recpipe.common.saved import Damaged
 from recpipe.errors import CheckpointError, UserError
-from recpipe.tables.capabilities import SavedByRanks
+from recpipe.tables.capabilities import Placed, SavedByRanks
 from recpipe.tables.collection import TableCollection
 
 SUFFIX = ".ckpt"
 PARTIAL = ".partial"
 MODEL = "model"
 """Key of trainer.pt; older checkpoints lack it."""
+OWN = "recpipe"
+"""Its key for what Lightning does not know."""
 _NAMES = (f"*{SUFFIX}", f"*{SUFFIX}{PARTIAL}")
 
 
@@ -100,13 +102,20 @@ class TableCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Check everything, then load the tables and return the rest: a refusal leaves tables as they are."""
+        """Check everything, then load the tables and return the rest: a refusal leaves tables as they are.
+
+        Which rows are resident is known first: these are loaded into their slots, and not by way of a cold
+        tier that may keep fewer bits of them.
+        """
         directory = Path(path)
         trainer = open_checkpoint(directory)
         files = check_tables(directory / TABLES, self.shapes)
         if self.check is not None:
             with naming(directory):
                 self.check(trainer)
+        placed = self.storage.offers(Placed)
+        if placed is not None:
+            placed.load_placement_state(trainer.get(OWN, {}).get("placement"))
         ranks = self.storage.offers(SavedByRanks)
         if files is None:
             load_tables(directory / TABLES, self.storage, self.shapes)

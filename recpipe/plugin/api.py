@@ -8,20 +8,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import lightning as L
-    from torchrec.distributed.types import CommOp, QuantizedCommCodec
 
     from recpipe.data.batch import Batch
     from recpipe.plugin.planner import Planner
     from recpipe.plugin.policy import Cache
-    from recpipe.plugin.quantizer import Direction, Quantizer
+    from recpipe.plugin.quantizer import Quantizer
     from recpipe.plugin.skipper import Skipper
     from recpipe.plugin.splitter import Splitter
     from recpipe.report.record import Io
@@ -31,8 +30,6 @@ API = (2, 0)
 """Version of this file's contract: a plugin's major must equal it, its minor must not exceed it."""
 
 P = TypeVar("P")
-Aspect = Literal["precision"]
-"""What can be owned of a table: how its values are stored."""
 
 
 class Invariant(Enum):
@@ -58,6 +55,8 @@ class TableInfo:
     """Whether its rows are summed by bag, or handed out one for each id (``EmbeddingCollection``)."""
     features: tuple[str, ...] = ()
     """Names of the features that look it up; empty where nobody has said."""
+    state: int = 0
+    """float32 values of optimizer state that each row has."""
 
 
 @dataclass(frozen=True)
@@ -122,27 +121,6 @@ StreamWrapper = Callable[["Iterator[Batch]"], "Iterator[Batch]"]
 BatchTransform = Callable[["Batch"], "Batch"]
 
 
-# -- tables ---------------------------------------------------------------------------------
-class TablePolicy:
-    """How the claimed tables are stored and found; override the method of each aspect you claim."""
-
-    def data_type(self, name: str) -> str | None:
-        """The type that stores a table (``fp32``, ``fp16``, ``bf16``; aspect ``precision``); other than
-        ``fp32`` shards the tables. None: float32."""
-        return None
-
-
-@dataclass(frozen=True)
-class TableClaim:
-    """``policy`` owns ``aspects`` of every table whose name matches ``glob``."""
-
-    glob: str
-    aspects: frozenset[Aspect]
-    policy: TablePolicy
-    fallback: bool = False
-    """Gives way to any other plugin's claim instead of conflicting with it."""
-
-
 # -- optimizer and report --------------------------------------------------------------------
 StepWrapper = Callable[["Batch"], "AbstractContextManager[None]"]
 Figure = float | int | str | list[Any]
@@ -197,15 +175,12 @@ class Contribution:
     """Slot: samples left out of a batch, rows left out of an update."""
     # sharding and embedding modules
     quantizer: Quantizer | None = None
-    """Claims: rows stored, or sent, in fewer bits; one owner for each aspect of each table."""
-    tables: Sequence[TableClaim] = ()
-    """Claims: one owner for each aspect of each table."""
+    """Claims: rows stored, or sent, in fewer bits; one owner for each table's cold rows, for its storage and
+    for each collective's codec."""
     planner: Planner | None = None
     """Slot: the TorchRec planner; shards the tables."""
     cache: Sequence[Cache] = ()
     """Claims: which rows of a table are resident when; one owner for each table."""
-    codecs: Mapping[tuple[CommOp, Direction], QuantizedCommCodec[Any]] = field(default_factory=dict)
-    """Keyed: one codec for each collective and direction."""
     # optimizer
     step: Sequence[Link[StepWrapper]] = ()
     """Chain: context managers around one optimizer step, the first link outermost."""
@@ -236,8 +211,9 @@ class Plugin(ABC):
     def contribute(self, ctx: Context) -> Contribution:
         """Return this plugin's parts; takes no memory to speak of, starts no work.
 
-        Called once per run. Where plugins claim the cache of some of a group's tables, all are called once
-        more, with the groups as these claims make them, and what they returned first is dropped.
+        Called once per run. Where plugins claim the cache or the cold rows of some of a group's tables, or
+        store tables in fewer bits, all are called once more, with the groups as these claims make them, and
+        what they returned first is dropped.
         """
 
 

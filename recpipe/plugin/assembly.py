@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recpipe.plugin.api import (
-    Aspect,
     BatchTransform,
     Context,
     Contribution,
@@ -22,12 +21,10 @@ from recpipe.plugin.api import (
     StepWrapper,
     StreamWrapper,
     TableInfo,
-    TablePolicy,
 )
 from recpipe.plugin.blame import (
     BlamedCache,
     BlamedPlanner,
-    BlamedPolicy,
     BlamedSkipper,
     BlamedSplitter,
     blame,
@@ -36,20 +33,19 @@ from recpipe.plugin.blame import (
     blame_stream,
     blaming,
 )
-from recpipe.plugin.compose import Claims, Owned, cache_claims, chain, check_preferences, claims, keyed, slot
+from recpipe.plugin.compose import Owned, cache_claims, chain, check_preferences, slot
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.policy import Cache
 from recpipe.plugin.quantizer import Quantizer
+from recpipe.plugin.quantizing import Quantizing, quantizing
 from recpipe.plugin.skipper import Skipper
 from recpipe.plugin.splitter import Splitter
 
 if TYPE_CHECKING:
     import lightning as L
-    from torchrec.distributed.types import CommOp, QuantizedCommCodec
 
     from recpipe.data.batch import Batch
-    from recpipe.plugin.quantizer import Direction
 
 P = TypeVar("P")
 Active = Sequence[tuple[Origin, Plugin, Contribution]]
@@ -66,11 +62,10 @@ class Assembly:
     batch: Sequence[Owned[BatchTransform]]
     splitter: Owned[Splitter] | None
     skipper: Owned[BlamedSkipper] | None
-    claims: Claims
     planner: Owned[Planner] | None
     caches: Mapping[str, Owned[Cache]]
     """By table; those that are missing nobody has claimed."""
-    codecs: Mapping[tuple[CommOp, Direction], Owned[QuantizedCommCodec[Any]]]
+    quantizing: Quantizing
     step: Sequence[Owned[StepWrapper]]
     callbacks: Sequence[Owned[L.Callback]]
     reporters: Sequence[Owned[Reporter]]
@@ -100,18 +95,6 @@ class Assembly:
                 stack.enter_context(link.part(batch))
             yield
 
-    def policies(self, aspect: Aspect) -> list[tuple[Owned[TablePolicy], tuple[str, ...]]]:
-        """Owners of ``aspect``, each with its tables, in the order of the model's tables."""
-        groups: list[tuple[Owned[TablePolicy], list[str]]] = []
-        for (table, owned_aspect), owner in self.claims.items():
-            if owned_aspect == aspect:
-                mine = next((tables for other, tables in groups if other.part is owner.part), None)
-                if mine is None:
-                    groups.append((owner, [table]))
-                else:
-                    mine.append(table)
-        return [(owner, tuple(tables)) for owner, tables in groups]
-
     def figures(self, run: RunFigures) -> dict[str, dict[str, Figure]]:
         """Every plugin's figures for report.json; a plugin that reports none has an empty entry."""
         merged: dict[str, dict[str, Figure]] = {origin.plugin: {} for origin in self.plugins}
@@ -127,9 +110,7 @@ class Assembly:
 
     def to_dict(self) -> dict[str, Any]:
         """Owners and order, as assembly.json holds them."""
-        table_claims: dict[str, dict[str, str]] = {}
-        for (table, aspect), owner in self.claims.items():
-            table_claims.setdefault(table, {})[aspect] = owner.origin.plugin
+        table_claims = self.quantizing.owners()
         for table, cache in self.caches.items():
             table_claims.setdefault(table, {})["cache"] = cache.origin.plugin
         return {
@@ -146,7 +127,7 @@ class Assembly:
             "planner": self.planner.origin.plugin if self.planner else None,
             "codecs": {
                 f"{getattr(op, 'name', op)}.{way}": owner.origin.plugin
-                for (op, way), owner in self.codecs.items()
+                for (op, way), owner in self.quantizing.codecs.items()
             },
             "step": [link.label for link in self.step],
             "callbacks": [owned.label for owned in self.callbacks],
@@ -180,10 +161,9 @@ def assemble(
         batch=[_blamed(o, blame) for o in chain("batch", [(o, c.batch) for o, c in parts])],
         splitter=_replaced(splitter, BlamedSplitter) if splitter else None,
         skipper=_blamed_skipper(skipper, active) if skipper else None,
-        claims=_blamed_claims(claims(tables, parts)),
         planner=_replaced(planner, BlamedPlanner) if planner else None,
         caches=_blamed_caches(cache_claims(list(tables), parts)),
-        codecs=keyed("codec", [(o, c.codecs) for o, c in parts]),
+        quantizing=quantizing(tables, parts),
         step=[_blamed(o, blame_step) for o in chain("step", [(o, c.step) for o, c in parts])],
         callbacks=[Owned(f"{o.plugin}.{type(cb).__name__}", o, cb) for o, c in parts for cb in c.callbacks],
         reporters=[
@@ -211,12 +191,6 @@ def _blamed_caches(merged: Mapping[str, Owned[Cache]]) -> dict[str, Owned[Cache]
 def _blamed_skipper(owned: Owned[Skipper], active: Active) -> Owned[BlamedSkipper]:
     plugin = next(plugin for origin, plugin, _ in active if origin == owned.origin)
     return Owned(owned.label, owned.origin, blame_skipper(owned.origin, plugin, owned.part))
-
-
-def _blamed_claims(merged: Claims) -> Claims:
-    """One wrapper for each policy, so that the tables of a policy still share it."""
-    wrapped = {id(owner.part): BlamedPolicy(owner.origin, owner.part) for owner in merged.values()}
-    return {key: Owned(owner.label, owner.origin, wrapped[id(owner.part)]) for key, owner in merged.items()}
 
 
 def gather(active: Sequence[tuple[Origin, Plugin]], context: Context) -> Active:

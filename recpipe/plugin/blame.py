@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from recpipe.plugin.api import Invariant, Origin, StepWrapper, StreamWrapper, TablePolicy
+from recpipe.plugin.api import Invariant, Origin, StepWrapper, StreamWrapper
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.policy import Cache, CachePolicy
@@ -93,18 +93,6 @@ def blame_step(origin: Origin, part: str, wrap: StepWrapper) -> StepWrapper:
                 manager.__exit__(None, None, None)
 
     return call
-
-
-class BlamedPolicy(TablePolicy):
-    """A table policy whose faults name the plugin."""
-
-    def __init__(self, origin: Origin, policy: TablePolicy) -> None:
-        self.origin = origin
-        self.policy = policy
-
-    def data_type(self, name: str) -> str | None:
-        with blaming(self.origin, "tables.data_type"):
-            return self.policy.data_type(name)
 
 
 class BlamedCache(Cache):

@@ -9,22 +9,16 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Generic, TypeVar
 
 from recpipe.errors import did_you_mean
-from recpipe.plugin.api import Aspect, Contribution, Link, Origin, TableClaim, TablePolicy
-from recpipe.plugin.blame import BlamedPolicy
-from recpipe.plugin.errors import PluginConflict, PluginError, PluginOrderError
+from recpipe.plugin.api import Contribution, Link, Origin
+from recpipe.plugin.errors import PluginConflict, PluginOrderError
 from recpipe.plugin.policy import Cache
 
 P = TypeVar("P")
 K = TypeVar("K")
 Plugins = Sequence[tuple[Origin, Contribution]]
-Claims = dict[tuple[str, Aspect], "Owned[TablePolicy]"]
 
 SLOTS = ("order", "splitter", "skipper", "planner")
 """Fields of ``Contribution`` that only one plugin can fill; ``compose.prefer.<slot>=<plugin>`` chooses."""
-
-
-METHODS: Mapping[str, tuple[str, ...]] = {"precision": ("data_type",)}
-"""The methods of ``TablePolicy`` that carry out each aspect; a claim needs one of them."""
 
 
 @dataclass(frozen=True)
@@ -68,44 +62,6 @@ def keyed(name: str, wishes: Iterable[tuple[Origin, Mapping[K, P]]]) -> dict[K, 
     return merged
 
 
-def claims(tables: Iterable[str], plugins: Plugins) -> Claims:
-    """Who owns which aspect of which table; two plugins may share a table, not an aspect of it.
-
-    A fallback claim is for what nobody else has claimed.
-    """
-    tables = list(tables)
-    merged: Claims = {}
-    for origin, contribution in plugins:
-        for claim in contribution.tables:
-            _check_methods(origin, claim)
-    _merge(merged, tables, plugins, fallback=False)
-    _merge(merged, tables, plugins, fallback=True)
-    return merged
-
-
-def _check_methods(origin: Origin, claim: TableClaim) -> None:
-    """Refuse a claim whose policy has nothing to carry it out with."""
-    policy = type(claim.policy).__name__
-    for aspect in sorted(claim.aspects):
-        if aspect not in METHODS:
-            hint = did_you_mean(aspect, METHODS)
-            raise PluginError(
-                f"{origin} claims '{aspect}' of tables '{claim.glob}', which is no aspect.{hint} "
-                f"Aspects: {', '.join(METHODS)}"
-            )
-        if not any(overrides(claim.policy, method) for method in METHODS[aspect]):
-            raise PluginError(
-                f"{origin} claims the {aspect} of tables '{claim.glob}', but its {policy} overrides no "
-                f"{' or '.join(f'{method}()' for method in METHODS[aspect])}; bring one or drop the aspect"
-            )
-
-
-def overrides(policy: TablePolicy, method: str) -> bool:
-    """Whether a plugin's policy (blamed or not) brings ``method`` of its own."""
-    policy = policy.policy if isinstance(policy, BlamedPolicy) else policy
-    return getattr(getattr(policy, method), "__func__", None) is not getattr(TablePolicy, method)
-
-
 def cache_claims(tables: Sequence[str], plugins: Plugins) -> dict[str, Owned[Cache]]:
     """Who owns the cache of which table; a fallback claim is for tables that nobody else has claimed."""
     merged: dict[str, Owned[Cache]] = {}
@@ -127,7 +83,10 @@ def _claim_cache(
 ) -> None:
     hits = [table for table in tables if fnmatchcase(table, claim.tables)]
     if not hits:
-        raise _nothing_claimed(origin, claim.tables, tables)
+        raise PluginConflict(
+            f"{origin} claims tables '{claim.tables}', but the model has: {', '.join(tables)}. "
+            f"Name some of these, for example plugins.{origin.plugin}.tables='*'"
+        )
     for table in hits:
         if table in taken:
             continue
@@ -138,41 +97,6 @@ def _claim_cache(
                 "a knob for that"
             )
         merged[table] = Owned(f"{origin.plugin}.cache", origin, claim)
-
-
-def _nothing_claimed(origin: Origin, pattern: str, tables: Sequence[str]) -> PluginConflict:
-    return PluginConflict(
-        f"{origin} claims tables '{pattern}', but the model has: {', '.join(tables)}. "
-        f"Name some of these, for example plugins.{origin.plugin}.tables='*'"
-    )
-
-
-def _merge(merged: Claims, tables: Sequence[str], plugins: Plugins, *, fallback: bool) -> None:
-    """Add the claims that are (not) ``fallback`` ones."""
-    taken = frozenset(merged) if fallback else frozenset()
-    for origin, contribution in plugins:
-        for claim in contribution.tables:
-            if claim.fallback != fallback:
-                continue
-            hits = [t for t in tables if fnmatchcase(t, claim.glob)]
-            if not hits:
-                raise _nothing_claimed(origin, claim.glob, tables)
-            for table in hits:
-                for aspect in sorted(claim.aspects):
-                    if (table, aspect) in taken:
-                        continue
-                    if other := merged.get((table, aspect)):
-                        raise PluginConflict(_clash(other.origin, origin, aspect, table))
-                    merged[table, aspect] = Owned(f"{origin.plugin}.tables", origin, claim.policy)
-
-
-def _clash(first: Origin, second: Origin, aspect: Aspect, table: str) -> str:
-    if first == second:
-        return f"{second} claims the {aspect} of table '{table}' twice; its globs must be disjoint"
-    return (
-        f"{first} and {second} both claim the {aspect} of table '{table}'. Drop one, or narrow one so that "
-        f"they are disjoint, for example by plugins.{second.plugin}.tables if it has that knob"
-    )
 
 
 def chain(name: str, wishes: Iterable[tuple[Origin, Sequence[Link[P]]]]) -> list[Owned[P]]:

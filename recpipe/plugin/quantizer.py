@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from recpipe.plugin.api import TableInfo
 
 Direction = Literal["forward", "backward"]
+STORAGES = ("fp32", "fp16", "bf16")
+"""What ``Quantizer.storage`` may name."""
 
 
 @dataclass(frozen=True)
@@ -27,24 +29,30 @@ class RecordLayout:
 
 
 class RowCodec(ABC):
-    """Records of one layout in ``bytes_per_record`` bytes. Stateless: equal records make equal bytes, in any
-    thread, on any rank."""
+    """Records of one layout in ``bytes_per_record`` bytes.
+
+    Stateless: equal records make equal bytes, whatever rows come with them, in any thread (several may call
+    at a time), on any rank. A codec that gives its own bytes again for the records that it has decoded lets a
+    resumed run go on bit by bit as the run it resumes; recpipe's own do.
+
+    A row is rounded each time it leaves the device: its slot, or the slab of rows that one batch needs.
+    """
 
     bytes_per_record: int
 
     @abstractmethod
     def encode(self, records: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Records float32 [n, width], written back, as uint8 [n, bytes_per_record]."""
+        """Records float32 [n, width], written back, as uint8 [n, bytes_per_record]. Not to be changed."""
 
     @abstractmethod
     def decode(self, encoded: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
-        """The reverse, fetched: into ``out``, float32 [n, width]."""
+        """The reverse, fetched: into ``out``, float32 [n, width]. Both are C-contiguous."""
 
 
 class Quantizer:
     """Fewer bits in the cold tier, in the tables, or between ranks: three aspects, each with one owner for
-    each table, whoever owns the cache. Its plugin alters EXACT_GRADIENT, and TABLE_LAYOUT where ``storage``
-    is not fp32.
+    each table (each collective), whoever owns the cache. What a method answers with None stays free for other
+    plugins. Its plugin alters EXACT_GRADIENT, and TABLE_LAYOUT where ``storage`` is not fp32.
 
     Weights in the cold tier as float16, optimizer state exact, whole::
 
@@ -73,12 +81,16 @@ class Quantizer:
     """Pattern (as of file names) of the names of the tables that ``cold`` and ``storage`` are for."""
 
     def cold(self, layout: RecordLayout) -> RowCodec | None:
-        """How records of ``layout`` lie in the cold tier; None: as they are, float32. On every rank that
-        holds rows, for each group of tables."""
+        """How records of ``layout`` lie in the cold tier; None: as they are, float32.
+
+        Asked once for each layout among the tables, on every rank. Tables whose codecs differ are groups of
+        their own.
+        """
         return None
 
     def storage(self, table: TableInfo) -> str | None:
-        """What stores a resident or sharded table: ``fp32``, ``fp16`` or (on a GPU) ``bf16``; None: fp32."""
+        """What stores a table's weights where they are looked up: ``fp32``, ``fp16`` or (on a GPU) ``bf16``;
+        None: fp32. Optimizer state stays float32."""
         return None
 
     def codecs(self) -> Mapping[tuple[CommOp, Direction], QuantizedCommCodec[Any]]:

@@ -81,7 +81,7 @@ def _tables(
         return ({"tables": mine}, {}) if cfg.tiers.kernel == "fused" else ({}, {"tables": mine})
     groups = zip(tables.groups, described["tiers"]["groups"], strict=True)
     resident = sum(g.tables.total_bytes for g, told in groups if told["cache"] == RESIDENT)
-    tiered = tables.total_bytes - resident
+    tiered = described["tiers"]["cold_bytes"]
     if not tiered:
         return {"tables": resident}, {}
     kept = cfg.tiers.holder_store if cfg.tiers.store == SHARDED else cfg.tiers.store

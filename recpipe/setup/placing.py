@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -50,9 +50,8 @@ class Unplaced:
         first_batch = next(dataset.batches("train", cfg.data.batch_size))
         return cls(called, tables, first_batch, Inputs.of(tables, first_batch))
 
-    def split(self, key: Callable[[str], object]) -> Unplaced:
-        """With groups whose tables all have one ``key``."""
-        tables = self.tables.split(key)
+    def grouped(self, tables: ModelTables) -> Unplaced:
+        """With the same tables in other groups, or otherwise stored."""
         return replace(self, tables=tables, inputs=Inputs.of(tables, self.first_batch))
 
     def build(

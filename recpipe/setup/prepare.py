@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from recpipe.tables.config import SCRATCH, TierConfig
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.inputs import Inputs
+from recpipe.tables.quantized import quantized
 from recpipe.tables.stores.home import remove_crashed
 from recpipe.tables.tiers.batch import Tiers
 
@@ -72,21 +73,28 @@ def assemble_plugins(
 ) -> tuple[Assembly, Unplaced]:
     """Load the recipe's plugins and merge what they contribute; raises ``PluginError`` where they clash.
 
-    Tables of a group whose caches have different owners become groups of their own, and the plugins are asked
-    anew, with these.
+    Tables of a group whose caches have different owners, or that quantizers store otherwise, become groups of
+    their own; where that changes what plugins were told, they are asked anew.
     """
     active = activate(cfg.plugins)
     prefer = {slot: name for slot, name in cfg.compose.prefer.items() if name}
 
-    def merged(tables: ModelTables, inputs: Inputs) -> Assembly:
-        context = context_of(cfg, dataset, inputs, device, steps, ranks)
-        return assemble(gather(active, context), tables.infos(), prefer=prefer)
+    def merged(given: Unplaced) -> tuple[Assembly, ModelTables]:
+        context = context_of(cfg, dataset, given.inputs, device, steps, ranks)
+        assembly = assemble(gather(active, context), context.tables, prefer=prefer)
+        caches = assembly.caches
+        split = given.tables.split(lambda table: id(caches[table].part) if table in caches else 0)
+        return assembly, quantized(split, assembly.quantizing)
 
-    assembly = merged(unplaced.tables, unplaced.inputs)
-    split = unplaced.split(lambda table: id(assembly.caches[table].part) if table in assembly.caches else 0)
-    if len(split.tables.groups) > len(unplaced.tables.groups):
-        unplaced, assembly = split, merged(split.tables, split.inputs)
-    return assembly, unplaced
+    assembly, tables = merged(unplaced)
+    if _told(tables) != _told(unplaced.tables):
+        assembly, tables = merged(unplaced.grouped(tables))
+    return assembly, unplaced if tables == unplaced.tables else unplaced.grouped(tables)
+
+
+def _told(tables: ModelTables) -> list[tuple[Sequence[str], int]]:
+    """What plugins plan with of each group: its tables, and the bytes of a row."""
+    return [(group.tables.layout.tables, group.tables.record_bytes) for group in tables.groups]
 
 
 def context_of(

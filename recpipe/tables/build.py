@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchrec.modules.embedding_configs import DataType
 
 from recpipe.common.run_dir import RunDir
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
+from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.policy import RowSpace
 from recpipe.tables.collection import TableCollection
 from recpipe.tables.config import SHARDED, TierConfig
@@ -24,6 +26,7 @@ from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.specs import TableSet
 from recpipe.tables.stores import SsdStore, make_store
 from recpipe.tables.stores.base import ColdStore, Fill, StoreLayout
+from recpipe.tables.stores.coded import Coding, local_store
 from recpipe.tables.stores.sharded import HeldRows, ShardedStore
 from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.placement import Bags
@@ -129,6 +132,12 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
             TierParts(tables, slots, store, place.device, prefetch, ranks, tier.lookups, tier.number)
         )
         if own is not None:
+            if tables.storage is not DataType.FP32:
+                raise PluginConflict(
+                    f"plugin {cache.origin} keeps rows of its own, in float32, but tables "
+                    f"{', '.join(tables.layout.tables)} are to be stored in {tables.storage.value.lower()}: "
+                    "drop one of the two"
+                )
             return own
     if not ranks.trains:
         assert isinstance(store, ShardedStore)
@@ -164,9 +173,10 @@ def _store(tier: _Tier, place: Place) -> ColdStore:
             place.run_dir.at_end(store.remove)  # after an error nobody closes it
         return store
 
+    coding = None if tables.codec is None else Coding(tables.codec)
     if config.store == SHARDED or ranks.world > 1:
-        return ShardedStore(tables.layout, tables.fill, ranks, local)
-    return local(tables.layout, tables.fill)
+        return ShardedStore(tables.layout, tables.fill, ranks, local, coding)
+    return local_store(tables.layout, tables.fill, coding, local)
 
 
 def staging_bytes(lookups: int) -> int:

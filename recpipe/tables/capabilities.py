@@ -72,7 +72,7 @@ class Placed(ABC):
 
     @abstractmethod
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
-        """Go on from ``state`` once the tables are loaded; False where it is of another policy or budget."""
+        """Go on from ``state``; the tables are loaded next. False where it is of another policy or budget."""
 
 
 Rows: TypeAlias = KeyedTensor | dict[str, JaggedTensor]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
     BoundsCheckMode,
     EmbeddingLocation,
@@ -20,7 +21,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from numpy.typing import NDArray
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_sparse_type
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -259,6 +260,8 @@ def fused_tbe(
         learning_rate=tables.optimizer.lr,
         eps=tables.optimizer.eps,
         pooling_mode=PoolingMode.SUM if pooled else PoolingMode.NONE,
+        weights_precision=data_type_to_sparse_type(tables.storage),
+        output_dtype=SparseType.FP32,
         # The loaders have checked the ids, and would tell; FBGEMM would look up row 0 instead.
         bounds_check_mode=BoundsCheckMode.NONE,
         device=device,

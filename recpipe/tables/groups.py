@@ -101,7 +101,14 @@ class ModelTables:
     def infos(self) -> dict[str, TableInfo]:
         """Per table: what plugins are told of it."""
         return {
-            t.name: TableInfo(t.name, t.rows, g.tables.dim, g.tables.pooled, t.features)
+            t.name: TableInfo(
+                t.name,
+                t.rows,
+                g.tables.dim,
+                g.tables.pooled,
+                t.features,
+                g.tables.layout.width - g.tables.dim,
+            )
             for g in self.groups
             for t in g.tables.tables
         }

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrec.modules.embedding_configs import DataType
-
 from recpipe.errors import UserError
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.compose import Owned
@@ -15,7 +13,6 @@ from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.policy import Cache
 from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.sharding.claims import stored_types
 
 RESIDENT, NOCACHE = "resident", "nocache"
 
@@ -66,8 +63,7 @@ def is_sharded(config: TierConfig, assembly: Assembly) -> bool:
 
 def _placing(assembly: Assembly) -> list[Owned[Any]]:
     """The plugins' parts that only TorchRec's sharded tables can carry out."""
-    placed: list[Owned[Any] | None] = [assembly.planner, *assembly.codecs.values()]
-    placed += [owner for owner, kind in stored_types(assembly).values() if kind is not DataType.FP32]
+    placed: list[Owned[Any] | None] = [assembly.planner, *assembly.quantizing.codecs.values()]
     return [owned for owned in placed if owned is not None]
 
 

@@ -146,7 +146,7 @@ class ResidentCollection(AllResident):
         """Put ``records`` in the place of those of distinct ``rows``."""
         with torch.no_grad():
             for (weights, state), places, local in self._by_table(rows):
-                weights[local] = records[places, : self.tables.dim]
+                weights[local] = records[places, : self.tables.dim].to(weights.dtype)
                 state[local] = records[places, self.tables.dim :]
 
     def _by_table(self, rows: RowIds) -> Iterator[tuple[seams.Views, torch.Tensor, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Annotated
@@ -12,11 +12,13 @@ import torch
 from annotated_types import Gt
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from numpy.typing import NDArray
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, DataType, EmbeddingBagConfig
 
 from recpipe.common.validation import one_of
 from recpipe.data.dataset import SparseFeature
+from recpipe.plugin.quantizer import RowCodec
 from recpipe.tables.stores.base import Records, StoreLayout
+from recpipe.tables.stores.coded import WORD, Coding
 
 FILL_ROWS = 65_536
 """Rows per seed of the initial values: any chunking of a table yields the same rows."""
@@ -83,6 +85,10 @@ class TableSet:
     numbers: tuple[int, ...] = ()
     """Of each table among all of the model, by which first values differ from table to table; empty: 0, 1,
     ..."""
+    storage: DataType = DataType.FP32
+    """What stores weights where they are looked up; optimizer state is float32."""
+    codec: RowCodec | None = None
+    """How records lie in the cold tier; None: as float32."""
 
     @classmethod
     def one_each(
@@ -119,28 +125,42 @@ class TableSet:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one row: float32 weights and optimizer state."""
-        return 4 * self.layout.width
+        """Bytes of one row where it is looked up: its weights and its optimizer state."""
+        return self.bytes_of_weights(self.dim) + WORD * (self.layout.width - self.dim)
+
+    def bytes_of_weights(self, columns: int) -> int:
+        """Of so many of a row's."""
+        bits: int = DATA_TYPE_NUM_BITS[self.storage]
+        return bits * columns // 8
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all rows of all tables, optimizer state included."""
+        """Bytes of all rows of all tables, optimizer state included, if they were resident."""
         return self.layout.total_rows * self.record_bytes
+
+    @property
+    def cold_record_bytes(self) -> int:
+        """Bytes of one row's record in the cold tier."""
+        return WORD * (self.layout.width if self.codec is None else Coding(self.codec).width)
+
+    @property
+    def cold_bytes(self) -> int:
+        """Bytes of all rows' records there, without a store's own."""
+        return self.layout.total_rows * self.cold_record_bytes
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
         """Per table: rows, dimension, width of the optimizer state."""
         return {t.name: (t.rows, self.dim, self.layout.width - self.dim) for t in self.tables}
 
-    def configs(self, data_types: Mapping[str, DataType] | None = None) -> list[EmbeddingBagConfig]:
-        """TorchRec's description of the tables (float32 but for ``data_types``)."""
-        types = data_types or {}
+    def configs(self) -> list[EmbeddingBagConfig]:
+        """TorchRec's description of the tables."""
         return [
             EmbeddingBagConfig(
                 name=t.name,
                 embedding_dim=self.dim,
                 num_embeddings=t.rows,
                 feature_names=list(t.features),
-                data_type=types.get(t.name, DataType.FP32),
+                data_type=self.storage,
             )
             for t in self.tables
         ]

@@ -72,7 +72,7 @@ def describe(
             "rows": tables.total_rows,
             "resident_bytes": resident,
             "resident_rows": sum(slots),
-            "cold_bytes": sum(group.tables.total_bytes for group in cold),
+            "cold_bytes": sum(group.tables.cold_bytes for group in cold),
             "table_bytes": tables.bytes_of_tables(),
             "groups": [
                 {
@@ -81,6 +81,8 @@ def describe(
                     "dim": group.tables.dim,
                     "optimizer": asdict(group.tables.optimizer),
                     "record_bytes": group.tables.record_bytes,
+                    "cold_record_bytes": None if owner.name == RESIDENT else group.tables.cold_record_bytes,
+                    "storage": group.tables.storage.value.lower(),
                     "cache": owner.name,
                     "resident_rows": owner.slots,
                 }
@@ -114,13 +116,19 @@ def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:
         alike.setdefault(", ".join(f"{a}: {o}" for a, o in aspects.items()), []).append(name)
     for owners, names in alike.items():
         table.add_row("tables", f"{owners} of {escape(printable(', '.join(names)))}")
+    if plan["codecs"]:
+        table.add_row("codecs", ", ".join(f"{what}: {owner}" for what, owner in plan["codecs"].items()))
     table.add_row("alters", ", ".join(plan["altered"]) or "nothing: equals the run without plugins")
     count = len(plan["ranks"]["trainers"])
     trainers = "1 rank" if count == 1 else f"each of {count} ranks"
     sizes = sorted({group["record_bytes"] for group in tiers["groups"]})
     rows = f"{tiers['resident_rows']:,} of {tiers['rows']:,} rows of {' or '.join(map(str, sizes))} bytes"
     table.add_row("resident tier", f"{readable_bytes(tiers['resident_bytes'])} on {trainers} ({rows})")
-    cold = f"{readable_bytes(tiers['cold_bytes'])} ({tiers['store']})" if tiers["store"] else "-"
+    cold = "-"
+    if tiers["store"]:
+        sizes = sorted({g["cold_record_bytes"] for g in tiers["groups"] if g["cold_record_bytes"]})
+        rows = f"rows of {' or '.join(map(str, sizes))} bytes"
+        cold = f"{readable_bytes(tiers['cold_bytes'])} ({tiers['store']}, {rows})"
     table.add_row("cold tier", cold)
 
     def draw(out: Console) -> None:

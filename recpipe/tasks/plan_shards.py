@@ -17,8 +17,9 @@ from recpipe.tables.specs import TableSet
 
 
 def shard_bytes(shard: Shard, tables: TableSet) -> int:
-    """Bytes of its weights (as float32) and optimizer state on its rank."""
-    return 4 * shard.rows * (shard.columns + tables.optimizer.state_width(shard.columns))
+    """Bytes of its weights and optimizer state on its rank."""
+    state = 4 * tables.optimizer.state_width(shard.columns)
+    return shard.rows * (tables.bytes_of_weights(shard.columns) + state)
 
 
 def described(plan: ShardPlan, groups: Mapping[str, TableSet]) -> dict[str, Any]:

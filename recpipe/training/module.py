@@ -313,7 +313,7 @@ class RankingModule(L.LightningModule):
         return {"data.batch_size": self.loader.batch_size, "optim.dense.name": name}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue at the saved data position, with the same rows resident when the tiers are the same.
+        """Continue at the saved data position; the same rows are resident already where tiers are the same.
 
         ``recpipe.training.resume`` has checked it all before.
         """
@@ -330,9 +330,6 @@ class RankingModule(L.LightningModule):
         self._random_state = saved["random"]
         if self.backend is not None and saved.get("backend") is not None:  # older checkpoints lack it
             self.backend.restore(saved["backend"])
-        placed = self.model.embeddings.offers(Placed)
-        if placed is not None:
-            placed.load_placement_state(saved["placement"])
 
 
 def _sees_gradients(callback: L.Callback) -> bool:

@@ -13,57 +13,24 @@ from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CommOp, QuantizedCommCodecs
-from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from recpipe.plugin.api import TablePolicy
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.quantizer import Direction
+from recpipe.tables.sharding.wire import POOLED, SEQUENCES
 
-STORED = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
-"""``TablePolicy.data_type``'s names."""
 CPU_KERNELS = frozenset({EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value})
 IGNORED = ("device_group", "key_value_params", "use_virtual_table")
 """Constraints that no plan of recpipe's carries."""
 GPU_ONLY = ("cache_params", "enforce_hbm", "stochastic_rounding")
 """Constraints that FBGEMM's CPU kernels ignore."""
-POOLED = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
-"""The collectives of pooled tables ..."""
-SEQUENCES = (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,)
-"""... and of those whose rows are handed out one for each id."""
 COLLECTIVES: dict[type[nn.Module], tuple[CommOp, ...]] = {
     EmbeddingBagCollection: POOLED,
     EmbeddingCollection: SEQUENCES,
 }
-
-
-def stored_types(assembly: Assembly) -> dict[str, tuple[Owned[TablePolicy], DataType]]:
-    """The tables whose type a plugin names, with that plugin; ``PluginError`` on a name that is none."""
-    found = {}
-    for owner, tables in assembly.policies("precision"):
-        for table in tables:
-            said = owner.part.data_type(table)
-            if said is None:
-                continue
-            if said not in STORED:
-                raise PluginError(
-                    f"plugin {owner.origin}: data_type() stores table '{table}' in {said!r}; choose one of "
-                    f"{', '.join(STORED)}"
-                )
-            found[table] = (owner, STORED[said])
-    return found
-
-
-def refuse_type(table: str, owner: Owned[TablePolicy], kind: DataType, device: torch.device) -> None:
-    """``PluginError`` on a type that cannot be trained on ``device``."""
-    if kind is DataType.BF16 and device.type == "cpu":
-        raise PluginError(
-            f"plugin {owner.origin}: data_type() stores table '{table}' in bf16, which FBGEMM trains on "
-            "GPUs alone; use fp16 or fp32"
-        )
 
 
 def refuse_limit(
@@ -92,7 +59,7 @@ def codecs(assembly: Assembly, kinds: Set[type[nn.Module]]) -> dict[str, Quantiz
     direction."""
     registry: dict[str, QuantizedCommCodecs] = {}
     used = [op for kind, ops in COLLECTIVES.items() if kind in kinds for op in ops]
-    for (collective, direction), owned in assembly.codecs.items():
+    for (collective, direction), owned in assembly.quantizing.codecs.items():
         if collective not in used or direction not in get_args(Direction):
             which = "pooled tables" if SEQUENCES[0] not in used else "this model's tables"
             raise PluginError(

@@ -115,11 +115,11 @@ class ShardedTables:
 
     def _sharded(self, model: nn.Module | None) -> list[Any]:
         """TorchRec's sharded module of each group."""
-        sharding, tables, types = self.sharding, self.sharding.tables, self.sharding.data_types()
-        whole = skeleton(tables, types) if model is None else model
+        sharding, tables = self.sharding, self.sharding.tables
+        whole = skeleton(tables) if model is None else model
         local_world = sharding.topology().local_world_size
         limits = sharding.constraints()
-        with nullcontext() if model is None else groups_in(whole, tables, types):
+        with nullcontext() if model is None else groups_in(whole, tables):
             # The dense part is not its concern: recpipe sums those gradients in the order of the ranks.
             DistributedModelParallel(
                 whole,

@@ -6,13 +6,13 @@ shards a collection with one dimension, and its optimizer state is read by table
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recpipe import seams
@@ -31,13 +31,13 @@ def module_paths(tables: ModelTables) -> list[str]:
     return [f"{g.path}.{n}" if g.path else str(n) for n, g in enumerate(tables.groups)]
 
 
-def group_module(tables: TableSet, types: Mapping[str, DataType]) -> nn.Module:
+def group_module(tables: TableSet) -> nn.Module:
     """A collection of the tables without memory, under their ``module_name``, each with its optimizer.
 
-    ``types``: of tables that are not float32. Bags are sums: a mean is made of them where they are used.
+    Bags are sums: a mean is made of them where they are used.
     """
     nowhere = torch.device("meta")
-    configs = [replace(config, name=module_name(config.name)) for config in tables.configs(types)]
+    configs = [replace(config, name=module_name(config.name)) for config in tables.configs()]
     made: nn.Module
     if tables.pooled:
         made = EmbeddingBagCollection(tables=configs, is_weighted=tables.weighted, device=nowhere)
@@ -58,10 +58,10 @@ def group_module(tables: TableSet, types: Mapping[str, DataType]) -> nn.Module:
     return made
 
 
-def skeleton(tables: ModelTables, types: Mapping[str, DataType]) -> nn.Module:
+def skeleton(tables: ModelTables) -> nn.Module:
     """The groups' modules at their paths, and nothing else: what a planner needs of a model."""
     model = nn.Module()
-    for path, holder in _holders(tables, types).items():
+    for path, holder in _holders(tables).items():
         if not path:
             return holder
         *above, name = path.split(".")
@@ -75,11 +75,11 @@ def skeleton(tables: ModelTables, types: Mapping[str, DataType]) -> nn.Module:
 
 
 @contextmanager
-def groups_in(model: nn.Module, tables: ModelTables, types: Mapping[str, DataType]) -> Iterator[None]:
+def groups_in(model: nn.Module, tables: ModelTables) -> Iterator[None]:
     """Inside, ``model`` has its groups' modules where it had collections; afterwards these are back."""
     before: dict[str, nn.Module] = {}
     try:
-        for path, holder in _holders(tables, types).items():
+        for path, holder in _holders(tables).items():
             before[path] = model.get_submodule(path)
             _put(model, path, holder)
         yield
@@ -88,12 +88,12 @@ def groups_in(model: nn.Module, tables: ModelTables, types: Mapping[str, DataTyp
             _put(model, path, collection)
 
 
-def _holders(tables: ModelTables, types: Mapping[str, DataType]) -> dict[str, nn.Module]:
+def _holders(tables: ModelTables) -> dict[str, nn.Module]:
     """A module for each collection, by path."""
     found: dict[str, nn.Module] = {}
     for number, group in enumerate(tables.groups):
         holder = found.setdefault(group.path, nn.Module())
-        setattr(holder, str(number), group_module(group.tables, types))
+        setattr(holder, str(number), group_module(group.tables))
     return found
 
 

@@ -29,7 +29,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.assembly import Assembly
 from recpipe.seams import module_name
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.sharding.claims import codecs, refuse_limit, refuse_type, stored_types
+from recpipe.tables.sharding.claims import codecs, refuse_limit
 from recpipe.tables.sharding.modules import fused, skeleton
 from recpipe.tables.sharding.plan import ShardPlan, TablePlan, from_torchrec
 from recpipe.tables.specs import TableSet
@@ -97,14 +97,6 @@ class Sharding:
     cached_share: float
     """Share of a table's rows that ``kernel=uvm_caching`` keeps in device memory."""
 
-    def data_types(self) -> dict[str, DataType]:
-        """The tables that a plugin stores in a type of its choice."""
-        found = {}
-        for table, (owner, kind) in stored_types(self.assembly).items():
-            refuse_type(table, owner, kind, self.device)
-            found[table] = kind
-        return found
-
     @cached_property
     def group_of(self) -> dict[str, TableSet]:
         """Each table's group."""
@@ -159,10 +151,9 @@ class Sharding:
             if limit is not None:
                 refuse_limit(name, planner, limit, self.device)
                 limits[name] = _merged(limits[name], limit)
-        types = self.data_types()
         for name, limit in limits.items():
             wanted = limit.sharding_types or PLANNED
-            stored = types.get(name, DataType.FP32)
+            stored = self.group_of[name].storage
             refused = {kind: self._refused(name, kind, limit, stored) for kind in wanted}
             usable = [kind for kind, why in refused.items() if why is None]
             if not usable:
@@ -217,7 +208,7 @@ class Sharding:
             planner = EmbeddingShardingPlanner(
                 topology=topology, constraints=by_module, batch_size=self.rank_batch, stats=[seen]
             )
-        model, sharders = skeleton(self.tables, self.data_types()), self.sharders()
+        model, sharders = skeleton(self.tables), self.sharders()
         try:
             if group is None:
                 made = planner.plan(model, sharders)

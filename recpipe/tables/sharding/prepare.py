@@ -48,8 +48,7 @@ def plan_shards(
         config.kernel,
         config.budget(tables) / tables.total_bytes,
     )
-    sharding.data_types()  # these refuse what could not be carried out
-    sharding.sharders()
+    sharding.sharders()  # which refuses codecs that could not be carried out
     if config.plan is not None:
         plan = load_plan(Path(config.plan).expanduser())
         sharding.check(plan)

@@ -65,6 +65,9 @@ class ColdStore(ABC):
     io: IoCounters
     direct: bool | None
     """True: O_DIRECT; False: buffered by the page cache; None: not a file (DRAM)."""
+    rounded: Callable[[Records], Records] | None = None
+    """What ``gather`` gives of records once they are written, where it is not what was written (fewer bits).
+    Called from any thread; a store around another one passes it on."""
 
     @abstractmethod
     def gather(self, rows: Rows, out: Records) -> None:

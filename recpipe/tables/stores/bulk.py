@@ -59,6 +59,7 @@ class BulkStore(ColdStore):
         self.inner = inner
         self.layout = inner.layout
         self.direct = inner.direct
+        self.rounded = inner.rounded
         self.io = IoCounters()
         self.missed = 0
         """Rows that ``gather`` had to read itself."""
@@ -176,6 +177,8 @@ class BulkStore(ColdStore):
         """Keep ``records`` until there are enough to write; a record that waits already is replaced."""
         with self._lock:
             self._raise_faults()
+        if self.rounded is not None:  # at once: who reads them must not depend on when they are written
+            records = self.rounded(records)
         for start in range(0, len(rows), self._capacity):
             part = slice(start, start + self._capacity)
             self._keep(rows[part], records[part])

@@ -3,13 +3,14 @@
 Row g lies on holder ``g % H``, there at number ``g // H``, in DRAM or on an SSD. Rows move in rounds.
 A round is a handful of collectives that every trainer and holder enters: what it wants written and
 read, the records to write, the records read. The writes of all ranks in a round are applied before its
-reads, so a round is also the acknowledgement that earlier rows have arrived.
+reads, so a round is also the acknowledgement that earlier rows have arrived. Encoded records travel as they
+lie in the stores.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,8 @@ from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.tables.collection import TableCollection
 from recpipe.tables.specs import Region, Values
 from recpipe.tables.stores.base import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
+from recpipe.tables.stores.coded import CodedStore, Coding, MakeLocal, local_store
 
-MakeLocal = Callable[[StoreLayout, Fill], ColdStore]
 TABLE = "rows"
 """Name of the one table of a holder's part."""
 
@@ -32,7 +33,14 @@ class ShardedStore(ColdStore):
 
     direct: bool | None
 
-    def __init__(self, layout: StoreLayout, fill: Fill, ranks: Ranks, make_local: MakeLocal) -> None:
+    def __init__(
+        self,
+        layout: StoreLayout,
+        fill: Fill,
+        ranks: Ranks,
+        make_local: MakeLocal,
+        coding: Coding | None = None,
+    ) -> None:
         self.layout = layout
         self.io = IoCounters()
         self.ranks = ranks
@@ -40,9 +48,16 @@ class ShardedStore(ColdStore):
         self.local: ColdStore | None = None
         """This rank's part; None where it holds no rows."""
         if ranks.holds:
-            self.local = make_local(part_layout(layout, ranks), part_fill(layout, fill, ranks))
+            here = part_layout(layout, ranks)
+            self.local = local_store(here, part_fill(layout, fill, ranks), coding, make_local)
         self.direct = self.local.direct if self.local else None
-        self._written = np.dtype([("row", "<i8"), ("record", "<f4", (layout.width,))])
+        self._coding, self._width = coding, layout.width
+        if coding is not None:
+            self.rounded, self._width = coding.rounded, coding.width
+        self._raw = self.local.inner if isinstance(self.local, CodedStore) else self.local
+        """This rank's part as records travel, float32 [n, ``_width``]."""
+        self._written = np.dtype([("row", "<i8"), ("record", "<f4", (self._width,))])
+        self._nothing = np.empty((0, self._width), np.float32)
         self._open = True
 
     def owner_of(self, rows: Rows) -> Rows:
@@ -66,12 +81,16 @@ class ShardedStore(ColdStore):
         began = time.perf_counter()
         assert records.shape == (len(write), self.layout.width), (records.shape, len(write))
         assert out.shape == (len(read), self.layout.width), (out.shape, len(read))
-        self._round(write, records, read, out, stop=False)
+        sent = records if self._coding is None else self._coding.encoded(records)
+        came = out if self._coding is None else np.empty((len(read), self._width), np.float32)
+        self._round(write, sent, read, came, stop=False)
+        if self._coding is not None:
+            self._coding.decode(came, out)
         seconds = time.perf_counter() - began
         self.io.rows_read += len(read)
         self.io.rows_written += len(write)
-        self.io.bytes_read += out.nbytes
-        self.io.bytes_written += records.nbytes
+        self.io.bytes_read += came.nbytes
+        self.io.bytes_written += sent.nbytes
         if len(read):
             self.io.read_seconds += seconds
         else:
@@ -79,8 +98,7 @@ class ShardedStore(ColdStore):
 
     def serve(self) -> None:
         """Take part in the trainers' rounds until they close the store."""
-        nothing = np.empty((0, self.layout.width), np.float32)
-        while not self._round(_NONE, nothing, _NONE, nothing, stop=False):
+        while not self._round(_NONE, self._nothing, _NONE, self._nothing, stop=False):
             pass
         self._close_local()
 
@@ -113,22 +131,22 @@ class ShardedStore(ColdStore):
         packed["row"], packed["record"] = self.local_rows(rows), records
         raw = packed.view(np.uint8).reshape(len(rows), self._written.itemsize)
         came = self.channel.exchange([raw[part] for part in parts], sizes.tolist())
-        if self.local is None:
+        if self._raw is None:
             return
         written = np.concatenate(came).reshape(-1).view(self._written)
         if len(written):
-            self.local.scatter(written["row"].copy(), written["record"].copy())
+            self._raw.scatter(written["row"].copy(), written["record"].copy())
 
     def _move_reads(
         self, rows: Rows, out: Records, parts: list[NDArray[np.int64]], sizes: NDArray[np.int64]
     ) -> None:
         numbers = self.local_rows(rows)
         wanted = self.channel.exchange([numbers[part] for part in parts], sizes.tolist())
-        replies = [np.empty((len(ids), self.layout.width), np.float32) for ids in wanted]
+        replies = [np.empty((len(ids), self._width), np.float32) for ids in wanted]
         for ids, reply in zip(wanted, replies, strict=True):
             if len(ids):
-                assert self.local is not None, "only holders are asked for rows"
-                self.local.gather(ids, reply)
+                assert self._raw is not None, "only holders are asked for rows"
+                self._raw.gather(ids, reply)
         came = self.channel.exchange(replies, [len(part) for part in parts])
         for part, received in zip(parts, came, strict=True):
             out[part] = received
@@ -143,8 +161,7 @@ class ShardedStore(ColdStore):
         if not self._open:
             return
         self._open = False
-        nothing = np.empty((0, self.layout.width), np.float32)
-        self._round(_NONE, nothing, _NONE, nothing, stop=True)
+        self._round(_NONE, self._nothing, _NONE, self._nothing, stop=True)
         self._close_local()
 
     def _close_local(self) -> None:

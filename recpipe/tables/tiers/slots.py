@@ -39,7 +39,8 @@ def filter_slots(
 
 
 def views(table: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [slots, D] and optimizer state [slots, S]; writing them changes the table."""
+    """Weights [slots, D], of the type that stores them, and optimizer state float32 [slots, S]; writing them
+    changes the table."""
     if isinstance(table, SharedTable):
         return table.weights, table.state
     return seams.tbe_views(table)[0]
@@ -48,7 +49,7 @@ def views(table: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 def take(table: nn.Module, slots: torch.Tensor) -> torch.Tensor:
     """Records of ``slots`` (int64 [n]): a copy, float32 [n, width]."""
     weights, state = views(table)
-    return torch.cat((weights.index_select(0, slots), state.index_select(0, slots)), dim=1)
+    return torch.cat((weights.index_select(0, slots).float(), state.index_select(0, slots)), dim=1)
 
 
 def put(table: nn.Module, slots: torch.Tensor, records: torch.Tensor) -> None:
@@ -58,5 +59,5 @@ def put(table: nn.Module, slots: torch.Tensor, records: torch.Tensor) -> None:
         return
     weights, state = views(table)
     with torch.no_grad():
-        weights.index_copy_(0, slots, records[:, : weights.shape[1]])
+        weights.index_copy_(0, slots, records[:, : weights.shape[1]].to(weights.dtype))
         state.index_copy_(0, slots, records[:, weights.shape[1] :])

@@ -1,10 +1,12 @@
-"""Both stores against a plain array: whatever the order of calls, a gather sees every earlier scatter."""
+"""All stores against a plain array: whatever the order of calls, a gather sees every earlier scatter."""
 
 import numpy as np
 import pytest
 
 from recpipe.errors import UserError
+from recpipe.plugin.quantizer import RowCodec
 from recpipe.tables.stores import HostStore, SsdStore, StoreLayout, make_store
+from recpipe.tables.stores.coded import Coding, local_store
 
 LAYOUTS = {
     "one row per block": StoreLayout(("a", "b"), (9, 30), 600),
@@ -16,7 +18,22 @@ LAYOUTS = {
 STAGING = {"ample": 32 << 20, "tiny": 3 * 4096, "one block": 1}
 
 
-@pytest.fixture(params=["host", *STAGING])
+class Marked(RowCodec):
+    """All of a record and a mark: one byte more than words."""
+
+    def __init__(self, width):
+        self.bytes_per_record = 4 * width + 1
+
+    def encode(self, records):
+        mark = np.full((len(records), 1), 0xA5, np.uint8)
+        return np.concatenate((records.view(np.uint8), mark), axis=1)
+
+    def decode(self, encoded, out):
+        assert (encoded[:, -1] == 0xA5).all()
+        out[...] = np.ascontiguousarray(encoded[:, :-1]).view(np.float32)
+
+
+@pytest.fixture(params=["host", "coded host", "coded ssd", *STAGING])
 def kind(request):
     return request.param
 
@@ -30,6 +47,11 @@ def layout(request):
 def store(kind, layout, tmp_path, fill_for):
     if kind == "host":
         made = HostStore(layout, fill_for(layout))
+    elif kind.startswith("coded"):
+        coding = Coding(Marked(layout.width))
+        made = local_store(
+            layout, fill_for(layout), coding, lambda *of: make_store(kind[6:], *of, directory=tmp_path)
+        )
     else:
         made = SsdStore.create(layout, fill_for(layout), tmp_path / "s", staging_bytes=STAGING[kind])
     yield made

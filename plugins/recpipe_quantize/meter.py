@@ -1,0 +1,81 @@
+"""What rounding does to rows that are written back, from a sample of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.plugin import Figure, RecordLayout, RowCodec
+
+B = TypeVar("B")
+EVERY = 8
+"""Of so many calls of ``encode`` one is looked at ..."""
+ROWS = 32
+"""... and of it at most so many rows."""
+
+
+class Meter:
+    """Largest and mean difference of weights that training writes back; first values are not counted."""
+
+    def __init__(self) -> None:
+        self.rows = self.values = self.calls = 0
+        self.largest = self.sum = self.sum_of_sizes = 0.0
+        self._counts = False
+        self._lock = threading.Lock()
+
+    def begun(self, batches: Iterator[B]) -> Iterator[B]:
+        """``batches`` as they are: training asks for them."""
+        self._counts = True
+        yield from batches
+
+    def wants(self) -> bool:
+        """Whether this call is one of those that are looked at."""
+        with self._lock:
+            self.calls += self._counts
+            return self._counts and self.calls % EVERY == 1
+
+    def add(self, weights: NDArray[np.float32], kept: NDArray[np.float32]) -> None:
+        """Weights of some rows, float32 [n, dim], and what is kept of them."""
+        errors = np.abs(kept.astype(np.float64) - weights)
+        with self._lock:
+            self.rows += len(weights)
+            self.values += errors.size
+            self.largest = max(self.largest, float(errors.max(initial=0)))
+            self.sum += float(errors.sum())
+            self.sum_of_sizes += float(np.abs(weights).sum())
+
+    def figures(self) -> dict[str, Figure]:
+        """For the report."""
+        values = max(1, self.values)
+        return {
+            "sampled_rows": self.rows,
+            "rounding_error_largest": self.largest,
+            "rounding_error_mean": self.sum / values,
+            "sampled_weight_mean": self.sum_of_sizes / values,
+        }
+
+
+class Metered(RowCodec):
+    """``codec``, whose errors ``meter`` samples."""
+
+    def __init__(self, codec: RowCodec, layout: RecordLayout, meter: Meter) -> None:
+        self.codec, self.layout, self.meter = codec, layout, meter
+        self.bytes_per_record = codec.bytes_per_record
+
+    def encode(self, records: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """As ``codec``."""
+        encoded = self.codec.encode(records)
+        if len(records) and self.meter.wants():
+            chosen = slice(None, None, -(-len(records) // ROWS))
+            kept = np.empty((len(encoded[chosen]), self.layout.width), np.float32)
+            self.codec.decode(np.ascontiguousarray(encoded[chosen]), kept)
+            self.meter.add(records[chosen, : self.layout.dim], kept[:, : self.layout.dim])
+        return encoded
+
+    def decode(self, encoded: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
+        """As ``codec``."""
+        self.codec.decode(encoded, out)

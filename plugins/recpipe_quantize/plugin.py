@@ -1,0 +1,117 @@
+"""Built-in quantization as a plugin: codecs of cold rows, storage types, precisions between ranks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from recpipe.kit import WIRE_PRECISIONS, Bf16Rows, Fp16Rows, Int8Rows, wire_codecs
+from recpipe.plugin import (
+    Context,
+    Contribution,
+    Direction,
+    Figure,
+    Invariant,
+    Link,
+    Plugin,
+    PluginError,
+    Quantizer,
+    RecordLayout,
+    RowCodec,
+    TableInfo,
+)
+from recpipe_quantize.meter import Meter, Metered
+
+COLD: Mapping[str, Callable[[RecordLayout], RowCodec]] = {
+    "int8": Int8Rows,
+    "fp16": Fp16Rows,
+    "bf16": Bf16Rows,
+}
+STORAGES = ("fp32", "fp16", "bf16")
+WEIGHT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+class Quantize(Plugin):
+    """Rows in fewer bits: cold, stored or sent; optimizer state stays exact."""
+
+    api = (2, 0)
+
+    def __init__(self, *, cold: str, storage: str, forward: str, backward: str, tables: str) -> None:
+        _one_of("cold", cold, ("fp32", *COLD))
+        _one_of("storage", storage, STORAGES)
+        _one_of("forward", forward, WIRE_PRECISIONS)
+        _one_of("backward", backward, WIRE_PRECISIONS)
+        self.cold, self.storage, self.tables = cold, storage, tables
+        self.wire = (forward, backward)
+        altered = set()
+        if {cold, storage, *self.wire} != {"fp32"}:
+            altered.add(Invariant.EXACT_GRADIENT)
+        if storage != "fp32":
+            altered.add(Invariant.TABLE_LAYOUT)
+        self.alters = frozenset(altered)
+
+    def contribute(self, ctx: Context) -> Contribution:
+        """The quantizer and its figures; nothing where all is float32."""
+        if not self.alters:
+            return Contribution()
+        made = FewerBits(self, [table.pooled for table in ctx.tables.values()])
+        return Contribution(
+            stream=[Link(made.meter.begun)] if self.cold != "fp32" else (),
+            quantizer=made,
+            report=[lambda run: figures(self, made, ctx.tables)],
+        )
+
+
+class FewerBits(Quantizer):
+    """What the knobs say; ``pooled``: of each table, whether its rows are summed by bag."""
+
+    def __init__(self, knobs: Quantize, pooled: list[bool]) -> None:
+        self.knobs, self.pooled, self.tables = knobs, pooled, knobs.tables
+        self.meter = Meter()
+
+    def cold(self, layout: RecordLayout) -> RowCodec | None:
+        """The built-in codec, watched."""
+        if self.knobs.cold == "fp32":
+            return None
+        return Metered(COLD[self.knobs.cold](layout), layout, self.meter)
+
+    def storage(self, table: TableInfo) -> str | None:
+        """One type for all tables."""
+        return None if self.knobs.storage == "fp32" else self.knobs.storage
+
+    def codecs(self) -> Mapping[tuple[Any, Direction], Any]:
+        """TorchRec's."""
+        return wire_codecs(*self.knobs.wire, self.pooled)
+
+
+def figures(knobs: Quantize, made: FewerBits, tables: Mapping[str, TableInfo]) -> dict[str, Figure]:
+    """Bytes before and after, of the tables that are quantized; and what rounding did on this rank."""
+    chosen = [table for name, table in tables.items() if fnmatchcase(name, knobs.tables)]
+    rows = sum(table.rows for table in chosen)
+    before = sum(table.rows * 4 * (table.dim + table.state) for table in chosen)
+    found: dict[str, Figure] = {"float32_record_bytes": before / rows}
+    if knobs.cold != "fp32":
+        layouts = {RecordLayout(table.dim, table.dim + table.state) for table in chosen}
+        sizes = {layout: COLD[knobs.cold](layout).bytes_per_record for layout in layouts}
+        after = sum(t.rows * sizes[RecordLayout(t.dim, t.dim + t.state)] for t in chosen)
+        found |= {
+            "record_bytes": after / rows,
+            "float32_cold_bytes": before,
+            "cold_bytes": after,
+            "saved_share": 1 - after / before,
+            **made.meter.figures(),
+        }
+    if knobs.storage != "fp32":
+        weight = WEIGHT_BYTES[knobs.storage]
+        found["float32_stored_bytes"] = before
+        found["stored_bytes"] = sum(t.rows * (weight * t.dim + 4 * t.state) for t in chosen)
+    return found
+
+
+def _one_of(knob: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(choices)}"
+        raise PluginError(f"plugins.quantize.{knob}={value} is unknown; {hint}")

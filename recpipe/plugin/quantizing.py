@@ -1,0 +1,150 @@
+"""Merging plugins' quantizers: one owner for each table's cold rows and storage, and for each codec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.errors import did_you_mean
+from recpipe.plugin.api import Origin, TableInfo
+from recpipe.plugin.blame import blaming
+from recpipe.plugin.compose import Owned, Plugins, keyed
+from recpipe.plugin.errors import PluginConflict, PluginError
+from recpipe.plugin.quantizer import STORAGES, Direction, Quantizer, RecordLayout, RowCodec
+
+if TYPE_CHECKING:
+    from torchrec.distributed.types import CommOp, QuantizedCommCodec
+
+V = TypeVar("V")
+METHODS = ("cold", "storage", "codecs")
+
+
+@dataclass(frozen=True)
+class Quantizing:
+    """What the plugins' quantizers ask for; tables and collectives that are missing nobody wants."""
+
+    cold: Mapping[str, Owned[RowCodec]]
+    """By table. Tables of one owner whose records have one layout share a codec."""
+    storage: Mapping[str, Owned[str]]
+    """By table, what stores its weights; float32 too, where a plugin wants just that."""
+    codecs: Mapping[tuple[CommOp, Direction], Owned[QuantizedCommCodec[Any]]]
+
+    def owners(self) -> dict[str, dict[str, str]]:
+        """By table, the plugin of each of its aspects that a plugin owns."""
+        owners: dict[str, dict[str, str]] = {}
+        for aspect, owned in (("cold", self.cold), ("storage", self.storage)):
+            for table, owner in owned.items():
+                owners.setdefault(table, {})[aspect] = owner.origin.plugin
+        return owners
+
+
+class BlamedCodec(RowCodec):
+    """A codec whose faults, and wrong bytes, name the plugin."""
+
+    def __init__(self, origin: Origin, codec: RowCodec) -> None:
+        self.origin, self.codec = origin, codec
+        self.bytes_per_record = codec.bytes_per_record
+
+    def encode(self, records: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """As ``RowCodec``; ``PluginError`` on anything but as many bytes."""
+        with blaming(self.origin, "quantizer.cold.encode"):
+            made = self.codec.encode(records)
+        shape = (len(records), self.bytes_per_record)
+        if not isinstance(made, np.ndarray) or made.dtype != np.uint8 or made.shape != shape:
+            what = f"{made.dtype} {made.shape}" if isinstance(made, np.ndarray) else type(made).__name__
+            raise PluginError(f"plugin {self.origin}: encode() must return uint8 {shape}, not {what}")
+        return made
+
+    def decode(self, encoded: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
+        """As ``RowCodec``."""
+        with blaming(self.origin, "quantizer.cold.decode"):
+            self.codec.decode(encoded, out)
+
+
+def quantizing(tables: Mapping[str, TableInfo], plugins: Plugins) -> Quantizing:
+    """Merge the quantizers of ``plugins`` over ``tables``, by name.
+
+    ``PluginConflict`` where two want one thing, ``PluginError`` on a quantizer that is none.
+    """
+    wanted = [(origin, c.quantizer) for origin, c in plugins if c.quantizer is not None]
+    for origin, quantizer in wanted:
+        _check(origin, quantizer, tables)
+    cold: dict[str, Owned[RowCodec]] = {}
+    storage: dict[str, Owned[str]] = {}
+    for origin, quantizer in wanted:
+        made: dict[RecordLayout, RowCodec | None] = {}
+        for name, table in tables.items():
+            if fnmatchcase(name, quantizer.tables):
+                layout = RecordLayout(table.dim, table.dim + table.state)
+                if layout not in made:
+                    made[layout] = _cold(origin, quantizer, layout)
+                _claim(cold, "cold", name, origin, made[layout])
+                _claim(storage, "storage", name, origin, _storage(origin, quantizer, table))
+    codecs = [(origin, _asked(origin, "codecs", quantizer.codecs)) for origin, quantizer in wanted]
+    return Quantizing(cold, storage, keyed("codec", codecs))
+
+
+def _check(origin: Origin, quantizer: Quantizer, tables: Mapping[str, TableInfo]) -> None:
+    name = type(quantizer).__name__
+    if not isinstance(quantizer, Quantizer):
+        raise PluginError(f"{origin} brings {name} as its quantizer; derive it from recpipe.plugin.Quantizer")
+    if all(getattr(type(quantizer), method) is getattr(Quantizer, method) for method in METHODS):
+        raise PluginError(
+            f"{origin} brings a quantizer, but {name} overrides none of "
+            f"{', '.join(f'{method}()' for method in METHODS)}; bring one of them, or leave the quantizer out"
+        )
+    if not any(fnmatchcase(table, quantizer.tables) for table in tables):
+        raise PluginConflict(
+            f"{origin} quantizes tables '{quantizer.tables}', but the model has: {', '.join(tables)}."
+            f"{did_you_mean(quantizer.tables, tables)} Name some of these, for example "
+            f"plugins.{origin.plugin}.tables='*'"
+        )
+
+
+def _asked(origin: Origin, method: str, ask: Callable[[], V]) -> V:
+    with blaming(origin, f"quantizer.{method}"):
+        return ask()
+
+
+def _cold(origin: Origin, quantizer: Quantizer, layout: RecordLayout) -> RowCodec | None:
+    made = _asked(origin, "cold", lambda: quantizer.cold(layout))
+    if made is None:
+        return None
+    if not isinstance(made, RowCodec):
+        raise PluginError(
+            f"plugin {origin}: cold() must return a RowCodec or None, not {type(made).__name__}"
+        )
+    size = getattr(made, "bytes_per_record", None)
+    if not isinstance(size, int) or size < 1:
+        raise PluginError(
+            f"plugin {origin}: {type(made).__name__}.bytes_per_record must be a whole number of bytes, at "
+            f"least 1, not {size!r}"
+        )
+    return BlamedCodec(origin, made)
+
+
+def _storage(origin: Origin, quantizer: Quantizer, table: TableInfo) -> str | None:
+    said = _asked(origin, "storage", lambda: quantizer.storage(table))
+    if said is not None and said not in STORAGES:
+        raise PluginError(
+            f"plugin {origin}: storage() stores table '{table.name}' in {said!r}; choose one of "
+            f"{', '.join(STORAGES)}"
+        )
+    return said
+
+
+def _claim(merged: dict[str, Owned[V]], aspect: str, table: str, origin: Origin, part: V | None) -> None:
+    if part is None:
+        return
+    if table in merged:
+        raise PluginConflict(
+            f"{merged[table].origin} and {origin} both want to decide the {aspect} of table '{table}': one "
+            f"quantizer does that. Drop one, or narrow one to other tables, for example by "
+            f"plugins.{origin.plugin}.tables if it has that knob"
+        )
+    merged[table] = Owned(f"{origin.plugin}.quantizer", origin, part)

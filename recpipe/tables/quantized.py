@@ -1,0 +1,66 @@
+"""Tables as plugins' quantizers want them: what stores their weights, and their records in the cold tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torchrec.modules.embedding_configs import DataType
+
+from recpipe.distributed.ranks import Ranks
+from recpipe.plugin.errors import PluginConflict
+from recpipe.plugin.quantizing import Quantizing
+from recpipe.tables.groups import Group, ModelTables
+from recpipe.tables.owners import RESIDENT, GroupOwner
+
+STORED = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
+"""By the names that ``Quantizer.storage`` gives."""
+
+
+def quantized(tables: ModelTables, quantizing: Quantizing) -> ModelTables:
+    """``tables`` in groups of one storage and one codec, which they know."""
+
+    def asked(table: str) -> tuple[str, int]:
+        storage, cold = quantizing.storage.get(table), quantizing.cold.get(table)
+        return "fp32" if storage is None else storage.part, 0 if cold is None else id(cold.part)
+
+    def of(group: Group) -> Group:
+        first = group.tables.layout.tables[0]
+        cold = quantizing.cold.get(first)
+        codec = None if cold is None else cold.part
+        return replace(group, tables=replace(group.tables, storage=STORED[asked(first)[0]], codec=codec))
+
+    return ModelTables(tuple(of(group) for group in tables.split(asked).groups))
+
+
+def check_quantized(
+    quantizing: Quantizing,
+    tables: ModelTables,
+    owners: Sequence[GroupOwner],
+    sharded: bool,
+    device: torch.device,
+    ranks: Ranks,
+) -> None:
+    """``PluginConflict`` on what could not be carried out, or would be without effect."""
+    for table, stored in quantizing.storage.items():
+        if stored.part == "bf16" and device.type == "cpu":
+            raise PluginConflict(
+                f"plugin {stored.origin}: stores table '{table}' in bf16, which FBGEMM trains on GPUs alone; "
+                "use fp16 or fp32"
+            )
+        if stored.part != "fp32" and not sharded and len(ranks.trainers) > 1:
+            raise PluginConflict(
+                f"plugin {stored.origin}: stores table '{table}' in {stored.part}, but each of "
+                f"{len(ranks.trainers)} trainers keeps replicas of rows in float32; shard the tables, "
+                "tiers.sharded=true, or store them in fp32"
+            )
+    groups = zip(tables.groups, owners, strict=True)
+    tiered = {name for g, owner in groups if owner.name != RESIDENT for name in g.tables.layout.tables}
+    for origin in {owned.origin: None for owned in quantizing.cold.values()}:
+        if not any(owned.origin == origin and table in tiered for table, owned in quantizing.cold.items()):
+            raise PluginConflict(
+                f"plugin {origin} is to quantize cold rows, but all rows of its tables are resident in this "
+                "run: put them in tiers, for example by tiers.policy=lru or +plugin=[hotline,"
+                f"{origin.plugin}], or set its cold rows to fp32"
+            )

@@ -1,0 +1,115 @@
+"""A cold store whose records are encoded: around any local store, which then holds fewer bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from recpipe.plugin.quantizer import RowCodec
+from recpipe.tables.stores.base import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
+
+MakeLocal = Callable[[StoreLayout, Fill], ColdStore]
+WORD = 4
+"""Bytes of the float32 words that stores move, whatever is in them."""
+
+
+class Coding:
+    """A codec's bytes as records of float32 words, which any store moves as they are; the last word is filled
+    up with zeros."""
+
+    def __init__(self, codec: RowCodec) -> None:
+        self.codec = codec
+        self.width = -(-codec.bytes_per_record // WORD)
+        """Words of an encoded record."""
+
+    def encoded(self, records: Records) -> Records:
+        """``records``, float32 [n, record width], as words [n, ``width``]."""
+        made = self.codec.encode(np.ascontiguousarray(records))
+        if made.shape[1] < WORD * self.width:
+            padded = np.zeros((len(made), WORD * self.width), np.uint8)
+            padded[:, : made.shape[1]] = made
+            made = padded
+        return np.ascontiguousarray(made).view(np.float32)
+
+    def decode(self, words: Records, out: Records) -> None:
+        """The reverse, into ``out``."""
+        encoded = words.view(np.uint8)[:, : self.codec.bytes_per_record]
+        self.codec.decode(np.ascontiguousarray(encoded), out)
+
+    def rounded(self, records: Records) -> Records:
+        """What comes back of ``records`` once they are written."""
+        out = np.empty(records.shape, np.float32)
+        self.decode(self.encoded(records), out)
+        return out
+
+    def layout(self, layout: StoreLayout) -> StoreLayout:
+        """That of the encoded records of ``layout``."""
+        return StoreLayout(layout.tables, layout.rows, self.width)
+
+    def fill(self, fill: Fill) -> Fill:
+        """First records, encoded."""
+        return lambda table, start, stop: self.encoded(fill(table, start, stop))
+
+
+class CodedStore(ColdStore):
+    """Records of ``layout``, encoded in ``inner``. Owned: ``close`` closes it.
+
+    Bytes are those of ``inner``; its seconds have those of the codec with them.
+    """
+
+    def __init__(self, layout: StoreLayout, coding: Coding, inner: ColdStore) -> None:
+        self.layout = layout
+        self.coding, self.inner = coding, inner
+        self.direct = inner.direct
+        self.rounded = coding.rounded
+
+    @property
+    def io(self) -> IoCounters:  # type: ignore[override]
+        """That of ``inner``."""
+        return self.inner.io
+
+    def gather(self, rows: Rows, out: Records) -> None:
+        """Decoded records."""
+        words = np.empty((len(rows), self.coding.width), np.float32)
+        self.inner.gather(rows, words)
+        began = time.perf_counter()
+        self.coding.decode(words, out)
+        self.io.read_seconds += time.perf_counter() - began
+
+    def scatter(self, rows: Rows, records: Records) -> None:
+        """Replace records by what their encoding keeps of ``records``."""
+        began = time.perf_counter()
+        words = self.coding.encoded(records)
+        self.io.write_seconds += time.perf_counter() - began
+        self.inner.scatter(rows, words)
+
+    def flush(self) -> None:
+        """As ``inner``."""
+        self.inner.flush()
+
+    def close(self) -> None:
+        """Close ``inner``."""
+        self.inner.close()
+
+    def background(self) -> IoCounters:
+        """Of ``inner``."""
+        return self.inner.background()
+
+    @property
+    def cold_bytes(self) -> int:
+        """Bytes of the encoded records."""
+        return self.inner.cold_bytes
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Of ``inner``; the codec keeps nothing."""
+        return self.inner.overhead_bytes
+
+
+def local_store(layout: StoreLayout, fill: Fill, coding: Coding | None, make: MakeLocal) -> ColdStore:
+    """What ``make`` makes, with records that are encoded where there is a ``coding``."""
+    if coding is None:
+        return make(layout, fill)
+    return CodedStore(layout, coding, make(coding.layout(layout), coding.fill(fill)))
