@@ -64,6 +64,8 @@ class Dataset(ABC):
     """Training samples that no epoch has, because ``data.last_batch=drop`` left their short batch out."""
     gives_parts: bool = True
     """Whether ``batches`` reads a ``part`` alone; else it gives whole batches whatever ``part`` is."""
+    rereads: bool = True
+    """Whether reading the training samples again gives the same ones, and draws no random numbers."""
     read_ahead: int = 0
     """Training batches that a thread of its own is to read in advance (``data.read_ahead``)."""
 

@@ -58,6 +58,7 @@ class GivenBatches(Dataset):
             raise UserError("the held-out data has no length: hand over a list or a DataLoader of batches")
         length = _length(trained)
         self._follows_on = length is None
+        self.rereads = isinstance(trained, Sequence)
         if length is None:
             length = steps
         if length is None:

@@ -23,6 +23,7 @@ from recpipe.data.parts import batch_size
 from recpipe.data.select import between, select
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import DataError
+from recpipe.pipeline.order_check import OrderCheck
 from recpipe.pipeline.share import cut, in_steps
 from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.assembly import Assembly
@@ -66,6 +67,7 @@ class TrainLoader:
         self.device = device
         self.view = view
         """What a skipper is shown of the rows."""
+        self.order_check = OrderCheck.of(dataset, batch_size, assembly)
         self.first = 0
         self.handed_out = 0
         """Batches handed to training over all epochs, those before a resume included."""
@@ -79,10 +81,17 @@ class TrainLoader:
             return len(self.assembly.order.part)
         return self.dataset.num_batches("train", self.batch_size)
 
+    def end_epoch(self) -> None:
+        """The epoch's last batch has been trained; may be called again. ``PluginError`` where a plugin's order
+        did not hold every sample once."""
+        if self.order_check is not None:
+            self.order_check.end()
+
     def _batches(self, first: int) -> Iterator[Batch]:
         """The epoch's batches from ``first`` on, in the data module's order or a plugin's."""
         if self.assembly.order is not None:
-            return self.assembly.order.part.batches(first)
+            ordered = self.assembly.order.part.batches(first)
+            return ordered if self.order_check is None or first else self.order_check.watched(ordered)
         batches = self.dataset.batches("train", self.batch_size, first, self._part)
         return read_ahead(batches, self.dataset.read_ahead) if self.dataset.read_ahead else batches
 
@@ -107,6 +116,7 @@ class TrainLoader:
                     self.lookups += count_ids(staged.ids)
                     self.handed_out += 1
                     yield staged
+            self.end_epoch()
         finally:
             if isinstance(batches, Generator):
                 batches.close()

@@ -56,7 +56,8 @@ class Assembly:
     """The merged ``Contribution`` of a run; a fault in any part names its plugin."""
 
     plugins: tuple[Origin, ...]
-    altered: frozenset[Invariant]
+    altered_by: Mapping[str, frozenset[Invariant]]
+    """What each plugin says that it alters."""
     order: Owned[EpochOrder] | None
     stream: Sequence[Owned[StreamWrapper]]
     batch: Sequence[Owned[BatchTransform]]
@@ -69,6 +70,11 @@ class Assembly:
     step: Sequence[Owned[StepWrapper]]
     callbacks: Sequence[Owned[L.Callback]]
     reporters: Sequence[Owned[Reporter]]
+
+    @property
+    def altered(self) -> frozenset[Invariant]:
+        """What any plugin alters."""
+        return frozenset().union(*self.altered_by.values())
 
     @property
     def exact(self) -> bool:
@@ -155,7 +161,7 @@ def assemble(
     planner = slot("planner", [(o, c.planner) for o, c in parts], prefer.get("planner", ""))
     return Assembly(
         plugins=tuple(origin for origin, _ in parts),
-        altered=frozenset(i for _, plugin, _ in active for i in plugin.alters),
+        altered_by={origin.plugin: frozenset(plugin.alters) for origin, plugin, _ in active},
         order=order,
         stream=[_blamed(o, blame_stream) for o in chain("stream", [(o, c.stream) for o, c in parts])],
         batch=[_blamed(o, blame) for o in chain("batch", [(o, c.batch) for o, c in parts])],

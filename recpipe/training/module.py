@@ -129,6 +129,10 @@ class RankingModule(L.LightningModule):
             self.samples += batch.consumed
         return loss
 
+    def on_train_epoch_end(self) -> None:
+        """Lightning asks for no batch after the last one, and so the loader does not see the end."""
+        self.loader.end_epoch()
+
     @contextmanager
     def _beside_tables(self) -> Iterator[None]:
         """On leaving it, the tables' update has come to its end."""

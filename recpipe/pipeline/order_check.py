@@ -1,0 +1,82 @@
+"""Whether a plugin's order of an epoch holds every sample of the data once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from recpipe.data.content import sample_hashes
+from recpipe.data.dataset import Dataset
+from recpipe.data.parts import batch_size
+from recpipe.plugin.api import EpochOrder, Invariant
+from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.errors import PluginError
+
+_WHOLE = 2**64
+_contents: dict[str, int] = {}
+"""Of the training samples of data, by fingerprint: the sum of their hashes."""
+
+
+class OrderCheck:
+    """Adds up what an ``EpochOrder`` hands out, and compares it with the data at the epoch's end.
+
+    Samples are compared by their content, so that it costs a pass over the data once in a process. Not judged:
+    an epoch that a resumed run began in its middle, one that ended early, and data that may read differently
+    the second time (``Dataset.rereads``).
+    """
+
+    def __init__(self, dataset: Dataset, size: int, plugin: str, order: EpochOrder) -> None:
+        self.dataset, self.size, self.plugin, self.order = dataset, size, plugin, order
+        self.batches = self.samples = self.content = 0
+        self._ended = self._judged = False
+
+    @classmethod
+    def of(cls, dataset: Dataset, batch_size: int, assembly: Assembly) -> OrderCheck | None:
+        """Of the run's order; None without one, or where its plugin says that it changes the set."""
+        order = assembly.order
+        if order is None or not dataset.rereads:
+            return None
+        plugin = order.origin.plugin
+        if Invariant.SAMPLE_SET in assembly.altered_by.get(plugin, ()):
+            return None
+        return cls(dataset, batch_size, plugin, order.part)
+
+    def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """``batches`` of an epoch, from its first one on."""
+        self.batches = self.samples = self.content = 0
+        self._ended = self._judged = False
+        for batch in batches:
+            self.batches += 1
+            self.samples += batch_size(batch)
+            self.content = (self.content + int(sample_hashes(batch).sum())) % _WHOLE
+            yield batch
+        self._ended = True
+
+    def end(self) -> None:
+        """The epoch has ended; ``PluginError`` where it was not all samples, each once."""
+        expected, there = len(self.order), self.dataset.size("train")
+        if self._judged or not (self._ended or self.batches == expected):
+            return
+        self._judged = True
+        if self.batches != expected:
+            raise self._wrong(f"yielded {self.batches:,} batches, and its length is {expected:,}")
+        if self.samples != there:
+            raise self._wrong(f"yielded {self.samples:,} samples of the data's {there:,}")
+        if self.content != self._content():
+            raise self._wrong(
+                f"yielded {self.samples:,} samples, as many as the data has, but some are left out, repeated "
+                "or changed"
+            )
+
+    def _content(self) -> int:
+        key = f"{self.dataset.fingerprint} {self.dataset.size('train')}"
+        if key not in _contents:
+            batches = self.dataset.batches("train", self.size)
+            _contents[key] = sum(int(sample_hashes(batch).sum()) for batch in batches) % _WHOLE
+        return _contents[key]
+
+    def _wrong(self, what: str) -> PluginError:
+        return PluginError(
+            f"plugin '{self.plugin}': an epoch must hold every sample once, and its order {what}: its author "
+            "must correct it, or declare Invariant.SAMPLE_SET in alters"
+        )

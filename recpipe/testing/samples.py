@@ -1,0 +1,133 @@
+"""Which samples a run trained, in which order and batches, against what the data module yields."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.config.compose import compose
+from recpipe.config.recipe import Recipe
+from recpipe.data.content import UInt64, sample_hashes
+from recpipe.data.dataset import Dataset
+from recpipe.data.make import open_dataset
+from recpipe.plugin.api import Invariant
+from recpipe.testing.watch import Record, Step
+
+LATE = -1
+"""The place of a sample that the data module does not yield."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The training samples as the data module yields them: their contents, and where batches end."""
+
+    dataset: Dataset
+    batch_size: int
+    content: UInt64
+    outside: UInt64
+    ends: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Epoch:
+        """Of a recipe's data."""
+        cfg = Recipe.of(compose(words))
+        dataset, size = open_dataset(cfg.data, cfg.seed), cfg.data.batch_size
+        batches = list(dataset.batches("train", size))
+        content = [sample_hashes(batch) for batch in batches]
+        outside = [sample_hashes(batch, ids=False) for batch in batches]
+        ends = np.cumsum([len(part) for part in content])
+        return cls(dataset, size, np.concatenate(content), np.concatenate(outside), ends)
+
+
+def faults(record: Record, epoch: Epoch, alters: Collection[Invariant]) -> Iterator[tuple[Invariant, str]]:
+    """What of SAMPLE_SET, SAMPLE_ORDER, BATCH_SIZE and ID_SPACE the run did not keep though its plugin does
+    not say that it ``alters`` it: each with what happened, as far as it can be told."""
+    if Invariant.ID_SPACE not in alters:
+        changed = _first_changed_ids(record, epoch)
+        if changed is not None:
+            yield Invariant.ID_SPACE, f"step {changed} trains samples with other ids than the data has"
+            return
+    if Invariant.SAMPLE_SET not in alters:
+        found = list(_not_the_set(record, epoch, alters))
+        if found:
+            yield Invariant.SAMPLE_SET, found[0]
+            return
+    if Invariant.SAMPLE_ORDER not in alters:
+        for step in _out_of_order(record, epoch, alters):
+            yield Invariant.SAMPLE_ORDER, f"step {step} trains samples that belong in another step"
+            break
+    if Invariant.BATCH_SIZE not in alters:
+        yield from ((Invariant.BATCH_SIZE, fault) for fault in _other_sizes(record, epoch, alters))
+
+
+def places(samples: UInt64, known: UInt64) -> NDArray[np.int64]:
+    """Of each of ``samples`` its place among ``known``, or ``LATE``; equal ones all get one place."""
+    order = np.argsort(known, kind="stable")
+    at = np.minimum(np.searchsorted(known[order], samples), len(known) - 1)
+    found: NDArray[np.int64] = np.where(known[order][at] == samples, order[at], LATE)
+    return found
+
+
+def step_places(step: Step, epoch: Epoch, alters: Collection[Invariant]) -> NDArray[np.int64]:
+    """Of each sample of ``step`` its place in the epoch; ids do not count where they are altered."""
+    if Invariant.ID_SPACE in alters:
+        return places(step.outside, epoch.outside)
+    return places(step.content, epoch.content)
+
+
+def _first_changed_ids(record: Record, epoch: Epoch) -> int | None:
+    for number, step in enumerate(record.steps, 1):
+        strange = places(step.content, epoch.content) == LATE
+        if (places(step.outside[strange], epoch.outside) != LATE).any():
+            return number
+    return None
+
+
+def _not_the_set(record: Record, epoch: Epoch, alters: Collection[Invariant]) -> Iterator[str]:
+    known = epoch.outside if Invariant.ID_SPACE in alters else epoch.content
+    there = np.bincount(places(known, known), minlength=len(known))
+    for number in sorted({step.epoch for step in record.steps}):
+        steps = record.of_epoch(number)
+        found = np.concatenate([step_places(step, epoch, alters) for step in steps])
+        strange = int((found == LATE).sum())
+        if strange:
+            yield f"epoch {number} trains {strange:,} samples that the data module does not yield"
+        count = np.bincount(found[found != LATE], minlength=len(known))
+        often = int(np.maximum(count - there, 0).sum())
+        if often:
+            yield f"epoch {number} trains {often:,} samples more often than once"
+        left = int(np.maximum(there - count, 0).sum())
+        if left and number in record.whole:
+            yield f"epoch {number} leaves out {left:,} of {len(known):,} samples"
+
+
+def _out_of_order(record: Record, epoch: Epoch, alters: Collection[Invariant]) -> Iterator[int]:
+    """Steps with a sample that comes before one of an earlier step; within a batch any order goes."""
+    last: dict[int, int] = {}
+    for number, step in enumerate(record.steps, 1):
+        found = step_places(step, epoch, alters)
+        found = found[found != LATE]
+        if len(found):
+            if found.min() < last.get(step.epoch, 0):
+                yield number
+            last[step.epoch] = int(found.max()) + (Invariant.SAMPLE_SET not in alters)
+
+
+def _other_sizes(record: Record, epoch: Epoch, alters: Collection[Invariant]) -> Iterator[str]:
+    """A step of another size. Classes of samples have each a short last batch, and so may another order."""
+    full = epoch.batch_size
+    classes = 2 + len(epoch.ends) // 10
+    for number in sorted({step.epoch for step in record.steps}):
+        sizes = np.array([len(step.content) for step in record.of_epoch(number)])
+        most = int(sizes.max())
+        if most > full:
+            yield f"a step of epoch {number} sees {most} samples, and data.batch_size is {full}"
+        elif Invariant.SAMPLE_ORDER in alters:
+            if int((sizes < full).sum()) > classes:
+                yield f"{int((sizes < full).sum())} steps of epoch {number} see fewer than {full} samples"
+        elif (sizes[:-1] < full).any():
+            step = int((sizes < full).argmax())
+            yield f"step {step + 1} of epoch {number} sees {int(sizes[step])} samples, not {full}"

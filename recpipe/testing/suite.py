@@ -1,0 +1,252 @@
+"""``PluginSuite``: what any plugin promises by its contract, as tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any, ClassVar, Never
+
+import pytest
+
+from recpipe.config.compose import active_plugins
+from recpipe.plugin.api import Context, Contribution, Invariant, Plugin
+from recpipe.plugin.assembly import assemble, gather
+from recpipe.plugin.errors import PluginError
+from recpipe.plugin.load import activate, installed
+from recpipe.tasks.plugins import SAMPLE, default_knobs
+from recpipe.testing.purity import costs, deeds, outline
+from recpipe.testing.ranks import train_ranks
+from recpipe.testing.replay import reference
+from recpipe.testing.resume import resumed_faults
+from recpipe.testing.runs import RECIPE, TIERS, Recipe, Trained, once, plan
+from recpipe.testing.samples import Epoch, faults
+from recpipe.testing.technique import REMEDY, idle, kept
+from recpipe.testing.updates import comparable, furthest, layout_faults, model_faults
+
+MEGABYTE = 1 << 20
+
+
+class PluginSuite:
+    """Subclass it and set ``plugin`` to the name of its entry point::
+
+        class TestAcme(PluginSuite):
+            plugin = "acme"
+            knobs = {"window": 4}
+
+    The runs are small: two epochs of 20 steps under SGD, tables of up to 6,000 rows of which 30% may be
+    resident, skewed ids. Every test's message names the plugin.
+    """
+
+    plugin: ClassVar[str] = ""
+    knobs: ClassVar[Mapping[str, object]] = {}
+    """Values of the plugin's own keys, where the yaml's are not for a run this small."""
+    overrides: ClassVar[Sequence[str]] = ()
+    """Words for every run, with the plugin and without."""
+    ranks: ClassVar[int] = 1
+    """How many trainers the plugin is tried with, beside one."""
+    pins: ClassVar[bool] = False
+    """Whether rows that its cache has once made resident stay so."""
+    replans: ClassVar[bool] = False
+    """Whether a resumed run plans anew what to move, as one that looks ahead may; its parameters are the same."""
+    tolerance: ClassVar[float] = 1e-6
+    """How far a parameter may be from its value without the plugin, for float sums in another order."""
+    context: ClassVar[Context] = SAMPLE
+
+    def make(self) -> Plugin:
+        """A new plugin object with the values of its yaml, and ``knobs``."""
+        return activate(self._knobs())[0][1]
+
+    def _knobs(self) -> dict[str, dict[str, Any]]:
+        return active_plugins(self._recipe().composed())
+
+    def _recipe(self) -> Recipe:
+        return Recipe((*RECIPE, *TIERS, *self.overrides), self.plugin, json.dumps(dict(self.knobs)))
+
+    def _fail(self, what: str) -> Never:
+        raise AssertionError(f"plugin '{self.plugin}': {what}")
+
+    def _none_of(self, faults: Iterable[str], remedy: str) -> None:
+        for fault in faults:
+            self._fail(f"{fault}. {remedy}")
+
+    # -- runs --------------------------------------------------------------------------------
+
+    @pytest.fixture
+    def baseline(self, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+        """The run without the plugin, all rows resident; once per session for the same overrides."""
+        return once(Recipe((*RECIPE, *self.overrides)).plain(), tmp_path_factory)
+
+    @pytest.fixture
+    def trained(self, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+        """The run with it, in tiers; where it leaves tables to the recipe, these are under LFU."""
+        recipe = self._recipe()
+        return once(recipe, tmp_path_factory, *plan(recipe, tmp_path_factory))
+
+    @pytest.fixture
+    def resumed(self, trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Trained]:
+        """The run that goes on from the first checkpoint of ``trained``, and that checkpoint's step."""
+        steps = trained.record.steps
+        step = next((step for step in trained.checkpoints if step < len(steps)), None)
+        if step is None:
+            self._fail("overrides leave no checkpoint before the run's last step: leave trainer.* out")
+        recipe = self._recipe()
+        more = plan(recipe, tmp_path_factory)
+        return step, once(recipe, tmp_path_factory, *more, f"resume={trained.checkpoints[step]}")
+
+    @pytest.fixture
+    def epoch(self) -> Epoch:
+        """The training samples as the data module yields them."""
+        return Epoch.of((*RECIPE, *self.overrides))
+
+    # -- the package and its contribution ----------------------------------------------------
+
+    def test_yaml_composes_into_its_own_node(self) -> None:
+        if list(self._knobs()) != [self.plugin]:
+            self._fail(f"conf/plugin/{self.plugin}.yaml lacks '# @package plugins.{self.plugin}'")
+        if not isinstance(self.make(), Plugin):
+            self._fail("its entry point is no recpipe.plugin.Plugin")
+
+    def test_pickles(self) -> None:
+        plugin = self.make()
+        if type(pickle.loads(pickle.dumps(plugin))) is not type(plugin):
+            self._fail("pickling makes something else of it")
+
+    def test_contribute_is_pure(self) -> None:
+        plugin = self.make()
+        first, second = plugin.contribute(self.context), plugin.contribute(self.context)
+        if not outline(first) == outline(second) == outline(self.make().contribute(self.context)):
+            self._fail("contribute() gives other parts when it is called again")
+
+    def test_contribute_leaves_the_machine_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import recpipe.run  # noqa: F401  what that does as it is imported is not the plugin's doing
+
+        def read(first: int) -> Never:
+            self._fail("contribute() reads data: read when a part is first called")
+
+        monkeypatch.chdir(tmp_path)
+        cache = tmp_path / "cache"
+        context = dataclasses.replace(self.context, cache_dir=cache, batches=read, held_out=read)
+        plugin = self.make()
+        with deeds() as done:
+            plugin.contribute(context)
+        done += [f"wrote {path}" for path in tmp_path.rglob("*")]
+        self._none_of(
+            (f"contribute() {deed}" for deed in done), "Do so when a part is first called, or not at all"
+        )
+
+    def test_contribute_is_cheap(self) -> None:
+        plugin = self.make()
+        with costs() as cost:
+            plugin.contribute(self.context)
+        if cost.bytes >= MEGABYTE:
+            self._fail("contribute() took more than 1 MB: build later, when a part is first called")
+        if cost.threads:
+            self._fail("contribute() started a thread: start work when a part is first called")
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_composes_or_conflicts_with_every_other(self, first: bool) -> None:
+        mine = self._knobs()[self.plugin]
+        for other, ep in installed().items():
+            if other == self.plugin or not _works_alone(ep, self.context):
+                continue
+            pair = [(self.plugin, mine), (other, default_knobs(ep))]
+            active = dict(pair if first else pair[::-1])
+            try:
+                assemble(gather(activate(active), self.context), self.context.tables)
+            except PluginError as conflict:
+                if self.plugin not in str(conflict):
+                    raise
+
+    # -- training ----------------------------------------------------------------------------
+
+    def test_trains_the_samples_that_it_says(self, trained: Trained, epoch: Epoch) -> None:
+        self._check_samples(trained, epoch)
+
+    def test_trains_the_model_that_it_says(self, trained: Trained, baseline: Trained) -> None:
+        self._check_model(trained, baseline)
+
+    def test_reproduces_the_run_without_it(self, trained: Trained, baseline: Trained) -> None:
+        self._check_updates(trained, baseline)
+
+    def test_its_technique_takes_place(self, trained: Trained, baseline: Trained, epoch: Epoch) -> None:
+        self._none_of(idle(self.plugin, self._parts(), trained, self.pins), f"So {REMEDY}")
+        for invariant in kept(trained, baseline, epoch, self.make().alters):
+            self._fail(f"it alters {invariant.name}, and the run kept it: {invariant.value}. So {REMEDY}")
+
+    def test_resumes_as_if_it_had_never_stopped(self, trained: Trained, resumed: tuple[int, Trained]) -> None:
+        step, rest = resumed
+        found = resumed_faults(trained, rest, step, moves=not self.replans)
+        self._none_of((f"resumed from step {step}, {fault}" for fault in found), "Save it there")
+
+    def test_trains_alike_on_several_ranks(
+        self, baseline: Trained, epoch: Epoch, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        if self.ranks == 1:
+            pytest.skip("it claims one rank; set ranks to try it with more")
+        recipe = self._recipe()
+        more = plan(recipe, tmp_path_factory)
+        trained = train_ranks(self.ranks, recipe, tmp_path_factory.mktemp("ranks"), *more)
+        self._check_samples(trained, epoch)
+        self._check_updates(trained, baseline)
+
+    def test_reports(self, trained: Trained) -> None:
+        if self.plugin not in trained.report["plugins"]:
+            self._fail("report.json does not name it")
+        silent = {i.name for i in self.make().alters} - set(trained.report["altered"])
+        if silent:
+            self._fail(f"report.json does not say that it alters {', '.join(sorted(silent))}")
+        if self._parts().report and not trained.report["plugins"][self.plugin]:
+            self._fail("it has a reporter but no figures in report.json")
+
+    # -- judgements --------------------------------------------------------------------------
+
+    def _parts(self) -> Contribution:
+        return self.make().contribute(self.context)
+
+    def _check_samples(self, trained: Trained, epoch: Epoch) -> None:
+        if not trained.record.steps:
+            self._fail("the run was not seen: overrides must not set trainer.callbacks")
+        for invariant, fault in faults(trained.record, epoch, self.make().alters):
+            self._fail(f"{fault}. {_undeclared(invariant)}")
+
+    def _check_model(self, trained: Trained, baseline: Trained) -> None:
+        alters = self.make().alters
+        plain = reference(trained, baseline, self.overrides, first_alone=True)
+        if Invariant.MODEL not in alters:
+            self._none_of(model_faults(trained, plain), _undeclared(Invariant.MODEL))
+        if Invariant.TABLE_LAYOUT not in alters:
+            self._none_of(layout_faults(trained, baseline), _undeclared(Invariant.TABLE_LAYOUT))
+
+    def _check_updates(self, trained: Trained, baseline: Trained) -> None:
+        loss = trained.report["quality"]["logloss"]
+        if loss is None or not math.isfinite(loss):
+            self._fail("the run with the plugin diverged")
+        if not comparable(self.make().alters):
+            return
+        apart = furthest(trained, reference(trained, baseline, self.overrides), self.tolerance)
+        if apart.most > self.tolerance:
+            self._fail(
+                f"after {len(trained.record.steps)} steps {apart.name} is up to {apart.most:.2g} from its values "
+                f"without the plugin, on the same samples; {apart.values:,} of them are more than "
+                f"{self.tolerance:g} apart. {_undeclared(Invariant.EXACT_GRADIENT)}"
+            )
+
+
+def _undeclared(invariant: Invariant) -> str:
+    return f"That breaks '{invariant.value}': correct it, or declare Invariant.{invariant.name} in alters"
+
+
+def _works_alone(ep: EntryPoint, context: Context) -> bool:
+    """Whether an installed plugin can be used at all; one that cannot is its own author's to mend."""
+    try:
+        assemble(gather(activate({ep.name: default_knobs(ep)}), context), context.tables)
+    except Exception:
+        return False
+    return True

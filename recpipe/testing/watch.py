@@ -1,0 +1,91 @@
+"""What a run really trained, step by step: seen from a callback, after every plugin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.data.content import UInt64, sample_hashes
+from recpipe.data.select import select
+from recpipe.pipeline.step import StagedBatch
+from recpipe.tables.specs import to_numpy
+
+Moves = dict[str, NDArray[Any]]
+"""Which rows a batch moves in one group of tables: ``slots`` that get the rows ``placed``, slots ``vacated`` by
+the rows ``evicted`` (-1: it was empty), and the rows that pass through the ``slab``."""
+_MOVES = ("slots", "placed", "vacated", "evicted", "slab")
+
+
+@dataclass
+class Step:
+    """One optimizer step of this rank."""
+
+    epoch: int
+    batch: Any
+    """Its samples, a copy, in the order in which they were trained."""
+    content: UInt64
+    """Of each sample a hash of all that it holds, uint64 [n] ..."""
+    outside: UInt64
+    """... and of all but its ids."""
+    bounds: tuple[int, ...]
+    """Where its micro-batches end; empty for one."""
+    moves: list[Moves | None]
+    """By group of tables; None where recpipe's tiers do not hold it."""
+    loss: float = float("nan")
+
+
+@dataclass
+class Record:
+    """A run as its steps."""
+
+    steps: list[Step] = field(default_factory=list)
+    whole: set[int] = field(default_factory=set)
+    """Epochs that came to their end, which ``trainer.max_steps`` may forestall."""
+    first: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """The dense parameters before the first step, by name."""
+
+    def of_epoch(self, epoch: int) -> list[Step]:
+        """Its steps."""
+        return [step for step in self.steps if step.epoch == epoch]
+
+
+class Watch(L.Callback):
+    """Keeps a ``Record``."""
+
+    latest: Record | None = None
+    """Of the run of this process that trained last."""
+
+    def __init__(self) -> None:
+        self.record = Record()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """The dense parameters as they are made, or as a checkpoint has them."""
+        Watch.latest = self.record
+        parameters = pl_module.model.dense_parameters()
+        self.record.first = {name: to_numpy(value).copy() for name, value in parameters.items()}
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: StagedBatch, batch_idx: int
+    ) -> None:
+        """The batch before it is trained."""
+        plans = [] if batch.plan is None else batch.plan.groups
+        moves = [None if plan is None else {n: getattr(plan, n).copy() for n in _MOVES} for plan in plans]
+        kept = select(batch.batch, np.arange(batch.size))
+        hashes = sample_hashes(kept), sample_hashes(kept, ids=False)
+        self.record.steps.append(Step(trainer.current_epoch, kept, *hashes, tuple(batch.bounds), moves))
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Its loss."""
+        self.record.steps[-1].loss = float(outputs["loss"])
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Whether the epoch came to its end."""
+        done = len(self.record.of_epoch(trainer.current_epoch))
+        if done >= trainer.num_training_batches or trainer.global_step != trainer.max_steps:
+            self.record.whole.add(trainer.current_epoch)
