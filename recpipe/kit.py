@@ -6,7 +6,12 @@ What a plugin needs beside the contract (``recpipe.plugin``), and all of core th
 
 from recpipe.backend.host import processor
 from recpipe.common.saved import Damaged, entries, parse_json, residents, typed_as, within
+from recpipe.config.recipe import Recipe
 from recpipe.data.batch import Batch
+from recpipe.data.config import DataConfig, SamplesConfig
+from recpipe.data.dataset import Dataset, NumberedDataset, Schema, SparseFeature
+from recpipe.data.given import GivenBatches
+from recpipe.data.make import open_dataset
 from recpipe.data.parts import batch_size, leaves, tensors_in
 from recpipe.data.select import join, select
 from recpipe.distributed.ranks import Channel, Ranks
@@ -37,19 +42,27 @@ __all__ = [
     "Channel",
     "ColdStore",
     "Damaged",
+    "DataConfig",
+    "Dataset",
+    "GivenBatches",
     "HeldRows",
     "HotSet",
     "IoCounters",
     "Lfu",
     "Lru",
+    "NumberedDataset",
     "PlacedModel",
     "Prediction",
     "Ranks",
+    "Recipe",
     "Records",
     "Region",
     "RowBags",
     "RowCollection",
+    "SamplesConfig",
+    "Schema",
     "ShardedStore",
+    "SparseFeature",
     "StoreLayout",
     "TableCollection",
     "TableOptimizer",
@@ -68,6 +81,7 @@ __all__ = [
     "load_profile",
     "module_name",
     "on_device",
+    "open_dataset",
     "parse_json",
     "policy_bytes",
     "processor",
