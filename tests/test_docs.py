@@ -9,14 +9,13 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from omegaconf import OmegaConf
 
 from recpipe.config.compose import compose, conf_dir
 from recpipe.data.config import CONFIGS
-from recpipe.plugin.api import Aspect, Contribution, Invariant
+from recpipe.plugin.api import Contribution, Invariant
 from recpipe.plugin.load import installed
 from recpipe.report.record import (
     DataFigures,
@@ -29,27 +28,38 @@ from recpipe.report.record import (
     Throughput,
 )
 from recpipe.tables.tiers.policies import POLICIES
+from recpipe.tasks import sweep_launcher
+from tests.pages import write_site
 from tests.processes import Child
 
 ROOT = Path(__file__).resolve().parent.parent
-PLUGINS, GUIDE = ROOT / "docs" / "plugins.md", ROOT / "docs" / "guide.md"
+DOCS = ROOT / "docs"
+PLUGINS = DOCS / "plugins.md"
+SITE = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 IN_TREE = sorted(path.parent for path in ROOT.glob("plugins/recpipe_*/README.md"))
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
-        *ROOT.glob("docs/*.md"),
+        *SITE,
         *ROOT.glob("examples/*/README.md"),
         *ROOT.glob("plugins/*/README.md"),
     ]
 )
 PROGRAM = r"python3? -m recpipe|torchrun .*?-m recpipe|recpipe"
 COMMAND = rf"(?:^\s*(?:\$ )?|&& *)(?:[\w./-]*/)?(?:{PROGRAM})(?= |$)(.*)"
-TUTORIAL = {"first", "hello", "two_tower", "my_tower"}
+EXAMPLES = {"tinylfu", "spread", "warm", "skipsmall", "halfcold", "fm", "sqlite", "skew"}
+WORDS = ("plugin", "model", "data", "task", "config-dir", "compare.plugins")
+TUTORIAL = {"first", "hello", "two_tower", "my_tower", *EXAMPLES}
 """Plugins and models that the pages teach to write; they are not installed here."""
 
 
 def text(page: Path) -> str:
     return page.read_text(encoding="utf-8")
+
+
+def guide() -> str:
+    """All pages of the guide."""
+    return "\n".join(text(page) for page in [DOCS / "guide.md", *sorted(DOCS.glob("guide/*.md"))])
 
 
 def name_of(page: Path) -> str:
@@ -72,6 +82,12 @@ def commands(page: Path) -> Iterator[list[str]]:
             if found and "pip install" not in line:
                 words = shlex.split(found.group(1).partition("&&")[0].partition(" | ")[0], comments=True)
                 yield [word for word in words if "..." not in word]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _launcher() -> None:
+    """What the command line makes known to Hydra before it composes."""
+    sweep_launcher.register()
 
 
 COMMANDS = [pytest.param(c, id=f"{name_of(p)}: {' '.join(c)}") for p in PAGES for c in commands(p)]
@@ -100,11 +116,6 @@ def test_every_invariant_is_described(invariant: Invariant) -> None:
     assert invariant.value in row.replace("`", "")
 
 
-def test_every_aspect_is_described() -> None:
-    for aspect in get_args(Aspect):
-        assert f"`{aspect}`" in text(PLUGINS), aspect
-
-
 def test_every_choice_of_every_group_is_named() -> None:
     said = "\n".join(map(text, PAGES))
     for file in conf_dir().glob("*/*.yaml"):
@@ -117,12 +128,12 @@ def test_every_choice_of_every_group_is_named() -> None:
 
 def test_every_policy_is_named() -> None:
     for policy in ("resident", *POLICIES):
-        assert f"`{policy}`" in text(GUIDE) or f"={policy}`" in text(GUIDE), policy
+        assert f"`{policy}`" in guide() or f"={policy}`" in guide(), policy
 
 
 def test_every_data_source_is_named() -> None:
     for name in CONFIGS:
-        assert f"`{name}`" in text(GUIDE), name
+        assert f"`{name}`" in guide(), name
 
 
 @pytest.mark.parametrize("plugin", IN_TREE, ids=lambda p: p.name)
@@ -142,7 +153,7 @@ def test_every_knob_is_in_the_plugins_readme_with_its_default(plugin: Path) -> N
 )
 def test_every_key_of_the_report_is_described(kind: type) -> None:
     for field in dataclasses.fields(kind):
-        assert f"`{field.name}`" in text(GUIDE), field.name
+        assert f"`{field.name}`" in guide(), field.name
 
 
 # -- commands, links, code -------------------------------------------------------------------
@@ -159,7 +170,7 @@ def test_commands_compose(arguments: list[str]) -> None:
         return
     overrides = [argument for argument in arguments if argument not in ("-m", "--multirun")]
     if any(re.search(rf"\b{name}\b", override) for name in TUTORIAL for override in overrides):
-        overrides = [o for o in overrides if not o.lstrip("+-").startswith(("plugin", "model", "config-dir"))]
+        overrides = [o for o in overrides if not o.lstrip("+-").startswith(WORDS)]
     if len(overrides) < len(arguments) and "-m" in arguments:
         overrides = [re.sub(r"^([^=\[{]+=[^,\[{]+),.*", r"\1", override) for override in overrides]
     overrides = [override for override in overrides if override not in ("--cfg", "job")]
@@ -189,6 +200,20 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), target
 
 
+def test_every_page_is_in_the_index_once() -> None:
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```", text(DOCS / "index.md"), re.MULTILINE | re.DOTALL)
+    entries = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    assert sorted(entries) == sorted(
+        str(page.relative_to(DOCS).with_suffix("")) for page in SITE if page != DOCS / "index.md"
+    )
+
+
+@pytest.mark.parametrize("page", SITE, ids=name_of)
+def test_what_a_page_includes_is_there(page: Path) -> None:
+    for target in re.findall(r"^```\{(?:literal)?include\} (\S+)", text(page), re.MULTILINE):
+        assert (page.parent / target).is_file(), target
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_blocks_are_python(page: Path) -> None:
     for code in fences(page, "python"):
@@ -203,31 +228,15 @@ def test_pages_are_about_the_project_alone(page: Path) -> None:
 # -- the tutorial ----------------------------------------------------------------------------
 
 
-def tutorial_files() -> dict[str, str]:
-    """The files of the tutorial's plugin: a line with the name in backticks, then the code block."""
-    found = re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```", text(PLUGINS), re.MULTILINE | re.DOTALL)
-    return dict(found)
-
-
 def test_hello_world_runs(tmp_path: Path) -> None:
     """The four files as the page has them, found through an entry point as pip would write it."""
-    files = tutorial_files()
+    files = write_site(PLUGINS, tmp_path / "site")
     assert set(files) == {
         "pyproject.toml",
         "recpipe_first/__init__.py",
         "recpipe_first/plugin.py",
         "recpipe_first/conf/plugin/first.yaml",
     }
-    for name, code in files.items():
-        file = tmp_path / "site" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(code, encoding="utf-8")
-    entry = re.search(r'entry-points."(.+)"\]\n(\w+) = "(.+)"', files["pyproject.toml"])
-    assert entry is not None
-    info = tmp_path / "site" / "recpipe_first-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: recpipe-first\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[{}]\n{} = {}\n".format(*entry.groups()))
     done = Child(
         tmp_path / "cli",
         *("+plugin=[hotline,first]", "plugins.first.digits=2", "data.samples=2000", "data.table_scale=0.01"),
