@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from recpipe.plugin.api import Contribution, Link, TableClaim, TablePolicy
+from recpipe.plugin.api import Contribution, Link
 from recpipe.plugin.assembly import gather
 from recpipe.plugin.errors import PluginConflict, PluginError, PluginOrderError
 from recpipe.plugin.policy import Cache
+from recpipe.plugin.quantizer import Quantizer
 from tests.plugin.samples import ACME, BAGPIPE, HOTLINE, RUN, Good, merged
 
 
@@ -29,13 +28,12 @@ class Kept(Cache):
         raise ZeroDivisionError("x")
 
 
-class Typed(TablePolicy):
-    def data_type(self, name):
-        return "fp32"
+def stored(kind: str) -> Contribution:
+    class Stored(Quantizer):
+        def storage(self, table):
+            return kind
 
-
-def claim(glob: str, policy: TablePolicy | None = None, aspect: str = "precision") -> Contribution:
-    return Contribution(tables=[TableClaim(glob, frozenset({aspect}), policy or Typed())])
+    return Contribution(quantizer=Stored())
 
 
 def cache(tables: str, fallback: bool = False) -> Contribution:
@@ -74,20 +72,15 @@ def test_preferences_that_mean_nothing_are_refused() -> None:
 
 
 def test_plugins_share_a_table_but_not_an_aspect() -> None:
-    hot, precise = (HOTLINE, cache("t_cat_*")), (ACME, claim("*"))
+    hot, precise = (HOTLINE, cache("t_cat_*")), (ACME, stored("fp16"))
     owners = merged(hot, precise).to_dict()["tables"]
-    assert owners["t_cat_0"] == {"cache": "hotline", "precision": "acme"}
-    assert owners["user_id"] == {"precision": "acme"}
+    assert owners["t_cat_0"] == {"cache": "hotline", "storage": "acme"}
+    assert owners["user_id"] == {"storage": "acme"}
     with pytest.raises(
         PluginConflict,
         match=r"hotline \(.*\) and bagpipe \(.*\) both claim the cache of table 't_cat_1'.*Drop one",
     ):
         merged(hot, precise, (BAGPIPE, cache("t_cat_1")))
-    with pytest.raises(
-        PluginConflict,
-        match=r"acme \(.*\) and bagpipe \(.*\) both claim the precision of table 't_cat_1'.*bagpipe.tables",
-    ):
-        merged(precise, (BAGPIPE, claim("t_cat_1")))
     with pytest.raises(
         PluginConflict, match="claims tables 'x\\*', but the model has: t_cat_0, t_cat_1, user_id"
     ):
@@ -101,21 +94,6 @@ def test_a_fallback_is_for_tables_that_nobody_else_has_claimed() -> None:
         "t_cat_1": "hotline",
         "user_id": "acme",
     }
-
-
-def test_one_plugin_claims_an_aspect_once() -> None:
-    twice = Contribution(tables=[*claim("*").tables, *claim("user_*").tables])
-    with pytest.raises(PluginConflict, match="claims the precision of table 'user_id' twice"):
-        merged((HOTLINE, twice))
-
-
-def test_a_claim_without_the_method_is_refused() -> None:
-    said = (
-        "acme (recpipe-acme 2.3.0) claims the precision of tables 't_*', but its TablePolicy overrides no "
-        "data_type(); bring one or drop the aspect"
-    )
-    with pytest.raises(PluginError, match=re.escape(said)):
-        merged((ACME, claim("t_*", TablePolicy())))
 
 
 @pytest.mark.parametrize("part", ["planner", "splitter", "skipper", "quantizer"])
@@ -135,11 +113,6 @@ def test_a_fault_of_a_cache_names_the_plugin() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         owner.part.policy(None)
     assert caught.value.__notes__ == ["raised inside plugin acme (recpipe-acme 2.3.0), part cache.policy"]
-
-
-def test_an_aspect_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(PluginError, match="claims 'precison' .*no aspect. Did you mean 'precision'"):
-        merged((ACME, claim("*", aspect="precison")))
 
 
 @pytest.mark.parametrize("swap", [False, True])

@@ -13,15 +13,17 @@ import pytest
 from recpipe.common.run_dir import hold
 from recpipe.distributed.ranks import Emulation, Ranks
 from recpipe.errors import UserError
-from recpipe.plugin.api import Contribution, Origin, TableClaim, TableInfo, TablePolicy
+from recpipe.plugin.api import Contribution, Origin, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.policy import Cache, RowSpace
+from recpipe.plugin.quantizer import Quantizer
 from recpipe.tables.build import Place, build_tables
 from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import group_owners
+from recpipe.tables.sharding.wire import wire_codecs
 from recpipe.tables.tiers.policies import Lru
 from tests.plugin.samples import Good
 from tests.tables.samples import CPU, DIM, FEATURES, table_set
@@ -37,15 +39,14 @@ class Kept(Cache):
         return Lru(space)
 
 
-class Half(TablePolicy):
-    def data_type(self, name: str) -> str:
-        return "fp16"
+class Sent(Quantizer):
+    def codecs(self) -> dict[Any, Any]:
+        return wire_codecs("fp16", "fp16")
 
 
-def assembly(policy: TablePolicy | None = None, cache: Sequence[Cache] = ()) -> Assembly:
+def assembly(quantizer: Quantizer | None = None, cache: Sequence[Cache] = ()) -> Assembly:
     info = {f.name: TableInfo(f.name, f.rows, DIM) for f in FEATURES}
-    tables = [] if policy is None else [TableClaim("*", frozenset({"precision"}), policy)]
-    return assemble([(Origin("acme"), Good(), Contribution(tables=tables, cache=cache))], info)
+    return assemble([(Origin("acme"), Good(), Contribution(quantizer=quantizer, cache=cache))], info)
 
 
 NOTHING = assembly()
@@ -73,7 +74,7 @@ def test_a_slower_network_is_not_played_to_sharded_tables() -> None:
     [
         (replace(TIERS, sharded=True), NOTHING, "tiers.sharded=true"),
         (replace(TIERS, plan="plan.json"), NOTHING, "tiers.plan"),
-        (TIERS, assembly(Half()), r"plugin acme \(.*\) shards tables and"),
+        (TIERS, assembly(Sent()), r"plugin acme \(.*\) shards tables and"),
     ],
 )
 def test_sharded_tables_and_a_cache_are_refused(config: TierConfig, parts: Assembly, who: str) -> None:

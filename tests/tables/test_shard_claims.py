@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,25 +11,16 @@ import torch
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CommOp, KeyValueParams
+from torchrec.modules.embedding_configs import DataType
 
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
-from recpipe.plugin.api import (
-    Aspect,
-    Context,
-    Contribution,
-    Origin,
-    Plugin,
-    TableClaim,
-    TableInfo,
-    TablePolicy,
-)
+from recpipe.plugin.api import Context, Contribution, Origin, Plugin, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.planner import Planner
-from recpipe.tables.config import TierConfig
+from recpipe.plugin.quantizer import Quantizer
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.owners import is_sharded
 from recpipe.tables.sharding.collection import ShardedCollection, ShardedTables, join_group
 from recpipe.tables.sharding.planning import Sharding
 from tests.tables.samples import CPU
@@ -36,7 +28,6 @@ from tests.tables.sharded import DIM, FEATURES, SIZE, Placed, table_set
 
 GPU = torch.device("cuda")
 POOLED = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
-TIERS = TierConfig("resident", "host", "25%", None, prefetch=True, sharded=False)
 
 
 class Nothing(Plugin):
@@ -44,12 +35,12 @@ class Nothing(Plugin):
         return Contribution()
 
 
-class Typed(TablePolicy):
-    def __init__(self, said: str | None) -> None:
-        self.said = said
+class Sent(Quantizer):
+    def __init__(self, key: Any) -> None:
+        self.key = key
 
-    def data_type(self, name: str) -> str | None:
-        return self.said
+    def codecs(self) -> dict[Any, Any]:
+        return {self.key: object()}
 
 
 class Limited(Planner):
@@ -65,14 +56,14 @@ def assembly(**parts: Any) -> Assembly:
     return assemble([(Origin("acme"), Nothing(), Contribution(**parts))], info)
 
 
-def claim(policy: TablePolicy, *aspects: Aspect) -> TableClaim:
-    return TableClaim("*", frozenset(aspects), policy)
-
-
 def sharding(
-    optimizer: str = "adagrad", device: torch.device = CPU, world: int = 1, **parts: Any
+    optimizer: str = "adagrad",
+    device: torch.device = CPU,
+    world: int = 1,
+    storage: DataType = DataType.FP32,
+    **parts: Any,
 ) -> Sharding:
-    tables = ModelTables.single(table_set(optimizer))
+    tables = ModelTables.single(replace(table_set(optimizer), storage=storage))
     return Sharding(tables, assembly(**parts), device, world, -(-SIZE // world), False, "fused", 1.0)
 
 
@@ -82,41 +73,19 @@ def built(made: Sharding) -> ShardedCollection:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
-def test_a_type_shards_the_tables_and_is_what_they_are_stored_in(optimizer: str) -> None:
-    """A claim of precision alone; whatever the planner chooses, the optimizer's state stays float32."""
-    claims = [claim(Typed("fp16"), "precision")]
-    assert is_sharded(TIERS, assembly(tables=claims))
-    tables = built(sharding(optimizer, tables=claims))
+def test_tables_are_stored_in_their_type(optimizer: str) -> None:
+    """Whatever the planner chooses, the optimizer's state stays float32."""
+    tables = built(sharding(optimizer, storage=DataType.FP16))
     for feature in FEATURES:
         for shard in tables.local(feature.name):
             assert shard.weights.dtype == torch.float16
             assert shard.state.dtype == torch.float32 or not shard.state.numel()
 
 
-@pytest.mark.parametrize("said", ["fp32", None])
-def test_float32_needs_no_sharding(said: str | None) -> None:
-    assert not is_sharded(TIERS, assembly(tables=[claim(Typed(said), "precision")]))
-
-
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ("half", "data_type() stores table 'a' in 'half'; choose one of fp32, fp16, bf16"),
-        ("int8", "'int8'; choose one of"),
-        ("bf16", "data_type() stores table 'a' in bf16, which FBGEMM trains on GPUs alone"),
-    ],
-)
-def test_types_that_cannot_be_trained_are_refused(said: str, message: str) -> None:
-    with pytest.raises(PluginError) as refused:
-        sharding(tables=[claim(Typed(said), "precision")]).data_types()
-    assert message in str(refused.value)
-    assert "plugin acme" in str(refused.value)
-
-
 def test_replicated_tables_of_lower_precision_are_refused() -> None:
-    claims = [claim(Typed("fp16"), "precision")]
+    planner = Placed({"*": "data_parallel"})
     with pytest.raises(UserError, match="table 'a': a data_parallel table of lower precision"):
-        sharding(tables=claims, planner=Placed({"*": "data_parallel"})).plan(None)
+        sharding(storage=DataType.FP16, planner=planner).plan(None)
 
 
 @pytest.mark.parametrize(
@@ -148,4 +117,4 @@ def test_a_gpu_has_what_a_cpu_would_ignore() -> None:
 )
 def test_codecs_that_nothing_uses_are_refused(key: Any) -> None:
     with pytest.raises(PluginError, match=r"acme.*: brings a codec of .* which pooled tables never use"):
-        sharding(codecs={key: object()}).sharders()
+        sharding(quantizer=Sent(key)).sharders()

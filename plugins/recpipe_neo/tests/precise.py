@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from recpipe_neo.precision import codecs
+from recpipe_neo.precision import LowPrecision
 
 from recpipe.plugin.api import Contribution, Origin, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble
@@ -42,14 +42,15 @@ class Coded(Places):
         self.wire, self.pooled = wire, not kind.startswith(SEQUENCE)
 
     def contribute(self, ctx) -> Contribution:
-        return Contribution(tables=super().contribute(ctx).tables, codecs=codecs(*self.wire, [self.pooled]))
+        quantizer = LowPrecision("fp32", self.wire, [self.pooled])
+        return Contribution(planner=super().contribute(ctx).planner, quantizer=quantizer)
 
 
 def assembly(kind: str, wire: tuple[str, str]) -> Assembly:
     plugin = Coded(kind, wire)
     info = {f.name: TableInfo(f.name, f.rows, DIM) for f in FEATURES}
     made = [(Origin("coded"), plugin, plugin.contribute(None))]
-    return assemble(made, info, prefer={}, resident_bytes=1 << 30)
+    return assemble(made, info, prefer={})
 
 
 def process(rank: int, world: int, folder: str, cases: list[tuple[str, str, str]]) -> None:

@@ -88,17 +88,17 @@ def test_what_would_be_ignored_is_refused(knobs: dict[str, Any], said: str) -> N
 def test_a_gpu_may_round_at_random_and_store_bf16() -> None:
     gpu = replace(SAMPLE, device="cuda:0")
     part = neo(table_precision="bf16", stochastic_rounding=True).contribute(gpu)
-    (claim,) = part.tables
-    assert claim.aspects == {"placement", "precision"}
-    limits = claim.policy.constrain("C1", TABLE)
+    assert part.planner is not None
+    limits = part.planner.constrain(TABLE)
     assert limits is not None
     assert limits.stochastic_rounding is True
-    assert claim.policy.data_type("C1") == "bf16"
+    assert part.quantizer is not None
+    assert part.quantizer.storage(TABLE) == "bf16"
 
 
 def test_the_first_pattern_that_matches_counts() -> None:
-    policy = neo(sharding={"C1": "row_wise", "C*": ["table_wise", "row_wise"]}).policy(2)
-    limits = {name: policy.constrain(name, replace(TABLE, name=name)) for name in ("C1", "C2", "user")}
+    policy = neo(sharding={"C1": "row_wise", "C*": ["table_wise", "row_wise"]}).limits(2)
+    limits = {name: policy.of(replace(TABLE, name=name)) for name in ("C1", "C2", "user")}
     assert {n: found and found.sharding_types for n, found in limits.items()} == {
         "C1": ["row_wise"],
         "C2": ["table_wise", "row_wise"],
@@ -108,20 +108,19 @@ def test_the_first_pattern_that_matches_counts() -> None:
 
 @pytest.mark.parametrize(("dim", "ranks", "width"), [(16, 2, 8), (16, 4, 4), (16, 8, 4), (128, 3, 44)])
 def test_named_types_may_cut_columns_for_every_rank(dim: int, ranks: int, width: int) -> None:
-    limits = neo(sharding="column_wise").policy(ranks).constrain("C1", replace(TABLE, dim=dim))
+    limits = neo(sharding="column_wise").limits(ranks).of(replace(TABLE, dim=dim))
     assert limits is not None
     assert limits.min_partition == width
-    assert neo().policy(ranks).constrain("C1", TABLE).min_partition is None  # type: ignore[union-attr]
+    assert neo().limits(ranks).of(TABLE).min_partition is None
 
 
 def test_int8_keeps_rows_whole_and_refuses_what_splits_them() -> None:
-    policy = neo(forward_precision="int8").policy(2)
-    limits = policy.constrain("C1", TABLE)
+    limits = neo(forward_precision="int8").limits(2).of(TABLE)
     assert limits is not None
     assert limits.sharding_types is not None
     assert not {"row_wise", "table_row_wise", "grid_shard"} & set(limits.sharding_types)
     with pytest.raises(PluginError, match="'C1' is to be row_wise, but TorchRec has no int8 reduce-scatter"):
-        neo(forward_precision="int8", sharding="row_wise").policy(2).constrain("C1", TABLE)
+        neo(forward_precision="int8", sharding="row_wise").limits(2).of(TABLE)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,11 @@ def test_int8_keeps_rows_whole_and_refuses_what_splits_them() -> None:
 )
 def test_lower_precision_is_declared(knobs: dict[str, Any], altered: set[Invariant]) -> None:
     assert neo(**knobs).alters == altered
-    assert bool(neo(**knobs).contribute(SAMPLE).codecs) == ("forward_precision" in knobs)
+    quantizer = neo(**knobs).contribute(SAMPLE).quantizer
+    assert bool(quantizer) == bool(knobs)
+    if quantizer is not None:
+        assert bool(quantizer.codecs()) == ("forward_precision" in knobs)
+        assert quantizer.storage(TABLE) == knobs.get("table_precision")
 
 
 @pytest.mark.parametrize("other", ["bagpipe", "slipstream"])

@@ -1,4 +1,4 @@
-"""The built-in codecs of cold rows: errors, the state that they leave alone, the bytes they find again."""
+"""The built-in codecs of cold rows: their errors, the state that they keep, the bytes they find again."""
 
 from __future__ import annotations
 

@@ -1,0 +1,140 @@
+"""Quantizers of several plugins: one owner of each aspect of each table and of each codec, faults named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recpipe.plugin.api import Contribution, Origin, TableInfo
+from recpipe.plugin.assembly import assemble
+from recpipe.plugin.errors import PluginConflict, PluginError
+from recpipe.plugin.quantizer import Quantizer, RecordLayout, RowCodec
+from recpipe.plugin.quantizing import Quantizing
+from tests.plugin.samples import ACME, HOTLINE, TABLES, Good
+
+INFOS = {name: replace(table, state=1) for name, table in TABLES.items()} | {"wide": TableInfo("wide", 9, 16)}
+
+
+class Whole(RowCodec):
+    """Keeps all bits."""
+
+    def __init__(self, layout: RecordLayout) -> None:
+        self.bytes_per_record = 4 * layout.width
+
+    def encode(self, records: Any) -> Any:
+        return records.view(np.uint8)
+
+    def decode(self, encoded: Any, out: Any) -> None:
+        out[...] = encoded.view(np.float32)
+
+
+class Cold(Quantizer):
+    def __init__(self, tables: str = "*", codec: Callable[[RecordLayout], Any] = Whole) -> None:
+        self.tables, self.codec = tables, codec
+        self.asked: list[RecordLayout] = []
+
+    def cold(self, layout: RecordLayout) -> Any:
+        self.asked.append(layout)
+        return self.codec(layout)
+
+
+class Stored(Quantizer):
+    def __init__(self, **said: str) -> None:
+        self.said = said
+
+    def storage(self, table: TableInfo) -> str | None:
+        return self.said.get(table.name)
+
+
+class Sent(Quantizer):
+    def codecs(self) -> Any:
+        return {("rows", "forward"): self}
+
+
+def merged(*quantizers: tuple[Origin, Quantizer]) -> Quantizing:
+    return assemble([(o, Good(), Contribution(quantizer=q)) for o, q in quantizers], INFOS).quantizing
+
+
+def test_each_aspect_has_its_own_owner() -> None:
+    made = merged((ACME, Cold("t_*")), (HOTLINE, Stored(user_id="fp16", t_cat_0="fp32")))
+    assert made.owners() == {
+        "t_cat_0": {"cold": "acme", "storage": "hotline"},
+        "t_cat_1": {"cold": "acme"},
+        "user_id": {"storage": "hotline"},
+    }
+    assert made.storage["user_id"].part == "fp16"
+    both = merged((ACME, Cold("t_*")), (HOTLINE, Cold("user_id")))
+    assert both.cold["t_cat_0"].part is both.cold["t_cat_1"].part, "tables of one layout share a codec"
+    assert both.cold["user_id"].part is not both.cold["t_cat_0"].part
+
+
+def test_it_is_asked_once_for_each_layout() -> None:
+    cold = Cold()
+    merged((ACME, cold))
+    assert cold.asked == [RecordLayout(8, 9), RecordLayout(16, 16)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (
+            Cold("t_*"),
+            Cold("*_0"),
+            "both want to decide the cold of table 't_cat_0': one .*plugins.hotline.tables",
+        ),
+        (Stored(wide="fp16"), Stored(wide="fp16"), "both want to decide the storage of table 'wide'"),
+        (Sent(), Sent(), r"both bring the codec of \('rows', 'forward'\). Drop one"),
+    ],
+)
+def test_two_owners_are_refused(first: Quantizer, second: Quantizer, said: str) -> None:
+    with pytest.raises(PluginConflict, match=rf"acme \(.*\) and hotline \(.*\) {said}"):
+        merged((ACME, first), (HOTLINE, second))
+
+
+def test_what_is_answered_with_none_stays_free() -> None:
+    made = merged((ACME, Cold(codec=lambda layout: None)), (HOTLINE, Cold()))
+    assert {owned.origin for owned in made.cold.values()} == {HOTLINE}
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "said"),
+    [
+        (
+            Quantizer(),
+            r"but Quantizer overrides none of cold\(\), storage\(\), codecs\(\); bring one of them",
+        ),
+        (Cold("t_cat"), r"quantizes tables 't_cat', but the model has: .*plugins.acme.tables='\*'"),
+        (Stored(wide="half"), r"storage\(\) stores table 'wide' in 'half'; choose one of fp32, fp16, bf16"),
+        (Cold(codec=lambda layout: 3), r"cold\(\) must return a RowCodec or None, not int"),
+        (Cold(codec=lambda layout: Whole(RecordLayout(0, 0))), "bytes_per_record must be a whole number"),
+    ],
+)
+def test_a_quantizer_that_is_none_is_refused(quantizer: Quantizer, said: str) -> None:
+    with pytest.raises(PluginError, match=f"acme .*{said}"):
+        merged((ACME, quantizer))
+
+
+def test_faults_name_the_plugin() -> None:
+    def fails(layout: RecordLayout) -> RowCodec:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        merged((ACME, Cold(codec=fails)))
+    assert caught.value.__notes__ == ["raised inside plugin acme (recpipe-acme 2.3.0), part quantizer.cold"]
+    codec = merged((ACME, Cold())).cold["wide"].part
+    with pytest.raises(ValueError, match="broadcast") as wrong:
+        codec.decode(np.zeros((1, 8), np.uint8), np.zeros((1, 9), np.float32))
+    assert wrong.value.__notes__ == [
+        "raised inside plugin acme (recpipe-acme 2.3.0), part quantizer.cold.decode"
+    ]
+
+
+def test_wrong_bytes_name_the_plugin() -> None:
+    codec = merged((ACME, Cold())).cold["wide"].part
+    said = r"plugin acme .*: encode\(\) must return uint8 \(2, 64\), not uint8 \(2, 68\)"
+    with pytest.raises(PluginError, match=said):
+        codec.encode(np.zeros((2, 17), np.float32))
