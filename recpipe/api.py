@@ -90,8 +90,8 @@ def train(
     """Train as ``python -m recpipe *overrides`` does, in this process.
 
     Args:
-        model: an ``nn.Module`` that holds collections of TorchRec's and is called as ``docs/guide.md`` ("Your
-            own model") says; it is trained in place. None: the recipe's (``model=dlrm``).
+        model: an ``nn.Module`` that holds collections of TorchRec's and is called as
+            ``docs/guide/models.md`` says; it is trained in place. None: the recipe's (``model=dlrm``).
         data: None: the recipe's. A path: a parquet file or folder, as ``data=parquet data.path=...``. A
             ``recpipe.data.dataset.Dataset``. Or batches, made already: a list, a DataLoader, a function
             ``epoch -> iterator``; see ``recpipe.data.given.GivenBatches`` for what holds of them.

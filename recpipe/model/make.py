@@ -34,8 +34,8 @@ def make_model(config: UserModel, schema: Schema, device: torch.device) -> nn.Mo
     """The module that ``config`` names, its parameters on ``device`` but for those on the meta device.
 
     The class, or the function that makes a module, is called with the recipe's ``arguments``, and with those
-    of its other parameters that recpipe knows by name (``docs/guide.md``, "Your own model"). The caller seeds
-    the random numbers. Raises ``UserError`` in one line where the class cannot be had or cannot be made.
+    of its other parameters that recpipe knows by name (``docs/guide/models.md``). The caller seeds the random
+    numbers. Raises ``UserError`` in one line where the class cannot be had or cannot be made.
     """
     maker = _maker(config)
     arguments = {key: made_within(value, f"model.{key}") for key, value in config.arguments.items()}
