@@ -29,15 +29,18 @@ from recpipe.report.record import (
     Throughput,
 )
 from recpipe.tables.tiers.policies import POLICIES
+from recpipe.tasks import sweep_launcher
 from tests.processes import Child
 
 ROOT = Path(__file__).resolve().parent.parent
-PLUGINS, GUIDE = ROOT / "docs" / "plugins.md", ROOT / "docs" / "guide.md"
+DOCS = ROOT / "docs"
+PLUGINS = DOCS / "plugins.md"
+SITE = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 IN_TREE = sorted(path.parent for path in ROOT.glob("plugins/recpipe_*/README.md"))
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
-        *ROOT.glob("docs/*.md"),
+        *SITE,
         *ROOT.glob("examples/*/README.md"),
         *ROOT.glob("plugins/*/README.md"),
     ]
@@ -50,6 +53,11 @@ TUTORIAL = {"first", "hello", "two_tower", "my_tower"}
 
 def text(page: Path) -> str:
     return page.read_text(encoding="utf-8")
+
+
+def guide() -> str:
+    """All pages of the guide."""
+    return "\n".join(text(page) for page in [DOCS / "guide.md", *sorted(DOCS.glob("guide/*.md"))])
 
 
 def name_of(page: Path) -> str:
@@ -72,6 +80,12 @@ def commands(page: Path) -> Iterator[list[str]]:
             if found and "pip install" not in line:
                 words = shlex.split(found.group(1).partition("&&")[0].partition(" | ")[0], comments=True)
                 yield [word for word in words if "..." not in word]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _launcher() -> None:
+    """What the command line makes known to Hydra before it composes."""
+    sweep_launcher.register()
 
 
 COMMANDS = [pytest.param(c, id=f"{name_of(p)}: {' '.join(c)}") for p in PAGES for c in commands(p)]
@@ -117,12 +131,12 @@ def test_every_choice_of_every_group_is_named() -> None:
 
 def test_every_policy_is_named() -> None:
     for policy in ("resident", *POLICIES):
-        assert f"`{policy}`" in text(GUIDE) or f"={policy}`" in text(GUIDE), policy
+        assert f"`{policy}`" in guide() or f"={policy}`" in guide(), policy
 
 
 def test_every_data_source_is_named() -> None:
     for name in CONFIGS:
-        assert f"`{name}`" in text(GUIDE), name
+        assert f"`{name}`" in guide(), name
 
 
 @pytest.mark.parametrize("plugin", IN_TREE, ids=lambda p: p.name)
@@ -142,7 +156,7 @@ def test_every_knob_is_in_the_plugins_readme_with_its_default(plugin: Path) -> N
 )
 def test_every_key_of_the_report_is_described(kind: type) -> None:
     for field in dataclasses.fields(kind):
-        assert f"`{field.name}`" in text(GUIDE), field.name
+        assert f"`{field.name}`" in guide(), field.name
 
 
 # -- commands, links, code -------------------------------------------------------------------
@@ -187,6 +201,20 @@ def test_links_lead_somewhere(page: Path) -> None:
         linked = (page.parent / file).resolve() if file else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
+
+
+def test_every_page_is_in_the_index_once() -> None:
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```", text(DOCS / "index.md"), re.MULTILINE | re.DOTALL)
+    entries = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    assert sorted(entries) == sorted(
+        str(page.relative_to(DOCS).with_suffix("")) for page in SITE if page != DOCS / "index.md"
+    )
+
+
+@pytest.mark.parametrize("page", SITE, ids=name_of)
+def test_what_a_page_includes_is_there(page: Path) -> None:
+    for target in re.findall(r"^```\{(?:literal)?include\} (\S+)", text(page), re.MULTILINE):
+        assert (page.parent / target).is_file(), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
