@@ -1,4 +1,4 @@
-"""The site: ``python -m sphinx -W docs docs/_build/html`` in the repository root makes it, without the network.
+"""The site: ``python -m sphinx -W docs docs/_build/html`` in the repository root makes it, with no network.
 
 Its packages: ``pip install -e '.[docs]'``. The pages are plain markdown, which GitHub shows as well.
 """
