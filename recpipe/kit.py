@@ -6,10 +6,15 @@ What a plugin needs beside the contract (``recpipe.plugin``), and all of core th
 
 from recpipe.backend.host import processor
 from recpipe.common.saved import Damaged, entries, parse_json, residents, typed_as, within
+from recpipe.config.recipe import Recipe
 from recpipe.data.batch import Batch
 from recpipe.data.config import DataConfig
 from recpipe.data.dataset import Dataset, Schema, SparseFeature
 from recpipe.data.given import GivenBatches
+from recpipe.data.config import DataConfig, SamplesConfig
+from recpipe.data.dataset import Dataset, NumberedDataset, Schema, SparseFeature
+from recpipe.data.given import GivenBatches
+from recpipe.data.make import open_dataset
 from recpipe.data.parts import batch_size, leaves, tensors_in
 from recpipe.data.select import join, select
 from recpipe.distributed.ranks import Channel, Ranks
@@ -53,14 +58,17 @@ __all__ = [
     "Lfu",
     "Lru",
     "Mark",
+    "NumberedDataset",
     "PlacedModel",
     "Prediction",
     "Ranks",
+    "Recipe",
     "Records",
     "Region",
     "RowBags",
     "RowCollection",
     "RowView",
+    "SamplesConfig",
     "Schema",
     "ShardedStore",
     "SparseFeature",
@@ -83,6 +91,7 @@ __all__ = [
     "module_name",
     "moved",
     "on_device",
+    "open_dataset",
     "parse_json",
     "policy_bytes",
     "processor",

@@ -30,6 +30,7 @@ from recpipe.report.record import (
 )
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tasks import sweep_launcher
+from tests.pages import write_site
 from tests.processes import Child
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +48,8 @@ PAGES = sorted(
 )
 PROGRAM = r"python3? -m recpipe|torchrun .*?-m recpipe|recpipe"
 COMMAND = rf"(?:^\s*(?:\$ )?|&& *)(?:[\w./-]*/)?(?:{PROGRAM})(?= |$)(.*)"
-TUTORIAL = {"first", "hello", "two_tower", "my_tower"}
+EXAMPLES = {"tinylfu", "spread", "warm", "skipsmall", "halfcold", "fm", "sqlite", "skew"}
+TUTORIAL = {"first", "hello", "two_tower", "my_tower", *EXAMPLES}
 """Plugins and models that the pages teach to write; they are not installed here."""
 
 
@@ -231,31 +233,15 @@ def test_pages_are_about_the_project_alone(page: Path) -> None:
 # -- the tutorial ----------------------------------------------------------------------------
 
 
-def tutorial_files() -> dict[str, str]:
-    """The files of the tutorial's plugin: a line with the name in backticks, then the code block."""
-    found = re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```", text(PLUGINS), re.MULTILINE | re.DOTALL)
-    return dict(found)
-
-
 def test_hello_world_runs(tmp_path: Path) -> None:
     """The four files as the page has them, found through an entry point as pip would write it."""
-    files = tutorial_files()
+    files = write_site(PLUGINS, tmp_path / "site")
     assert set(files) == {
         "pyproject.toml",
         "recpipe_first/__init__.py",
         "recpipe_first/plugin.py",
         "recpipe_first/conf/plugin/first.yaml",
     }
-    for name, code in files.items():
-        file = tmp_path / "site" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(code, encoding="utf-8")
-    entry = re.search(r'entry-points."(.+)"\]\n(\w+) = "(.+)"', files["pyproject.toml"])
-    assert entry is not None
-    info = tmp_path / "site" / "recpipe_first-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: recpipe-first\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[{}]\n{} = {}\n".format(*entry.groups()))
     done = Child(
         tmp_path / "cli",
         *("+plugin=[hotline,first]", "plugins.first.digits=2", "data.samples=2000", "data.table_scale=0.01"),
