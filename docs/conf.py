@@ -12,6 +12,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "plugins")]
 from outside import connect  # noqa: E402
 
 import recpipe  # noqa: E402
+from recpipe.common.quiet import quiet_libraries  # noqa: E402
+
+quiet_libraries()
+import recpipe.kit  # noqa: E402  and what it imports, before Sphinx turns logging up
 
 project = "recpipe"
 version = release = recpipe.__version__
