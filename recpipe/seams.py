@@ -1,4 +1,4 @@
-"""The only file that touches private names of TorchRec and FBGEMM; all else uses their public API.
+"""The only file that touches private names of torch, TorchRec and FBGEMM; all else uses their public API.
 
 Checked against the version triples that ``recpipe doctor`` knows. When a release renames one of
 these, this file is the place to mend.
@@ -24,12 +24,30 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from numpy.typing import NDArray
 from torch import nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchrec.distributed import comm, comm_ops, dist_data
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding, BatchedFusedEmbeddingBag
 
 _TAKEN = frozenset(dir(nn.ModuleDict()))
 _FUSED = (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)
+__all__ = [
+    "EnumerableShardingSpec",
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensor",
+    "TorchDispatchMode",
+    "init_from_local_shards",
+    "tree_leaves",
+]
+"""Classes and functions of torch's as they are; what is recpipe's own stands below."""
 Views = tuple[torch.Tensor, torch.Tensor]
 """A table's weights [rows, D], of the type that stores them, and optimizer state float32 [rows, S] (S may be
 0), sharing the TBE's memory."""
@@ -205,11 +223,6 @@ class _Timed(torch.distributed.Work):
         return getattr(self._work, name)
 
 
-def forget_groups() -> None:
-    """The process groups that TorchRec keeps for sharding by hosts are of a run that has ended."""
-    comm._INTRA_PG = comm._CROSS_PG = None
-
-
 @cache
 def _signature(name: str) -> Signature:
     return signature(getattr(torch.distributed, name))
@@ -280,8 +293,62 @@ _PAYLOAD = {
 
 
 def count_collectives() -> dict[str, Collective]:
-    """Count TorchRec's collectives in this process from now on, by name."""
+    """Count TorchRec's collectives in this process from now on, by name, until ``leave``."""
     counts: dict[str, Collective] = {}
     for module in (comm_ops, dist_data):
         module.dist = _Counting(counts)
     return counts
+
+
+def leave() -> None:
+    """TorchRec as it was before a run of several ranks: its collectives are not counted any more, and the
+    process groups that it keeps for sharding by hosts are forgotten."""
+    for module in (comm_ops, dist_data):
+        module.dist = torch.distributed
+    comm._INTRA_PG = comm._CROSS_PG = None
+
+
+# -- torch ------------------------------------------------------------------------------------
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward pass under way has ``retain_graph``: saved tensors must then stay as they are."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def functorch_is_active() -> bool:
+    """Whether a transform such as ``torch.func.grad`` runs what is called."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def backward_number() -> int | None:
+    """The number, in the order of the forward pass, of the operator that is being differentiated; None in a
+    forward pass."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def forward_number() -> int:
+    """The number that the next operator of a forward pass gets, as ``backward_number`` tells it."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def linear_pointwise(*arguments: Any) -> torch.Tensor:
+    """oneDNN's linear layer with an operation on its result (``mkldnn::_linear_pointwise``)."""
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(*arguments)
+    return out
+
+
+def onednn_takes_bfloat16() -> bool:
+    """Whether oneDNN runs bfloat16 on this CPU."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def watching_all_threads(every: bool) -> Any:
+    """``experimental_config`` of torch's profiler: no public switch makes it watch all threads."""
+    return _ExperimentalConfig(profile_all_threads=every)
+
+
+def all_loaded() -> Any:
+    """What ``load_state_dict`` returns where nothing was missing and nothing was left over."""
+    return nn.modules.module._IncompatibleKeys([], [])

@@ -152,3 +152,32 @@ def test_plugins_import_nothing_of_core_but_what_is_public(file: Path) -> None:
         if isinstance(node, ast.Import):
             wrong = [a.name for a in node.names if a.name.split(".")[0] == "recpipe" and a.name not in PUBLIC]
             assert not wrong, f"{file.name}: {', '.join(wrong)} is not public"
+
+
+FOREIGN = ("torch", "torchrec", "fbgemm_gpu")
+
+
+def private_names(file: Path) -> list[str]:
+    """What a file takes of the private names of torch, TorchRec and FBGEMM."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FOREIGN:
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            chain = ast.unparse(node).split(".")
+            names = chain if chain[0] in FOREIGN else []
+        found += [".".join(names) for name in names if name.startswith("_") and not name.endswith("__")]
+    return found
+
+
+CORE = [file for file in (ROOT / "recpipe").rglob("*.py") if file.name != "seams.py"]
+
+
+@pytest.mark.parametrize("file", CORE, ids=lambda file: str(file.relative_to(ROOT)))
+def test_private_names_of_others_are_in_seams_alone(file: Path) -> None:
+    assert not private_names(file)
+
+
+def test_seams_would_be_found() -> None:
+    assert any("_C" in name for name in private_names(ROOT / "recpipe" / "seams.py"))

@@ -17,6 +17,7 @@ from torch import nn
 from torchrec.models.dlrm import InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
 
+from recpipe import seams
 from recpipe.backend import choices as names
 from recpipe.backend.chain import CHAINS, is_plain, signature, steps
 from recpipe.backend.choices import Choices
@@ -93,7 +94,7 @@ def measure(part: str, samples: int, choices: Choices) -> str:
     if kind == "linear":
         inputs, outputs = map(int, numbers.split("-"))
         x, weight, bias = torch.randn(samples, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
-        onednn = partial(torch.ops.mkldnn._linear_pointwise, x, weight, bias, "none", [], "")
+        onednn = partial(seams.linear_pointwise, x, weight, bias, "none", [], "")
         addmm, theirs = medians([lambda: torch.addmm(bias, x, weight.t()), onednn])
         return "onednn" if theirs < addmm else "addmm"
     plain, inputs_of = _made(kind, numbers, samples)

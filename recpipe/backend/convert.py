@@ -20,6 +20,7 @@ from torchrec.models.dlrm import DLRM, InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.deepfm import DeepFM, FactorizationMachine
 
+from recpipe import seams
 from recpipe.backend import choices as names
 from recpipe.backend.chain import (
     CHAINS,
@@ -84,7 +85,7 @@ def _runs(module: nn.Module) -> bool:
         not any_global_hook()
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        and not torch._C._are_functorch_transforms_active()
+        and not seams.functorch_is_active()
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from recpipe import seams
 from recpipe.common.phases import phase
 from recpipe.tables.room import widened
 
@@ -70,14 +71,14 @@ def _affine(
     """x W^T + b, then ReLU if asked for."""
     low = x.dtype == torch.bfloat16
     out: torch.Tensor
-    if not onednn or (low and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+    if not onednn or (low and not seams.onednn_takes_bfloat16()):
         out = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
         return out.relu_() if relu else out
     # The operator that TorchInductor emits: it adds the bias as it writes, where ``addmm`` first copies it.
     # Its ReLU makes zeros of NaN, which must be seen; its leaky one does not. In bfloat16, where a pass over
     # the output is slow, that is worth a leak of nothing.
     leaky = ("leaky_relu", [LEAK], "") if low and relu else ("none", [], "")
-    out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, *leaky)
+    out = seams.linear_pointwise(x, weight, bias, *leaky)
     return out.relu_() if relu and not low else out
 
 
@@ -129,7 +130,7 @@ class _Chain(torch.autograd.Function):
         with phase("MLP backward"):
             weights, outputs = saved[1 + 2 * count : 1 + 3 * count], saved[1 + 3 * count :]
             wanted = ctx.needs_input_grad
-            kept = _graph_is_kept()
+            kept = seams.graph_is_kept()
             grads: list[torch.Tensor | None] = []
             for layer in reversed(range(count)):
                 if ctx.relus[layer]:
@@ -221,11 +222,6 @@ def _symmetric(count: int, dim: int) -> torch.Tensor:
     where = torch.full((count, count), dim, device="cpu")
     where[row, column] = where[column, row] = torch.arange(dim, dim + len(row), device="cpu")
     return where.view(-1)
-
-
-def _graph_is_kept() -> bool:
-    """Whether ``retain_graph`` was asked for, so that saved tensors must stay as they are."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def differentiable(

@@ -19,7 +19,7 @@ Int64 = NDArray[np.int64]
 
 
 @dataclass
-class Bags:
+class MultiHot:
     """One multi-hot feature of n samples: sample i holds ``values[offsets[i]:offsets[i + 1]]``.
 
     values int32, offsets int64 [n + 1]; ``offsets[0]`` need not be 0, nor need all values be theirs.
@@ -28,9 +28,9 @@ class Bags:
     values: Int32
     offsets: Int64
 
-    def trimmed(self) -> Bags:
+    def trimmed(self) -> MultiHot:
         """The same bags with just their own values, offsets from 0."""
-        return Bags(self.values[self.offsets[0] : self.offsets[-1]], self.offsets - self.offsets[0])
+        return MultiHot(self.values[self.offsets[0] : self.offsets[-1]], self.offsets - self.offsets[0])
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Columns:
     labels: Float32
     dense: Float32
     ids: Int32
-    bags: dict[str, Bags] = field(default_factory=dict)
+    bags: dict[str, MultiHot] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -48,7 +48,7 @@ class Columns:
     def __getitem__(self, rows: slice) -> Columns:
         """Samples ``[start, stop)``; views, no copies."""
         low, high, _ = rows.indices(len(self))
-        bags = {name: Bags(bag.values, bag.offsets[low : high + 1]) for name, bag in self.bags.items()}
+        bags = {name: MultiHot(bag.values, bag.offsets[low : high + 1]) for name, bag in self.bags.items()}
         return Columns(self.labels[low:high], self.dense[low:high], self.ids[low:high], bags)
 
 
@@ -60,7 +60,7 @@ def concatenate(parts: Sequence[Columns]) -> Columns:
     for name in parts[0].bags:
         own = [part.bags[name].trimmed() for part in parts]
         lengths = np.concatenate([np.diff(bag.offsets) for bag in own])
-        bags[name] = Bags(np.concatenate([bag.values for bag in own]), offsets_of(lengths))
+        bags[name] = MultiHot(np.concatenate([bag.values for bag in own]), offsets_of(lengths))
     return Columns(
         np.concatenate([part.labels for part in parts]),
         np.concatenate([part.dense for part in parts]),

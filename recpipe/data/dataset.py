@@ -13,7 +13,7 @@ from recpipe.data.batch import Batch, BatchShare
 from recpipe.distributed.ranks import part_of
 from recpipe.errors import DataError, UserError, shown
 
-Split = Literal["train", "eval"]
+SplitName = Literal["train", "eval"]
 LONGEST_NAME = 200
 """Bytes, percent-encoded, of a sparse feature's name: a file system's 255 less what is put around it."""
 
@@ -80,12 +80,12 @@ class Dataset(ABC):
         return self.schema
 
     @abstractmethod
-    def size(self, split: Split) -> int:
+    def size(self, split: SplitName) -> int:
         """Number of samples in ``split``."""
 
     @abstractmethod
     def batches(
-        self, split: Split, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
+        self, split: SplitName, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
     ) -> Iterator[Batch]:
         """Batches ``first``, ``first + 1``, ... of ``split``; the last one may be short, none is lost.
 
@@ -95,7 +95,7 @@ class Dataset(ABC):
         seeks, it does not replay.
         """
 
-    def num_batches(self, split: Split, batch_size: int) -> int:
+    def num_batches(self, split: SplitName, batch_size: int) -> int:
         """How many batches of ``batch_size`` the split holds, a short last one included."""
         return -(-self.size(split) // batch_size)
 
@@ -118,12 +118,12 @@ class NumberedDataset(Dataset):
     def samples_between(self, low: int, high: int) -> Batch:
         """Samples ``low`` to ``high`` (excluded; none where they are equal) of both splits together."""
 
-    def size(self, split: Split) -> int:
+    def size(self, split: SplitName) -> int:
         """Number of samples in ``split``."""
         return self.train_samples if split == "train" else self.samples - self._eval_start
 
     def batches(
-        self, split: Split, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
+        self, split: SplitName, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
     ) -> Iterator[Batch]:
         """As ``Dataset.batches``; of a ``part`` the other samples are not read."""
         start = 0 if split == "train" else self._eval_start

@@ -11,7 +11,7 @@ import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recpipe.data.batch import Batch
-from recpipe.data.dataset import Dataset, Schema, Split
+from recpipe.data.dataset import Dataset, Schema, SplitName
 from recpipe.data.parts import batch_size as samples_in
 from recpipe.data.parts import leaves, tensors_in
 from recpipe.errors import UserError
@@ -75,14 +75,14 @@ class GivenBatches(Dataset):
         self._ids_per_bag = _ids_per_bag(first)
         self.fingerprint = _fingerprint(first, length)
 
-    def size(self, split: Split) -> int:
+    def size(self, split: SplitName) -> int:
         """Number of samples in ``split``, or a little more (see above)."""
         source = self._sources[split]
         if isinstance(source, Sequence):
             return sum(map(samples_in, source))
         return self._lengths[split] * self.batch_size
 
-    def num_batches(self, split: Split, batch_size: int) -> int:
+    def num_batches(self, split: SplitName, batch_size: int) -> int:
         """How many batches there are; they have their own size."""
         return self._lengths[split]
 
@@ -91,7 +91,7 @@ class GivenBatches(Dataset):
         return self._ids_per_bag
 
     def batches(
-        self, split: Split, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
+        self, split: SplitName, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
     ) -> Iterator[Any]:
         """Batches ``first``, ``first + 1``, ... of ``split``, whole; those before are read, too."""
         length, given = self._lengths[split], first
@@ -103,7 +103,7 @@ class GivenBatches(Dataset):
                 f"the data has {length:,} batches by its length and gave {given:,}: correct its length"
             )
 
-    def _read(self, split: Split) -> Iterator[Any]:
+    def _read(self, split: SplitName) -> Iterator[Any]:
         source, endless = self._sources[split], split == "train" and self._follows_on
         for epoch in count() if endless else range(1):
             some = False

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from recpipe.data.batch import Batch
-from recpipe.data.columns import Bags, BatchMaker, Columns
+from recpipe.data.columns import BatchMaker, Columns, MultiHot
 from recpipe.data.dataset import NumberedDataset, Schema, SparseFeature
 from recpipe.data.files import map_npy
 from recpipe.errors import DataError
@@ -197,7 +197,7 @@ def _map(directory: Path, meta: Meta) -> Columns:
     for name in meta.multi_hot:
         offsets = _load(bag_file(directory, name, "offsets"), np.int64, (n + 1,))
         values = _load(bag_file(directory, name, "values"), np.int32, (int(offsets[-1]),))
-        bags[name] = Bags(values, offsets)
+        bags[name] = MultiHot(values, offsets)
     return Columns(
         _load(directory / "label.npy", np.float32, (n,)),
         _load(directory / "dense.npy", np.float32, (n, len(meta.schema.dense))),

@@ -199,6 +199,6 @@ def joined(topology: Topology, emulation: Emulation, device: torch.device) -> It
     yield Ranks(process.rank, process.world, trainers, holders, emulation, device)
     dist.barrier()
     dist.destroy_process_group()
-    from recpipe.seams import forget_groups  # a run has imported TorchRec by now
+    from recpipe.seams import leave  # a run has imported TorchRec by now
 
-    forget_groups()
+    leave()

@@ -18,15 +18,16 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe import seams
 from recpipe.data.parts import in_order, tensors_of
 from recpipe.perf.parts import part_of
 from recpipe.perf.workload import Lookups, Work, count_lookups
 from recpipe.pipeline.parts import undone
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.seams import TorchDispatchMode
 from recpipe.tables.front import Front, handing_out
 from recpipe.tables.lookups import same_ids
 from recpipe.tables.tiers.placement import table_bags
@@ -141,10 +142,10 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _where(self) -> tuple[str, str]:
-        node = torch._C._current_autograd_node()
-        if node is None:
+        number = seams.backward_number()
+        if number is None:
             return self._inside[-1], "forward"
-        return self._parts[bisect_right(self._numbers, node._sequence_nr()) - 1], "backward"
+        return self._parts[bisect_right(self._numbers, number) - 1], "backward"
 
     def _enter(self, module: nn.Module, _arguments: Any) -> None:
         self._go_to([*self._inside, self._part_of.get(module, self._inside[-1])])
@@ -166,7 +167,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _go_to(self, inside: list[str]) -> None:
         self._inside = inside
-        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._numbers.append(seams.forward_number())
         self._parts.append(inside[-1])
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from recpipe.common.phases import phase
 from recpipe.data.ahead import read_ahead
 from recpipe.data.batch import Batch, BatchShare
-from recpipe.data.dataset import Dataset, Split
+from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.parts import batch_size
 from recpipe.data.select import between, select
 from recpipe.distributed.ranks import Ranks
@@ -82,8 +82,8 @@ class TrainLoader:
         return self.dataset.num_batches("train", self.batch_size)
 
     def end_epoch(self) -> None:
-        """The epoch's last batch has been trained; may be called again. ``PluginError`` where a plugin's order
-        did not hold every sample once."""
+        """The epoch's last batch has been trained; may be called again. ``PluginError`` where a plugin's
+        order did not hold every sample once."""
         if self.order_check is not None:
             self.order_check.end()
 
@@ -269,7 +269,7 @@ class EvalLoader:
         return self.dataset.num_batches("eval", self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        split: Split = "eval"
+        split: SplitName = "eval"
         for batch in self.dataset.batches(split, self.batch_size, part=self.ranks.part):
             if not self.dataset.gives_parts:
                 own = self.ranks.shares(0, batch_size(batch))[self.ranks.trainer]

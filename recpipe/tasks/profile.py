@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import lightning as L
 import torch
-from torch._C._profiler import _ExperimentalConfig
 
+from recpipe import seams
 from recpipe.common import phases
 from recpipe.common.phases import PHASES
 from recpipe.config.task import ProfileConfig
@@ -63,8 +63,8 @@ class StepProfiler(L.Callback):
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        # Several cores may share a batch. torch has no public switch that makes it watch other threads.
-        watched = _ExperimentalConfig(profile_all_threads=device.type == "cpu")
+        # Several cores may share a batch.
+        watched = seams.watching_all_threads(device.type == "cpu")
         self.profiler = torch.profiler.profile(activities=activities, experimental_config=watched)
         self.batches: list[Any] = []
         """The first ones that this rank trained."""

@@ -63,8 +63,7 @@ class Cost:
 @contextmanager
 def costs() -> Iterator[Cost]:
     """Measure the body; torch's allocations are seen as the sizes of the tensors that operators return."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
+    from recpipe.seams import TorchDispatchMode, tree_leaves
 
     cost, threads = Cost(), threading.active_count()
 

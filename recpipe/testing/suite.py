@@ -52,7 +52,8 @@ class PluginSuite:
     pins: ClassVar[bool] = False
     """Whether rows that its cache has once made resident stay so."""
     replans: ClassVar[bool] = False
-    """Whether a resumed run plans anew what to move, as one that looks ahead may; its parameters are the same."""
+    """Whether a resumed run plans anew what to move, as one that looks ahead may; its parameters are the
+    same."""
     tolerance: ClassVar[float] = 1e-6
     """How far a parameter may be from its value without the plugin, for float sums in another order."""
     context: ClassVar[Context] = SAMPLE

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from recpipe import seams
 from recpipe.backend.equip import Backend
 from recpipe.common.phases import phase
 from recpipe.common.saved import tensor
@@ -270,7 +271,7 @@ class RankingModule(L.LightningModule):
         self.check_dense(state_dict)
         for name, value in self.model.dense_state().items():
             value.copy_(state_dict[name])
-        return nn.modules.module._IncompatibleKeys([], [])
+        return seams.all_loaded()
 
     def check_dense(self, saved: Mapping[str, torch.Tensor]) -> None:
         """``UserError`` unless ``saved`` is of this dense part, ``Damaged`` on values of another kind."""

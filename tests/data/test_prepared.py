@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from recpipe.data import cache
-from recpipe.data.columns import Bags, Columns, offsets_of
+from recpipe.data.columns import Columns, MultiHot, offsets_of
 from recpipe.data.config import CriteoConfig
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.make import open_dataset
@@ -35,7 +35,7 @@ def some_columns(size: int, seed: int) -> Columns:
         rng.integers(0, 2, size).astype(np.float32),
         rng.normal(size=(size, 1)).astype(np.float32),
         rng.integers(0, 9, (size, 2)).astype(np.int32),
-        {"bag/1": Bags(values, offsets_of(lengths))},
+        {"bag/1": MultiHot(values, offsets_of(lengths))},
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from recpipe.data.batch import Batch, BatchShare
-from recpipe.data.dataset import Dataset, Schema, Split
+from recpipe.data.dataset import Dataset, Schema, SplitName
 from recpipe.data.select import select
 from recpipe.distributed.ranks import Ranks, part_of
 from recpipe.model.call import Called
@@ -50,11 +50,11 @@ class Listed(Dataset):
         self.schema = SCHEMA
         self.fingerprint, self.rejected_rows = f"listed {count} {last} {multi} {seed}", 0
 
-    def size(self, split: Split) -> int:
+    def size(self, split: SplitName) -> int:
         return sum(batch.size for batch in self.lists[split])
 
     def batches(
-        self, split: Split, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
+        self, split: SplitName, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
     ) -> Iterator[Batch]:
         assert batch_size == SIZE
         for batch in self.lists[split][first:]:

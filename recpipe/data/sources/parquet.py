@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recpipe.data.checks import RowChecks
-from recpipe.data.columns import Bags, Columns, Float32, Int32, offsets_of
+from recpipe.data.columns import Columns, Float32, Int32, MultiHot, offsets_of
 from recpipe.data.config import ParquetConfig
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.files import input_files
@@ -75,7 +75,7 @@ class ParquetSource:
         for index, name in enumerate(self._dense):
             dense[:, index] = _dense(checks, name, batch.column(name), self._log)
         scalars: list[Int32] = []
-        bags: dict[str, Bags] = {}
+        bags: dict[str, MultiHot] = {}
         for feature in self.schema.sparse:
             array = _decoded(batch.column(feature.name))
             if feature.name in self.multi_hot:
@@ -105,7 +105,7 @@ class ParquetSource:
         result[~missing] = hash_rows(keys, rows)
         return result, valid
 
-    def _bags(self, checks: RowChecks, feature: SparseFeature, array: pa.Array) -> Bags:
+    def _bags(self, checks: RowChecks, feature: SparseFeature, array: pa.Array) -> MultiHot:
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         offsets = offsets_of(lengths)
         values, valid = self._rows(array.flatten(), feature.rows)
@@ -114,7 +114,7 @@ class ParquetSource:
                 np.searchsorted(offsets, np.flatnonzero(~valid), "right") - 1, minlength=len(array)
             )
             self._require(checks, feature, wrong == 0, array)
-        return Bags(values, offsets)
+        return MultiHot(values, offsets)
 
     def _require(
         self, checks: RowChecks, feature: SparseFeature, valid: NDArray[np.bool_], array: pa.Array
@@ -132,7 +132,7 @@ def _selected(columns: Columns, good: NDArray[np.bool_]) -> Columns:
     bags = {}
     for name, bag in columns.bags.items():
         lengths = np.diff(bag.offsets)
-        bags[name] = Bags(bag.values[np.repeat(good, lengths)], offsets_of(lengths[good]))
+        bags[name] = MultiHot(bag.values[np.repeat(good, lengths)], offsets_of(lengths[good]))
     return Columns(columns.labels[good], columns.dense[good], columns.ids[good], bags)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from recpipe.common import memory
 from recpipe.data.batch import Batch
-from recpipe.data.columns import Bags, BatchMaker, Columns, Float32, concatenate, offsets_of
+from recpipe.data.columns import BatchMaker, Columns, Float32, MultiHot, concatenate, offsets_of
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.dataset import NumberedDataset, Schema, SparseFeature
 from recpipe.data.sources.clicks import ClickModel, id_traits
@@ -108,7 +108,7 @@ class SyntheticDataset(NumberedDataset):
             lengths = rng.integers(1, 2 * self.pooling[index], size)
             uniform = rng.random((int(lengths.sum()), 1))
             values = draw.ids(draw.ranks(uniform))[:, 0].astype(np.int32)
-            bags[self.schema.sparse[index].name] = Bags(values, offsets_of(lengths))
+            bags[self.schema.sparse[index].name] = MultiHot(values, offsets_of(lengths))
         columns = Columns(np.zeros(size, np.float32), dense, single.astype(np.int32), bags)
         return columns, self._score(columns)
 

@@ -16,10 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import init_from_local_shards
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -28,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from recpipe.common.tensor_writer import write_tensors
-from recpipe.seams import LocalShard
+from recpipe.seams import LocalShard, Shard, ShardedTensor, ShardMetadata, init_from_local_shards
 from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.specs import FILL_ROWS, state_name, to_numpy, weight_name
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets, placement
@@ -23,7 +21,7 @@ from torchrec.distributed.types import (
 from recpipe.common.saved import Damaged, entries, read_json, typed_as
 from recpipe.common.tiling import tiles
 from recpipe.errors import UserError
-from recpipe.seams import module_name
+from recpipe.seams import EnumerableShardingSpec, ShardMetadata, module_name
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.sharding.modules import module_paths
 
