@@ -49,7 +49,7 @@ PROGRAM = r"python3? -m recpipe|torchrun .*?-m recpipe|recpipe"
 COMMAND = rf"(?:^\s*(?:\$ )?|&& *)(?:[\w./-]*/)?(?:{PROGRAM})(?= |$)(.*)"
 EXAMPLES = {"tinylfu", "spread", "warm", "skipsmall", "halfcold", "fm", "sqlite", "skew"}
 WORDS = ("plugin", "model", "data", "task", "config-dir", "compare.plugins")
-TUTORIAL = {"first", "hello", "two_tower", "my_tower", *EXAMPLES}
+TUTORIAL = {"first", "hello", "skip_small", "two_tower", "my_tower", *EXAMPLES}
 """Plugins and models that the pages teach to write; they are not installed here."""
 
 

@@ -17,6 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 HELLO = ROOT / "examples" / "recpipe-hello"
 TOWER = ROOT / "examples" / "recpipe-tower"
+SKIP_SMALL = ROOT / "examples" / "recpipe-skip-small"
+EXAMPLES = (HELLO, TOWER, SKIP_SMALL)
 
 
 def build(project: Path, folder: Path) -> Path:
@@ -31,7 +33,7 @@ def build(project: Path, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
     pytest.importorskip("hatchling", reason="building wheels needs the test extra: pip install -e '.[test]'")
-    return tuple(build(project, tmp_path_factory.mktemp("wheel")) for project in (ROOT, HELLO, TOWER))
+    return tuple(build(project, tmp_path_factory.mktemp("wheel")) for project in (ROOT, *EXAMPLES))
 
 
 @pytest.fixture(scope="module")
@@ -101,18 +103,22 @@ def test_wheel_holds_conf_and_plugins_and_nothing_else(wheels: tuple[Path, ...])
 
 def test_it_runs_from_another_folder_with_a_third_party_plugin(fresh: Path, tmp_path: Path) -> None:
     small = ["data.samples=2000", "data.table_scale=0.01", "data.batch_size=64", "trainer.max_steps=5"]
+    skipping = ["plugins.skip_small.least=1e-3", "trainer.progress=false", *small]
     lines = [
         ["plugins"],
         ["+plugin=hello", "hydra.run.dir=out", "trainer.progress=false", *small],
         ["+plugin=hello", "plugins.hello.top=2", *small],
+        ["+plugin=skip_small", "hydra.run.dir=resident", *skipping],
+        ["+plugin=skip_small", "hydra.run.dir=tiers", "tiers.policy=lru", *skipping],
+        ["+plugin=skip_small", "hydra.run.dir=shards", "tiers.sharded=true", *skipping],
     ]
     command = [str(fresh), "-c", ONE_BY_ONE, json.dumps(lines)]
     done = subprocess.run(command, cwd=tmp_path, env=outside(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert str(ROOT) not in done.stdout
-    said = [[(tmp_path / f"{number}.{stream}").read_text() for stream in (1, 2)] for number in range(3)]
-    assert (tmp_path / "statuses").read_text().split() == ["0", "0", "2"], said
+    said = [[(tmp_path / f"{number}.{stream}").read_text() for stream in (1, 2)] for number in range(6)]
+    assert (tmp_path / "statuses").read_text().split() == ["0", "0", "2", "0", "0", "0"], said
     listed, error = said[0][0], said[2][1]
     assert "hello" in listed
     assert "recpipe-hello 0.1.0" in listed
@@ -124,6 +130,12 @@ def test_it_runs_from_another_folder_with_a_third_party_plugin(fresh: Path, tmp_
     assert 0 < report["plugins"]["hello"]["distinct_rows"] <= 5 * 64 * 26
     assert 0 < report["plugins"]["hello"]["top_share"] < 1
     assert error == "error: plugins.hello.top=2: must be in (0, 1], for example 0.01\n"
+    figures = [
+        json.loads((tmp_path / place / "report.json").read_text(encoding="utf-8"))["plugins"]["skip_small"]
+        for place in ("resident", "tiers", "shards")
+    ]
+    assert figures[0] == figures[1] == figures[2], "whatever holds the rows, the same ones are left out"
+    assert 0.1 < figures[0]["skipped_share"] < 0.9
 
 
 @pytest.mark.soak
@@ -139,12 +151,13 @@ def test_the_examples_own_tests_pass(fresh: Path, tmp_path: Path) -> None:
         str(HELLO / "pyproject.toml"),
         "--rootdir",
         str(HELLO.parent),
-        *(str(example / "tests") for example in (HELLO, TOWER)),
+        *(str(example / "tests") for example in EXAMPLES),
     ]
     done = subprocess.run(command, cwd=tmp_path, env=outside(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "test_hello.py::test_counts_lookups" in done.stdout
     assert "test_tower.py::" in done.stdout
+    assert "test_skip_small.py::" in done.stdout
 
 
 def test_requirements_agree_with_the_doctor_and_the_stub() -> None:

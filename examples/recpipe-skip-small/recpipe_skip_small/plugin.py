@@ -46,7 +46,7 @@ class SkipSmall(Skipper):
         self.rows = self.skipped = 0
 
     def update(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor:
-        stay = gradients.norm(dim=1) >= self.least
+        stay: torch.Tensor = gradients.norm(dim=1) >= self.least
         self.rows += len(rows)
         self.skipped += len(rows) - int(stay.sum())
         return stay

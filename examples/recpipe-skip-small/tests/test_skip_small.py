@@ -91,7 +91,7 @@ def test_it_is_a_dense_optimizer_over_the_other_rows(optimizer: str, where: tupl
     words = (
         f"optim={optimizer}",
         f"optim.tables.lr={LR}",
-        "optim.tables.eps=1e-8",
+        "++optim.tables.eps=1e-8",
         "tiers.resident_bytes=20%",
     )
     with recpipe.place(

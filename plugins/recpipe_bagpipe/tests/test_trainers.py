@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from recpipe_bagpipe.replicas import Replicas
 from recpipe_bagpipe.steps import lowest
 from recpipe_bagpipe.tests.trainers import (
     FEATURES,
@@ -260,3 +261,9 @@ def test_a_worker_runs_nothing_after_a_fault() -> None:
         worker.check()
     assert ran == [1]
     worker.close()
+
+
+def test_no_rows_can_be_left_out_of_updates() -> None:
+    tables = Replicas.__new__(Replicas)
+    with pytest.raises(UserError, match="which Replicas cannot do: .*update some rows of a batch while"):
+        tables.filter_updates(None)  # type: ignore[arg-type]

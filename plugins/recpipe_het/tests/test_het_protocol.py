@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 from recpipe_het.policy import LfuOpt
+from recpipe_het.tables import HetTables
 from recpipe_het.tests.rig import DIM, World, batch, schedule
 
+from recpipe.errors import UserError
 from recpipe.plugin.policy import CachePolicy
 from recpipe.tables.rowtable import updated
 from recpipe.tables.specs import TableOptimizer
@@ -161,3 +163,9 @@ def test_several_updates_of_one_batch_are_all_pushed(slots: int) -> None:
     world.push([(0, due)])
     assert np.array_equal(world.holder.read(rows), -3 * one)
     assert not len(world.workers[0].lines.flush().rows)
+
+
+def test_no_rows_can_be_left_out_of_updates() -> None:
+    tables = HetTables.__new__(HetTables)
+    with pytest.raises(UserError, match="which HetTables cannot do: .*a holder applies"):
+        tables.filter_updates(None)  # type: ignore[arg-type]
