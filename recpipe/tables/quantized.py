@@ -10,26 +10,33 @@ from torchrec.modules.embedding_configs import DataType
 
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.errors import PluginConflict
+from recpipe.plugin.quantizer import RecordLayout
 from recpipe.plugin.quantizing import Quantizing
 from recpipe.tables.groups import Group, ModelTables
 from recpipe.tables.owners import RESIDENT, GroupOwner
+from recpipe.tables.stores.codecs import COLD
 
 STORED = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
 """By the names that ``Quantizer.storage`` gives."""
 
 
 def quantized(tables: ModelTables, quantizing: Quantizing) -> ModelTables:
-    """``tables`` in groups of one storage and one codec, which they know."""
+    """``tables`` in groups of one storage and one codec, which they know.
+
+    Rows of 16 bits lie in the cold tier as they are in their slots where nobody wants them otherwise.
+    """
 
     def asked(table: str) -> tuple[str, int]:
         storage, cold = quantizing.storage.get(table), quantizing.cold.get(table)
         return "fp32" if storage is None else storage.part, 0 if cold is None else id(cold.part)
 
     def of(group: Group) -> Group:
-        first = group.tables.layout.tables[0]
-        cold = quantizing.cold.get(first)
+        own, first = group.tables, group.tables.layout.tables[0]
+        storage, cold = asked(first)[0], quantizing.cold.get(first)
         codec = None if cold is None else cold.part
-        return replace(group, tables=replace(group.tables, storage=STORED[asked(first)[0]], codec=codec))
+        if codec is None and storage != "fp32":
+            codec = COLD[storage](RecordLayout(own.dim, own.layout.width))
+        return replace(group, tables=replace(own, storage=STORED[storage], codec=codec))
 
     return ModelTables(tuple(of(group) for group in tables.split(asked).groups))
 

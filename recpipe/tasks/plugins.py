@@ -19,8 +19,9 @@ from recpipe.plugin.conf import knobs_in, package_conf
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import installed, instantiate
 from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, imported, offered, origin_of
+from recpipe.plugin.quantizing import quantizing
 
-_TABLES = {f"C{i}": TableInfo(f"C{i}", 1000, 16) for i in range(1, 27)}
+_TABLES = {f"C{i}": TableInfo(f"C{i}", 1000, 16, state=4) for i in range(1, 27)}
 
 
 def _no_batch(batch: object) -> Never:
@@ -78,11 +79,20 @@ def describe(ep: EntryPoint) -> Listed:
     try:
         plugin: Plugin = instantiate(ep.name, default_knobs(ep))
         contribution = plugin.contribute(SAMPLE)
+        uses = _named_points(origin, contribution)
     except Exception as fault:
         return Listed(origin, fault=f"{type(fault).__name__}: {fault}".splitlines()[0])
     doc = (inspect.getdoc(type(plugin)) or "").splitlines()
     alters = tuple(sorted(i.name for i in plugin.alters))
-    return Listed(origin, doc[0] if doc else "", points(contribution), alters)
+    return Listed(origin, doc[0] if doc else "", uses, alters)
+
+
+def _named_points(origin: Origin, contribution: Contribution) -> tuple[str, ...]:
+    """As ``points``, a quantizer with what it decides."""
+    made = quantizing(SAMPLE.tables, [(origin, contribution)])
+    decides = [what for what in ("cold", "storage", "codecs") if getattr(made, what)]
+    named = {"quantizer": f"quantizer ({', '.join(decides) or 'nothing'})"}
+    return tuple(named.get(point, point) for point in points(contribution))
 
 
 def describe_part(kind: str, ep: EntryPoint) -> Listed:

@@ -6,6 +6,7 @@ What a codec has decoded it encodes to the same bytes again. Weights that are no
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -136,5 +137,9 @@ def _power(field: NDArray[np.int32]) -> Floats:
     return (field << 23).view(np.float32)
 
 
-COLD = {"fp16": Fp16Rows, "bf16": Bf16Rows, "int8": Int8Rows}
+COLD: Mapping[str, Callable[[RecordLayout], WeightCodec]] = {
+    "fp16": Fp16Rows,
+    "bf16": Bf16Rows,
+    "int8": Int8Rows,
+}
 """Built-in codecs by name."""
