@@ -84,8 +84,7 @@ class PluginSuite:
     @pytest.fixture
     def trained(self, tmp_path_factory: pytest.TempPathFactory) -> Trained:
         """The run with it, in tiers; where it leaves tables to the recipe, these are under LFU."""
-        recipe = self._recipe()
-        return once(recipe, tmp_path_factory, *plan(recipe, tmp_path_factory))
+        return self._run(tmp_path_factory)
 
     @pytest.fixture
     def resumed(self, trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Trained]:
@@ -94,9 +93,15 @@ class PluginSuite:
         step = next((step for step in trained.checkpoints if step < len(steps)), None)
         if step is None:
             self._fail("overrides leave no checkpoint before the run's last step: leave trainer.* out")
+        return step, self._run(tmp_path_factory, f"resume={trained.checkpoints[step]}")
+
+    def _run(self, folders: pytest.TempPathFactory, *more: str) -> Trained:
         recipe = self._recipe()
-        more = plan(recipe, tmp_path_factory)
-        return step, once(recipe, tmp_path_factory, *more, f"resume={trained.checkpoints[step]}")
+        try:
+            return once(recipe, folders, *plan(recipe, folders), *more)
+        except Exception as fault:
+            said = "; ".join([f"{type(fault).__name__}: {fault}", *getattr(fault, "__notes__", ())])
+            raise AssertionError(f"plugin '{self.plugin}': its run ended with {said}") from fault
 
     @pytest.fixture
     def epoch(self) -> Epoch:
