@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Never
 
 import pytest
 
-from recpipe.config.compose import active_plugins
 from recpipe.plugin.api import Context, Contribution, Invariant, Plugin
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.errors import PluginError
@@ -23,7 +22,7 @@ from recpipe.testing.purity import costs, deeds, outline
 from recpipe.testing.ranks import train_ranks
 from recpipe.testing.replay import reference
 from recpipe.testing.resume import resumed_faults
-from recpipe.testing.runs import RECIPE, TIERS, Recipe, Trained, once, plan
+from recpipe.testing.runs import RECIPE, TIERS, Recipe, Trained, knobs_of, once, plan
 from recpipe.testing.samples import Epoch, faults
 from recpipe.testing.technique import REMEDY, idle, kept
 from recpipe.testing.updates import comparable, furthest, layout_faults, model_faults
@@ -62,7 +61,7 @@ class PluginSuite:
         return activate(self._knobs())[0][1]
 
     def _knobs(self) -> dict[str, dict[str, Any]]:
-        return active_plugins(self._recipe().composed())
+        return knobs_of(self._recipe())
 
     def _recipe(self) -> Recipe:
         return Recipe((*RECIPE, *TIERS, *self.overrides), self.plugin, json.dumps(dict(self.knobs)))
