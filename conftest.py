@@ -23,6 +23,7 @@ from recpipe.data.make import open_dataset  # noqa: E402
 from recpipe.data.sources.criteo import SPARSE  # noqa: E402
 from recpipe.plugin.offers import GROUPS  # noqa: E402
 from recpipe.report import plots  # noqa: E402
+from recpipe.testing import ranks  # noqa: E402
 from tests import composing, generating  # noqa: E402
 from tests.drawing import DRAWN, leave_blank  # noqa: E402
 from tests.meta import leave_undrawn  # noqa: E402
@@ -86,6 +87,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What runs learn about data (popularity profiles) goes into a folder of this test run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _forked_ranks() -> Iterator[None]:
+    """The ranks of plugins' suites come from the server of ``tests.processes``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "PRELOAD", ["tests.preloaded"])
         yield
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,21 @@ def forget(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OverridesParser, "parse_rule", PARSE)
     patch.setattr(importlib.metadata, "entry_points", ENTRY_POINTS)
     patch.setattr(FileConfigSource, "load_config", LOAD)
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Within it, recipes are remembered with what is installed now, though a test has done so."""
+    global PATH
+    before, PATH = PATH, places()
+    _installed.clear()
+    _bases.clear()
+    try:
+        yield
+    finally:
+        PATH = before
+        _installed.clear()
+        _bases.clear()
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:

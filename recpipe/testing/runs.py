@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from omegaconf import DictConfig, open_dict
 
-from recpipe.config.compose import compose
+from recpipe.config.compose import active_plugins, compose
 from recpipe.data.dataset import Dataset
 from recpipe.tasks.compare_rows import quoted
 from recpipe.testing.watch import Record, Watch
@@ -148,6 +149,16 @@ def once(recipe: Recipe, folders: pytest.TempPathFactory, *more: str) -> Trained
     if isinstance(found, BaseException):
         raise found
     return found
+
+
+_knobs: dict[Recipe, dict[str, dict[str, Any]]] = {}
+
+
+def knobs_of(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """The recipe's plugins, each with the values of its knobs."""
+    if recipe not in _knobs:
+        _knobs[recipe] = active_plugins(recipe.composed())
+    return copy.deepcopy(_knobs[recipe])
 
 
 _plans: dict[Recipe, tuple[str, ...]] = {}

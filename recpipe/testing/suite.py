@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Never
 
 import pytest
 
-from recpipe.config.compose import active_plugins
 from recpipe.plugin.api import Context, Contribution, Invariant, Plugin
 from recpipe.plugin.assembly import assemble, gather
 from recpipe.plugin.errors import PluginError
@@ -23,7 +22,7 @@ from recpipe.testing.purity import costs, deeds, outline
 from recpipe.testing.ranks import train_ranks
 from recpipe.testing.replay import reference
 from recpipe.testing.resume import resumed_faults
-from recpipe.testing.runs import RECIPE, TIERS, Recipe, Trained, once, plan
+from recpipe.testing.runs import RECIPE, TIERS, Recipe, Trained, knobs_of, once, plan
 from recpipe.testing.samples import Epoch, faults
 from recpipe.testing.technique import REMEDY, idle, kept
 from recpipe.testing.updates import comparable, furthest, layout_faults, model_faults
@@ -63,7 +62,7 @@ class PluginSuite:
         return activate(self._knobs())[0][1]
 
     def _knobs(self) -> dict[str, dict[str, Any]]:
-        return active_plugins(self._recipe().composed())
+        return knobs_of(self._recipe())
 
     def _recipe(self) -> Recipe:
         return Recipe((*RECIPE, *TIERS, *self.overrides), self.plugin, json.dumps(dict(self.knobs)))
@@ -85,8 +84,7 @@ class PluginSuite:
     @pytest.fixture
     def trained(self, tmp_path_factory: pytest.TempPathFactory) -> Trained:
         """The run with it, in tiers; where it leaves tables to the recipe, these are under LFU."""
-        recipe = self._recipe()
-        return once(recipe, tmp_path_factory, *plan(recipe, tmp_path_factory))
+        return self._run(tmp_path_factory)
 
     @pytest.fixture
     def resumed(self, trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Trained]:
@@ -95,9 +93,15 @@ class PluginSuite:
         step = next((step for step in trained.checkpoints if step < len(steps)), None)
         if step is None:
             self._fail("overrides leave no checkpoint before the run's last step: leave trainer.* out")
+        return step, self._run(tmp_path_factory, f"resume={trained.checkpoints[step]}")
+
+    def _run(self, folders: pytest.TempPathFactory, *more: str) -> Trained:
         recipe = self._recipe()
-        more = plan(recipe, tmp_path_factory)
-        return step, once(recipe, tmp_path_factory, *more, f"resume={trained.checkpoints[step]}")
+        try:
+            return once(recipe, folders, *plan(recipe, folders), *more)
+        except Exception as fault:
+            said = "; ".join([f"{type(fault).__name__}: {fault}", *getattr(fault, "__notes__", ())])
+            raise AssertionError(f"plugin '{self.plugin}': its run ended with {said}") from fault
 
     @pytest.fixture
     def epoch(self) -> Epoch:

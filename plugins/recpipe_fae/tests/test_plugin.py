@@ -14,7 +14,7 @@ from recpipe.testing import PluginSuite
 
 class TestFAE(PluginSuite):
     plugin = "fae"
-    overrides = ("tiers=host", "tiers.resident_bytes=60%")
+    pins = True
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,6 @@ RUN: tuple[str, ...] = (*SMALL, "trainer.progress=false")
 
 class TestHet(PluginSuite):
     plugin = "het"
-    overrides: ClassVar = ("tiers.resident_bytes=30%",)
 
     def test_ships_no_more_than_was_asked(self, trained: Trained) -> None:
         shown = trained.report["plugins"]["het"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,15 +38,6 @@ FIGURES = {
 
 class TestHotline(PluginSuite):
     plugin = "hotline"
-    # Enough steps to learn and few enough lookups for popular samples.
-    overrides: ClassVar = (
-        "data.samples=20000",
-        "data.batch_size=256",
-        "data.table_scale=1",
-        "data.tables={a: 50, b: 500, c: 2000}",
-        "trainer.max_steps=40",
-        "tiers.resident_bytes=30%",
-    )
 
     def test_really_trains_micro_batches(self, trained: Any) -> None:
         """Else the other tests would compare a run with itself."""

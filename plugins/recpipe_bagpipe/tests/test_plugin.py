@@ -1,0 +1,16 @@
+"""BagPipe as users meet it: conformance."""
+
+from __future__ import annotations
+
+from recpipe.testing import PluginSuite, Trained
+
+
+class TestBagPipe(PluginSuite):
+    plugin = "bagpipe"
+    ranks = 2
+    replans = True
+
+    def test_reads_ahead_and_misses_nothing(self, trained: Trained) -> None:
+        shown = trained.report["plugins"]["bagpipe"]
+        assert shown["rows_fetched"] > shown["rows_expired"] > 0
+        assert shown["critical_misses"] == 0
