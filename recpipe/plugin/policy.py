@@ -59,7 +59,8 @@ class Residents:
 
     def put(self, slots: Slots, rows: RowIds) -> RowIds:
         """Give ``slots`` to ``rows``; returns the rows that leave them (-1: the slot was empty)."""
-        leaving = self.empty(slots)
+        leaving = self._row_of_slot[slots]
+        self._where[leaving[leaving >= 0]] = IN_STORE
         self._where[rows] = slots
         self._row_of_slot[slots] = rows
         return leaving

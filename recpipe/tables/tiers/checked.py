@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,12 +75,12 @@ MARK = np.iinfo(np.int32).min
 
 
 class CheckedPolicy:
-    """Asks ``policy``, which ``owner`` brought (None: recpipe), and refuses placements that make no sense.
+    """Asks ``policy``, which the plugin ``owner`` brought, and refuses placements that make no sense.
 
     Each check is a pass or two over the rows that move, by marks in maps that are there anyway.
     """
 
-    def __init__(self, policy: CachePolicy, owner: Origin | None) -> None:
+    def __init__(self, policy: CachePolicy, owner: Origin) -> None:
         self.policy, self.owner = policy, owner
         self._where = policy.space.residents._where
         self._marks = np.zeros(policy.space.slots, np.int32)
@@ -114,7 +113,7 @@ class CheckedPolicy:
             raise self._wrong("admit", "a row that is not among the misses")
 
     def _asked(self, call: str, ask: Callable[[], Placement]) -> Placement:
-        with nullcontext() if self.owner is None else blaming(self.owner, f"cache policy, {call}()"):
+        with blaming(self.owner, f"cache policy, {call}()"):
             placement = ask()
         if placement is not NOTHING:
             self._check(call, placement)
@@ -141,17 +140,16 @@ class CheckedPolicy:
             raise self._wrong(call, "a row twice")
 
     def _check_range(self, call: str, numbers: NDArray[np.integer[Any]], most: int, what: str) -> None:
-        if not len(numbers):
-            return
         if not np.issubdtype(numbers.dtype, np.integer):
             raise self._wrong(call, f"{what}s of type {numbers.dtype}")
+        if not len(numbers):
+            return
         least, last = int(numbers.min()), int(numbers.max())
         if least < 0 or last >= most:
             raise self._wrong(call, f"{what} {least if least < 0 else last}, and there are {most}")
 
     def _wrong(self, call: str, what: str) -> PluginError:
-        who = "recpipe" if self.owner is None else f"plugin {self.owner}"
-        return PluginError(f"{who}: {type(self.policy).__name__}.{call}() placed {what}")
+        return PluginError(f"plugin {self.owner}: {type(self.policy).__name__}.{call}() placed {what}")
 
 
 def _repeats(marks: NDArray[np.int32], numbers: NDArray[np.integer[Any]]) -> bool:

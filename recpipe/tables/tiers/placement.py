@@ -153,7 +153,7 @@ class TierPlanner:
         """Whether rows are summed by bag."""
         self.carry = carry
         """Whether slab rows that the next batch needs again stay there, not passing through the store."""
-        self.checked = CheckedPolicy(policy, owner)
+        self.asked = policy if owner is None else CheckedPolicy(policy, owner)
         self.where = self.space.residents._where
         """Of each row its slot, ``IN_STORE``, or its place in the slab: int32 [rows]."""
         self.row_of_slot = self.space.residents._row_of_slot
@@ -169,14 +169,14 @@ class TierPlanner:
         if known is not None and not known.is_of(bags.rows):
             known = None
         residents, before = self.space.residents, self.slab_rows
-        moved = self.checked.migrate(bags.rows) if known is None else known.moved
+        moved = self.asked.migrate(bags.rows) if known is None else known.moved
         emptied = residents.empty(moved.freed)
         dropped = residents.put(moved.slots, moved.rows)
         where = self.where[bags.rows]
         missing = np.flatnonzero(where < 0)
         misses, which = self._distinct(bags.rows[missing])
         if known is None:
-            admitted = self.checked.admit(where[where >= 0], misses, bags.rows)
+            admitted = self.asked.admit(where[where >= 0], misses, bags.rows)
         else:
             admitted = known.admitted
         emptied = np.concatenate((emptied, residents.empty(admitted.freed)))
