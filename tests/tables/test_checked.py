@@ -41,7 +41,7 @@ def bags(*rows: int) -> Bags:
 
 
 def placed(slots: list[int], rows: list[int], freed: list[int] | None = None) -> Placement:
-    return Placement(np.array(slots, np.int32), np.array(rows), np.array(freed or [], np.int32))
+    return Placement(np.array(slots, np.int32), np.array(rows, np.int64), np.array(freed or [], np.int32))
 
 
 def planned(policy: Places) -> None:

@@ -175,10 +175,8 @@ class TierPlanner:
         where = self.where[bags.rows]
         missing = np.flatnonzero(where < 0)
         misses, which = self._distinct(bags.rows[missing])
-        if known is None:
-            admitted = self.asked.admit(where[where >= 0], misses, bags.rows)
-        else:
-            admitted = known.admitted
+        hits = where[where >= 0]
+        admitted = self.asked.admit(hits, misses, bags.rows) if known is None else known.admitted
         emptied = np.concatenate((emptied, residents.empty(admitted.freed)))
         evicted = np.concatenate((dropped, residents.put(admitted.slots, admitted.rows), emptied))
         slots = np.concatenate((moved.slots, admitted.slots))
