@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.config.compose import active_plugins, compose
 from recpipe.data.batch import Batch
-from recpipe.data.dataset import Dataset, Schema, SparseFeature, Split
+from recpipe.data.dataset import Dataset, Schema, SparseFeature, SplitName
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
@@ -239,14 +239,14 @@ class Fixed(Dataset):
         self.rejected_rows = 0
         self._batches = batches
 
-    def size(self, split: Split) -> int:
+    def size(self, split: SplitName) -> int:
         return sum(batch.size for batch in self._batches) if split == "train" else 0
 
-    def num_batches(self, split: Split, batch_size: int) -> int:
+    def num_batches(self, split: SplitName, batch_size: int) -> int:
         return len(self._batches) if split == "train" else 0
 
     def batches(
-        self, split: Split, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
+        self, split: SplitName, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
     ) -> Iterator[Batch]:
         assert part is None
         yield from self._batches[first:]

@@ -14,7 +14,7 @@ from recpipe_slipstream.callback import StaleInputs
 
 from recpipe.config.compose import active_plugins, compose
 from recpipe.data.batch import Batch
-from recpipe.data.dataset import Dataset, Split
+from recpipe.data.dataset import Dataset, SplitName
 from recpipe.data.select import select
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline import step
@@ -204,14 +204,14 @@ class Replay(Dataset):
         self.rejected_rows = 0
         self._batches = batches
 
-    def size(self, split: Split) -> int:
+    def size(self, split: SplitName) -> int:
         return sum(batch.size for batch in self._batches) if split == "train" else 0
 
-    def num_batches(self, split: Split, batch_size: int) -> int:
+    def num_batches(self, split: SplitName, batch_size: int) -> int:
         return len(self._batches) if split == "train" else 0
 
     def batches(
-        self, split: Split, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
+        self, split: SplitName, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
     ) -> Iterator[Batch]:
         assert part is None
         yield from self._batches[first:]
