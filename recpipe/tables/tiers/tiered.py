@@ -352,7 +352,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed, ShowsRows):
         saved_placement.check_placement(self.planner, state)
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
-        """Bring the saved residents into their slots, where tables that are loaded later find them.
+        """Bring the saved residents into their slots, where the tables' rows find them when they are loaded
+        next; whoever was resident before is forgotten.
 
         False when the checkpoint is of a run with another policy or budget: training then goes on
         exactly, but starts with no row resident.
@@ -361,7 +362,6 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed, ShowsRows):
         if state is None or not saved_placement.same_place(planner, state):
             return False
         with self.quiesced():
-            assert not (planner.row_of_slot >= 0).any(), "placement is restored before training starts"
             used = np.flatnonzero(state["row_of_slot"] >= 0)
             for part in np.array_split(used, max(1, len(used) // 65_536)):
                 fetched = self.cold.fetch_now(state["row_of_slot"][part])
