@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from recpipe.kit import WIRE_PRECISIONS, Bf16Rows, Fp16Rows, Int8Rows, wire_codecs
+from recpipe.kit import Bf16Rows, Fp16Rows, Int8Rows, wire_codecs
 from recpipe.plugin import (
     Context,
     Contribution,
@@ -29,7 +29,8 @@ COLD: Mapping[str, Callable[[RecordLayout], RowCodec]] = {
     "fp16": Fp16Rows,
     "bf16": Bf16Rows,
 }
-STORAGES = ("fp32", "fp16", "bf16")
+TYPES = ("fp32", "fp16", "bf16")
+"""Of tables, and of what travels; rows of int8 travel by ``neo``, whose planner keeps them whole."""
 WEIGHT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -40,9 +41,9 @@ class Quantize(Plugin):
 
     def __init__(self, *, cold: str, storage: str, forward: str, backward: str, tables: str) -> None:
         _one_of("cold", cold, ("fp32", *COLD))
-        _one_of("storage", storage, STORAGES)
-        _one_of("forward", forward, WIRE_PRECISIONS)
-        _one_of("backward", backward, WIRE_PRECISIONS)
+        _one_of("storage", storage, TYPES)
+        _one_of("forward", forward, TYPES)
+        _one_of("backward", backward, TYPES)
         self.cold, self.storage, self.tables = cold, storage, tables
         self.wire = (forward, backward)
         altered = set()

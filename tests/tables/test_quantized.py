@@ -24,6 +24,7 @@ from recpipe.tables.specs import TableSet
 from recpipe.tables.stores import ColdStore, Fill, StoreLayout, make_store
 from recpipe.tables.stores.codecs import COLD, Fp16Rows, Int8Rows
 from recpipe.tables.stores.coded import Coding, local_store
+from recpipe.tables.tiers.store_thread import StoreThread
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.plugin.samples import ACME, Good
 from tests.tables.samples import (
@@ -118,7 +119,7 @@ def test_rows_that_pass_from_batch_to_batch_unrounded_would_be_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control."""
-    monkeypatch.setattr(TieredEmbeddingBagCollection, "_as_stored", lambda self, records: records)
+    monkeypatch.setattr(StoreThread, "as_stored", lambda self, records: records)
     collection = coded_tiers("sgd", "nocache", tmp_path)
     train_ahead(collection, stream(BATCHES, True))
     assert not identical(dump(collection), rounded_by_hand("sgd", "int8"))

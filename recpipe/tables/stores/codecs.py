@@ -18,6 +18,8 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 LEVELS = 255
 """Steps between the smallest and the largest weight of a row in 8 bits."""
+NARROW = 32
+"""Rows of fewer weights are turned first: their extremes are then found in a third of the time."""
 GRID_BITS = 22
 """A row's scale and bias are multiples of 2**-22 of the power of two at its largest weight: then bias plus
 any number of scales is a float32 without rounding."""
@@ -103,7 +105,8 @@ class Int8Rows(WeightCodec):
     def encode_weights(self, weights: Floats, out: Bytes) -> None:
         """Rounded to the nearest."""
         values = torch.from_numpy(weights)
-        scale, bias = _scale_and_bias(values.amin(1).numpy(), values.amax(1).numpy())
+        columns = values.t().contiguous() if self.dim < NARROW else values.t()
+        scale, bias = _scale_and_bias(columns.amin(0).numpy(), columns.amax(0).numpy())
         steps = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
         levels = torch.sub(values, torch.from_numpy(bias).unsqueeze(1))
         levels.mul_(torch.from_numpy(steps).unsqueeze(1)).add_(0.5).clamp_(0, LEVELS)

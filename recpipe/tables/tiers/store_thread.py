@@ -76,6 +76,13 @@ class StoreThread:
         mine = self._share(len(rows))
         self._thread.submit(self.store.scatter, rows[mine], np.ascontiguousarray(records[mine])).result()
 
+    def as_stored(self, records: torch.Tensor) -> torch.Tensor:
+        """What the store would give of ``records``: a row that does not pass through it is rounded all the
+        same, whether or not batches are planned ahead or a checkpoint comes in between."""
+        if self.store.rounded is None or not len(records):
+            return records
+        return torch.from_numpy(self.store.rounded(records.cpu().numpy())).to(records.device)
+
     def _share(self, rows: int) -> slice:
         """Which of ``rows`` this trainer writes."""
         return self.ranks.shares(0, rows)[self.ranks.trainer]

@@ -132,7 +132,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed, ShowsRows):
         position[: len(self._slab_rows)] = np.arange(len(self._slab_rows))
         position[len(self._slab_rows) + left] = len(self._slab_rows) + np.arange(len(left))
         carried = position[plan.carried_from[plan.carried_from >= 0]]
-        carried_records = self._as_stored(departing[self._index(carried)])
+        carried_records = self.cold.as_stored(departing[self._index(carried)])
         leaving = np.ones(len(rows), bool)
         leaving[carried] = False
         if self._slab_written:
@@ -146,13 +146,6 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed, ShowsRows):
         self._occupied.carry_out(plan)
         self._arriving = (plan, self._promote(plan, carried_records))
         self.times.advance += perf_counter() - start
-
-    def _as_stored(self, records: torch.Tensor) -> torch.Tensor:
-        """What the store would give of ``records``: a row that does not pass through it is rounded all the
-        same, whether or not batches are planned ahead or a checkpoint comes in between."""
-        if self.store.rounded is None or not len(records):
-            return records
-        return torch.from_numpy(self.store.rounded(records.cpu().numpy())).to(self.device)
 
     def _promote(self, plan: TierPlan, carried: torch.Tensor) -> torch.Tensor:
         """Put carried rows that get a slot there at once; returns the carried rows of the slab."""
@@ -352,7 +345,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed, ShowsRows):
         saved_placement.check_placement(self.planner, state)
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
-        """Bring the saved residents into their slots, where tables that are loaded later find them.
+        """Bring the saved residents into their slots, where the tables' rows find them when they are loaded
+        next; whoever was resident before is forgotten.
 
         False when the checkpoint is of a run with another policy or budget: training then goes on
         exactly, but starts with no row resident.
@@ -361,7 +355,6 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed, ShowsRows):
         if state is None or not saved_placement.same_place(planner, state):
             return False
         with self.quiesced():
-            assert not (planner.row_of_slot >= 0).any(), "placement is restored before training starts"
             used = np.flatnonzero(state["row_of_slot"] >= 0)
             for part in np.array_split(used, max(1, len(used) // 65_536)):
                 fetched = self.cold.fetch_now(state["row_of_slot"][part])
