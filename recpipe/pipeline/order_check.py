@@ -20,9 +20,9 @@ _contents: dict[str, int] = {}
 class OrderCheck:
     """Adds up what an ``EpochOrder`` hands out, and compares it with the data at the epoch's end.
 
-    Samples are compared by their content, so that it costs a pass over the data once in a process. Not judged:
-    an epoch that a resumed run began in its middle, one that ended early, and data that may read differently
-    the second time (``Dataset.rereads``).
+    Samples are compared by their content, so that it costs a pass over the data once in a process. Not
+    judged: an epoch that a resumed run began in its middle, one that ended early, and data that may read
+    differently the second time (``Dataset.rereads``).
     """
 
     def __init__(self, dataset: Dataset, size: int, plugin: str, order: EpochOrder) -> None:

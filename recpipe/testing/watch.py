@@ -15,8 +15,8 @@ from recpipe.pipeline.step import StagedBatch
 from recpipe.tables.specs import to_numpy
 
 Moves = dict[str, NDArray[Any]]
-"""Which rows a batch moves in one group of tables: ``slots`` that get the rows ``placed``, slots ``vacated`` by
-the rows ``evicted`` (-1: it was empty), and the rows that pass through the ``slab``."""
+"""Which rows a batch moves in one group of tables: ``slots`` that get the rows ``placed``, slots ``vacated``
+by the rows ``evicted`` (-1: it was empty), and the rows that pass through the ``slab``."""
 _MOVES = ("slots", "placed", "vacated", "evicted", "slab")
 
 
