@@ -82,8 +82,10 @@ class TrainLoader:
         return self.dataset.num_batches("train", self.batch_size)
 
     def end_epoch(self) -> None:
-        """The epoch's last batch has been trained; may be called again. ``PluginError`` where a plugin's
-        order did not hold every sample once."""
+        """The epoch's last batch has been trained; may be called again.
+
+        ``PluginError`` where a plugin's order did not hold every sample once.
+        """
         if self.order_check is not None:
             self.order_check.end()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.multiprocessing import start_processes
+from torch.multiprocessing import start_processes  # type: ignore[attr-defined]
 
 from recpipe.data.select import join
 from recpipe.testing.runs import Recipe, Trained, read_back, train_recipe
@@ -37,13 +37,15 @@ def train_ranks(world: int, recipe: Recipe, folder: Path, *more: str) -> Trained
     }
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     arguments = ({**os.environ, **shared}, recipe, folder, more)
-    start_processes(_train, arguments, nprocs=world, start_method="forkserver")
+    start_processes(  # type: ignore[no-untyped-call]
+        _train, arguments, nprocs=world, start_method="forkserver"
+    )
     records = [pickle.loads(_file(folder, rank).read_bytes()) for rank in range(world)]
     return read_back(folder, together(records))
 
 
 def together(records: Sequence[Record]) -> Record:
-    """The run of all ranks: of each step the shares of all, the loss their sum, the rest as the first has it."""
+    """The run of all ranks: each step with the shares of all and the sum of their losses."""
     steps = [_together(parts) for parts in zip(*(record.steps for record in records), strict=True)]
     return Record(steps, records[0].whole, records[0].first)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
-from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe as TypedRecipe
 from recpipe.data.given import GivenBatches
 from recpipe.data.make import open_dataset
-from recpipe.testing.runs import RECIPE, Recipe, Trained, train_recipe
+from recpipe.testing.runs import Recipe, Trained, train_recipe
 from recpipe.testing.updates import same_samples
 
 _ONCE = (
@@ -20,29 +18,29 @@ _ONCE = (
     "trainer.eval_every=1.0",
     "trainer.checkpoint_every=null",
 )
+_REPLACED = ("data", "trainer.max_", "trainer.eval_every", "trainer.checkpoint_every")
 _replays: dict[tuple[int, bool], Trained] = {}
 
 
-def reference(
-    mine: Trained, baseline: Trained, overrides: Sequence[str], first_alone: bool = False
-) -> Trained:
+def reference(mine: Trained, baseline: Trained, recipe: Recipe, first_alone: bool = False) -> Trained:
     """``baseline``, where it trained the same samples in each step (in the first one, if that is all that
-    matters); else a run on the batches of ``mine``."""
+    matters); else a run of ``recipe``, which has no plugin, on the batches of ``mine``."""
     count = 1 if first_alone else None
     if same_samples(mine, baseline, count):
         return baseline
     key = (id(mine), first_alone)
     if key not in _replays:
-        _replays[key] = _replay(mine, overrides, count)
+        _replays[key] = _replay(mine, recipe, count)
     return _replays[key]
 
 
-def _replay(mine: Trained, overrides: Sequence[str], count: int | None) -> Trained:
-    words = (*RECIPE, *overrides)
-    cfg = TypedRecipe.of(compose(words))
-    schema = open_dataset(cfg.data, cfg.seed).schema
-    batches = GivenBatches([step.batch for step in mine.record.steps[:count]], schema=schema)
-    kept = [word for word in words if not word.startswith(("data", "tiers", "trainer.max_"))]
-    recipe = Recipe((*kept, *_ONCE, f"data.batch_size={cfg.data.batch_size}"))
+def _replay(mine: Trained, recipe: Recipe, count: int | None) -> Trained:
+    cfg = TypedRecipe.of(recipe.composed())
+    dataset = open_dataset(cfg.data, cfg.seed)
+    held_out = list(dataset.batches("eval", cfg.data.batch_size))
+    trained = [step.batch for step in mine.record.steps[:count]]
+    batches = GivenBatches(trained, held_out, schema=dataset.schema)
+    kept = [word for word in recipe.words if not word.lstrip("+").startswith(_REPLACED)]
+    again = Recipe((*kept, *_ONCE, f"data.batch_size={cfg.data.batch_size}"))
     with tempfile.TemporaryDirectory(prefix="recpipe-") as folder:
-        return train_recipe(recipe, Path(folder), dataset=batches)
+        return train_recipe(again, Path(folder), dataset=batches)

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, open_dict
 
 from recpipe.config.compose import active_plugins, compose
 from recpipe.data.dataset import Dataset
+from recpipe.errors import UserError
 from recpipe.tasks.compare_rows import quoted
 from recpipe.testing.watch import Record, Watch
 
@@ -38,8 +39,8 @@ RECIPE = (
     "model.embedding_dim=8",
     "model.bottom=[16]",
     "model.top=[16]",
-    # Float sums in another order differ by 1e-7 under SGD; a step that is left out by 1e-4. With its usual eps,
-    # Adagrad would make the one into the other, so one table alone has it, with an eps that does not.
+    # Float sums in another order differ by 1e-7 under SGD; a step that is left out by 1e-4. With its usual
+    # eps, Adagrad would make the one into the other, so one table alone has it, with an eps that does not.
     "optim=sgd",
     "optim.tables.lr=1.0",
     "optim.by_table={b: {name: rowwise_adagrad, lr: 0.02, eps: 1.0e-3}}",
@@ -55,6 +56,7 @@ RECIPE = (
 """The suite's own run: two epochs of 20 steps, skewed ids, tables of up to 6,000 rows, two groups of them."""
 TIERS = ("tiers.store=host", "tiers.resident_bytes=30%")
 """A budget that batches overrun, so that caches evict and splitters have something to split."""
+LFU = ("tiers.policy=lfu",)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,13 @@ class Trained:
         """By step, ascending."""
         found = sorted((self.folder / "checkpoints").glob("step-*.ckpt"))
         return {int(path.stem.removeprefix("step-")): path for path in found}
+
+
+def words_of(overrides: Sequence[str]) -> tuple[str, ...]:
+    """The suite's words and the author's ``overrides``, which count where both set a key."""
+    theirs = {word.partition("=")[0].lstrip("+") for word in overrides}
+    own = (word for word in (*RECIPE, *TIERS) if word.partition("=")[0] not in theirs)
+    return (*own, *overrides)
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ class Recipe:
 
     def plain(self) -> Recipe:
         """The same run without plugin and tiers."""
-        return Recipe(tuple(word for word in self.words if not word.startswith("tiers")))
+        return Recipe(tuple(word for word in self.words if not word.lstrip("+").startswith("tiers")))
 
 
 def train(overrides: Sequence[str], folder: Path) -> Trained:
@@ -105,16 +114,13 @@ def train(overrides: Sequence[str], folder: Path) -> Trained:
 
 def train_recipe(recipe: Recipe, folder: Path, *more: str, dataset: Dataset | None = None) -> Trained:
     """Run ``recipe`` with ``more`` words, watched; ``dataset`` is for ``data=given``."""
-    from recpipe.run import carry_out
-    from recpipe.setup.given import Given
-
     export = folder / "parameters"
     composed = recipe.composed(*more, quoted("task.export_parameters", export))
     with open_dict(composed):
         watch = {"_target_": f"{Watch.__module__}.{Watch.__qualname__}"}
         composed.trainer.callbacks = [*composed.trainer.callbacks, watch]
     Watch.latest = None
-    carry_out(composed, folder, Given(dataset=dataset, screen=False, files=False))
+    _carry_out(composed, folder, dataset)
     record = Watch.latest or Record()
     return read_back(folder, record)
 
@@ -166,13 +172,18 @@ _plans: dict[Recipe, tuple[str, ...]] = {}
 
 def plan(recipe: Recipe, folders: pytest.TempPathFactory) -> tuple[str, ...]:
     """Words that put the tables that the plugin leaves to the recipe under LFU, whose batches miss rows; none
-    where it keeps or shards all."""
+    where the plugin keeps them all, or shards them."""
     if recipe not in _plans:
-        from recpipe.run import carry_out
-        from recpipe.setup.given import Given
-
-        quiet = Given(screen=False, files=False)
-        planned = carry_out(recipe.composed("task=plan"), folders.mktemp("plan"), quiet).report
-        owned = all(group["cache"] != "resident" for group in planned["tiers"]["groups"])
-        _plans[recipe] = () if planned["sharded"] or owned else ("tiers.policy=lfu",)
+        try:
+            _carry_out(recipe.composed("task=plan", *LFU), folders.mktemp("plan"))
+            _plans[recipe] = LFU
+        except UserError:
+            _plans[recipe] = ()
     return _plans[recipe]
+
+
+def _carry_out(composed: DictConfig, folder: Path, dataset: Dataset | None = None) -> None:
+    from recpipe.run import carry_out
+    from recpipe.setup.given import Given
+
+    carry_out(composed, folder, Given(dataset=dataset, screen=False, files=False))

@@ -22,10 +22,10 @@ from recpipe.testing.purity import costs, deeds, outline
 from recpipe.testing.ranks import train_ranks
 from recpipe.testing.replay import reference
 from recpipe.testing.resume import resumed_faults
-from recpipe.testing.runs import RECIPE, TIERS, Recipe, Trained, knobs_of, once, plan
+from recpipe.testing.runs import Recipe, Trained, knobs_of, once, plan, words_of
 from recpipe.testing.samples import Epoch, faults
 from recpipe.testing.technique import REMEDY, idle, kept
-from recpipe.testing.updates import comparable, furthest, layout_faults, model_faults
+from recpipe.testing.updates import LOSSES, comparable, furthest, layout_faults, model_faults
 
 MEGABYTE = 1 << 20
 
@@ -51,8 +51,8 @@ class PluginSuite:
     pins: ClassVar[bool] = False
     """Whether rows that its cache has once made resident stay so."""
     replans: ClassVar[bool] = False
-    """Whether a resumed run plans anew what to move, as one that looks ahead may; its parameters are the
-    same."""
+    """Whether a resumed run plans anew what to move, as one that looks ahead may; it ends with the same
+    parameters all the same."""
     tolerance: ClassVar[float] = 1e-6
     """How far a parameter may be from its value without the plugin, for float sums in another order."""
     context: ClassVar[Context] = SAMPLE
@@ -65,7 +65,7 @@ class PluginSuite:
         return knobs_of(self._recipe())
 
     def _recipe(self) -> Recipe:
-        return Recipe((*RECIPE, *TIERS, *self.overrides), self.plugin, json.dumps(dict(self.knobs)))
+        return Recipe(words_of(self.overrides), self.plugin, json.dumps(dict(self.knobs)))
 
     def _fail(self, what: str) -> Never:
         raise AssertionError(f"plugin '{self.plugin}': {what}")
@@ -79,7 +79,7 @@ class PluginSuite:
     @pytest.fixture
     def baseline(self, tmp_path_factory: pytest.TempPathFactory) -> Trained:
         """The run without the plugin, all rows resident; once per session for the same overrides."""
-        return once(Recipe((*RECIPE, *self.overrides)).plain(), tmp_path_factory)
+        return once(self._recipe().plain(), tmp_path_factory)
 
     @pytest.fixture
     def trained(self, tmp_path_factory: pytest.TempPathFactory) -> Trained:
@@ -106,7 +106,7 @@ class PluginSuite:
     @pytest.fixture
     def epoch(self) -> Epoch:
         """The training samples as the data module yields them."""
-        return Epoch.of((*RECIPE, *self.overrides))
+        return Epoch.of(self._recipe().plain().words)
 
     # -- the package and its contribution ----------------------------------------------------
 
@@ -174,13 +174,13 @@ class PluginSuite:
     def test_trains_the_samples_that_it_says(self, trained: Trained, epoch: Epoch) -> None:
         self._check_samples(trained, epoch)
 
-    def test_trains_the_model_that_it_says(self, trained: Trained, baseline: Trained) -> None:
+    def test_trains_the_model_that_it_says(self, baseline: Trained, trained: Trained) -> None:
         self._check_model(trained, baseline)
 
-    def test_reproduces_the_run_without_it(self, trained: Trained, baseline: Trained) -> None:
+    def test_reproduces_the_run_without_it(self, baseline: Trained, trained: Trained) -> None:
         self._check_updates(trained, baseline)
 
-    def test_its_technique_takes_place(self, trained: Trained, baseline: Trained, epoch: Epoch) -> None:
+    def test_its_technique_takes_place(self, baseline: Trained, trained: Trained, epoch: Epoch) -> None:
         self._none_of(idle(self.plugin, self._parts(), trained, self.pins), f"So {REMEDY}")
         for invariant in kept(trained, baseline, epoch, self.make().alters):
             self._fail(f"it alters {invariant.name}, and the run kept it: {invariant.value}. So {REMEDY}")
@@ -223,7 +223,7 @@ class PluginSuite:
 
     def _check_model(self, trained: Trained, baseline: Trained) -> None:
         alters = self.make().alters
-        plain = reference(trained, baseline, self.overrides, first_alone=True)
+        plain = reference(trained, baseline, self._recipe().plain(), first_alone=True)
         if Invariant.MODEL not in alters:
             self._none_of(model_faults(trained, plain), _undeclared(Invariant.MODEL))
         if Invariant.TABLE_LAYOUT not in alters:
@@ -235,12 +235,18 @@ class PluginSuite:
             self._fail("the run with the plugin diverged")
         if not comparable(self.make().alters):
             return
-        apart = furthest(trained, reference(trained, baseline, self.overrides), self.tolerance)
+        plain = reference(trained, baseline, self._recipe().plain())
+        apart = furthest(trained, plain, self.tolerance)
         if apart.most > self.tolerance:
             self._fail(
-                f"after {len(trained.record.steps)} steps {apart.name} is up to {apart.most:.2g} from its values "
-                f"without the plugin, on the same samples; {apart.values:,} of them are more than "
+                f"after {len(trained.record.steps)} steps {apart.name} is up to {apart.most:.2g} from its "
+                f"values without the plugin, on the same samples; {apart.values:,} of them are more than "
                 f"{self.tolerance:g} apart. {_undeclared(Invariant.EXACT_GRADIENT)}"
+            )
+        expected = plain.report["quality"]["logloss"]
+        if not abs(loss - expected) <= LOSSES:
+            self._fail(
+                f"the held-out logloss is {loss:.7g}, and {expected:.7g} of the same parameters without it"
             )
 
 

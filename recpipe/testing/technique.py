@@ -27,7 +27,7 @@ def idle(plugin: str, parts: Contribution, mine: Trained, pins: bool) -> Iterato
     if not any(len(each["placed"]) for each in tiered):
         yield f"its cache placed no row in {len(steps)} batches"
     elif not pins and not any((each["evicted"] >= 0).any() for each in tiered):
-        yield f"its cache evicted no row in {len(steps)} batches (a cache that never does so sets pins = True)"
+        yield f"its cache evicted no row in {len(steps)} batches (where it never does so, set pins = True)"
 
 
 def kept(mine: Trained, plain: Trained, epoch: Epoch, alters: Collection[Invariant]) -> Iterator[Invariant]:

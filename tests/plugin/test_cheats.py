@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,7 @@ CAUGHT = [
     ),
     *cheats("other_model", MODEL, values="begins with other values", loss="loss of the first step"),
     *cheats("other_model", MODEL, dropout="loss of the first step"),
+    Cheat("half_tables", CHEATING, MODEL, "it was not stored in float32"),
     *cheats(
         "misplaced",
         SAMPLES,
@@ -94,6 +96,7 @@ HONEST_KNOBS = {
     "impure": {"deed": "none"},
     "wrong_order": {"how": "right"},
     "other_model": {"how": "none"},
+    "half_tables": {"cheats": False},
     "misplaced": {"how": "none"},
     "wrong_split": {"how": "none"},
     "stream_cheats": {"how": "shuffles_inside"},
@@ -116,6 +119,14 @@ def _installed_cheats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
             yield
     for name in [name for name in sys.modules if name.partition(".")[0].removesuffix("_pkg") in HONEST_KNOBS]:
         del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what ``impure`` does."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("IMPURE", "0")
 
 
 @pytest.mark.slow
