@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from omegaconf import OmegaConf
 
-from recpipe.report import figures, plots, profile
+from recpipe.report import figures, measured, plots
 from recpipe.report.quality import FIRST, LABELS, Figures, shown, told
 from recpipe.report.record import replace_file
 
@@ -115,11 +115,11 @@ def _profile(section: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if section is None:
         return None
     return {
-        "plots": profile.bars(section),
-        "columns": profile.COLUMNS,
-        "rows": profile.rows(section),
-        "limits": profile.limits(section),
-        "profiled": profile.profiled(section),
+        "plots": measured.bars(section),
+        "columns": measured.COLUMNS,
+        "rows": measured.rows(section),
+        "limits": measured.limits(section),
+        "profiled": measured.profiled(section),
     }
 
 

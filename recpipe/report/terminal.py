@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from recpipe.common.console import show
-from recpipe.report import figures, profile
+from recpipe.report import figures, measured
 from recpipe.report.quality import told
 
 _MAX_PLUGIN_ROWS = 12
@@ -29,7 +29,7 @@ def print_result(report: Mapping[str, Any], directory: Path, console: Console | 
     def draw(out: Console) -> None:
         out.print(table)
         if section := report.get("profile"):
-            profile.print_profile(section, directory, out)
+            measured.print_profile(section, directory, out)
 
     show(draw, console)
 

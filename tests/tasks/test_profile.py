@@ -24,7 +24,7 @@ from recpipe.perf.parts import tell_parts
 from recpipe.perf.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profiled_steps
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.step import StepTimes, accumulate
-from recpipe.report import html, profile
+from recpipe.report import html, measured
 from recpipe.run import run
 from recpipe.tasks.profile import achieved, middle_half
 from tests.pipeline.samples import collection_of, model_over, random_batch, staged_of
@@ -114,7 +114,7 @@ def test_a_model_of_ones_own_has_phases_and_a_floor(tmp_path: Path, name: str, b
     assert work["MLP backward"]["flops"] > work["MLP forward"]["flops"] > 0
     assert (work["interaction forward"]["streamed_bytes"] > 0) == (name == "deepfm")
     assert found["floor"]["lookups"] > 0
-    shown = [row[0] for row in profile.rows(found)]
+    shown = [row[0] for row in measured.rows(found)]
     assert ("interaction forward" in shown) == (name == "deepfm")
 
 
@@ -270,7 +270,7 @@ def test_the_table_is_80_columns_wide_and_says_how_far_the_floor_is() -> None:
         "trace": "trace.json.gz",
     }
     console = Console(file=io.StringIO(), width=80)
-    profile.print_profile(section, Path("outputs/x"), console)
+    measured.print_profile(section, Path("outputs/x"), console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= 90
