@@ -10,6 +10,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "plugins")]
 
 from outside import connect  # noqa: E402
+from sphinx.ext.napoleon import Config, GoogleDocstring  # noqa: E402
 
 import recpipe  # noqa: E402
 from recpipe.common.quiet import quiet_libraries  # noqa: E402
@@ -19,7 +20,7 @@ import recpipe.kit  # noqa: E402  and what it imports, before Sphinx turns loggi
 
 project = "recpipe"
 version = release = recpipe.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"recpipe {version}"
@@ -36,10 +37,18 @@ suppress_warnings = ["myst.header"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_default_options = {"members": True, "show-inheritance": True, "inherited-members": False}
+autodoc_default_options = {"members": True, "undoc-members": True}
+add_module_names = False
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 100
 
 
+def sections(app, what, name, thing, options, lines):
+    """``Args:`` and its like; of attributes napoleon would take what is before a colon for a type."""
+    if what in ("class", "function", "method"):
+        lines[:] = GoogleDocstring(lines, Config(), app, what, name, thing, options).lines()
+
+
 def setup(app):
     connect(app)
+    app.connect("autodoc-process-docstring", sections)

@@ -93,8 +93,8 @@ def train(
         model: an ``nn.Module`` that holds collections of TorchRec's and is called as
             ``docs/guide/models.md`` says; it is trained in place. None: the recipe's (``model=dlrm``).
         data: None: the recipe's. A path: a parquet file or folder, as ``data=parquet data.path=...``. A
-            ``recpipe.data.dataset.Dataset``. Or batches, made already: a list, a DataLoader, a function
-            ``epoch -> iterator``; see ``recpipe.data.given.GivenBatches`` for what holds of them.
+            ``recpipe.kit.Dataset``. Or batches, made already: a list, a DataLoader, a function
+            ``epoch -> iterator``; see ``recpipe.kit.GivenBatches`` for what holds of them.
         overrides: words of the command line: ``"tiers=ssd"``, ``"+plugin=hotline"``.
         held_out: batches to evaluate on, where ``data`` are batches.
         output: a directory for what the command line leaves: report, log, checkpoints. None: nothing is

@@ -9,10 +9,15 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from omegaconf import OmegaConf
 
+import recpipe
+import recpipe.kit
+import recpipe.plugin
+import recpipe.testing
 from recpipe.config.compose import compose, conf_dir
 from recpipe.data.config import CONFIGS
 from recpipe.plugin.api import Contribution, Invariant
@@ -47,7 +52,7 @@ PAGES = sorted(
 )
 PROGRAM = r"python3? -m recpipe|torchrun .*?-m recpipe|recpipe"
 COMMAND = rf"(?:^\s*(?:\$ )?|&& *)(?:[\w./-]*/)?(?:{PROGRAM})(?= |$)(.*)"
-EXAMPLES = {"tinylfu", "spread", "warm", "skipsmall", "halfcold", "fm", "sqlite", "skew"}
+EXAMPLES = {"tinylfu", "spread", "warm", "skipsmall", "halfcold", "fm", "sqlite", "skew", "skip_small"}
 WORDS = ("plugin", "model", "data", "task", "config-dir", "compare.plugins")
 TUTORIAL = {"first", "hello", "skip_small", "two_tower", "my_tower", *EXAMPLES}
 """Plugins and models that the pages teach to write; they are not installed here."""
@@ -108,6 +113,14 @@ def test_the_law_of_every_extension_point_is_right() -> None:
         described = re.search(rf'^    {name}: .*?"""(\w[\w-]*):', source, re.MULTILINE | re.DOTALL)
         assert described is not None, name
         assert described.group(1).lower() == law, name
+
+
+@pytest.mark.parametrize("module", [recpipe.plugin, recpipe.kit, recpipe.testing], ids=lambda m: m.__name__)
+def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
+    page = text(DOCS / "api" / f"{module.__name__.rpartition('.')[2]}.md")
+    documented = set(re.findall(rf"^\.\. auto\w+:: {module.__name__}\.(\w+)$", page, re.MULTILINE))
+    documented |= set(re.findall(r"^\.\. py:data:: (\w+)$", page, re.MULTILINE))
+    assert documented == set(module.__all__)
 
 
 @pytest.mark.parametrize("invariant", list(Invariant), ids=lambda i: i.name)

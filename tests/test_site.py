@@ -61,7 +61,8 @@ def test_files_of_the_repository_are_shown(site: Path) -> None:
 
 
 def test_links_within_the_site_lead_somewhere(site: Path) -> None:
-    for page in site.rglob("*.html"):
+    index = site / "_modules" / "index.html"  # Sphinx's own: it also lists the builtins that values are of
+    for page in [page for page in site.rglob("*.html") if page != index]:
         for target in re.findall(r'href="(?![a-z]+:|#)([^"#?]+)', page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.relative_to(site)}: {target}"
 

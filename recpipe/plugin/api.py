@@ -169,18 +169,19 @@ class Contribution:
     Runs in the loader's thread, on host memory, up to one batch ahead of training; so does ``batch``."""
     batch: Sequence[Link[BatchTransform]] = ()
     """Chain: one training batch in, one out."""
-    splitter: Splitter | None = None
-    """Slot: a batch cut into micro-batches that together make one exact update."""
-    skipper: Skipper | None = None
-    """Slot: samples left out of a batch, rows left out of an update."""
-    # sharding and embedding modules
-    quantizer: Quantizer | None = None
-    """Claims: rows stored, or sent, in fewer bits; one owner for each table's cold rows, for its storage and
-    for each collective's codec."""
+    # tables
     planner: Planner | None = None
     """Slot: the TorchRec planner; shards the tables."""
     cache: Sequence[Cache] = ()
     """Claims: which rows of a table are resident when; one owner for each table."""
+    # batches and rows
+    splitter: Splitter | None = None
+    """Slot: a batch cut into micro-batches that together make one exact update."""
+    skipper: Skipper | None = None
+    """Slot: samples left out of a batch, rows left out of an update."""
+    quantizer: Quantizer | None = None
+    """Claims: rows stored, or sent, in fewer bits; one owner for each table's cold rows, for its storage and
+    for each collective's codec."""
     # optimizer
     step: Sequence[Link[StepWrapper]] = ()
     """Chain: context managers around one optimizer step, the first link outermost."""
