@@ -42,6 +42,7 @@ LONG = (
     "tests/tasks/test_sweep.py",
     "tests/test_api.py",
     "tests/test_packaging.py",
+    "tests/plugin/test_cheats.py",
     "plugins/recpipe_neo/tests/test_neo_ranks.py",
     "tests/tasks/test_compare.py",
     "plugins/recpipe_slipstream/tests/test_filter.py",

@@ -114,7 +114,7 @@ class EpochOrder(ABC):
     @abstractmethod
     def batches(self, first: int) -> Iterator[Batch]:
         """An epoch's batches from number ``first`` on; asked for in the loader's thread, one batch ahead
-        of training. Every sample of the epoch is in one batch."""
+        of training. Every sample of the epoch is in one batch, which core checks when the epoch ends."""
 
 
 StreamWrapper = Callable[["Iterator[Batch]"], "Iterator[Batch]"]
