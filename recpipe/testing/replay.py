@@ -19,7 +19,8 @@ _ONCE = (
     "trainer.checkpoint_every=null",
 )
 _REPLACED = ("data", "trainer.max_", "trainer.eval_every", "trainer.checkpoint_every")
-_replays: dict[tuple[int, bool], Trained] = {}
+_replays: dict[tuple[int, bool], tuple[Trained, Trained]] = {}
+"""By the run that was replayed, which is kept: another one would get its number."""
 
 
 def reference(mine: Trained, baseline: Trained, recipe: Recipe, first_alone: bool = False) -> Trained:
@@ -30,8 +31,8 @@ def reference(mine: Trained, baseline: Trained, recipe: Recipe, first_alone: boo
         return baseline
     key = (id(mine), first_alone)
     if key not in _replays:
-        _replays[key] = _replay(mine, recipe, count)
-    return _replays[key]
+        _replays[key] = mine, _replay(mine, recipe, count)
+    return _replays[key][1]
 
 
 def _replay(mine: Trained, recipe: Recipe, count: int | None) -> Trained:
