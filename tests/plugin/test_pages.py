@@ -18,6 +18,7 @@ from recpipe.config.recipe import Recipe
 from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
 from recpipe.run import run
+from recpipe.testing import PluginSuite
 from tests.pages import DOCS, installed_from
 
 PAGES = DOCS / "plugins"
@@ -82,6 +83,17 @@ def test_a_cache_policy(files: dict[str, str], train: Train) -> None:
     assert cached["io"]["rows_read"] < recent["io"]["rows_read"] < uncached["io"]["rows_read"]
 
 
+class TestTinyLfu(PluginSuite):
+    """The policy has a state: it is stopped and resumed besides."""
+
+    plugin = "tinylfu"
+
+    @pytest.fixture(autouse=True, scope="class")
+    def _package(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        with installed_from(PAGES / "cache.md", tmp_path_factory.mktemp("page") / "site"):
+            yield
+
+
 @page("planner")
 def test_a_planner(files: dict[str, str], tmp_path: Path) -> None:
     """The largest table comes first, and bytes are spread evenly."""
@@ -110,7 +122,7 @@ def test_a_skipper(files: dict[str, str], train: Train) -> None:
     report, all_of_them = train("+plugin=skipsmall", "plugins.skipsmall.norm=0")
     assert same(all_of_them, trained)
     assert report["plugins"]["skipsmall"]["updates_left_out"] == 0
-    report, none = train("+plugin=skipsmall", "plugins.skipsmall.norm=1e9", "plugins.skipsmall.after=0")
+    report, none = train("+plugin=skipsmall", "plugins.skipsmall.norm=1e9")
     assert report["plugins"]["skipsmall"]["updates_left_out"] == 1
     assert report["altered"] == ["EXACT_GRADIENT"]
     _, first = train("optim.tables.lr=1e-30")  # too little for any weight
