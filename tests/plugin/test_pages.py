@@ -83,15 +83,18 @@ def test_a_cache_policy(files: dict[str, str], train: Train) -> None:
     assert cached["io"]["rows_read"] < recent["io"]["rows_read"] < uncached["io"]["rows_read"]
 
 
+@pytest.fixture(scope="class")
+def tinylfu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The cache policy's package, installed."""
+    with installed_from(PAGES / "cache.md", tmp_path_factory.mktemp("page") / "site"):
+        yield
+
+
+@pytest.mark.usefixtures("tinylfu")
 class TestTinyLfu(PluginSuite):
     """The policy has a state: it is stopped and resumed besides."""
 
     plugin = "tinylfu"
-
-    @pytest.fixture(autouse=True, scope="class")
-    def _package(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-        with installed_from(PAGES / "cache.md", tmp_path_factory.mktemp("page") / "site"):
-            yield
 
 
 @page("planner")
