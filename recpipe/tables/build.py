@@ -26,7 +26,7 @@ from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.specs import TableSet
 from recpipe.tables.stores import SsdStore, make_store
 from recpipe.tables.stores.base import ColdStore, Fill, StoreLayout
-from recpipe.tables.stores.coded import Coding, local_store
+from recpipe.tables.stores.coded import Coding, MakeLocal, local_store
 from recpipe.tables.stores.sharded import HeldRows, ShardedStore
 from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.placement import Bags
@@ -159,24 +159,32 @@ def _store(tier: _Tier, place: Place) -> ColdStore:
     if tier.several:
         top /= f"group-{tier.number}"
 
+    local = opens_store(place, kind, top, staging_bytes(place.batch_size * len(tables.features)))
+    coding = None if tables.codec is None else Coding(tables.codec)
+    if config.store == SHARDED or ranks.world > 1:
+        return ShardedStore(tables.layout, tables.fill, ranks, local, coding)
+    return local_store(tables.layout, tables.fill, coding, local)
+
+
+def opens_store(place: Place, kind: str, directory: Path, staging: int) -> MakeLocal:
+    """What makes a store of this process in ``directory``; it goes at the end of the run, or as ``tiers.dir``
+    says."""
+
     def local(layout: StoreLayout, fill: Fill) -> ColdStore:
         store = make_store(
             kind,
             layout,
             fill,
-            directory=top,
+            directory=directory,
             pinned=place.device.type == "cuda",
-            staging_bytes=staging_bytes(place.batch_size * len(tables.features)),
-            scratch=not config.dir,
+            staging_bytes=staging,
+            scratch=not place.config.dir,
         )
-        if isinstance(store, SsdStore) and not config.dir:
+        if isinstance(store, SsdStore) and not place.config.dir:
             place.run_dir.at_end(store.remove)  # after an error nobody closes it
         return store
 
-    coding = None if tables.codec is None else Coding(tables.codec)
-    if config.store == SHARDED or ranks.world > 1:
-        return ShardedStore(tables.layout, tables.fill, ranks, local, coding)
-    return local_store(tables.layout, tables.fill, coding, local)
+    return local
 
 
 def staging_bytes(lookups: int) -> int:
