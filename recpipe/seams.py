@@ -239,6 +239,9 @@ class OwnLookup(nn.Module):
         """Nothing that TorchRec should know."""
         return {}
 
+    def flush(self) -> None:
+        """TorchRec asks before it reads weights, of which it has none here."""
+
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
         """None: the rows are no parameters of TorchRec's."""
         return iter(())

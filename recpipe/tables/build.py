@@ -115,11 +115,7 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
     name = owner.name if tier.bound else NOCACHE
     slots = owner.slots if name != NOCACHE else 0
     if slots < 1 and name != NOCACHE:
-        of_group = f" of {', '.join(tables.layout.tables)}" if tier.several else ""
-        raise UserError(
-            f"tiers.resident_bytes={place.config.resident_bytes} leaves not even one row{of_group}, of "
-            f"{tables.record_bytes} bytes: raise it"
-        )
+        raise no_row(tables, place, tier.several)
     trainers = ranks.channel(ranks.trainers)
     store = _store(tier, place)
     space = RowSpace(tables.layout.bases, slots, tier.number)
@@ -146,6 +142,15 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
     brought = None if cache is None else cache.origin
     return TieredEmbeddingBagCollection(
         tables, policy, store, place.device, prefetch, ranks, trainers, brought
+    )
+
+
+def no_row(tables: TableSet, place: Place, several: bool) -> UserError:
+    """Where the budget of a group's ``tables`` holds none."""
+    of_group = f" of {', '.join(tables.layout.tables)}" if several else ""
+    return UserError(
+        f"tiers.resident_bytes={place.config.resident_bytes} leaves not even one row{of_group}, of "
+        f"{tables.record_bytes} bytes: raise it"
     )
 
 

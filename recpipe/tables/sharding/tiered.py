@@ -24,7 +24,7 @@ from recpipe.common.saved import entries
 from recpipe.distributed.ranks import Channel
 from recpipe.plugin.policy import RowIds, RowSpace
 from recpipe.seams import LocalPart, OwnLookup, module_name
-from recpipe.tables.build import Place, opens_store, staging_bytes
+from recpipe.tables.build import Place, no_row, opens_store, staging_bytes
 from recpipe.tables.collection import TierFigures
 from recpipe.tables.owners import NOCACHE, GroupOwner
 from recpipe.tables.skipping import RowFilter
@@ -46,7 +46,9 @@ class ShardTiers:
 
     def fill(self, number: int, tables: TableSet, lookups: Sequence[OwnLookup]) -> list[TieredLookup]:
         """Put tiers behind the ``lookups`` of group ``number``; each holds the rows that it looks up here."""
-        made = []
+        owner, made = self.owners[number], []
+        if lookups and owner.slots < 1 and owner.name != NOCACHE:
+            raise no_row(tables, self.place, len(self.owners) > 1)
         for index, lookup in enumerate(lookups):
             folder = Path(f"group-{number}", f"lookup-{index}")
             tiered = TieredLookup(lookup.parts, tables, self, number, folder)
