@@ -83,7 +83,9 @@ def test_a_cache_of_whole_tables_and_shards_are_refused(
     """Policies that decide from what they are shown are not: recpipe's own, and a plugin's that says so."""
     assert [o.name for o in group_owners(replace(config, policy="lru"), parts, TABLES)] == ["lru"]
     cached = replace(parts, caches=assembly(cache=[Kept("*")]).caches)
-    with pytest.raises(PluginConflict, match=rf"{who} shards tables, but the cache of plugin acme \(.*\) dec"):
+    with pytest.raises(
+        PluginConflict, match=rf"{who} shards tables, but the cache of plugin acme \(.*\) dec"
+    ):
         group_owners(config, cached, TABLES)
     shared = Kept("*")
     shared.by_shards = True
