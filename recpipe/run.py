@@ -158,7 +158,7 @@ def run_on(
     check_quantized(assembly.quantizing, tables, owners, sharded, device, ranks)
     if sharded:
         world = planned_ranks(cfg.task, len(tables.tables)) or ranks.world
-        shards = plan_shards(tables, tier_config, assembly, device, cfg.data.batch_size, ranks, world)
+        shards = plan_shards(tables, tier_config, assembly, device, cfg.data.batch_size, ranks, world, owners)
     described = describe(
         assembly, tables, tier_config, owners, ranks, shards, model_config.precision == "bfloat16"
     )

@@ -6,7 +6,8 @@ these, this file is the place to mend.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -35,6 +36,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchrec.distributed import comm, comm_ops, dist_data
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding, BatchedFusedEmbeddingBag
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 _TAKEN = frozenset(dir(nn.ModuleDict()))
 _FUSED = (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)
@@ -104,6 +110,23 @@ class LocalShard:
     state: torch.Tensor
     """Optimizer state float32 [rows, S], likewise."""
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Its rows and columns."""
+        return len(self.weights), self.weights.shape[1]
+
+    def read(self, low: int, high: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Weights and optimizer state of its rows [low, high); may share their memory."""
+        weights, state = (t[low:high].detach().to("cpu", torch.float32) for t in (self.weights, self.state))
+        return weights.numpy(), state.numpy()
+
+    def write(self, low: int, high: int, values: tuple[NDArray[np.float32], NDArray[np.float32]]) -> None:
+        """Replace them."""
+        with torch.no_grad():
+            for tensor, value in zip((self.weights, self.state), values, strict=True):
+                if tensor.numel():
+                    tensor[low:high].copy_(torch.from_numpy(value))
+
 
 def local_shards(sharded: Any, table: str, under: str) -> list[LocalShard]:
     """The shards of ``table`` in a sharded module of TorchRec's, which has its tables in its child ``under``.
@@ -171,6 +194,99 @@ def fused_lookups(sharded: Any) -> list[FusedLookup]:
             features += [(table.name, place.shard_offsets[0] if place else 0)] * table.num_features()
         found.append(FusedLookup(kernel.emb_module, tuple(features)))
     return found
+
+
+OWN_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+"""The kernel, in TorchRec's plans, of tables for which it makes no memory inside ``own_lookups``."""
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """Rows and columns of a table that are looked up on this process."""
+
+    table: str
+    """By its ``module_name``."""
+    row: int
+    column: int
+    rows: int
+    columns: int
+    features: int
+    """How many features look them up, one after the other in what the lookup is given."""
+
+
+def _local_part(table: Any) -> LocalPart:
+    row, column = table.local_metadata.shard_offsets
+    return LocalPart(table.name, row, column, table.local_rows, table.local_cols, table.num_features())
+
+
+class OwnLookup(nn.Module):
+    """A place in a sharded module for a lookup of ours: TorchRec brings it ids and takes its rows away."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.parts = [_local_part(t) for t in config.embedding_tables]
+        self.look_up: Callable[[KeyedJaggedTensor], torch.Tensor] | None = None
+        """Rows of ids that count from each part's first row, features in the order of ``parts``: float32
+        [B, their columns], or where rows are not pooled one for each id."""
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Look the rows up; the backward pass is their update."""
+        assert self.look_up is not None, "given once TorchRec has made the sharded module"
+        return self.look_up(features)
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        """Nothing that TorchRec should know."""
+        return {}
+
+    def flush(self) -> None:
+        """TorchRec asks before it reads weights, of which it has none here."""
+
+    def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """None: the rows are no parameters of TorchRec's."""
+        return iter(())
+
+
+@contextmanager
+def own_lookups() -> Iterator[None]:
+    """Inside, TorchRec makes an ``OwnLookup`` for tables of ``OWN_KERNEL``, a kernel that it only names.
+
+    Nor does it give first values to tables of a module that has such a table: it would miss their weights.
+    """
+
+    def kernel(before: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        def make(lookup: nn.Module, config: Any, *arguments: Any, **named: Any) -> nn.Module:
+            own = config.compute_kernel.value == OWN_KERNEL
+            return OwnLookup(config) if own else before(lookup, config, *arguments, **named)
+
+        return make
+
+    def values(before: Callable[..., None]) -> Callable[..., None]:
+        def reset(sharded: Any) -> None:
+            if all(table.compute_kernel != OWN_KERNEL for table in sharded.module_sharding_plan.values()):
+                before(sharded)
+
+        return reset
+
+    kept = []
+    try:
+        for name, around, kinds in (
+            ("_create_embedding_kernel", kernel, (GroupedPooledEmbeddingsLookup, GroupedEmbeddingsLookup)),
+            ("reset_parameters", values, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)),
+        ):
+            for kind in kinds:
+                before = getattr(kind, name)
+                kept.append((kind, name, before))
+                setattr(kind, name, around(before))
+        yield
+    finally:
+        for kind, name, before in kept:
+            setattr(kind, name, before)
+
+
+def own_lookups_in(sharded: Any) -> list[OwnLookup]:
+    """All of them in a sharded module, on this process."""
+    return [m for lookup in sharded._lookups for m in lookup.modules() if isinstance(m, OwnLookup)]
 
 
 def look_up_each_id(lookup: nn.Module) -> None:

@@ -21,7 +21,8 @@ from recpipe.common.tensor_files import TensorFiles
 from recpipe.common.tensor_writer import Streamed
 from recpipe.errors import UserError
 from recpipe.tables.collection import TableCollection
-from recpipe.tables.specs import FILL_ROWS, Region, Values, state_name, weight_name
+from recpipe.tables.saved_regions import region_values
+from recpipe.tables.specs import FILL_ROWS, state_name, weight_name
 
 Shapes = dict[str, tuple[int, int, int]]
 """Per table: rows, dimension, width of the optimizer state."""
@@ -177,21 +178,6 @@ def _sharded(directory: Path) -> TensorFiles | None:
             f"{directory} holds .npy and .safetensors files, and a checkpoint has one kind: use another"
         )
     return TensorFiles.sharded(directory)
-
-
-def region_values(files: TensorFiles, region: Region, width: int) -> Values:
-    """Weights and optimizer state of a region of whole rows, ``width`` floats of state a row.
-
-    A state with a column for each of the weights', where one is wanted, is the mean over them: what
-    row-wise Adagrad would have without column-wise sharding.
-    """
-    weights = files.rows(weight_name(region.table), region.start, region.stop)
-    if not width:
-        return weights, np.empty((len(weights), 0), np.float32)
-    state = files.rows(state_name(region.table), region.start, region.stop)
-    if width == 1 and state.shape[1] > 1:
-        state = state.mean(axis=1, keepdims=True, dtype=np.float32)
-    return weights, state
 
 
 def check_shapes(files: TensorFiles, shapes: Shapes) -> None:

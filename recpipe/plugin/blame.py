@@ -100,7 +100,7 @@ class BlamedCache(Cache):
 
     def __init__(self, origin: Origin, cache: Cache) -> None:
         self.origin, self.cache = origin, cache
-        self.tables, self.fallback = cache.tables, cache.fallback
+        self.tables, self.fallback, self.by_shards = cache.tables, cache.fallback, cache.by_shards
 
     def policy(self, space: RowSpace) -> CachePolicy:
         """As ``Cache``."""

@@ -189,17 +189,25 @@ class Cache(ABC):
     """Pattern (as of file names) of the tables' names."""
     fallback: bool = False
     """Gives way to any other plugin's claim instead of conflicting with it."""
+    by_shards: bool = False
+    """Whether its policies decide from what they are shown alone, whatever rows these are. Where tables are
+    sharded, each rank then has policies of its own, for the shards that it holds; else they may not be."""
 
     @abstractmethod
     def policy(self, space: RowSpace) -> CachePolicy:
-        """A new policy for the group ``space.group``; asked once for each, on every rank that trains."""
+        """A new policy for the group ``space.group``; asked once for each, on every rank that trains.
+
+        Of sharded tables it is asked for each part of the group that a rank looks up together, and
+        ``space`` numbers the rows of that part.
+        """
 
     def store(self, store: ColdStore) -> ColdStore:
         """The group's cold store as the policy wants to reach it: itself, or one around it."""
         return store
 
     def collection(self, parts: TierParts) -> TableCollection | None:
-        """Tables of the plugin's own making instead of tiers under ``policy()``; None: tiers.
+        """Tables of the plugin's own making instead of tiers under ``policy()``; None: tiers. Not asked
+        where tables are sharded.
 
         Called on every rank, before ``policy``. Its ``forward`` gets this trainer's share of each batch, and
         its backward makes the update, as a fused optimizer does.

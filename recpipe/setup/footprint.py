@@ -16,7 +16,7 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.model.config import ModelConfig
 from recpipe.tables.config import SHARDED
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.owners import RESIDENT
+from recpipe.tables.owners import NOCACHE, RESIDENT
 
 FLOAT_BYTES = 4
 REMEDIES = {
@@ -77,8 +77,14 @@ def _tables(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of rows, optimizer state included, that this rank keeps on the device and in host memory."""
     if described["shards"] is not None:
-        mine = described["shards"]["ranks"][ranks.rank]["bytes"]
-        return ({"tables": mine}, {}) if cfg.tiers.kernel == "fused" else ({}, {"tables": mine})
+        mine = described["shards"]["ranks"][ranks.rank]
+        tiered = mine["tiered_bytes"]
+        here = {"tables": mine["bytes"] - tiered}
+        if tiered:
+            cached = 0 if cfg.tiers.policy == NOCACHE else cfg.tiers.budget(tables)
+            here["cache"] = tiered * cached // tables.total_bytes
+            return here, {"tables": tiered} if cfg.tiers.store == "host" else {}
+        return (here, {}) if cfg.tiers.kernel == "fused" else ({}, here)
     groups = zip(tables.groups, described["tiers"]["groups"], strict=True)
     resident = sum(g.tables.total_bytes for g, told in groups if told["cache"] == RESIDENT)
     tiered = described["tiers"]["cold_bytes"]

@@ -28,6 +28,7 @@ from recpipe.tables.owners import GroupOwner
 from recpipe.tables.sharding.collection import ShardedTables
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
+from recpipe.tables.sharding.tiered import ShardTiers
 from recpipe.tables.skipping import Skipping
 
 
@@ -65,17 +66,17 @@ class Unplaced:
         shards: tuple[Sharding, ShardPlan] | None = None,
         roomy: bool = False,
     ) -> GroupedCollection:
-        """The tables' rows as their ``owners`` say, or in ``shards``.
+        """The tables' rows as their ``owners`` say, in ``shards`` or whole.
 
         ``roomy``: with room in front of pooled rows, where the CPU back end's parts of the model use it.
         """
-        module = self.called.module
-        if shards is not None:
-            return GroupedCollection(self.tables, ShardedTables(*shards, ranks, module).collections)
-        size = cfg.data.batch_size
+        module, size = self.called.module, cfg.data.batch_size
         paths = roomy_paths(module) if roomy else ()
         ids_per_bag = partial(dataset.ids_per_bag, size)
         place = Place(cfg.tiers, device, run_dir, ranks, size, ids_per_bag, paths)
+        if shards is not None:
+            sharded = ShardedTables(*shards, ranks, module, ShardTiers(owners, place))
+            return GroupedCollection(self.tables, sharded.collections)
         return build_tables(self.inputs, owners, place)
 
     def over(self, embeddings: GroupedCollection, skipper: Owned[BlamedSkipper] | None = None) -> PlacedModel:

@@ -26,7 +26,7 @@ from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.specs import TableSet
 from recpipe.tables.stores import SsdStore, make_store
 from recpipe.tables.stores.base import ColdStore, Fill, StoreLayout
-from recpipe.tables.stores.coded import Coding, local_store
+from recpipe.tables.stores.coded import Coding, MakeLocal, local_store
 from recpipe.tables.stores.sharded import HeldRows, ShardedStore
 from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.placement import Bags
@@ -115,11 +115,7 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
     name = owner.name if tier.bound else NOCACHE
     slots = owner.slots if name != NOCACHE else 0
     if slots < 1 and name != NOCACHE:
-        of_group = f" of {', '.join(tables.layout.tables)}" if tier.several else ""
-        raise UserError(
-            f"tiers.resident_bytes={place.config.resident_bytes} leaves not even one row{of_group}, of "
-            f"{tables.record_bytes} bytes: raise it"
-        )
+        raise no_row(tables, place, tier.several)
     trainers = ranks.channel(ranks.trainers)
     store = _store(tier, place)
     space = RowSpace(tables.layout.bases, slots, tier.number)
@@ -149,6 +145,15 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
     )
 
 
+def no_row(tables: TableSet, place: Place, several: bool) -> UserError:
+    """Where the budget of a group's ``tables`` holds none."""
+    of_group = f" of {', '.join(tables.layout.tables)}" if several else ""
+    return UserError(
+        f"tiers.resident_bytes={place.config.resident_bytes} leaves not even one row{of_group}, of "
+        f"{tables.record_bytes} bytes: raise it"
+    )
+
+
 def _store(tier: _Tier, place: Place) -> ColdStore:
     """The cold store; over the ranks where there are several, whatever each keeps its part in."""
     tables, config, ranks = tier.group.tables, place.config, place.ranks
@@ -159,24 +164,32 @@ def _store(tier: _Tier, place: Place) -> ColdStore:
     if tier.several:
         top /= f"group-{tier.number}"
 
+    local = opens_store(place, kind, top, staging_bytes(place.batch_size * len(tables.features)))
+    coding = None if tables.codec is None else Coding(tables.codec)
+    if config.store == SHARDED or ranks.world > 1:
+        return ShardedStore(tables.layout, tables.fill, ranks, local, coding)
+    return local_store(tables.layout, tables.fill, coding, local)
+
+
+def opens_store(place: Place, kind: str, directory: Path, staging: int) -> MakeLocal:
+    """What makes a store of this process in ``directory``; it goes at the end of the run, or as ``tiers.dir``
+    says."""
+
     def local(layout: StoreLayout, fill: Fill) -> ColdStore:
         store = make_store(
             kind,
             layout,
             fill,
-            directory=top,
+            directory=directory,
             pinned=place.device.type == "cuda",
-            staging_bytes=staging_bytes(place.batch_size * len(tables.features)),
-            scratch=not config.dir,
+            staging_bytes=staging,
+            scratch=not place.config.dir,
         )
-        if isinstance(store, SsdStore) and not config.dir:
+        if isinstance(store, SsdStore) and not place.config.dir:
             place.run_dir.at_end(store.remove)  # after an error nobody closes it
         return store
 
-    coding = None if tables.codec is None else Coding(tables.codec)
-    if config.store == SHARDED or ranks.world > 1:
-        return ShardedStore(tables.layout, tables.fill, ranks, local, coding)
-    return local_store(tables.layout, tables.fill, coding, local)
+    return local
 
 
 def staging_bytes(lookups: int) -> int:

@@ -11,7 +11,7 @@ from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.policy import Cache
-from recpipe.tables.config import TierConfig
+from recpipe.tables.config import SHARDED, TierConfig
 from recpipe.tables.groups import ModelTables
 
 RESIDENT, NOCACHE = "resident", "nocache"
@@ -79,7 +79,7 @@ def _check_policy(config: TierConfig, assembly: Assembly, tables: ModelTables) -
 
 
 def _check_sharding(config: TierConfig, assembly: Assembly, owners: Sequence[GroupOwner]) -> None:
-    """Tiers and sharding exclude each other; what is about sharded tables needs sharding."""
+    """Shards are tiered by policies of each rank's own; what is about sharded tables needs sharding."""
     tiered = [owner for owner in owners if owner.name != RESIDENT]
     if not is_sharded(config, assembly):
         for key, idle in (("kernel", "fused"), ("split_rows", False)):
@@ -89,14 +89,24 @@ def _check_sharding(config: TierConfig, assembly: Assembly, owners: Sequence[Gro
                     f"tiers.{key}={str(value).lower()} is about sharded tables, and this run shards none: "
                     "leave it out, or shard them with tiers.sharded=true"
                 )
-    elif tiered:
-        placing = _placing(assembly)
-        asked = "tiers.plan" if config.plan is not None else "tiers.sharded=true"
-        who = f"plugin {placing[0].origin} shards tables and" if placing else asked
-        raise PluginConflict(
-            f"{who} keeps all rows resident, but {named(tiered)} decides which rows are. Drop one of the two"
+        return
+    placing = _placing(assembly)
+    asked = "tiers.plan" if config.plan is not None else "tiers.sharded=true"
+    who = f"plugin {placing[0].origin}" if placing else asked
+    for owner in tiered:
+        if owner.cache is not None and not owner.cache.part.by_shards:
+            raise PluginConflict(
+                f"{who} shards tables, but the cache of plugin {owner.cache.origin} decides about whole "
+                "tables (by_shards is not set), and no rank has them: drop one of the two, or keep the "
+                "shards' rows by tiers.policy=lru or lfu"
+            )
+    if tiered and (config.store == SHARDED or config.kernel != "fused"):
+        key = "store" if config.store == SHARDED else "kernel"
+        raise UserError(
+            f"tiers.{key}={getattr(config, key)} is another way to keep rows than tiers of shards under "
+            f"{named(tiered)}: use tiers.{key}={'host or ssd' if key == 'store' else 'fused'}"
         )
-    elif config.emulate.active:
+    if config.emulate.active:
         raise UserError(
             "tiers.emulate delays recpipe's own messages and not TorchRec's collectives, by which sharded "
             "tables travel: leave it out"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import RESIDENT, GroupOwner, named
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
+from recpipe.tables.specs import TableSet
 from recpipe.tasks.plan_shards import described, print_shards
 
 MOST_SHARDS = 25_000
@@ -55,8 +56,9 @@ def describe(
     bfloat16: bool = False,
 ) -> dict[str, Any]:
     """Content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
-    cold = [g for g, owner in zip(tables.groups, owners, strict=True) if owner.name != RESIDENT]
-    resident, slots = sum(owner.resident_bytes for owner in owners), [owner.slots for owner in owners]
+    kept = [_Kept.of(g.tables, o, shards) for g, o in zip(tables.groups, owners, strict=True)]
+    tiered = any(group.tiered_rows for group in kept)
+    store = tiers.described_store(ranks) if shards is None else tiers.store
     records = [group.tables.record_bytes for group in tables.groups]
     return {
         **assembly.to_dict(),
@@ -64,15 +66,15 @@ def describe(
         "altered": sorted({*(i.name for i in assembly.altered), *_altered(shards, bfloat16)}),
         "cache": named(owners),
         "sharded": shards is not None,
-        "shards": None if shards is None else described(shards[1], shards[0].group_of),
+        "shards": None if shards is None else described(shards[1], shards[0].group_of, shards[0].tiered),
         "ranks": {"trainers": list(ranks.trainers), "holders": list(ranks.holders)},
         "tiers": {
-            "store": tiers.described_store(ranks) if cold else None,
+            "store": store if tiered else None,
             "record_bytes": max(records),
             "rows": tables.total_rows,
-            "resident_bytes": resident,
-            "resident_rows": sum(slots),
-            "cold_bytes": sum(group.tables.cold_bytes for group in cold),
+            "resident_bytes": sum(group.resident_bytes for group in kept),
+            "resident_rows": sum(group.resident_rows for group in kept),
+            "cold_bytes": sum(group.cold_bytes for group in kept),
             "table_bytes": tables.bytes_of_tables(),
             "groups": [
                 {
@@ -84,12 +86,37 @@ def describe(
                     "cold_record_bytes": None if owner.name == RESIDENT else group.tables.cold_record_bytes,
                     "storage": group.tables.storage.value.lower(),
                     "cache": owner.name,
-                    "resident_rows": owner.slots,
+                    "resident_rows": here.resident_rows,
                 }
-                for group, owner in zip(tables.groups, owners, strict=True)
+                for group, owner, here in zip(tables.groups, owners, kept, strict=True)
             ],
         },
     }
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """How much of a group is resident, and how much in the cold tier; of all ranks where it is sharded."""
+
+    tiered_rows: int
+    resident_rows: int
+    resident_bytes: int
+    cold_bytes: int
+
+    @classmethod
+    def of(cls, tables: TableSet, owner: GroupOwner, shards: tuple[Sharding, ShardPlan] | None) -> _Kept:
+        """Replicas of a sharded group's data-parallel tables are resident, whoever owns it."""
+        whole = tables.layout.total_rows
+        replicated = (
+            0 if shards is None else sum(t.rows for t in tables.tables if shards[1].tables[t.name].replicated)
+        )
+        tiered = 0 if owner.name == RESIDENT else whole - replicated
+        return cls(
+            tiered,
+            owner.slots * tiered // whole + whole - tiered,
+            owner.resident_bytes * tiered // whole + (whole - tiered) * tables.record_bytes,
+            tiered * tables.cold_record_bytes,
+        )
 
 
 def _altered(shards: tuple[Sharding, ShardPlan] | None, bfloat16: bool) -> set[str]:
@@ -121,6 +148,8 @@ def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:
     table.add_row("alters", ", ".join(plan["altered"]) or "nothing: equals the run without plugins")
     count = len(plan["ranks"]["trainers"])
     trainers = "1 rank" if count == 1 else f"each of {count} ranks"
+    if plan["shards"] is not None:
+        trainers = f"{plan['shards']['world']} ranks together"
     sizes = sorted({group["record_bytes"] for group in tiers["groups"]})
     rows = f"{tiers['resident_rows']:,} of {tiers['rows']:,} rows of {' or '.join(map(str, sizes))} bytes"
     table.add_row("resident tier", f"{readable_bytes(tiers['resident_bytes'])} on {trainers} ({rows})")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rich import box
@@ -22,18 +22,22 @@ def shard_bytes(shard: Shard, tables: TableSet) -> int:
     return shard.rows * (tables.bytes_of_weights(shard.columns) + state)
 
 
-def described(plan: ShardPlan, groups: Mapping[str, TableSet]) -> dict[str, Any]:
+def described(
+    plan: ShardPlan, groups: Mapping[str, TableSet], tiered: Collection[str] = ()
+) -> dict[str, Any]:
     """For assembly.json: each table's type, ranks, bytes and predicted milliseconds; each rank's sums.
 
-    ``groups``: each table's.
+    ``groups``: each table's. Bytes are those of all rows; a rank's ``tiered_bytes`` are of rows in tiers, as
+    those of the ``tiered`` tables are but for replicas.
     """
     by_table = {}
-    ranks = [{"bytes": 0, "predicted_ms": 0.0} for _ in range(plan.world)]
+    ranks = [{"bytes": 0, "tiered_bytes": 0, "predicted_ms": 0.0} for _ in range(plan.world)]
     known = all(s.predicted_ms is not None for t in plan.tables.values() for s in t.shards)
     for name, table in plan.tables.items():
         sizes = [shard_bytes(s, groups[name]) for s in table.shards]
         for shard, size in zip(table.shards, sizes, strict=True):
             ranks[shard.rank]["bytes"] += size
+            ranks[shard.rank]["tiered_bytes"] += size if name in tiered and not table.replicated else 0
             ranks[shard.rank]["predicted_ms"] += shard.predicted_ms or 0.0
         by_table[name] = {
             "sharding": table.sharding,
@@ -65,10 +69,15 @@ def print_shards(shards: Mapping[str, Any], console: Console) -> None:
             _ms(row["predicted_ms"]),
         )
     sums = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("rank", "bytes", "predicted ms"):
+    for title in ("rank", "bytes", "of them in tiers", "predicted ms"):
         sums.add_column(title, justify="right")
     for rank, row in enumerate(shards["ranks"]):
-        sums.add_row(str(rank), readable_bytes(row["bytes"]), _ms(row["predicted_ms"]))
+        sums.add_row(
+            str(rank),
+            readable_bytes(row["bytes"]),
+            readable_bytes(row["tiered_bytes"]),
+            _ms(row["predicted_ms"]),
+        )
     console.print(table)
     console.print(sums)
 

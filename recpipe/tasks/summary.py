@@ -107,11 +107,14 @@ def _ranks(ranks: Ranks, collectives: Mapping[str, Collective]) -> RankFigures:
 def _memory(
     described: Mapping[str, Any], ranks: Ranks, tables: ModelTables, tiers: TierFigures | None
 ) -> Memory:
+    resident = tables.total_bytes if tiers is None else 0
     if described["shards"] is not None:
-        return Memory(peak_rss_bytes(), described["shards"]["ranks"][ranks.rank]["bytes"], 0, 0)
+        mine = described["shards"]["ranks"][ranks.rank]
+        resident = mine["bytes"] - mine["tiered_bytes"]
     if tiers is None:
-        return Memory(peak_rss_bytes(), tables.total_bytes, 0, 0)
-    return Memory(peak_rss_bytes(), tiers.resident_bytes, tiers.cold_bytes, tiers.overhead_bytes)
+        return Memory(peak_rss_bytes(), resident, 0, 0)
+    resident += tiers.resident_bytes
+    return Memory(peak_rss_bytes(), resident, tiers.cold_bytes, tiers.overhead_bytes)
 
 
 def _io(tiers: TierFigures | None, store: str) -> Io:

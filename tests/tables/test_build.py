@@ -74,12 +74,30 @@ def test_a_slower_network_is_not_played_to_sharded_tables() -> None:
     [
         (replace(TIERS, sharded=True), NOTHING, "tiers.sharded=true"),
         (replace(TIERS, plan="plan.json"), NOTHING, "tiers.plan"),
-        (TIERS, assembly(Sent()), r"plugin acme \(.*\) shards tables and"),
+        (TIERS, assembly(Sent()), r"plugin acme \(.*\)"),
     ],
 )
-def test_sharded_tables_and_a_cache_are_refused(config: TierConfig, parts: Assembly, who: str) -> None:
-    with pytest.raises(PluginConflict, match=f"{who} keeps all rows resident, but lru decides"):
-        group_owners(replace(config, policy="lru"), parts, TABLES)
+def test_a_cache_of_whole_tables_and_shards_are_refused(
+    config: TierConfig, parts: Assembly, who: str
+) -> None:
+    """Policies that decide from what they are shown are not: recpipe's own, and a plugin's that says so."""
+    assert [o.name for o in group_owners(replace(config, policy="lru"), parts, TABLES)] == ["lru"]
+    cached = replace(parts, caches=assembly(cache=[Kept("*")]).caches)
+    with pytest.raises(
+        PluginConflict, match=rf"{who} shards tables, but the cache of plugin acme \(.*\) dec"
+    ):
+        group_owners(config, cached, TABLES)
+    shared = Kept("*")
+    shared.by_shards = True
+    cached = replace(parts, caches=assembly(cache=[shared]).caches)
+    assert [o.name for o in group_owners(config, cached, TABLES)] == ["acme"]
+
+
+def test_tiers_of_shards_have_one_place_for_cold_rows() -> None:
+    for key, value in (("store", "sharded"), ("kernel", "uvm")):
+        config = replace(TIERS, sharded=True, policy="lru", **{key: value})
+        with pytest.raises(UserError, match=f"tiers.{key}={value} is another way to keep rows than tiers of"):
+            group_owners(config, NOTHING, TABLES)
 
 
 def test_every_group_has_its_own_owner() -> None:

@@ -54,6 +54,34 @@ def test_ranks_are_one_process_and_their_checkpoint_moves(
         np.testing.assert_array_equal(tensors[table], expected)
 
 
+@pytest.mark.slow
+def test_rows_of_shards_lie_in_tiers(tmp_path: Path) -> None:
+    """Two ranks are one process; their checkpoint goes on with the same bits, and in one process whole."""
+    whole = alone(tmp_path / "one")
+    tiers = ("tiers.policy=lru", "tiers.store=ssd", "tiers.resident_bytes=10%")
+    types = "plugins.neo.sharding={C1*: row_wise, C2*: table_wise, *: data_parallel}"
+    sharded = (*NEO, types, *tiers)
+    report = together(tmp_path / "many", 2, *sharded, *SAVED, "trainer.checkpoint_every=8")
+    assert difference(tmp_path / "one", tmp_path / "many") < 1e-5
+    assert report["quality"] == pytest.approx(whole["quality"], abs=1e-4)
+    assert (report["altered"], report["assembly"]["cache"]) == ([], "lru")
+    ranks, memory = report["assembly"]["shards"]["ranks"], report["memory"]
+    assert (
+        memory["resident_bytes"]
+        < 0.2 * ranks[0]["tiered_bytes"] + ranks[0]["bytes"] - ranks[0]["tiered_bytes"]
+    )
+    assert memory["cold_bytes"] >= ranks[0]["tiered_bytes"] > 0
+    assert report["io"]["rows_read"] > 0 < report["io"]["rows_written"]
+
+    saved = sorted((tmp_path / "many" / "saved").glob("*.ckpt"))
+    again = together(tmp_path / "again", 2, *sharded, f"resume={saved[0]}")
+    assert again["resumed"]["step"] == 8
+    assert difference(tmp_path / "many", tmp_path / "again") == 0
+    assert again["io"]["rows_read"] < report["io"]["rows_read"]
+    alone(tmp_path / "alone", f"resume={saved[0]}")
+    assert difference(tmp_path / "many", tmp_path / "alone") < 1e-5
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("one", "other"), [(1, 4), (4, 2), (2, 1), (1, 2)])
 def test_checkpoints_move_between_numbers_of_ranks(

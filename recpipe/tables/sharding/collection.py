@@ -6,7 +6,7 @@ back (``finish``), and the backward pass sends gradients the other way and makes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,58 +26,15 @@ from recpipe import seams
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.errors import DataError, UserError
 from recpipe.seams import module_name
-from recpipe.tables.capabilities import Rows, SavedByRanks, SendsAhead
-from recpipe.tables.collection import TORCHREC_OPTIMIZERS, TableCollection
+from recpipe.tables.capabilities import Placed, Rows, SavedByRanks, SendsAhead
+from recpipe.tables.collection import TORCHREC_OPTIMIZERS, C, TableCollection, TierFigures
 from recpipe.tables.sharding.modules import groups_in, module_paths, skeleton
 from recpipe.tables.sharding.plan import Shard, ShardPlan
 from recpipe.tables.sharding.planning import Sharding
+from recpipe.tables.sharding.sent import Sent
+from recpipe.tables.sharding.tiered import GroupTiers, ShardTiers, TieredShard
 from recpipe.tables.skipping import RowFilter, by_feature, filter_lookups
-from recpipe.tables.specs import Region, Values, row_chunks, to_numpy
-
-
-class Sent:
-    """A share of a batch whose ids are on their way to the rows' ranks.
-
-    On a GPU this runs on a stream of its own, beside the training's.
-    """
-
-    def __init__(self, collection: ShardedCollection, sparse: KeyedJaggedTensor) -> None:
-        self.whole, self.module = collection.whole, collection.sharded
-        self.samples = sparse.stride()
-        self.context = self.module.create_context()
-        self._ids: Any = None
-        self._here: Any = None
-        if self.whole.stream is not None:
-            self.whole.stream.wait_stream(torch.cuda.current_stream())  # which copies the batch
-        with torch.cuda.stream(self.whole.stream):
-            ids = self.whole.given(sparse, collection.tables.weighted)
-            self._lengths = self.module.input_dist(self.context, ids)
-
-    def send_ids(self) -> None:
-        """Wait for the numbers of ids, which went first, and send the ids themselves.
-
-        Behind a GPU's cache (``tiers.kernel=uvm_caching``) it also fetches their rows into it.
-        """
-        if self._ids is not None:
-            return
-        with torch.cuda.stream(self.whole.stream):
-            self._ids = self._lengths.wait()
-            if self.whole.prefetches:
-                self._here = self._ids.wait()
-                self.module.prefetch(self._here, torch.cuda.default_stream(), self.context)
-
-    def ids(self) -> Any:
-        """What the other ranks sent here; waits for it."""
-        self.send_ids()
-        stream = self.whole.stream
-        with torch.cuda.stream(stream):
-            self._here = self._ids.wait() if self._here is None else self._here
-        if stream is not None:
-            current = torch.cuda.current_stream()
-            current.wait_stream(stream)
-            self._here.record_stream(current)
-            self.context.record_stream(current)
-        return self._here
+from recpipe.tables.specs import Region, Values, row_chunks
 
 
 class ShardedTables:
@@ -88,9 +45,17 @@ class ShardedTables:
     """
 
     def __init__(
-        self, sharding: Sharding, plan: ShardPlan, ranks: Ranks, model: nn.Module | None = None
+        self,
+        sharding: Sharding,
+        plan: ShardPlan,
+        ranks: Ranks,
+        model: nn.Module | None = None,
+        tiers: ShardTiers | None = None,
     ) -> None:
-        """``model`` holds the collections, and is as it was afterwards; None: there are but the tables."""
+        """``model`` holds the collections, and is as it was afterwards; None: there are but the tables.
+
+        ``tiers``: what holds the rows of ``sharding.tiered``.
+        """
         self.sharding, self.plan, self.rank = sharding, plan, ranks.rank
         self.group = join_group(sharding.device, ranks)
         set_gradient_division(False)
@@ -109,7 +74,7 @@ class ShardedTables:
                 if not group.tables.pooled and not on_gpu:
                     seams.look_up_each_id(lookup)
         self.collections = tuple(
-            ShardedCollection(self, number, module) for number, module in enumerate(modules)
+            ShardedCollection(self, number, module, tiers) for number, module in enumerate(modules)
         )
         """Of each group."""
 
@@ -119,13 +84,13 @@ class ShardedTables:
         whole = skeleton(tables) if model is None else model
         local_world = sharding.topology().local_world_size
         limits = sharding.constraints()
-        with nullcontext() if model is None else groups_in(whole, tables):
+        with nullcontext() if model is None else groups_in(whole, tables), seams.own_lookups():
             # The dense part is not its concern: recpipe sums those gradients in the order of the ranks.
             DistributedModelParallel(
                 whole,
                 env=ShardingEnv.from_process_group(self.group),
                 device=sharding.device,
-                plan=self.plan.torchrec(sharding.device.type, local_world, limits, tables),
+                plan=self.plan.torchrec(sharding.device.type, local_world, limits, tables, sharding.tiered),
                 sharders=sharding.sharders(),
                 init_data_parallel=False,
                 init_parameters=False,
@@ -154,10 +119,19 @@ class ShardedTables:
         return KeyedJaggedTensor(sparse.keys(), sparse.values(), weights, lengths=lengths)
 
 
-class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
-    """One group of ``whole``, run by TorchRec's sharded module with its fused optimizer."""
+LocalShard = seams.LocalShard | TieredShard
+"""A table's rows and columns on this rank: in memory, or in tiers."""
 
-    def __init__(self, whole: ShardedTables, number: int, module: Any) -> None:
+
+class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, Placed):
+    """One group of ``whole``, run by TorchRec's sharded module with its fused optimizer.
+
+    ``tiers``: where its rows lie instead, if they are not all in memory.
+    """
+
+    def __init__(
+        self, whole: ShardedTables, number: int, module: Any, tiers: ShardTiers | None = None
+    ) -> None:
         super().__init__()
         self.whole, self.number = whole, number
         self.tables = tables = whole.sharding.tables.groups[number].tables
@@ -168,9 +142,17 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
         self._under = "embedding_bags" if tables.pooled else "embeddings"
         self._replicated = self._dense_optimizer()
         self._rows: RowFilter | None = None
+        self.in_tiers = frozenset(
+            n for n, t in self.shards.items() if n in whole.sharding.tiered and not t.replicated
+        )
+        """Its tables whose rows lie in tiers."""
+        lookups = seams.own_lookups_in(module)
+        assert tiers is not None or not lookups, "who shards tables to be tiered brings their tiers"
+        self.tiers = GroupTiers(() if tiers is None else tiers.fill(number, tables, lookups))
+        """Those tiers on this rank."""
         self._local = {t.name: self._shards_here(t.name) for t in tables.tables}
         for region in row_chunks(tables):
-            if self._pieces(region, whole.rank):
+            if region.table not in self.in_tiers and self.pieces(region, whole.rank):
                 records = tables.fill(region.table, region.start, region.stop)
                 self.write(region, (records[:, : tables.dim], records[:, tables.dim :]))
 
@@ -220,7 +202,9 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
         made: torch.optim.Optimizer = TORCHREC_OPTIMIZERS[optimizer.name](weights, **optimizer.knobs)
         return made
 
-    def _shards_here(self, table: str) -> list[seams.LocalShard]:
+    def _shards_here(self, table: str) -> Sequence[LocalShard]:
+        if table in self.in_tiers:
+            return self.tiers.shards(table)
         found = seams.local_shards(self.sharded, table, self._under)
         if self._replicated is None or not self.shards[table].replicated:
             return found
@@ -228,8 +212,8 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
         state = self._replicated.state[weight].get("sum")
         return found if state is None else [replace(found[0], state=state.view(len(weight), -1))]
 
-    def local(self, table: str) -> list[seams.LocalShard]:
-        """The table's shards on this rank, sharing their memory."""
+    def local(self, table: str) -> Sequence[LocalShard]:
+        """The table's shards on this rank; those in memory share it."""
         return self._local[table]
 
     def filter_updates(self, rows: RowFilter) -> None:
@@ -243,6 +227,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
                 "tiers.kernel=uvm_caching fetches them ahead for one lookup: use tiers.kernel=uvm, or drop it"
             )
         self._rows = rows
+        self.tiers.filter_updates(rows)
         layout = self.tables.layout
         base = dict(zip(map(module_name, layout.tables), layout.bases.tolist(), strict=False))
         for lookup in seams.fused_lookups(self.sharded):
@@ -279,6 +264,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
 
         self.whole.channel.barrier()  # for the directory
         save_shards(self, directory)
+        self.whole.channel.barrier()  # rank 0 seals what all have written
 
     def load_tables(self, directory: Path) -> None:
         """Read this rank's part of tables that any number of ranks has saved."""
@@ -290,7 +276,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
         """All rows of all tables, in chunks, on every rank."""
         yield from row_chunks(self.tables)
 
-    def _pieces(self, region: Region, rank: int) -> list[tuple[Shard, slice]]:
+    def pieces(self, region: Region, rank: int) -> list[tuple[Shard, slice]]:
         """The shards of ``rank`` that have rows of ``region``, each with those rows' numbers in the table."""
         found = []
         for shard in self.shards[region.table].shards:
@@ -299,13 +285,12 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
                 found.append((shard, slice(low, high)))
         return found
 
-    def _views(self, table: str, shard: Shard, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and optimizer state of ``rows`` (as numbered in the table) of a shard on this rank."""
+    def _part(self, table: str, shard: Shard, rows: slice) -> tuple[LocalShard, int, int]:
+        """A shard on this rank, and where ``rows`` (as numbered in the table) are among its own."""
         local = next(
-            s for s in self._local[table] if (s.row, s.column) == (shard.row, shard.column) and len(s.weights)
+            s for s in self._local[table] if (s.row, s.column) == (shard.row, shard.column) and s.shape[0]
         )
-        part = slice(rows.start - shard.row, rows.stop - shard.row)
-        return local.weights[part], local.state[part]
+        return local, rows.start - shard.row, rows.stop - shard.row
 
     def read(self, region: Region) -> Values:
         """Current weights and optimizer state of ``region``, on every rank; all ranks ask together.
@@ -315,11 +300,10 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
         """
         replicated, rank = self.shards[region.table].replicated, self.whole.rank
         readers = (rank,) if replicated else tuple(range(self.whole.plan.world))
-        mine = [
-            to_numpy(view).reshape(-1)
-            for shard, rows in self._pieces(region, rank)
-            for view in self._views(region.table, shard, rows)
-        ]
+        mine = []
+        for shard, rows in self.pieces(region, rank):
+            local, low, high = self._part(region.table, shard, rows)
+            mine += [values.reshape(-1) for values in local.read(low, high)]
         flat = np.concatenate([*mine, np.empty(0, np.float32)])
         received = [flat] if replicated else self.whole.channel.gather(flat)
         return self._joined(region, dict(zip(readers, received, strict=True)))
@@ -332,7 +316,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
         row_wise = self.tables.optimizer.name == "rowwise_adagrad"
         for rank, flat in received.items():
             at = 0
-            for shard, part in self._pieces(region, rank):
+            for shard, part in self.pieces(region, rank):
                 count = part.stop - part.start
                 here = slice(part.start - region.start, part.stop - region.start)
                 columns = slice(shard.column, shard.column + shard.columns)
@@ -352,14 +336,41 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks):
     def write(self, region: Region, values: Values) -> None:
         """Replace this rank's part of the weights and optimizer state of ``region``."""
         row_wise = self.tables.optimizer.name == "rowwise_adagrad"
-        with torch.no_grad():
-            for shard, rows in self._pieces(region, self.whole.rank):
-                here = slice(rows.start - region.start, rows.stop - region.start)
-                columns = slice(shard.column, shard.column + shard.columns)
-                weights, state = self._views(region.table, shard, rows)
-                weights.copy_(torch.from_numpy(values[0][here, columns]))
-                if state.numel():
-                    state.copy_(torch.from_numpy(values[1][here] if row_wise else values[1][here, columns]))
+        for shard, rows in self.pieces(region, self.whole.rank):
+            here = slice(rows.start - region.start, rows.stop - region.start)
+            columns = slice(shard.column, shard.column + shard.columns)
+            local, low, high = self._part(region.table, shard, rows)
+            state = values[1][here] if row_wise else values[1][here, columns]
+            local.write(low, high, (values[0][here, columns], state))
+
+    # -- tiers -------------------------------------------------------------------------------
+
+    def offers(self, capability: type[C]) -> C | None:
+        """``Placed`` where rows lie in tiers."""
+        return None if capability is Placed and not self.in_tiers else super().offers(capability)
+
+    def tier_figures(self) -> TierFigures | None:
+        """Of this rank."""
+        return self.tiers.figures() if self.in_tiers else None
+
+    def placement_state(self) -> dict[str, Any]:
+        """Of every rank's tiers, on rank 0; all ranks call it."""
+        return self.tiers.gathered(self.whole.channel)
+
+    def check_placement_state(self, state: Mapping[str, Any]) -> None:
+        """As ``Placed``; what is of other ranks or other shards is not looked at."""
+        for tiers, saved in self.tiers.own(self.whole.channel, state):
+            tiers.check_placement_state(saved)
+
+    def load_placement_state(self, state: dict[str, Any] | None) -> bool:
+        """As ``Placed``; False for other ranks or shards too."""
+        own = [] if state is None else self.tiers.own(self.whole.channel, state)
+        loaded = [tiers.load_placement_state(saved) for tiers, saved in own]
+        return bool(loaded) and all(loaded)
+
+    def close(self) -> None:
+        """Close its tiers."""
+        self.tiers.close()
 
 
 def _summed(gradients: Channel, bucket: Any) -> torch.futures.Future[torch.Tensor]:

@@ -1,5 +1,5 @@
-"""Sharded tables to files and back by ``torch.distributed.checkpoint``: every rank writes its own shards, and
-any number of ranks, under any plan, reads what it needs of them.
+"""Sharded tables to files and back in the format of ``torch.distributed.checkpoint``: every rank writes its
+own shards, and any number of ranks, under any plan, reads what it needs of them.
 
 The files are safetensors: nothing is unpickled from disk. Rows pass through memory in blocks, where the
 library's own reader and writer would hold one and two further copies of a rank's tables.
@@ -16,72 +16,86 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from recpipe.common.tensor_writer import write_tensors
-from recpipe.seams import LocalShard, Shard, ShardedTensor, ShardMetadata, init_from_local_shards
-from recpipe.tables.sharding.collection import ShardedCollection
-from recpipe.tables.specs import FILL_ROWS, state_name, to_numpy, weight_name
+from recpipe.common.tensor_files import TensorFiles
+from recpipe.common.tensor_writer import Streamed, write_tensors
+from recpipe.seams import LocalShard as MemoryShard
+from recpipe.seams import Shard, ShardedTensor, ShardMetadata, init_from_local_shards
+from recpipe.tables.saved_regions import region_values
+from recpipe.tables.sharding.collection import LocalShard, ShardedCollection
+from recpipe.tables.specs import FILL_ROWS, state_name, weight_name
 
 Saved = dict[str, torch.Tensor | ShardedTensor]
 
 
 def save_shards(collection: ShardedCollection, directory: Path) -> None:
-    """Write this rank's shards to ``directory``; all ranks do so together."""
-    writer = _Writer(directory, collection.number)
-    group = collection.whole.group
-    save(_Tensors(collection, loading=False).saved, storage_writer=writer, process_group=group)
+    """Write this rank's shards to ``directory``, in the library's format and under its names.
+
+    A rank with several shards of a table writes several files, since a file has a tensor's name once. Each
+    group of tables has files of its own. Of a table that every rank has, rank 0 writes all.
+    """
+    files: list[dict[str, tuple[tuple[int, int], Streamed]]] = []
+    for name, offsets, tensor in _tensors(collection):
+        file = next((f for f in files if name not in f), None)
+        if file is None:
+            files.append(file := {})
+        file[name] = offsets, tensor
+    prefix = f"group-{collection.number}-" if collection.number else ""
+    for number, content in enumerate(files, 1):
+        part = f"shard-{collection.whole.rank + 1:05d}-model-{number:05d}-of-{len(files):05d}"
+        places = {name: {"saved_offsets": offsets} for name, (offsets, _) in content.items()}
+        write_tensors(
+            directory / f"{prefix}{part}.safetensors",
+            {name: tensor for name, (_, tensor) in content.items()},
+            {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"},
+        )
+
+
+def _tensors(collection: ShardedCollection) -> Iterator[tuple[str, tuple[int, int], Streamed]]:
+    """Weights and states of this rank's shards: name, place in their table, shape, rows in blocks.
+
+    Row-wise Adagrad's one value of a row is repeated over the columns of a shard that has not all of them:
+    shards of other columns have other values, and a plan with other columns takes their mean.
+    """
+    state_width = collection.tables.layout.width - collection.tables.dim
+    for name, table in collection.shards.items():
+        shards = [s for s in collection.local(name) if s.shape[0]]
+        if table.replicated and collection.whole.rank:
+            continue
+        narrow = any(s.columns < table.dim for s in table.shards)
+        for shard in shards:
+            rows, columns = shard.shape
+            offsets, width = (shard.row, shard.column), columns if narrow else state_width
+            yield weight_name(name), offsets, ((rows, columns), _blocks(shard, 0, columns))
+            if state_width:
+                yield state_name(name), offsets, ((rows, width), _blocks(shard, 1, width))
+
+
+def _blocks(shard: LocalShard, part: int, columns: int) -> Iterator[NDArray[np.float32]]:
+    """Weights (``part`` 0) or state (1) of so many columns."""
+    rows = shard.shape[0]
+    for low in range(0, rows, FILL_ROWS):
+        values = shard.read(low, min(low + FILL_ROWS, rows))[part]
+        yield np.broadcast_to(values, (len(values), columns))
 
 
 def load_shards(collection: ShardedCollection, directory: Path) -> None:
     """Fill this rank's shards from what ``save_shards`` wrote on any ranks; all ranks do so together."""
-    tensors = _Tensors(collection, loading=True)
+    if collection.in_tiers:
+        files, rank = TensorFiles.sharded(directory), collection.whole.rank
+        width = collection.tables.layout.width - collection.tables.dim
+        for region in collection.regions():
+            if collection.pieces(region, rank):
+                collection.write(region, region_values(files, region, width))
+        return
+    tensors = _Tensors(collection)
     reader = _Reader(str(directory))
     load(tensors.saved, storage_reader=reader, process_group=collection.whole.group)
     tensors.keep_states()
-
-
-class _Writer(HuggingFaceStorageWriter):
-    """In the library's format and under its names.
-
-    A rank with several shards of a table writes several files: a file has a tensor's name once, and the
-    library's own writer would leave out all shards but one. Each group of tables has files of its own.
-    """
-
-    def __init__(self, directory: Path, group: int) -> None:
-        super().__init__(str(directory), save_distributed=True)
-        self.prefix = f"group-{group}-" if group else ""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part of the plan."""
-        files: list[dict[str, Any]] = []
-        for item in plan.items:
-            name = item.index.fqn
-            file = next((f for f in files if name not in f), None)
-            if file is None:
-                files.append(file := {})
-            file[name] = item
-        for number, items in enumerate(files, 1):
-            rank = plan.storage_data["shard_index"]
-            part = f"shard-{rank:05d}-model-{number:05d}-of-{len(files):05d}"
-            path = Path(self.path, f"{self.prefix}{part}.safetensors")
-            places = {name: {"saved_offsets": item.tensor_data.chunk.offsets} for name, item in items.items()}
-            tensors: dict[str, Any] = {name: planner.resolve_data(item) for name, item in items.items()}
-            write_tensors(
-                path,
-                {name: (tuple(tensor.shape), _blocks(tensor)) for name, tensor in tensors.items()},
-                {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"},
-            )
-        return _done([WriteResult(item.index, 0, None) for item in plan.items])
-
-
-def _blocks(tensor: torch.Tensor) -> Iterator[NDArray[np.float32]]:
-    return (to_numpy(part) for part in torch.split(tensor, FILL_ROWS))
 
 
 class _Reader(HuggingFaceStorageReader):
@@ -109,20 +123,16 @@ def _done(result: Any) -> Future[Any]:
 
 
 class _Tensors:
-    """The collection's memory as tensors with a place in their tables.
+    """The collection's memory as tensors with a place in their tables, to be written to."""
 
-    Row-wise Adagrad's one value of a row is repeated over the columns of a shard that has not all of them:
-    shards of other columns have other values, and a plan with other columns takes their mean.
-    """
-
-    def __init__(self, collection: ShardedCollection, loading: bool) -> None:
+    def __init__(self, collection: ShardedCollection) -> None:
         self.collection = collection
-        self.loading = loading
         self.saved: Saved = {}
         self._repeated: list[tuple[torch.Tensor, torch.Tensor]] = []
         state_width = collection.tables.layout.width - collection.tables.dim
         for name, table in collection.shards.items():
-            shards = [s for s in collection.local(name) if len(s.weights)]
+            here = collection.local(name)
+            shards = [s for s in here if isinstance(s, MemoryShard) and len(s.weights)]
             narrow = any(s.columns < table.dim for s in table.shards)
             states = [self._state(s, narrow and state_width == 1) for s in shards]
             if table.replicated:
@@ -136,17 +146,15 @@ class _Tensors:
                 width = table.dim if narrow else state_width
                 self.saved[state_name(name)] = self._sharded(shards, states, table.rows, width)
 
-    def _state(self, shard: LocalShard, repeat: bool) -> torch.Tensor:
+    def _state(self, shard: MemoryShard, repeat: bool) -> torch.Tensor:
         if not repeat:
             return shard.state
-        wide = shard.state.expand(-1, shard.weights.shape[1])
-        if self.loading:  # to be written to
-            wide = wide.contiguous()
-            self._repeated.append((shard.state, wide))
+        wide = shard.state.expand(-1, shard.weights.shape[1]).contiguous()
+        self._repeated.append((shard.state, wide))
         return wide
 
     def _sharded(
-        self, shards: list[LocalShard], values: list[torch.Tensor], rows: int, columns: int
+        self, shards: list[MemoryShard], values: list[torch.Tensor], rows: int, columns: int
     ) -> ShardedTensor:
         whole = self.collection.whole
         placement = f"rank:{whole.rank}/{whole.sharding.device}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torchrec.distributed.types import (
 from recpipe.common.saved import Damaged, entries, read_json, typed_as
 from recpipe.common.tiling import tiles
 from recpipe.errors import UserError
-from recpipe.seams import EnumerableShardingSpec, ShardMetadata, module_name
+from recpipe.seams import OWN_KERNEL, EnumerableShardingSpec, ShardMetadata, module_name
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.sharding.modules import module_paths
 
@@ -87,16 +87,23 @@ class ShardPlan:
         local_world: int,
         limits: Mapping[str, ParameterConstraints],
         tables: ModelTables,
+        tiered: Collection[str] = (),
     ) -> ShardingPlan:
-        """As TorchRec wants it, for a model that holds the groups of ``tables`` at their paths."""
+        """As TorchRec wants it, for a model that holds the groups of ``tables`` at their paths; it makes no
+        memory for shards of the ``tiered`` tables."""
         made = {}
         for path, group in zip(module_paths(tables), tables.groups, strict=True):
             names = group.tables.layout.tables
-            made[path] = EmbeddingModuleShardingPlan(self._module(names, device, local_world, limits))
+            made[path] = EmbeddingModuleShardingPlan(self._module(names, device, local_world, limits, tiered))
         return ShardingPlan(made)
 
     def _module(
-        self, names: Sequence[str], device: str, local_world: int, limits: Mapping[str, ParameterConstraints]
+        self,
+        names: Sequence[str],
+        device: str,
+        local_world: int,
+        limits: Mapping[str, ParameterConstraints],
+        tiered: Collection[str],
     ) -> dict[str, ParameterSharding]:
         made = {}
         for name in names:
@@ -106,7 +113,7 @@ class ShardPlan:
             limit = limits.get(name, ParameterConstraints())
             made[module_name(name)] = ParameterSharding(
                 sharding_type=table.sharding,
-                compute_kernel=table.kernel,
+                compute_kernel=OWN_KERNEL if name in tiered and not table.replicated else table.kernel,
                 ranks=list(table.ranks),
                 sharding_spec=spec,
                 **{field: getattr(limit, field) for field in _FROM_LIMITS},

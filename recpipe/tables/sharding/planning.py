@@ -96,6 +96,8 @@ class Sharding:
     kernel: str
     cached_share: float
     """Share of a table's rows that ``kernel=uvm_caching`` keeps in device memory."""
+    tiered: frozenset[str] = frozenset()
+    """Tables whose shards' rows lie in tiers, except for replicas of a data-parallel one."""
 
     @cached_property
     def group_of(self) -> dict[str, TableSet]:
@@ -124,6 +126,10 @@ class Sharding:
         local = min(int(os.environ.get("LOCAL_WORLD_SIZE", self.world)), self.world)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
         hbm = torch.cuda.get_device_properties(self.device).total_memory if self._on_gpu else None
+        # A planner takes rows in tiers for rows in memory, and would find no place for those that are not.
+        shapes = self.tables.shapes()
+        tiered = sum(shapes[name][0] * self.group_of[name].record_bytes for name in self.tiered)
+        memory, hbm = memory + tiered, None if hbm is None else hbm + tiered
         return Topology(
             world_size=self.world,
             local_world_size=local,
@@ -174,6 +180,12 @@ class Sharding:
             )
         if kind in COLUMN_SPLITTING and self._one_state(tables) and not self.split_rows:
             return _splits_rows(name, kind)
+        if kind in COLUMN_SPLITTING and name in self.tiered and (self._one_state(tables) or tables.codec):
+            what = "a codec of whole records" if tables.codec else "one optimizer state for a whole row"
+            return UserError(
+                f"table '{name}': {kind} cuts rows apart, and in tiers its rows have {what}: shard it "
+                "row_wise or table_wise"
+            )
         skipper = self.assembly.skipper
         if kind in COLUMN_SPLITTING and skipper is not None and skipper.part.updates:
             return UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.assembly import Assembly
 from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
+from recpipe.tables.owners import RESIDENT, GroupOwner
 from recpipe.tables.sharding.collection import join_group
 from recpipe.tables.sharding.plan import ShardPlan, load_plan
 from recpipe.tables.sharding.planning import Sharding
@@ -24,10 +26,12 @@ def plan_shards(
     batch_size: int,
     ranks: Ranks,
     world: int,
+    owners: Sequence[GroupOwner] = (),
 ) -> tuple[Sharding, ShardPlan]:
     """Where the tables' parts will lie on ``world`` ranks; takes no memory.
 
-    All ranks call it; it plans alone where ``world`` is not the number of ranks that run.
+    All ranks call it; it plans alone where ``world`` is not the number of ranks that run. ``owners``: who
+    decides which rows of each group are resident; none: all are.
     """
     if len(ranks.trainers) < ranks.world or len(ranks.holders) < ranks.world:
         raise UserError(
@@ -38,6 +42,7 @@ def plan_shards(
             f"tiers.kernel={config.kernel} needs a GPU, and this run is on a CPU: leave tiers.kernel=fused; "
             "tables larger than memory are what tiers.store=ssd with a caching policy is for"
         )
+    tiered = [g for g, owner in zip(tables.groups, owners, strict=False) if owner.name != RESIDENT]
     sharding = Sharding(
         tables,
         assembly,
@@ -47,6 +52,7 @@ def plan_shards(
         config.split_rows,
         config.kernel,
         config.budget(tables) / tables.total_bytes,
+        frozenset(name for group in tiered for name in group.tables.layout.tables),
     )
     sharding.sharders()  # which refuses codecs that could not be carried out
     if config.plan is not None:

@@ -1,0 +1,56 @@
+"""A batch's ids on their way to the ranks that hold their rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+if TYPE_CHECKING:
+    from recpipe.tables.sharding.collection import ShardedCollection
+
+
+class Sent:
+    """A share of a batch whose ids are on their way to the rows' ranks.
+
+    On a GPU this runs on a stream of its own, beside the training's.
+    """
+
+    def __init__(self, collection: ShardedCollection, sparse: KeyedJaggedTensor) -> None:
+        self.whole, self.module = collection.whole, collection.sharded
+        self.samples = sparse.stride()
+        self.context = self.module.create_context()
+        self._ids: Any = None
+        self._here: Any = None
+        if self.whole.stream is not None:
+            self.whole.stream.wait_stream(torch.cuda.current_stream())  # which copies the batch
+        with torch.cuda.stream(self.whole.stream):
+            ids = self.whole.given(sparse, collection.tables.weighted)
+            self._lengths = self.module.input_dist(self.context, ids)
+
+    def send_ids(self) -> None:
+        """Wait for the numbers of ids, which went first, and send the ids themselves.
+
+        Behind a GPU's cache (``tiers.kernel=uvm_caching``) it also fetches their rows into it.
+        """
+        if self._ids is not None:
+            return
+        with torch.cuda.stream(self.whole.stream):
+            self._ids = self._lengths.wait()
+            if self.whole.prefetches:
+                self._here = self._ids.wait()
+                self.module.prefetch(self._here, torch.cuda.default_stream(), self.context)
+
+    def ids(self) -> Any:
+        """What the other ranks sent here; waits for it."""
+        self.send_ids()
+        stream = self.whole.stream
+        with torch.cuda.stream(stream):
+            self._here = self._ids.wait() if self._here is None else self._here
+        if stream is not None:
+            current = torch.cuda.current_stream()
+            current.wait_stream(stream)
+            self._here.record_stream(current)
+            self.context.record_stream(current)
+        return self._here

@@ -1,0 +1,262 @@
+"""Rows of shards in tiers: TorchRec sends ids to a shard's rank and its rows away from there, and on that
+rank the rows are resident, in the slab or in the cold store, under a policy of the rank's own.
+
+A batch's ids are known here once they have arrived, so that their rows are planned and fetched in the lookup.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.common.saved import entries
+from recpipe.distributed.ranks import Channel
+from recpipe.plugin.policy import RowIds, RowSpace
+from recpipe.seams import LocalPart, OwnLookup, module_name
+from recpipe.tables.build import Place, no_row, opens_store, staging_bytes
+from recpipe.tables.collection import TierFigures
+from recpipe.tables.owners import NOCACHE, GroupOwner
+from recpipe.tables.skipping import RowFilter
+from recpipe.tables.specs import FirstValues, Region, Table, TableSet, Values
+from recpipe.tables.stores.base import IoCounters
+from recpipe.tables.stores.coded import Coding, local_store
+from recpipe.tables.tiers.policies import POLICIES
+from recpipe.tables.tiers.store_thread import TierTimes
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+
+
+@dataclass(frozen=True)
+class ShardTiers:
+    """What the tiers of shards are made of."""
+
+    owners: Sequence[GroupOwner]
+    """Of each group; those of which all rows are resident have no tiers."""
+    place: Place
+
+    def fill(self, number: int, tables: TableSet, lookups: Sequence[OwnLookup]) -> list[TieredLookup]:
+        """Put tiers behind the ``lookups`` of group ``number``; each holds the rows that it looks up here."""
+        owner, made = self.owners[number], []
+        if lookups and owner.slots < 1 and owner.name != NOCACHE:
+            raise no_row(tables, self.place, len(self.owners) > 1)
+        for index, lookup in enumerate(lookups):
+            folder = Path(f"group-{number}", f"lookup-{index}")
+            tiered = TieredLookup(lookup.parts, tables, self, number, folder)
+            lookup.look_up = tiered
+            made.append(tiered)
+        return made
+
+    def tiers(
+        self, parts: Sequence[LocalPart], tables: TableSet, number: int, folder: Path
+    ) -> TieredEmbeddingBagCollection:
+        """Of ``parts`` of one width. Their share of the group's budget is by their bytes, at least a row."""
+        owner, place = self.owners[number], self.place
+        local = local_tables(parts, tables)
+        slots = max(1, owner.resident_bytes * local.layout.total_rows // tables.total_bytes)
+        space = RowSpace(local.layout.bases, 0 if owner.name == NOCACHE else slots, number)
+        cache = owner.cache
+        top = place.config.directory(place.run_dir.path) / f"rank-{place.ranks.rank}" / folder
+        kind = place.config.store if local.layout.total_rows else "host"
+        staging = staging_bytes(place.batch_size * len(local.features))
+        coding = None if local.codec is None else Coding(local.codec)
+        store = local_store(local.layout, local.fill, coding, opens_store(place, kind, top, staging))
+        if cache is None:
+            policy = POLICIES[owner.name](space)
+        else:
+            store, policy = cache.part.store(store), cache.part.policy(space)
+        origin = None if cache is None else cache.origin
+        return TieredEmbeddingBagCollection(local, policy, store, place.device, prefetch=False, owner=origin)
+
+
+def local_tables(parts: Sequence[LocalPart], tables: TableSet) -> TableSet:
+    """``parts`` of ``tables``, all of one width, as tables of their own with the same first values."""
+    names = {module_name(name): name for name in tables.layout.tables}
+
+    def first(name: str, part: LocalPart) -> FirstValues:
+        def values(start: int, stop: int) -> NDArray[np.float32]:
+            whole = tables.fill(name, part.row + start, part.row + stop)
+            return whole[:, part.column : part.column + part.columns]
+
+        return values
+
+    made = []
+    for part in parts:
+        name = names[part.table]
+        own = f"{name}@{part.row},{part.column}"
+        features = tuple(f"{own}.{index}" for index in range(part.features))
+        made.append(Table(own, part.rows, features, first(name, part)))
+    return replace(tables, tables=tuple(made), dim=parts[0].columns, numbers=())
+
+
+class TieredShard:
+    """A table's rows and columns on this rank, which lie in tiers: never in one piece of memory."""
+
+    def __init__(self, part: LocalPart, tiers: TieredEmbeddingBagCollection, index: int) -> None:
+        self.row, self.column, self.shape = part.row, part.column, (part.rows, part.columns)
+        self._tiers, self._table = tiers, tiers.tables.layout.tables[index]
+
+    def read(self, low: int, high: int) -> Values:
+        """Weights and optimizer state of its rows [low, high)."""
+        return self._tiers.read(self._region(low, high))
+
+    def write(self, low: int, high: int, values: Values) -> None:
+        """Replace them."""
+        self._tiers.write(self._region(low, high), values)
+
+    def _region(self, low: int, high: int) -> Region:
+        return Region(self._table, low, high, 0, self.shape[1])
+
+
+class TieredLookup(nn.Module):
+    """The rows of one of TorchRec's lookups, in tiers for each width that its parts have."""
+
+    def __init__(
+        self, parts: Sequence[LocalPart], tables: TableSet, made_of: ShardTiers, number: int, folder: Path
+    ) -> None:
+        super().__init__()
+        self.parts = parts
+        self.group = tables
+        widths = list(dict.fromkeys(part.columns for part in parts))
+        self._of_width = [[p for p in parts if p.columns == width] for width in widths]
+        self.tiers = nn.ModuleList(
+            made_of.tiers(some, tables, number, folder / str(width))
+            for some, width in zip(self._of_width, widths, strict=True)
+        )
+        features = [part for part in parts for _ in range(part.features)]
+        self._places = [[i for i, p in enumerate(features) if p.columns == width] for width in widths]
+
+    def each(self) -> Iterator[tuple[list[LocalPart], TieredEmbeddingBagCollection]]:
+        """Tiers, with the parts whose rows they hold."""
+        for parts, tiers in zip(self._of_width, self.tiers, strict=True):
+            assert isinstance(tiers, TieredEmbeddingBagCollection)
+            yield parts, tiers
+
+    def shards(self, table: str) -> list[TieredShard]:
+        """The parts of ``table``."""
+        return [
+            TieredShard(part, tiers, index)
+            for parts, tiers in self.each()
+            for index, part in enumerate(parts)
+            if part.table == module_name(table)
+        ]
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Rows of ids that count from each part's first row, as ``OwnLookup`` gives them."""
+        if len(self.tiers) == 1:
+            return self._looked_up(0, features)
+        columns: dict[int, torch.Tensor] = {}
+        for number, places in enumerate(self._places):
+            rows = self._looked_up(number, features.permute(places))
+            columns |= dict(zip(places, torch.split(rows, rows.shape[1] // len(places), 1), strict=True))
+        return torch.cat([columns[place] for place in sorted(columns)], dim=1)
+
+    def _looked_up(self, number: int, features: KeyedJaggedTensor) -> torch.Tensor:
+        tiers = self.tiers[number]
+        assert isinstance(tiers, TieredEmbeddingBagCollection)
+        weights = features.weights() if tiers.tables.weighted else None
+        # TorchRec has one name for all features of a table's parts.
+        named = KeyedJaggedTensor(
+            list(tiers.tables.features), features.values(), weights, lengths=features.lengths()
+        )
+        return tiers.lookup(named)
+
+    def filter_updates(self, rows: RowFilter) -> None:
+        """Leave rows out of updates, as numbered in the group."""
+        layout = self.group.layout
+        base = dict(zip(map(module_name, layout.tables), layout.bases.tolist(), strict=False))
+        for parts, tiers in self.each():
+            firsts = np.array([base[part.table] + part.row for part in parts])
+            tiers.filter_updates(_OfShards(rows, tiers.tables.layout.bases, firsts))
+
+
+class GroupTiers(nn.Module):
+    """The tiers of one group's shards on this rank; none where it has no such shards."""
+
+    def __init__(self, lookups: Iterable[TieredLookup]) -> None:
+        super().__init__()
+        self.lookups = nn.ModuleList(lookups)
+
+    def _lookups(self) -> Iterator[TieredLookup]:
+        for lookup in self.lookups:
+            assert isinstance(lookup, TieredLookup)
+            yield lookup
+
+    def each(self) -> list[TieredEmbeddingBagCollection]:
+        """All of them."""
+        return [tiers for lookup in self._lookups() for _, tiers in lookup.each()]
+
+    def shards(self, table: str) -> list[TieredShard]:
+        """The parts of ``table``."""
+        return [shard for lookup in self._lookups() for shard in lookup.shards(table)]
+
+    def filter_updates(self, rows: RowFilter) -> None:
+        """Leave rows out of updates, as numbered in the group."""
+        for lookup in self._lookups():
+            lookup.filter_updates(rows)
+
+    def figures(self) -> TierFigures:
+        """Their sums."""
+        nothing = TierFigures(IoCounters(), TierTimes(), None, 0, 0, 0)
+        found = [tiers.tier_figures() for tiers in self.each()]
+        return reduce(TierFigures.plus, found) if found else nothing
+
+    def gathered(self, channel: Channel) -> dict[str, Any]:
+        """Every rank's placement, on the channel's first member, which saves it; all members call it."""
+        own = {_shards_of(tiers): tiers.placement_state() for tiers in self.each()}
+        sent = np.frombuffer(pickle.dumps(own), np.uint8)
+        received = channel.exchange([sent if member == 0 else sent[:0] for member in range(channel.size)])
+        if channel.index:
+            return {}
+        # From processes of this run, whose code is ours: files are read without pickle's powers.
+        return {RANKS: {str(rank): pickle.loads(part.tobytes()) for rank, part in enumerate(received)}}
+
+    def own(
+        self, channel: Channel, state: Mapping[str, Any]
+    ) -> list[tuple[TieredEmbeddingBagCollection, dict[str, Any]]]:
+        """Tiers with what ``gathered`` has of them; none where it is of other ranks, or other shards.
+
+        ``Damaged`` where it cannot have given ``state``.
+        """
+        ranks = entries({RANKS: dict[str, dict[str, Any]]}, state, "placement")[RANKS]
+        saved = ranks.get(str(channel.index), {})
+        mine = {_shards_of(tiers): tiers for tiers in self.each()}
+        if len(ranks) != channel.size or saved.keys() != mine.keys():
+            return []
+        found = entries(dict.fromkeys(mine, dict[str, Any]), saved, "placement")
+        return [(tiers, found[shards]) for shards, tiers in mine.items()]
+
+    def close(self) -> None:
+        """Close all of them, whatever one of them raises; the first fault comes out."""
+        with ExitStack() as stack:
+            for tiers in self.each():
+                stack.callback(tiers.close)
+
+
+RANKS = "ranks"
+
+
+def _shards_of(tiers: TieredEmbeddingBagCollection) -> str:
+    """Which parts of which tables it holds."""
+    tables = tiers.tables
+    return " ".join(f"{table.name}:{table.rows}x{tables.dim}" for table in tables.tables)
+
+
+class _OfShards(RowFilter):
+    """A group's filter, asked by the numbers that rows have in some of its shards."""
+
+    def __init__(self, rows: RowFilter, bases: RowIds, firsts: RowIds) -> None:
+        self._rows, self._bases, self._shift = rows, bases[1:-1], firsts - bases[:-1]
+
+    def stay(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
+        """As ``RowFilter``."""
+        return self._rows.stay(rows + self._shift[np.searchsorted(self._bases, rows, "right")], gradients)

@@ -1,0 +1,140 @@
+"""Tables sharded over real processes, their rows tiered on each rank, against whole tables."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torchrec.distributed.planner.types import ParameterConstraints
+
+from recpipe.common.run_dir import hold
+from recpipe.distributed.ranks import Ranks
+from recpipe.errors import UserError
+from recpipe.plugin.api import Contribution, Origin, TableInfo
+from recpipe.plugin.assembly import assemble
+from recpipe.plugin.planner import Planner
+from recpipe.plugin.policy import Cache, CachePolicy, Placement, RowSpace
+from recpipe.tables.resident import ResidentCollection
+from tests.processes import start_ranks
+from tests.tables.samples import CPU
+from tests.tables.sharded import DIM, FEATURES, Places, apart, batches, contents, table_set, train
+from tests.tables.tiered_shards import STEPS, TIERS, Case, process, tiered
+
+SSD = replace(TIERS, store="ssd", policy="lfu")
+MIXED = {"a": "table_wise", "b": "row_wise", "keys": "data_parallel", "*": "table_row_wise"}
+CASES = (
+    Case("rowwise_adagrad", MIXED),
+    Case("sgd", {"*": "row_wise"}, SSD),
+    Case("adagrad", {"*": "column_wise"}),
+    Case("sgd", {"*": "table_wise"}, replace(TIERS, policy="nocache")),
+    Case("sgd", {"*": "row_wise"}, loses=True),
+)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    start_ranks(process, (2, str(folder), CASES), 2)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_ranks_train_what_one_process_trains(told, case) -> None:
+    """Uneven batches of bags, the last of one sample; a run resumed in the middle has the same bits."""
+    found = json.loads((told / "told.json").read_text())[case.name]
+    assert found["kinds"] == {f.name: case.types.get(f.name, case.types.get("*")) for f in FEATURES}
+    farthest = max(found["difference"].values())
+    if case.loses:
+        assert farthest > 1e-2
+        return
+    assert farthest <= 1e-6
+    assert found["read"] >= found["written"] > 0
+    assert found["placed"]
+    assert found["resumed"] == 0.0
+    rows = sum(f.rows for f in FEATURES if case.types.get(f.name) != "data_parallel")
+    record = table_set(case.optimizer).record_bytes
+    assert 0.4 * rows * record < found["cold_bytes"]
+    assert found["resident_bytes"] <= 0.1 * rows * record
+
+
+class Fifo(CachePolicy):
+    """The rows that came first leave first."""
+
+    next = 0
+
+    def admit(self, hits, misses, looked_up) -> Placement:
+        free = np.setdiff1d(np.arange(self.next, self.next + len(misses)) % self.space.slots, hits)
+        self.next += len(free)
+        return Placement(free.astype(np.int32), misses[: len(free)])
+
+    def state_dict(self) -> dict:
+        return {"next": self.next}
+
+    def load_state_dict(self, state) -> None:
+        self.next = state["next"]
+
+
+class FifoTables(Cache):
+    by_shards = True
+
+    def policy(self, space: RowSpace) -> Fifo:
+        return Fifo(space)
+
+
+class Columns(Planner):
+    """Tables cut into parts of several widths."""
+
+    def constrain(self, table: TableInfo) -> ParameterConstraints:
+        width = 64 if table.name == "b" else 128
+        return ParameterConstraints(sharding_types=["column_wise"], min_partition=width)
+
+
+def test_a_plugins_policy_keeps_parts_of_several_widths(tmp_path) -> None:
+    info = {f.name: TableInfo(f.name, f.rows, DIM) for f in FEATURES}
+    brought = Contribution(planner=Columns(), cache=[FifoTables()])
+    parts = assemble([(Origin("acme"), Places({}), brought)], info)
+    case = Case("adagrad", {}, replace(TIERS, policy="resident"))
+    whole = contents_of_whole(case)
+    with hold(tmp_path) as run_dir, tiered(case, Ranks(), run_dir, parts) as tables:
+        assert {s.columns for t in tables.shards.values() for s in t.shards} == {64, 128}
+        assert {type(tiers.planner.policy) for tiers in tables.tiers.each()} == {Fifo}
+        for sparse in batches(STEPS):
+            train(tables, sparse, 0, sparse.stride())
+        tables.eval()
+        before = tables.tier_figures()
+        tables(batches(1)[0])
+        assert tables.tier_figures() == before, "an evaluation moves no row"
+        for name, values in contents(tables).items():
+            assert max(map(apart, values, whole[name])) <= 1e-6, name
+
+
+def contents_of_whole(case: Case) -> dict:
+    whole = ResidentCollection(table_set(case.optimizer), CPU)
+    for sparse in batches(STEPS):
+        train(whole, sparse, 0, sparse.stride())
+    return contents(whole)
+
+
+def test_rows_in_tiers_are_not_cut_where_they_have_one_state(tmp_path) -> None:
+    case = Case("rowwise_adagrad", {"*": "column_wise"}, replace(TIERS, split_rows=True))
+    words = "'a': column_wise cuts rows apart, and in tiers its rows have one optimizer state"
+    with (
+        hold(tmp_path) as run_dir,
+        pytest.raises(UserError, match=words),
+        tiered(case, Ranks(), run_dir),
+    ):
+        pass
+
+
+def test_a_budget_of_no_row_is_refused(tmp_path) -> None:
+    case = Case("sgd", {"*": "row_wise"}, replace(TIERS, resident_bytes=1))
+    with (
+        hold(tmp_path) as run_dir,
+        pytest.raises(UserError, match="leaves not even one row, of 1024 bytes"),
+        tiered(case, Ranks(), run_dir),
+    ):
+        pass
