@@ -6,7 +6,6 @@ A batch's ids are known here once they have arrived, so that their rows are plan
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.common.plain import packed, unpacked
 from recpipe.common.saved import entries
 from recpipe.distributed.ranks import Channel
 from recpipe.plugin.policy import RowIds, RowSpace
@@ -213,12 +213,11 @@ class GroupTiers(nn.Module):
     def gathered(self, channel: Channel) -> dict[str, Any]:
         """Every rank's placement, on the channel's first member, which saves it; all members call it."""
         own = {_shards_of(tiers): tiers.placement_state() for tiers in self.each()}
-        sent = np.frombuffer(pickle.dumps(own), np.uint8)
+        sent = packed(own)
         received = channel.exchange([sent if member == 0 else sent[:0] for member in range(channel.size)])
         if channel.index:
             return {}
-        # From processes of this run, whose code is ours: files are read without pickle's powers.
-        return {RANKS: {str(rank): pickle.loads(part.tobytes()) for rank, part in enumerate(received)}}
+        return {RANKS: {str(rank): unpacked(part) for rank, part in enumerate(received)}}
 
     def own(
         self, channel: Channel, state: Mapping[str, Any]
