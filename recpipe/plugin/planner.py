@@ -16,7 +16,8 @@ class Planner:
     """Says where tables lie; a run that has one shards its tables, as ``tiers.sharded=true`` does.
 
     All ranks call both methods; the plan is rank 0's. What a plan could not carry out (a type, kernel or
-    limit that TorchRec or FBGEMM would ignore) is refused before memory is taken.
+    limit that TorchRec or FBGEMM would ignore) is refused before memory is taken. The rows of a rank's shards
+    may lie in tiers, under policies that decide from what they are shown (``Cache.by_shards``).
 
     Small tables on every rank, large ones cut by rows, whole::
 
