@@ -61,7 +61,9 @@ def test_rows_of_shards_lie_in_tiers(tmp_path: Path) -> None:
     tiers = ("tiers.policy=lru", "tiers.store=ssd", "tiers.resident_bytes=10%")
     types = "plugins.neo.sharding={C1*: row_wise, C2*: table_wise, *: data_parallel}"
     sharded = (*NEO, types, *tiers)
-    report = together(tmp_path / "many", 2, *sharded, *SAVED, "trainer.checkpoint_every=8")
+    report = together(
+        tmp_path / "many", 2, *sharded, *SAVED, "trainer.checkpoint_every=8", "trainer.eval_every=5"
+    )
     assert difference(tmp_path / "one", tmp_path / "many") < 1e-5
     assert report["quality"] == pytest.approx(whole["quality"], abs=1e-4)
     assert (report["altered"], report["assembly"]["cache"]) == ([], "lru")

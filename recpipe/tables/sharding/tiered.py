@@ -168,7 +168,8 @@ class TieredLookup(nn.Module):
         named = KeyedJaggedTensor(
             list(tiers.tables.features), features.values(), weights, lengths=features.lengths()
         )
-        return tiers.lookup(named)
+        # Not by ``training``: who restores modes after an evaluation does not know TorchRec's lookups.
+        return tiers.lookup_to_train(named) if torch.is_grad_enabled() else tiers.read_now(named)
 
     def filter_updates(self, rows: RowFilter) -> None:
         """Leave rows out of updates, as numbered in the group."""

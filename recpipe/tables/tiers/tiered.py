@@ -233,6 +233,10 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, Placed, ShowsRows):
         """All calls in a row: rows of ``sparse``; in eval mode nothing moves or is planned."""
         if not self.training or not torch.is_grad_enabled():
             return self.read_now(sparse)
+        return self.lookup_to_train(sparse)
+
+    def lookup_to_train(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """All calls in a row, whose result must have its backward pass before the next ones."""
         assert self._trainers is None, "several trainers plan whole batches: see pipeline.loader"
         plan = self.plan(sparse)
         self.advance(plan)
