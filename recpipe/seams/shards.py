@@ -1,20 +1,13 @@
-"""The only file that touches private names of torch, TorchRec and FBGEMM; all else uses their public API.
-
-Checked against the version triples that ``recpipe doctor`` knows. When a release renames one of
-these, this file is the place to mend.
-"""
+"""TorchRec's sharded modules: their local parts, what sharders are given, lookups of recpipe's own in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import cache, partial
-from inspect import Signature, signature
-from time import perf_counter
+from functools import partial
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -25,16 +18,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from numpy.typing import NDArray
 from torch import nn
-from torch._C._profiler import _ExperimentalConfig
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import init_from_local_shards
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torchrec.distributed import comm, comm_ops, dist_data
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding, BatchedFusedEmbeddingBag
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
@@ -42,61 +26,9 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-_TAKEN = frozenset(dir(nn.ModuleDict()))
+from recpipe.seams.tables import module_name
+
 _FUSED = (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)
-__all__ = [
-    "EnumerableShardingSpec",
-    "Shard",
-    "ShardMetadata",
-    "ShardedTensor",
-    "TorchDispatchMode",
-    "init_from_local_shards",
-    "tree_leaves",
-]
-"""Classes and functions of torch's as they are; what is recpipe's own stands below."""
-Views = tuple[torch.Tensor, torch.Tensor]
-"""A table's weights [rows, D], of the type that stores them, and optimizer state float32 [rows, S] (S may be
-0), sharing the TBE's memory."""
-
-
-def module_name(table: str) -> str:
-    """``table`` as the name of a module, by which TorchRec's planner and sharded collection know a table.
-
-    The name itself, but for what no module may be called: a dot, nothing, an attribute of ``ModuleDict``.
-    Percent-encoded, so that different tables have different names.
-    """
-    safe = quote(table, safe="").replace(".", "%2E")
-    if safe in _TAKEN:
-        return f"%{ord(safe[0]):02X}{safe[1:]}"
-    return safe or "%"
-
-
-def tbe_views(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Views]:
-    """Per physical table of a TBE, views of weights and optimizer state; writing them changes the TBE."""
-    weights = tbe.split_embedding_weights()
-    states = tbe.split_optimizer_states() or [()] * len(weights)
-    views = []
-    for weight, state in zip(weights, states, strict=True):
-        rows = weight.shape[0]
-        # The row-wise state is a vector, Adagrad's a matrix; SGD has none.
-        flat = state[0].view(rows, -1) if len(state) else weight.new_empty((rows, 0), dtype=torch.float32)
-        views.append((weight.detach(), flat.detach()))
-    return views
-
-
-def update_by_table(
-    tbe: SplitTableBatchedEmbeddingBagsCodegen, rows: int, table_of: NDArray[np.int64]
-) -> None:
-    """Let a CPU TBE of one physical table with ``rows`` update it by the tables whose rows lie there.
-
-    ``table_of``: each feature's table, int64 [F]. For a table that several features share, FBGEMM has a loop
-    that is slower and rounds otherwise than its kernel for a table of one feature. No row here is looked up
-    by features of two tables, so the latter is as right, and makes the bits that a physical table for each
-    would. FBGEMM takes features for tables of their own where their first rows, in this sum, differ.
-    """
-    if tbe.hash_size_cumsum.device.type == "cpu":
-        ends = np.append(table_of, table_of[-1] + 1)
-        tbe.hash_size_cumsum.copy_(rows * torch.from_numpy(ends))
 
 
 @dataclass(frozen=True)
@@ -306,165 +238,3 @@ def _each_id(
     counts = offsets[torch.arange(len(firsts) + 1, device=offsets.device) * samples].diff()
     rows = indices + torch.repeat_interleave(firsts, counts)
     return torch.nn.functional.embedding(rows, tables.weights.view(-1, tables.max_D))
-
-
-@dataclass
-class Collective:
-    """Calls of one kind of collective by TorchRec on this rank."""
-
-    calls: int = 0
-    bytes_sent: int = 0
-    """Payload for other ranks ..."""
-    bytes_received: int = 0
-    """... and from them."""
-    wait_seconds: float = 0.0
-    """Time that this rank's Python waited for their ends."""
-
-
-class _Timed(torch.distributed.Work):
-    """A ``Work`` that tells how long ``wait`` took; TorchRec looks at its type."""
-
-    def __init__(self, work: Any, into: Collective) -> None:
-        super().__init__()
-        self._work, self._into = work, into
-
-    def wait(self, *arguments: Any) -> Any:
-        start = perf_counter()
-        try:
-            return self._work.wait(*arguments)
-        finally:
-            self._into.wait_seconds += perf_counter() - start
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-
-@cache
-def _signature(name: str) -> Signature:
-    return signature(getattr(torch.distributed, name))
-
-
-class _Counting:
-    """``torch.distributed`` as TorchRec's modules see it, counting what goes over the wire."""
-
-    def __init__(self, counts: dict[str, Collective]) -> None:
-        self.counts = counts
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(torch.distributed, name)
-        if name not in _PAYLOAD:
-            return found
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            entry = self.counts.setdefault(name, Collective())
-            entry.calls += 1
-            group = named.get("group")
-            world = torch.distributed.get_world_size(group)
-            given = _signature(name).bind(*arguments, **named).arguments
-            sent, received = _PAYLOAD[name](world, torch.distributed.get_rank(group), given)
-            entry.bytes_sent += sent
-            entry.bytes_received += received
-            start = perf_counter()
-            work = found(*arguments, **named)
-            if work is not None:
-                return _Timed(work, entry)
-            entry.wait_seconds += perf_counter() - start
-            return None
-
-        return call
-
-
-def _all_to_all(world: int, rank: int, given: Mapping[str, Any]) -> tuple[int, int]:
-    def outward(tensor: torch.Tensor, splits: Sequence[int] | None) -> int:
-        if not splits:
-            return int(tensor.nbytes * (world - 1) // world)
-        row = tensor.nbytes // max(1, tensor.shape[0])
-        return int((sum(splits) - splits[rank]) * row)
-
-    return (
-        outward(given["input"], given.get("input_split_sizes")),
-        outward(given["output"], given.get("output_split_sizes")),
-    )
-
-
-def _reduce_scatter(world: int, rank: int, given: Mapping[str, Any]) -> tuple[int, int]:
-    received = int(given["output"].nbytes) * (world - 1)
-    if "input_list" in given:
-        return sum(int(part.nbytes) for i, part in enumerate(given["input_list"]) if i != rank), received
-    return int(given["input"].nbytes * (world - 1) // world), received
-
-
-def _all_gather(world: int, rank: int, given: Mapping[str, Any]) -> tuple[int, int]:
-    size = int(given["tensor" if "tensor" in given else "input_tensor"].nbytes)
-    return size * (world - 1), size * (world - 1)
-
-
-_PAYLOAD = {
-    "all_to_all_single": _all_to_all,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_tensor": _reduce_scatter,
-    "all_gather": _all_gather,
-    "all_gather_into_tensor": _all_gather,
-}
-
-
-def count_collectives() -> dict[str, Collective]:
-    """Count TorchRec's collectives in this process from now on, by name, until ``leave``."""
-    counts: dict[str, Collective] = {}
-    for module in (comm_ops, dist_data):
-        module.dist = _Counting(counts)
-    return counts
-
-
-def leave() -> None:
-    """TorchRec as it was before a run of several ranks: its collectives are not counted any more, and the
-    process groups that it keeps for sharding by hosts are forgotten."""
-    for module in (comm_ops, dist_data):
-        module.dist = torch.distributed
-    comm._INTRA_PG = comm._CROSS_PG = None
-
-
-# -- torch ------------------------------------------------------------------------------------
-
-
-def graph_is_kept() -> bool:
-    """Whether the backward pass under way has ``retain_graph``: saved tensors must then stay as they are."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def functorch_is_active() -> bool:
-    """Whether a transform such as ``torch.func.grad`` runs what is called."""
-    return bool(torch._C._are_functorch_transforms_active())
-
-
-def backward_number() -> int | None:
-    """The number, in the order of the forward pass, of the operator that is being differentiated; None in a
-    forward pass."""
-    node = torch._C._current_autograd_node()
-    return None if node is None else int(node._sequence_nr())
-
-
-def forward_number() -> int:
-    """The number that the next operator of a forward pass gets, as ``backward_number`` tells it."""
-    return int(torch._C._autograd._get_sequence_nr())
-
-
-def linear_pointwise(*arguments: Any) -> torch.Tensor:
-    """oneDNN's linear layer with an operation on its result (``mkldnn::_linear_pointwise``)."""
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(*arguments)
-    return out
-
-
-def onednn_takes_bfloat16() -> bool:
-    """Whether oneDNN runs bfloat16 on this CPU."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def watching_all_threads(every: bool) -> Any:
-    """``experimental_config`` of torch's profiler: no public switch makes it watch all threads."""
-    return _ExperimentalConfig(profile_all_threads=every)
-
-
-def all_loaded() -> Any:
-    """What ``load_state_dict`` returns where nothing was missing and nothing was left over."""
-    return nn.modules.module._IncompatibleKeys([], [])

@@ -1,0 +1,53 @@
+"""torch itself: what its public API does not tell or does not switch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+from torch._C._profiler import _ExperimentalConfig
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward pass under way has ``retain_graph``: saved tensors must then stay as they are."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def functorch_is_active() -> bool:
+    """Whether a transform such as ``torch.func.grad`` runs what is called."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def backward_number() -> int | None:
+    """The number, in the order of the forward pass, of the operator that is being differentiated; None in a
+    forward pass."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def forward_number() -> int:
+    """The number that the next operator of a forward pass gets, as ``backward_number`` tells it."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def linear_pointwise(*arguments: Any) -> torch.Tensor:
+    """oneDNN's linear layer with an operation on its result (``mkldnn::_linear_pointwise``)."""
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(*arguments)
+    return out
+
+
+def onednn_takes_bfloat16() -> bool:
+    """Whether oneDNN runs bfloat16 on this CPU."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def watching_all_threads(every: bool) -> Any:
+    """``experimental_config`` of torch's profiler: no public switch makes it watch all threads."""
+    return _ExperimentalConfig(profile_all_threads=every)
+
+
+def all_loaded() -> Any:
+    """What ``load_state_dict`` returns where nothing was missing and nothing was left over."""
+    return nn.modules.module._IncompatibleKeys([], [])
