@@ -1,4 +1,4 @@
-"""TorchRec's sharded modules: their local parts, what sharders are given, lookups of recpipe's own in them."""
+"""TorchRec's sharded modules: their parts here, what sharders are given, lookups of recpipe's own in them."""
 
 from __future__ import annotations
 
