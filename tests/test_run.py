@@ -78,6 +78,7 @@ def test_report_has_every_public_key(tmp_path, recipe) -> None:
         "lookups": 1600 * 26,
         "rejected_rows": 0,
         "dropped_samples": 0,
+        "skipped_samples": 0,
         "unplanned_calls": 0,
     }
     assert report["throughput"]["samples_per_second"] > 0

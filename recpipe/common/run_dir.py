@@ -22,6 +22,8 @@ from recpipe.common.lock import NO_LOCKS, LockFile, Taken
 from recpipe.errors import ThroughHydra, UserError, shown
 
 log = logging.getLogger(__name__)
+JOB_FILE = "job.json"
+"""What is known of the end of a sweep's job, in its folder; ``exit_status`` null: it has not ended."""
 LOCK = "run.lock"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What a write fails with where the disk or the quota is full."""

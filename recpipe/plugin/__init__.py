@@ -3,35 +3,73 @@
 Everything here is public and versioned by ``API``. Importing it does not import torch.
 """
 
-from recpipe.errors import UserError
-from recpipe.plugin.api import (
-    API,
-    Context,
-    Contribution,
-    EpochOrder,
-    Figure,
-    GroupInfo,
-    Invariant,
-    Link,
-    Plugin,
-    RunFigures,
-    TableInfo,
-)
-from recpipe.plugin.errors import PluginError
-from recpipe.plugin.planner import Planner
-from recpipe.plugin.policy import (
-    NOTHING,
-    Cache,
-    CachePolicy,
-    Placement,
-    Residents,
-    RowIds,
-    RowSpace,
-    Slots,
-)
-from recpipe.plugin.quantizer import Direction, Quantizer, RecordLayout, RowCodec
-from recpipe.plugin.skipper import Skipper
-from recpipe.plugin.splitter import Split, Splitter, micro_batch_step
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recpipe.errors import UserError
+    from recpipe.plugin.api import (
+        API,
+        Context,
+        Contribution,
+        EpochOrder,
+        Figure,
+        GroupInfo,
+        Invariant,
+        Link,
+        Plugin,
+        RunFigures,
+        TableInfo,
+    )
+    from recpipe.plugin.errors import PluginError
+    from recpipe.plugin.planner import Planner
+    from recpipe.plugin.policy import (
+        NOTHING,
+        Cache,
+        CachePolicy,
+        Placement,
+        Residents,
+        RowIds,
+        RowSpace,
+        Slots,
+    )
+    from recpipe.plugin.quantizer import Direction, Quantizer, RecordLayout, RowCodec
+    from recpipe.plugin.skipper import Skipper
+    from recpipe.plugin.splitter import Split, Splitter, micro_batch_step
+
+_HOME = {
+    "API": "recpipe.plugin.api",
+    "Cache": "recpipe.plugin.policy",
+    "CachePolicy": "recpipe.plugin.policy",
+    "Context": "recpipe.plugin.api",
+    "Contribution": "recpipe.plugin.api",
+    "Direction": "recpipe.plugin.quantizer",
+    "EpochOrder": "recpipe.plugin.api",
+    "Figure": "recpipe.plugin.api",
+    "GroupInfo": "recpipe.plugin.api",
+    "Invariant": "recpipe.plugin.api",
+    "Link": "recpipe.plugin.api",
+    "NOTHING": "recpipe.plugin.policy",
+    "Placement": "recpipe.plugin.policy",
+    "Planner": "recpipe.plugin.planner",
+    "Plugin": "recpipe.plugin.api",
+    "PluginError": "recpipe.plugin.errors",
+    "Quantizer": "recpipe.plugin.quantizer",
+    "RecordLayout": "recpipe.plugin.quantizer",
+    "Residents": "recpipe.plugin.policy",
+    "RowCodec": "recpipe.plugin.quantizer",
+    "RowIds": "recpipe.plugin.policy",
+    "RowSpace": "recpipe.plugin.policy",
+    "RunFigures": "recpipe.plugin.api",
+    "Skipper": "recpipe.plugin.skipper",
+    "Slots": "recpipe.plugin.policy",
+    "Split": "recpipe.plugin.splitter",
+    "Splitter": "recpipe.plugin.splitter",
+    "TableInfo": "recpipe.plugin.api",
+    "UserError": "recpipe.errors",
+    "micro_batch_step": "recpipe.plugin.splitter",
+}
+"""Where each name is defined; imported when it is asked for, since some of it needs numpy."""
 
 __all__ = [
     "API",
@@ -65,3 +103,10 @@ __all__ = [
     "UserError",
     "micro_batch_step",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The public name, from the file that defines it."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from recpipe.data.batch import Batch
 
 
@@ -38,6 +38,8 @@ def micro_batch_step(batch_size: int) -> int:
 
 def wrong_split(split: object, samples: int) -> str:
     """Why ``split`` does not cut a batch of so many ``samples``; empty where it does."""
+    import numpy as np  # which takes longer to import than all that ``import recpipe`` needs
+
     if not isinstance(split, Split):
         return f"{type(split).__name__}, not a Split"
     order, bounds = np.asarray(split.order), list(split.bounds)

@@ -10,9 +10,6 @@ from recpipe.common.run_dir import ELSEWHERE, unwritable
 from recpipe.errors import UserError
 from recpipe.report.record import write_json
 
-JOB_FILE = "job.json"
-"""What is known of the end of a sweep's job, in its folder; ``exit_status`` null: it has not ended."""
-
 
 class ReportFiles:
     """Writes files into ``directory`` and keeps what fails, for ``check`` to tell."""

@@ -19,9 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from recpipe.common.console import Output
+from recpipe.common.run_dir import JOB_FILE
 from recpipe.errors import UserError
 from recpipe.report import figures, html, plots, terminal
-from recpipe.report.files import JOB_FILE, ReportFiles
+from recpipe.report.files import ReportFiles
 from recpipe.report.quality import CLICKS, LABELS, shown
 from recpipe.report.record import SCHEMA, replace_file
 

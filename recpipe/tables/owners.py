@@ -97,7 +97,7 @@ def _check_sharding(config: TierConfig, assembly: Assembly, owners: Sequence[Gro
         if owner.cache is not None and not owner.cache.part.by_shards:
             raise PluginConflict(
                 f"{who} shards tables, but the cache of plugin {owner.cache.origin} decides about whole "
-                "tables (by_shards is not set), and no rank has them: drop one of the two, or keep the "
+                "tables (by_shards is not set), and no rank has them. Drop one of the two, or keep the "
                 "shards' rows by tiers.policy=lru or lfu"
             )
     if tiered and (config.store == SHARDED or config.kernel != "fused"):

@@ -27,9 +27,9 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from recpipe.common.run_dir import JOB_FILE
 from recpipe.config.launcher import NAME
 from recpipe.errors import UserError
-from recpipe.report.files import JOB_FILE
 from recpipe.tasks.compare_rows import chosen_config, quoted
 from recpipe.tasks.compare_run import TORCHRUN, end, interrupt_on_sigterm
 

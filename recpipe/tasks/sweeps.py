@@ -15,8 +15,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from recpipe.common.console import append_to_log
+from recpipe.common.run_dir import JOB_FILE
 from recpipe.errors import UserError
-from recpipe.report.files import JOB_FILE
 
 
 class SweepFolder(Callback):

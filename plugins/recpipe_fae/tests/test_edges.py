@@ -61,4 +61,4 @@ def test_an_epoch_of_one_batch(tmp_path: Path) -> None:
     fae, one = pair(data, "sgd", tmp_path, 1.0, sample=0.05, rate=1)
     assert len(fae.seen) == 1
     assert difference(fae.parameters(), one.parameters()) == 0
-    assert np.array_equal(fae.tiers.resident_rows()[0], fae.order.prepared.hot_rows)
+    assert np.array_equal(fae.tiers.resident_rows(), fae.order.prepared.hot_rows)

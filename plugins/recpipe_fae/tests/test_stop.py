@@ -14,7 +14,9 @@ from recpipe_fae.callback import ShuffleScheduler
 from recpipe_fae.schedule import Scheduler, Segment, plan
 from recpipe_fae.tests.test_resume import RECIPE
 
+from recpipe.config.compose import compose
 from recpipe.plugin.errors import PluginError
+from recpipe.run import run
 from recpipe.testing import train
 from recpipe.training.module import RankingModule
 
@@ -99,10 +101,9 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(
 ) -> None:
     waited_at = while_the_loader_waits(lambda: os.kill(os.getpid(), number))
     with pytest.raises(KeyboardInterrupt):
-        train(ONE_EPOCH, tmp_path)
-    assert (
-        f"stopped by {number.name} after step {waited_at[0]}; go on with resume=" in capsys.readouterr().out
-    )
+        run(compose(ONE_EPOCH), tmp_path)
+    said = f"stopped by {number.name} after step {waited_at[0]}; go on with resume="
+    assert said in capsys.readouterr().out
     rest = train((*ONE_EPOCH, f"resume={tmp_path / 'checkpoints'}"), tmp_path / "rest")
     assert rest.report["plugins"]["fae"]["swaps"] > 1
 

@@ -235,7 +235,7 @@ class Fixed(Dataset):
 
     def __init__(self, batches: Sequence[Batch], rows: int = 200) -> None:
         self.schema = Schema(("x", "y", "z"), (SparseFeature("a", rows), SparseFeature("b", rows)))
-        self.fingerprint = "fixed"
+        self.fingerprint = f"fixed {hash(tuple(batch.dense.numpy().tobytes() for batch in batches))}"
         self.rejected_rows = 0
         self._batches = batches
 

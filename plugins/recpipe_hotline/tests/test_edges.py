@@ -134,6 +134,6 @@ def test_split(
     needs_cold: list[int], least: int, order: list[int], bounds: tuple[int, ...], random: Random
 ) -> None:
     """Popular samples first, each part in its own order; whole where a part would be too small."""
-    made = PopularFirst(least)(random.batch(len(needs_cold)), np.array(needs_cold, bool))
+    made = PopularFirst(least).split(random.batch(len(needs_cold)), np.array(needs_cold, bool))
     assert made.order.tolist() == order
     assert made.bounds == bounds

@@ -36,6 +36,17 @@ FIGURES = {
 }
 
 
+ROOM: tuple[str, ...] = (
+    "data.samples=20000",
+    "data.batch_size=256",
+    "data.table_scale=1",
+    "data.tables={a: 50, b: 500, c: 2000}",
+    "trainer.max_steps=40",
+    "tiers.resident_bytes=30%",
+)
+"""Enough steps to learn, and few enough lookups for popular samples."""
+
+
 class TestHotline(PluginSuite):
     plugin = "hotline"
 
@@ -121,7 +132,7 @@ def test_the_readme_explains_every_figure() -> None:
 @pytest.mark.parametrize("stop", [pytest.param(7, marks=pytest.mark.soak), 23])
 def test_resumed_is_bitwise_the_run_that_never_stopped(stop: int, tmp_path: Path) -> None:
     """Before the first learning, and between later ones."""
-    overrides = ["+plugin=hotline", *SMALL, *TestHotline.overrides, "trainer.progress=false"]
+    overrides = ["+plugin=hotline", *SMALL, *ROOM, "trainer.progress=false"]
     whole = run(overrides, tmp_path / "whole")
     kept = tmp_path / "first" / "checkpoints"
     run([*overrides, f"trainer.max_steps={stop}", f"trainer.checkpoint_every={stop}"], tmp_path / "first")
@@ -137,7 +148,7 @@ def test_resumed_is_bitwise_the_run_that_never_stopped(stop: int, tmp_path: Path
 
 def test_a_checkpoint_can_be_continued_with_another_budget(tmp_path: Path) -> None:
     """Rows are placed anew, and the result is that of the run without the plugin."""
-    overrides = [*SMALL, *TestHotline.overrides, "trainer.progress=false"]
+    overrides = [*SMALL, *ROOM, "trainer.progress=false"]
     whole = run(overrides, tmp_path / "whole")
     first = [*overrides, "+plugin=hotline", "trainer.max_steps=20", "trainer.checkpoint_every=20"]
     run(first, tmp_path / "first")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from recpipe_hotline.plugin import Hotline
 from recpipe_hotline.tests.rig import default_knobs
-from recpipe_hotline.tests.test_plugin import TestHotline as Suite
+from recpipe_hotline.tests.test_plugin import ROOM
 
 from recpipe.plugin.policy import RowSpace
 from recpipe.tables.specs import TableOptimizer, TableSet
@@ -41,7 +41,7 @@ def test_counts_start_from_the_profile_when_asked_to(profile: bool, synthetic: A
 def test_an_informed_start_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal to the run in which every row passes through the cold tier, while other rows are chosen."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    overrides = (*SMALL, *Suite.overrides, "trainer.progress=false")
+    overrides = (*SMALL, *ROOM, "trainer.progress=false")
     informed = train((*overrides, "+plugin=hotline", "plugins.hotline.profile=true"), tmp_path / "informed")
     without = train((*overrides, "tiers.policy=nocache"), tmp_path / "without")
     assert informed.parameters.keys() == without.parameters.keys()

@@ -246,6 +246,8 @@ def test_looking_between_batches_changes_no_bit(synthetic: Dataset, tmp_path: Pa
 def test_the_same_run_twice_keeps_the_same_rows(synthetic: Dataset, tmp_path: Path) -> None:
     one, _ = train(synthetic, Setting(knobs=QUICK), tmp_path / "one", STEPS)
     two, _ = train(synthetic, Setting(knobs=QUICK), tmp_path / "two", STEPS)
-    np.testing.assert_array_equal(one.policy.row_of_slot, two.policy.row_of_slot)
+    np.testing.assert_array_equal(
+        one.policy.space.residents.row_of_slot, two.policy.space.residents.row_of_slot
+    )
     np.testing.assert_array_equal(one.policy.counts, two.policy.counts)
     assert one.micro == two.micro

@@ -185,10 +185,6 @@ def test_who_relies_on_the_tables_layout_takes_cold_rows_of_8_bits_alone() -> No
             ("tiers.policy=lru", "plugins.quantize.tables=x*"),
             r"quantizes tables 'x\*', but the model has: a, b/c",
         ),
-        (
-            ("tiers.policy=lru", "plugins.quantize.forward=fp16"),
-            "shards tables and keeps all rows resident, but lru decides",
-        ),
     ],
 )
 def test_what_would_be_without_effect_is_refused(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
