@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ from recpipe.pipeline.in_loop import InLoop
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.parts import find_out
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.pipeline.sample_filter import SampleFilter
+from recpipe.pipeline.source import BatchSource
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.errors import PluginError
 from recpipe.setup.placing import Unplaced
@@ -97,13 +98,16 @@ def place(
         embeddings = unplaced.build(cfg, data, owners, device, run_dir, ranks)
         tiers = stack.enter_context(closing_tiers(embeddings, inputs, ranks))
         placed = unplaced.over(embeddings, assembly.skipper)
-        if assembly.splitter is not None:
+        splitter = assembly.splitter
+        if splitter is not None:
             placed.parts = find_out(placed, unplaced.first_batch)
             if placed.parts.refused is not None:
-                assembly = replace(assembly, splitter=None)
+                splitter = None
         stack.callback(revert, model)
         equip_loop(cfg.trainer.backend, placed, data.batch_size, device, default_cache_dir() / "backend")
-        loader = TrainLoader(data, data.batch_size, assembly, inputs, tiers, device, ranks, view=placed.rows)
+        source = BatchSource(data, data.batch_size, assembly.feed)
+        filtered = SampleFilter.of(assembly.skipper, placed.rows)
+        loader = TrainLoader(source, inputs, tiers, device, ranks, sample_filter=filtered, splitter=splitter)
         in_loop = InLoop(placed)
         stack.callback(in_loop.undo)
         outer.callback(stack.pop_all().close)

@@ -1,7 +1,7 @@
 """A whole run, top to bottom: the recipe becomes data, tables, model, pipeline, training and a report.
 
 Read this file first. Each line that matters is a call into the folder of that name:
-``data`` -> ``plugin`` -> ``embedding`` -> ``model`` -> ``pipeline`` -> Lightning -> ``report``.
+``data`` -> ``plugin`` -> ``tables`` -> ``model`` -> ``pipeline`` -> Lightning -> ``report``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from recpipe.errors import UserError
 from recpipe.model.metrics import reset_peak_rss
 from recpipe.model.sizes import sizes_of
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
+from recpipe.pipeline.sample_filter import SampleFilter
+from recpipe.pipeline.source import BatchSource
 from recpipe.report.files import ReportFiles
 from recpipe.setup.footprint import require_inputs, require_memory
 from recpipe.setup.given import NOTHING, Given, Outcome
@@ -194,22 +196,22 @@ def run_on(
 
         # 6. The pipeline in front of Lightning: read, transform, split, plan and fetch ahead.
         ahead = tier_config.prefetch and bool(embeddings.each(SendsAhead))
-        loader = TrainLoader(
-            dataset, cfg.data.batch_size, assembly, inputs, tiers, device, ranks, ahead, model.rows
-        )
+        source = BatchSource(dataset, cfg.data.batch_size, assembly.feed)
+        filtered = SampleFilter.of(assembly.skipper, model.rows)
+        loader = TrainLoader(source, inputs, tiers, device, ranks, ahead, filtered, assembly.splitter)
         evaluation = EvalLoader(dataset, cfg.data.batch_size, inputs, device, ranks)
         make_optimizer = partial(dense_optimizer, cfg.optim.dense)
         backend = equip(
             trainer_config.backend,
             model,
-            assembly,
+            assembly.splitter,
             unplaced.first_batch,
             cfg.data.batch_size,
             device,
             trainers,
             default_cache_dir() / "backend",
         )
-        module = RankingModule(model, make_optimizer, assembly, loader, trainers, backend)
+        module = RankingModule(model, make_optimizer, loader, trainers, backend, assembly.around_step)
 
         # 7. Lightning runs the loop.
         recorder = Recorder(loader, started)

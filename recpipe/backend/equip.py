@@ -26,8 +26,9 @@ from recpipe.distributed.ranks import Channel
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.parts import find_out
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginError
+from recpipe.plugin.splitter import Splitter
 from recpipe.tables.beside import Beside
 from recpipe.tables.capabilities import SendsAhead
 from recpipe.tables.front import BagFront
@@ -98,7 +99,7 @@ class Backend:
 def equip(
     kind: str,
     model: PlacedModel,
-    assembly: Assembly,
+    splitter: Owned[Splitter] | None,
     batch: Any,
     batch_size: int,
     device: torch.device,
@@ -108,18 +109,18 @@ def equip(
     """The back end of ``model``, on each of the ``trainers``, after it was found out whether ``batch`` can be
     trained in parts.
 
-    ``PluginError`` where a splitter is active and the model must have its batches whole.
+    ``PluginError`` where there is a ``splitter`` and the model must have its batches whole.
     """
     kind = kind if device.type == "cpu" else "plain"
     threads, several = torch.get_num_threads(), trainers.size > 1
     shares = kind != "plain" and threads > 1 and not several and _alone(model)
-    if assembly.splitter or several or shares:
+    if splitter or several or shares:
         # Sharded tables are built for a rank's share of a batch.
         model.parts = find_out(model, batch, -(-batch_size // trainers.size))
     refused = model.parts.refused
-    if refused is not None and assembly.splitter is not None:
+    if refused is not None and splitter is not None:
         raise PluginError(
-            f"plugin {assembly.splitter.origin} cuts batches into micro-batches, and this model cannot be "
+            f"plugin {splitter.origin} cuts batches into micro-batches, and this model cannot be "
             f"trained in parts: {refused}. Leave the plugin out; caching policies work"
         )
     if refused is not None and several:

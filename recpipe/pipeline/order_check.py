@@ -8,9 +8,9 @@ from typing import Any
 from recpipe.data.content import sample_hashes
 from recpipe.data.dataset import Dataset
 from recpipe.data.parts import batch_size
-from recpipe.plugin.api import EpochOrder, Invariant
-from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.api import EpochOrder
 from recpipe.plugin.errors import PluginError
+from recpipe.plugin.feed import Feed
 
 _WHOLE = 2**64
 _contents: dict[str, int] = {}
@@ -31,15 +31,11 @@ class OrderCheck:
         self._ended = self._judged = False
 
     @classmethod
-    def of(cls, dataset: Dataset, batch_size: int, assembly: Assembly) -> OrderCheck | None:
-        """Of the run's order; None without one, or where its plugin says that it changes the set."""
-        order = assembly.order
-        if order is None or not dataset.rereads:
+    def of(cls, dataset: Dataset, batch_size: int, feed: Feed) -> OrderCheck | None:
+        """Of the order of ``feed``; None without one, or where its plugin says that it changes the set."""
+        if feed.order is None or not feed.keeps_samples or not dataset.rereads:
             return None
-        plugin = order.origin.plugin
-        if Invariant.SAMPLE_SET in assembly.altered_by.get(plugin, ()):
-            return None
-        return cls(dataset, batch_size, plugin, order.part)
+        return cls(dataset, batch_size, feed.order.origin.plugin, feed.order.part)
 
     def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
         """``batches`` of an epoch, from its first one on."""

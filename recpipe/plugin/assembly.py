@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recpipe.plugin.api import (
-    BatchTransform,
     Context,
     Contribution,
-    EpochOrder,
     Figure,
     Invariant,
     Origin,
@@ -19,7 +17,6 @@ from recpipe.plugin.api import (
     Reporter,
     RunFigures,
     StepWrapper,
-    StreamWrapper,
     TableInfo,
 )
 from recpipe.plugin.blame import (
@@ -35,6 +32,7 @@ from recpipe.plugin.blame import (
 )
 from recpipe.plugin.compose import Owned, cache_claims, chain, check_preferences, slot
 from recpipe.plugin.errors import PluginError
+from recpipe.plugin.feed import Feed
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.policy import Cache
 from recpipe.plugin.quantizer import Quantizer
@@ -58,9 +56,7 @@ class Assembly:
     plugins: tuple[Origin, ...]
     altered_by: Mapping[str, frozenset[Invariant]]
     """What each plugin says that it alters."""
-    order: Owned[EpochOrder] | None
-    stream: Sequence[Owned[StreamWrapper]]
-    batch: Sequence[Owned[BatchTransform]]
+    feed: Feed
     splitter: Owned[Splitter] | None
     skipper: Owned[BlamedSkipper] | None
     planner: Owned[Planner] | None
@@ -80,18 +76,6 @@ class Assembly:
     def exact(self) -> bool:
         """Whether the run must reproduce the one without plugins."""
         return not self.altered
-
-    def wrap_stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """``batches`` through the stream chain; the last link's iterator comes out."""
-        for link in self.stream:
-            batches = link.part(batches)
-        return batches
-
-    def transform(self, batch: Batch) -> Batch:
-        """One batch through the batch chain."""
-        for link in self.batch:
-            batch = link.part(batch)
-        return batch
 
     @contextmanager
     def around_step(self, batch: Batch) -> Iterator[None]:
@@ -124,9 +108,9 @@ class Assembly:
                 {"name": o.plugin, "distribution": o.distribution, "version": o.version} for o in self.plugins
             ],
             "altered": sorted(i.name for i in self.altered),
-            "order": self.order.origin.plugin if self.order else None,
-            "stream": [link.label for link in self.stream],
-            "batch": [link.label for link in self.batch],
+            "order": self.feed.order.origin.plugin if self.feed.order else None,
+            "stream": [link.label for link in self.feed.stream],
+            "batch": [link.label for link in self.feed.batch],
             "splitter": self.splitter.origin.plugin if self.splitter else None,
             "skipper": self.skipper.origin.plugin if self.skipper else None,
             "tables": table_claims,
@@ -159,12 +143,16 @@ def assemble(
     order = slot("order", [(o, c.order) for o, c in parts], prefer.get("order", ""))
     skipper = slot("skipper", [(o, c.skipper) for o, c in parts], prefer.get("skipper", ""))
     planner = slot("planner", [(o, c.planner) for o, c in parts], prefer.get("planner", ""))
+    altered_by = {origin.plugin: frozenset(plugin.alters) for origin, plugin, _ in active}
     return Assembly(
         plugins=tuple(origin for origin, _ in parts),
-        altered_by={origin.plugin: frozenset(plugin.alters) for origin, plugin, _ in active},
-        order=order,
-        stream=[_blamed(o, blame_stream) for o in chain("stream", [(o, c.stream) for o, c in parts])],
-        batch=[_blamed(o, blame) for o in chain("batch", [(o, c.batch) for o, c in parts])],
+        altered_by=altered_by,
+        feed=Feed(
+            order,
+            order is None or Invariant.SAMPLE_SET not in altered_by[order.origin.plugin],
+            [_blamed(o, blame_stream) for o in chain("stream", [(o, c.stream) for o, c in parts])],
+            [_blamed(o, blame) for o in chain("batch", [(o, c.batch) for o, c in parts])],
+        ),
         splitter=_replaced(splitter, BlamedSplitter) if splitter else None,
         skipper=_blamed_skipper(skipper, active) if skipper else None,
         planner=_replaced(planner, BlamedPlanner) if planner else None,

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, fields
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.placed import PlacedModel, saved_buffers
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.pipeline.sync import add_up
-from recpipe.plugin.assembly import Assembly
 from recpipe.tables.beside import Beside
 from recpipe.tables.capabilities import Placed
 from recpipe.tables.front import handing_out
@@ -62,17 +61,18 @@ class RankingModule(L.LightningModule):
         self,
         model: PlacedModel,
         make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-        assembly: Assembly,
         loader: TrainLoader,
         trainers: Channel | None = None,
         backend: Backend | None = None,
+        around_step: Callable[[Any], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.model = model
         self.make_optimizer = make_optimizer
-        self.assembly = assembly
         self.loader = loader
+        self.around_step = around_step
+        """Makes of each batch what its step is taken in."""
         self.trainers = trainers or Ranks().channel()
         self.stop_asked = False
         """Whether this rank was asked to stop ..."""
@@ -113,7 +113,7 @@ class RankingModule(L.LightningModule):
         assert not isinstance(optimizer, list)
         for parameter in self.dense:
             parameter.grad = None
-        with self.assembly.around_step(batch.batch):
+        with self.around_step(batch.batch):
             loss = accumulate(self.model, batch, self.step_times, self.cores, beside=self.beside)
             loss, self.stop_agreed = add_up(self.trainers, self.dense, loss, self.stop_asked)
             looked_at = loss.device.type == "cpu" or batch_idx % LOOK_EVERY == 0
@@ -300,7 +300,7 @@ class RankingModule(L.LightningModule):
             "order": self.order(),
             "dense_defaults": self._fresh_optimizer().defaults,
             "random": random_state(),
-            "fingerprint": self.loader.dataset.fingerprint,
+            "fingerprint": self.loader.source.dataset.fingerprint,
             "placement": None if placed is None else placed.placement_state(),
             "backend": None if self.backend is None else self.backend.state(),
         }
@@ -310,12 +310,13 @@ class RankingModule(L.LightningModule):
 
     def order(self) -> str | None:
         """The plugin that orders the samples: data positions of one order mean nothing in another."""
-        return None if self.assembly.order is None else f"plugin {self.assembly.order.origin.plugin}"
+        plugin = self.loader.source.ordered_by
+        return None if plugin is None else f"plugin {plugin}"
 
     def made_with(self) -> dict[str, Any]:
         """Values without which neither the data position nor the dense optimizer's state mean anything."""
         name = type(self._fresh_optimizer()).__name__
-        return {"data.batch_size": self.loader.batch_size, "optim.dense.name": name}
+        return {"data.batch_size": self.loader.source.batch_size, "optim.dense.name": name}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue at the saved data position; the same rows are resident already where tiers are the same.

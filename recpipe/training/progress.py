@@ -43,7 +43,8 @@ class Extent(L.Callback):
             )
         last = self.config.steps(epoch)
         epochs = f" ({last / epoch:.3g} epochs of {epoch:,})" if last != epoch else ""
-        log.info(f"training: steps {done + 1:,} to {last:,}{epochs}, {self.loader.batch_size:,} samples each")
+        size = self.loader.source.batch_size
+        log.info(f"training: steps {done + 1:,} to {last:,}{epochs}, {size:,} samples each")
 
 
 class Progress(L.Callback):

@@ -20,6 +20,8 @@ from recpipe.model.loss import parse_loss
 from recpipe.model.sizes import DlrmSizes
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.pipeline.placed import PlacedModel, put_fronts
+from recpipe.pipeline.sample_filter import SampleFilter
+from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import Assembly
@@ -32,6 +34,7 @@ from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.tiers.batch import BatchPlan, Tiers
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+from recpipe.tables.view import RowView
 from tests.plugin.samples import ACME, Splits, merged
 from tests.tables.samples import CPU, DIM, FEATURES, dump, jagged, table_set, tiers
 
@@ -144,11 +147,27 @@ def loader_of(
     embeddings: RowCollection | None = None,
     ranks: Ranks | None = None,
     batch_size: int = SIZE,
+    view: RowView | None = None,
     **parts: object,
 ) -> TrainLoader:
     tiers = None if embeddings is None else tiers_of(embeddings, dataset)
-    inputs = inputs_of(dataset, embeddings)
-    return TrainLoader(dataset, batch_size, assembly_of(**parts), inputs, tiers, CPU, ranks)
+    return loader_over(dataset, inputs_of(dataset, embeddings), tiers, ranks, batch_size, view, **parts)
+
+
+def loader_over(
+    dataset: Dataset,
+    inputs: Inputs,
+    tiers: Tiers | None,
+    ranks: Ranks | None = None,
+    batch_size: int = SIZE,
+    view: RowView | None = None,
+    **parts: object,
+) -> TrainLoader:
+    """The loader of a run with a plugin of these ``parts``; a skipper among them is shown ``view``."""
+    assembly = assembly_of(**parts)
+    source = BatchSource(dataset, batch_size, assembly.feed)
+    filtered = SampleFilter.of(assembly.skipper, view)  # type: ignore[arg-type]
+    return TrainLoader(source, inputs, tiers, CPU, ranks, sample_filter=filtered, splitter=assembly.splitter)
 
 
 def eval_loader_of(dataset: Dataset, ranks: Ranks | None = None) -> EvalLoader:

@@ -16,15 +16,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
 from recpipe.errors import UserError
-from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.tables.lookups import GroupLookup
 from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.tiers.batch import Tiers
-from tests.pipeline.samples import SIZE, Listed, assembly_of, placed
+from tests.pipeline.samples import SIZE, Listed, loader_over, placed
 from tests.pipeline.test_cores import FewSamples
 from tests.pipeline.test_step import AnySplit
-from tests.tables.samples import CPU, DIM, FEATURES, tiers
+from tests.tables.samples import DIM, FEATURES, tiers
 
 LR = 0.1
 OPTIMIZERS = {
@@ -91,7 +90,7 @@ def by_recpipe(
         TwoLooks(own), dataset.lists["train"][0], over, lambda name, weights: TableOptimizer(optimizer, LR)
     )
     driven = Tiers(model.inputs, model.embeddings.collections) if over else None
-    loader = TrainLoader(dataset, SIZE, assembly_of(**parts), model.inputs, driven, CPU)
+    loader = loader_over(dataset, model.inputs, driven, **parts)
     dense = torch.optim.SGD(model.dense_parameters().values(), lr=LR)
     for staged in loader:
         dense.zero_grad()

@@ -12,6 +12,7 @@ from recpipe.data.batch import Batch
 from recpipe.data.select import select
 from recpipe.pipeline import order_check
 from recpipe.pipeline.loader import TrainLoader
+from recpipe.pipeline.source import BatchSource
 from recpipe.plugin.api import Contribution, EpochOrder, Invariant
 from recpipe.plugin.assembly import assemble
 from recpipe.plugin.errors import PluginError
@@ -40,7 +41,7 @@ class Declared(Good):
 
 def loader_of(dataset: Listed, order: EpochOrder, plugin: Any = None) -> TrainLoader:
     assembly = assemble([(ACME, plugin or Good(), Contribution(order=order))], TABLES)
-    return TrainLoader(dataset, SIZE, assembly, inputs_of(dataset), None, CPU)
+    return TrainLoader(BatchSource(dataset, SIZE, assembly.feed), inputs_of(dataset), None, CPU)
 
 
 def made(dataset: Listed, how: str) -> EpochOrder:

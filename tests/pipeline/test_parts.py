@@ -174,7 +174,7 @@ def shared(
     model: PlacedModel, trainers=None, device: torch.device = CPU, kind="auto", **parts
 ) -> Cores | None:
     everyone = trainers or Ranks().channel()
-    backend = equip(kind, model, assembly_of(**parts), BATCH, BATCH.size, device, everyone, Path())
+    backend = equip(kind, model, assembly_of(**parts).splitter, BATCH, BATCH.size, device, everyone, Path())
     if backend.beside is not None:
         backend.beside.close()
     return backend.cores
@@ -285,5 +285,5 @@ def test_all_trainers_take_the_first_ones_choices(monkeypatch) -> None:
             return [np.frombuffer(b'{"chain 3-1": {"1": {"16": "cpu"}}}', np.uint8), part]
 
     monkeypatch.setattr(equip_module, "calibrated", lambda *_: pytest.fail("measured"))
-    made = equip("auto", model_of("Mean"), assembly_of(), BATCH, BATCH.size, CPU, Second(), Path())
+    made = equip("auto", model_of("Mean"), None, BATCH, BATCH.size, CPU, Second(), Path())
     assert made.choices == {"chain 3-1": {"1": {"16": "cpu"}}}

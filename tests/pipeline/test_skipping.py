@@ -27,16 +27,16 @@ from recpipe.tables.view import RowView
 from tests.pipeline.samples import (
     SIZE,
     Listed,
-    assembly_of,
     collection_of,
     loader_of,
+    loader_over,
     model_over,
     placed,
 )
 from tests.pipeline.test_cores import FewSamples
 from tests.pipeline.test_late import BOUND, OPTIMIZERS, other_ids
 from tests.pipeline.test_step import AnySplit
-from tests.tables.samples import CPU, DIM, FEATURES, dump, identical, tiers
+from tests.tables.samples import DIM, FEATURES, dump, identical, tiers
 from tests.tables.skippers import filter_of
 
 COUNT = 6
@@ -60,9 +60,8 @@ class Odd(Skipper):
 
 
 def skipping(skipper: Skipper, dataset: Listed, **parts: object) -> TrainLoader:
-    loader = loader_of(dataset, skipper=skipper, **parts)
-    loader.view = model_over(collection_of("resident", "sgd", Path())).rows
-    return loader
+    view = model_over(collection_of("resident", "sgd", Path())).rows
+    return loader_of(dataset, view=view, skipper=skipper, **parts)
 
 
 def test_samples_are_left_out_and_counted() -> None:
@@ -157,8 +156,7 @@ def test_a_run_of_the_kept_samples_alone_has_the_same_bits(policy: str, tmp_path
         embeddings = collection_of(policy, "rowwise_adagrad", tmp_path)
         model = model_over(embeddings)
         parts = {} if skipper is None else {"skipper": skipper}
-        loader = loader_of(data, embeddings, **parts)
-        loader.view = model.rows
+        loader = loader_of(data, embeddings, view=model.rows, **parts)
         dense = torch.optim.SGD(model.dense_parameters().values(), lr=0.1)
         for staged in loader:
             dense.zero_grad()
@@ -249,7 +247,7 @@ def by_recpipe(
     made.embeddings.collections[0].filter_updates(filter_of(SkipSmall(), 0))
     driven = Tiers(made.inputs, made.embeddings.collections) if over else None
     dense = torch.optim.SGD(made.dense_parameters().values(), lr=0.1)
-    for staged in TrainLoader(dataset, SIZE, assembly_of(**parts), made.inputs, driven, CPU):
+    for staged in loader_over(dataset, made.inputs, driven, **parts):
         dense.zero_grad()
         accumulate(made, staged, StepTimes(), cores)
         dense.step()

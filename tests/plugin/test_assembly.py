@@ -34,8 +34,8 @@ def test_batches_pass_the_chains_in_order() -> None:
     both = merged(
         (HOTLINE, Contribution(stream=[times(10)], batch=[plus(1)])), (ACME, Contribution(batch=[plus(2)]))
     )
-    assert list(both.wrap_stream(iter([1, 2]))) == [10, 20]  # type: ignore
-    assert both.transform(1) == 4  # type: ignore
+    assert list(both.feed.wrap_stream(iter([1, 2]))) == [10, 20]  # type: ignore
+    assert both.feed.transform(1) == 4  # type: ignore
 
 
 def test_step_wrappers_nest_the_first_outermost() -> None:
@@ -58,20 +58,20 @@ def test_step_wrappers_nest_the_first_outermost() -> None:
 
 def test_fault_in_a_transform_names_the_plugin() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
-        merged((ACME, Contribution(batch=[Link(boom, "split")]))).transform(None)  # type: ignore[arg-type]
+        merged((ACME, Contribution(batch=[Link(boom, "split")]))).feed.transform(None)  # type: ignore[arg-type]
     assert notes(caught) == [NOTE + ".split"]
 
 
 @pytest.mark.parametrize("wrap", [boom, lambda batches: map(boom, batches)])
 def test_fault_in_a_stream_names_the_plugin(wrap) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
-        list(merged((ACME, Contribution(stream=[Link(wrap)]))).wrap_stream(iter([1])))  # type: ignore
+        list(merged((ACME, Contribution(stream=[Link(wrap)]))).feed.wrap_stream(iter([1])))  # type: ignore
     assert notes(caught) == [NOTE]
 
 
 def test_fault_of_the_data_blames_no_plugin() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
-        list(merged((ACME, Contribution(stream=[Link(lambda b: b)]))).wrap_stream(map(boom, [1])))  # type: ignore
+        list(merged((ACME, Contribution(stream=[Link(lambda b: b)]))).feed.wrap_stream(map(boom, [1])))  # type: ignore
     assert notes(caught) == []
 
 

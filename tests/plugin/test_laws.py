@@ -126,7 +126,7 @@ def test_chain_order(swap: bool) -> None:
         ),
         (BAGPIPE, Contribution(batch=[Link(same, "prefetch", after=("hotline",))])),
     ]
-    assert labels(merged(*parts[:: -1 if swap else 1]).batch) == [
+    assert labels(merged(*parts[:: -1 if swap else 1]).feed.batch) == [
         "hotline.a",
         "hotline.b",
         "bagpipe.prefetch",

@@ -15,7 +15,6 @@ from recpipe.training.module import LossTotal, RankingModule, random_state, set_
 from tests.pipeline.samples import (
     SIZE,
     Listed,
-    assembly_of,
     collection_of,
     eval_loader_of,
     loader_of,
@@ -28,9 +27,7 @@ def module_of(dataset, embeddings, lr=0.1, name="dlrm") -> RankingModule:
     def optimizer(parameters):
         return torch.optim.SGD(parameters, lr=lr)
 
-    return RankingModule(
-        model_over(embeddings, name), optimizer, assembly_of(), loader_of(dataset, embeddings)
-    )
+    return RankingModule(model_over(embeddings, name), optimizer, loader_of(dataset, embeddings))
 
 
 def fit(module: RankingModule, dataset=None) -> L.Trainer:

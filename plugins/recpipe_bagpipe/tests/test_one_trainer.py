@@ -21,6 +21,7 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
+from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.step import StepTimes
 from recpipe.plugin.api import RunFigures
 from recpipe.plugin.assembly import assemble, gather
@@ -89,7 +90,9 @@ class Run:
         sizes = ModelConfig("dlrm", 4, [8], [8], cross_layers=1, cross_rank=4)
         self.model = model_over(self.tiers, data.schema, sizes, seed=1)
         self.optimizer = dense_optimizer(DENSE[optimizer], self.model.dense_parameters().values())
-        self.loader = TrainLoader(data, BATCH, self.assembly, self.model.inputs, tiers_of(self.tiers), device)
+        self.loader = TrainLoader(
+            BatchSource(data, BATCH, self.assembly.feed), self.model.inputs, tiers_of(self.tiers), device
+        )
 
     def train(self, steps: int, after: Callable[[int], None] = lambda number: None) -> Run:
         """``steps`` steps from the loader's first batch; ``after`` each with its number."""

@@ -17,6 +17,7 @@ from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline.loader import TrainLoader
+from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.step import StepTimes
 from recpipe.plugin.assembly import Assembly, assemble, gather
 from recpipe.plugin.load import activate
@@ -77,9 +78,8 @@ class Run(Rig):
         self.model = model_over(self.embeddings, dataset.schema, sizes, seed=1)
         dense = DENSE["sgd" if optimizer == "sgd" else "rowwise_adagrad"]
         self.optimizer = dense_optimizer(dense, self.model.dense_parameters().values())
-        self.loader = TrainLoader(
-            dataset, SIZE, self.assembly, self.model.inputs, tiers_of(self.embeddings), self.device
-        )
+        source = BatchSource(dataset, SIZE, self.assembly.feed)
+        self.loader = TrainLoader(source, self.model.inputs, tiers_of(self.embeddings), self.device)
         self.times, self.micro, self.evicted = StepTimes(), [], 0
         self.seen: list[Batch] = []
         self.cold_rows: list[int] = []
@@ -88,9 +88,10 @@ class Run(Rig):
 
     @property
     def order(self) -> HotAndCold:
-        assert self.assembly.order is not None
-        assert isinstance(self.assembly.order.part, HotAndCold)
-        return self.assembly.order.part
+        order = self.assembly.feed.order
+        assert order is not None
+        assert isinstance(order.part, HotAndCold)
+        return order.part
 
     def epoch(self) -> Run:
         callback = next((c.part for c in self.assembly.callbacks), None)

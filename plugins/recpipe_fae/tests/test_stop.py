@@ -71,7 +71,7 @@ def while_the_loader_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callabl
 
 def first_segment(module: RankingModule) -> int:
     """Batches of the first cold segment."""
-    owned = next(c.part for c in module.assembly.callbacks if isinstance(c.part, ShuffleScheduler))
+    owned = next(each for each in module.trainer.callbacks if isinstance(each, ShuffleScheduler))
     classes = owned.prepared.classes
     return plan([owned.scheduler.start], classes.batches(False), classes.batches(True))[0].stop
 

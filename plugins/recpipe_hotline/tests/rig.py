@@ -19,6 +19,7 @@ from recpipe.data.dataset import Dataset, Schema, SparseFeature, SplitName
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
+from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.step import StagedBatch, StepTimes
 from recpipe.plugin.api import Figure, RunFigures
 from recpipe.plugin.assembly import assemble, gather
@@ -81,12 +82,11 @@ class Rig:
         parameters = self.model.dense_parameters().values()
         self.optimizer = dense_optimizer(DENSE[setting.optimizer], parameters)
         self.loader = TrainLoader(
-            dataset,
-            setting.batch_size,
-            self.assembly,
+            BatchSource(dataset, setting.batch_size, self.assembly.feed),
             self.model.inputs,
             tiers_of(self.embeddings),
             self.device,
+            splitter=self.assembly.splitter,
         )
         self.times = StepTimes()
         self.micro: list[tuple[int, ...]] = []

@@ -203,7 +203,7 @@ def test_migration_moves_weights_and_state_bitwise(store: str, synthetic: Datase
         assert all(values.all() for name, values in before.items() if name.endswith(".state"))
         left: set[int] = set()
         back = 0
-        for number, batch in zip(range(STEPS), rig.loader.dataset.batches("train", 64), strict=False):
+        for number, batch in zip(range(STEPS), rig.loader.source.dataset.batches("train", 64), strict=False):
             plan = rig.tiers.plan(batch.sparse)
             rig.tiers.advance(plan)
             rig.tiers.arrive()

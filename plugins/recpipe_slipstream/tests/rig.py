@@ -19,6 +19,8 @@ from recpipe.data.select import select
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
+from recpipe.pipeline.sample_filter import SampleFilter
+from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.step import StagedBatch, StepTimes
 from recpipe.plugin.api import Context, Origin
 from recpipe.plugin.assembly import assemble, gather
@@ -78,13 +80,18 @@ class Rig:
         self.optimizer = dense_optimizer(DENSE[setting.optimizer], self.model.dense_parameters().values())
         self.read: list[Batch] = []
         self.kept: list[Batch] = []
-        links = [recorder(self.read), *assembly.batch]
-        self.assembly = replace(assembly, batch=links, skipper=watched(assembly.skipper, self.kept))
+        feed = replace(assembly.feed, batch=[recorder(self.read), *assembly.feed.batch])
+        skipper = watched(assembly.skipper, self.kept)
         if assembly.skipper is not None and assembly.skipper.part.updates:
             self.tiers.filter_updates(Skipping(assembly.skipper).of_group(0))
         inputs, device = self.model.inputs, torch.device("cpu")
         self.loader = TrainLoader(
-            dataset, BATCH, self.assembly, inputs, tiers_of(self.tiers), device, view=self.view
+            BatchSource(dataset, BATCH, feed),
+            inputs,
+            tiers_of(self.tiers),
+            device,
+            sample_filter=SampleFilter.of(skipper, self.view),
+            splitter=assembly.splitter,
         )
         parts = [owned.part for owned in assembly.callbacks]
         self.callback = next((part for part in parts if isinstance(part, StaleInputs)), None)

@@ -1,0 +1,57 @@
+"""Samples that a skipper leaves out of a batch before it is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from recpipe.data.select import select
+from recpipe.plugin.blame import BlamedSkipper
+from recpipe.plugin.compose import Owned
+from recpipe.plugin.errors import PluginError
+from recpipe.tables.skipping import described
+from recpipe.tables.view import RowView
+
+
+class SampleFilter:
+    """Asks a skipper's ``keep`` about each batch; the rows of its ``update`` are ``RowFilter``'s."""
+
+    def __init__(self, skipper: Owned[BlamedSkipper], view: RowView) -> None:
+        self._skipper, self._view = skipper, view
+        self._begun = False
+        self._number = 0
+
+    @classmethod
+    def of(cls, skipper: Owned[BlamedSkipper] | None, view: RowView) -> SampleFilter | None:
+        """Of the run's skipper, which is shown ``view`` of the rows; None without one."""
+        return None if skipper is None else cls(skipper, view)
+
+    @property
+    def looks_at_batches(self) -> bool:
+        """Whether the skipper wants to see batches, and not rows alone."""
+        return self._skipper.part.keeps
+
+    def begin_epoch(self, number: int) -> None:
+        """The next batch has this ``number``, counted over all epochs."""
+        self._number = number
+        if not self._begun:
+            self._skipper.part.begin(self._view)
+        self._begun = True
+
+    def kept(self, batch: Any, size: int) -> tuple[Any, int]:
+        """``batch``, of so many samples, without those that are left out, and how many these are; all of it
+        where nothing would be left. ``PluginError`` on an answer that is no mask of the samples."""
+        number, self._number = self._number, self._number + 1
+        kept = self._skipper.part.keep(batch, number) if self.looks_at_batches else None
+        if kept is None:
+            return batch, 0
+        if not isinstance(kept, np.ndarray) or (kept.dtype, kept.shape) != (np.dtype(bool), (size,)):
+            raise PluginError(
+                f"plugin {self._skipper.origin}: keep() of its skipper returned {described(kept)}; it must "
+                f"be a numpy array of bool [{size}], one for each sample of the batch, or None"
+            )
+        samples = np.flatnonzero(kept)
+        if len(samples) in (0, size):
+            return batch, 0
+        return select(batch, samples), size - len(samples)

@@ -1,0 +1,63 @@
+"""Where the loader has an epoch's training batches from."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+
+from recpipe.data.ahead import read_ahead
+from recpipe.data.batch import Batch
+from recpipe.data.dataset import Dataset
+from recpipe.pipeline.order_check import OrderCheck
+from recpipe.plugin.feed import Feed
+
+
+class BatchSource:
+    """The training batches of ``dataset``, ``batch_size`` samples each, as the plugins' ``feed`` has them."""
+
+    def __init__(self, dataset: Dataset, batch_size: int, feed: Feed | None = None) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.feed = feed or Feed()
+        self._check = OrderCheck.of(dataset, batch_size, self.feed)
+
+    def __len__(self) -> int:
+        order = self.feed.order
+        return self.dataset.num_batches("train", self.batch_size) if order is None else len(order.part)
+
+    @property
+    def ordered_by(self) -> str | None:
+        """The plugin that orders the samples; None: the data does."""
+        return None if self.feed.order is None else self.feed.order.origin.plugin
+
+    @property
+    def gives_parts(self) -> bool:
+        """Whether a rank may read its part of each batch alone."""
+        return self.dataset.gives_parts and self.feed.is_data_itself
+
+    @contextmanager
+    def epoch(self, first: int, part: tuple[int, int] | None = None) -> Iterator[Iterator[Batch]]:
+        """An epoch's batches from number ``first`` on, before ``Feed.transform``; on leaving it they are not
+        read any further. ``part``: of each batch, as ``Dataset.batches`` has it."""
+        batches = self._batches(first, part)
+        try:
+            yield self.feed.wrap_stream(batches)
+        finally:
+            if isinstance(batches, Generator):
+                batches.close()
+
+    def end_epoch(self) -> None:
+        """The epoch's last batch has been trained; may be called again.
+
+        ``PluginError`` where a plugin's order did not hold every sample once.
+        """
+        if self._check is not None:
+            self._check.end()
+
+    def _batches(self, first: int, part: tuple[int, int] | None) -> Iterator[Batch]:
+        """In the data's order or a plugin's."""
+        if self.feed.order is not None:
+            ordered = self.feed.order.part.batches(first)
+            return ordered if self._check is None or first else self._check.watched(ordered)
+        batches = self.dataset.batches("train", self.batch_size, first, part)
+        return read_ahead(batches, self.dataset.read_ahead) if self.dataset.read_ahead else batches
