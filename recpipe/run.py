@@ -51,6 +51,7 @@ from recpipe.setup.prepare import (
 from recpipe.tables.capabilities import SendsAhead
 from recpipe.tables.owners import group_owners, is_sharded
 from recpipe.tables.quantized import check_quantized
+from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.prepare import plan_shards
 from recpipe.tasks.export import export_parameters
 from recpipe.tasks.installed import run_installed
@@ -160,7 +161,8 @@ def run_on(
     check_quantized(assembly.quantizing, tables, owners, sharded, device, ranks)
     if sharded:
         world = planned_ranks(cfg.task, len(tables.tables)) or ranks.world
-        shards = plan_shards(tables, tier_config, assembly, device, cfg.data.batch_size, ranks, world, owners)
+        claims = ShardClaims.of(assembly)
+        shards = plan_shards(tables, tier_config, claims, device, cfg.data.batch_size, ranks, world, owners)
     described = describe(
         assembly, tables, tier_config, owners, ranks, shards, model_config.precision == "bfloat16"
     )
@@ -236,7 +238,7 @@ def run_on(
 
         # 8. What it did: the figures first, since whatever comes after them can fail.
         report = summarize(
-            cfg, dataset, assembly, described, tables, embeddings, module, recorder, ranks, resume
+            cfg, dataset, assembly.figures, described, tables, embeddings, module, recorder, ranks, resume
         )
         if leads:
             files.write_json("report.json", report.to_dict())

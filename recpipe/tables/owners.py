@@ -1,4 +1,8 @@
-"""Who keeps which tables: all rows resident, in tiers under a policy, or in shards over the ranks."""
+"""Who keeps which tables: all rows resident, in tiers under a policy, or in shards over the ranks.
+
+Judged of the recipe and of all plugins together, and so of the whole ``Assembly``: a cache of one may
+contradict the planner of another.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,17 @@ from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks
 from recpipe.model.metrics import peak_rss_bytes
 from recpipe.plugin.api import RunFigures
-from recpipe.plugin.assembly import Assembly
 from recpipe.report.environment import environment
-from recpipe.report.record import DataFigures, Io, Memory, RankFigures, Resumed, RunReport, Throughput
+from recpipe.report.record import (
+    DataFigures,
+    Io,
+    Memory,
+    PluginFigures,
+    RankFigures,
+    Resumed,
+    RunReport,
+    Throughput,
+)
 from recpipe.seams import Collective
 from recpipe.tables.collection import TableCollection, TierFigures
 from recpipe.tables.groups import ModelTables
@@ -25,7 +33,7 @@ from recpipe.training.recorder import Recorder
 def summarize(
     cfg: Recipe,
     dataset: Dataset,
-    assembly: Assembly,
+    plugin_figures: Callable[[RunFigures], Mapping[str, PluginFigures]],
     described: Mapping[str, Any],
     tables: ModelTables,
     embeddings: TableCollection,
@@ -66,7 +74,7 @@ def summarize(
         quality=recorder.quality,
         memory=_memory(described, ranks, tables, tiers),
         io=io,
-        plugins=assembly.figures(run),
+        plugins=plugin_figures(run),
         environment=environment(),
         history=recorder.history,
         ranks=_ranks(ranks, embeddings.collectives),

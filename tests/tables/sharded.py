@@ -22,6 +22,7 @@ from recpipe.plugin.planner import Planner
 from recpipe.tables.collection import TableCollection
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection, ShardedTables, join_group
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.specs import TableOptimizer, TableSet
@@ -70,6 +71,11 @@ def assembly(types: Mapping[str, str]) -> Assembly:
     plugin = Places(types)
     info = {f.name: TableInfo(f.name, f.rows, DIM) for f in FEATURES}
     return assemble([(Origin("places"), plugin, plugin.contribute(None))], info, prefer={})
+
+
+def claims_of(types: Mapping[str, str]) -> ShardClaims:
+    """Of a plugin that shards tables so."""
+    return ShardClaims.of(assembly(types))
 
 
 def table_set(optimizer: str) -> TableSet:
@@ -126,7 +132,7 @@ def apart(one: np.ndarray, other: np.ndarray) -> float:
 def build(case: Case, ranks: Ranks) -> ShardedCollection:
     sharding = Sharding(
         ModelTables.single(table_set(case.optimizer)),
-        assembly(case.types),
+        claims_of(case.types),
         CPU,
         ranks.world,
         -(-SIZE // ranks.world),

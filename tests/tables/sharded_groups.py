@@ -28,6 +28,7 @@ from recpipe.plugin.skipper import Skipper
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedTables, join_group
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.specs import TableOptimizer
@@ -129,7 +130,7 @@ def assembled(tables: ModelTables, types: Mapping[str, str]) -> Assembly:
 
 def sharding(tables: ModelTables, types: Mapping[str, str], world: int, split_rows: bool = False) -> Sharding:
     parts = assembled(tables, types)
-    return Sharding(tables, parts, CPU, world, -(-SIZE // world), split_rows, "fused", 1.0)
+    return Sharding(tables, ShardClaims.of(parts), CPU, world, -(-SIZE // world), split_rows, "fused", 1.0)
 
 
 def sharded(model: nn.Module, types: Mapping[str, str], ranks: Ranks) -> GroupedCollection:

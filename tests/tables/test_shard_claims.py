@@ -16,11 +16,12 @@ from torchrec.modules.embedding_configs import DataType
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.plugin.api import Context, Contribution, Origin, Plugin, TableInfo
-from recpipe.plugin.assembly import Assembly, assemble
+from recpipe.plugin.assembly import assemble
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.quantizer import Quantizer
 from recpipe.tables.groups import ModelTables
+from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection, ShardedTables, join_group
 from recpipe.tables.sharding.planning import Sharding
 from tests.tables.samples import CPU
@@ -51,9 +52,9 @@ class Limited(Planner):
         return ParameterConstraints(**self.limits)
 
 
-def assembly(**parts: Any) -> Assembly:
+def claims(**parts: Any) -> ShardClaims:
     info = {f.name: TableInfo(f.name, f.rows, DIM) for f in FEATURES}
-    return assemble([(Origin("acme"), Nothing(), Contribution(**parts))], info)
+    return ShardClaims.of(assemble([(Origin("acme"), Nothing(), Contribution(**parts))], info))
 
 
 def sharding(
@@ -64,7 +65,7 @@ def sharding(
     **parts: Any,
 ) -> Sharding:
     tables = ModelTables.single(replace(table_set(optimizer), storage=storage))
-    return Sharding(tables, assembly(**parts), device, world, -(-SIZE // world), False, "fused", 1.0)
+    return Sharding(tables, claims(**parts), device, world, -(-SIZE // world), False, "fused", 1.0)
 
 
 def built(made: Sharding) -> ShardedCollection:

@@ -24,6 +24,7 @@ from recpipe.seams import module_name
 from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import is_sharded
+from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.files import load_shards, save_shards
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan, load_plan
 from recpipe.tables.sharding.planning import Prediction, Sharding
@@ -31,7 +32,7 @@ from recpipe.tables.specs import weight_name
 from tests.mutations import in_bytes, mutated
 from tests.processes import start_ranks
 from tests.tables.samples import CPU
-from tests.tables.sharded import DIM, FEATURES, Case, Places, assembly, batches, build, process, table_set
+from tests.tables.sharded import DIM, FEATURES, Case, Places, batches, build, claims_of, process, table_set
 
 BITWISE = ("table_wise", "column_wise", "table_column_wise")
 """Types that look every row up on one rank, so that no sum changes its order."""
@@ -67,7 +68,7 @@ def test_ranks_train_what_one_process_trains(tmp_path, world, cases) -> None:
 
 def sharding(optimizer: str = "sgd", split_rows: bool = False, **types: str) -> Sharding:
     tables = ModelTables.single(table_set(optimizer))
-    return Sharding(tables, assembly(types or {"*": "table_wise"}), CPU, 2, 16, split_rows, "fused", 1.0)
+    return Sharding(tables, claims_of(types or {"*": "table_wise"}), CPU, 2, 16, split_rows, "fused", 1.0)
 
 
 def plan(**changes: TablePlan) -> ShardPlan:
@@ -323,7 +324,7 @@ def test_a_plugin_brings_its_planner_and_what_it_predicts() -> None:
     brought = Contribution(planner=LonePlanner())
     info = {f.name: TableInfo(f.name, f.rows, DIM) for f in FEATURES}
     made = assemble([(Origin("lone"), Places({}), brought)], info, prefer={})
-    planned = replace(sharding(), assembly=made).plan(None)
+    planned = replace(sharding(), claims=ShardClaims.of(made)).plan(None)
     assert {s.rank for t in planned.tables.values() for s in t.shards} == {1}
     assert {s.predicted_ms for t in planned.tables.values() for s in t.shards} == {7.5}
     assert is_sharded(TierConfig("resident", "host", "25%", None, prefetch=True, sharded=False), made)

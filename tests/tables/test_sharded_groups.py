@@ -11,16 +11,15 @@ import pytest
 
 from recpipe.checkpoint.table_files import check_tables, load_regions
 from recpipe.errors import UserError
-from recpipe.plugin.api import Contribution
 from recpipe.report.record import write_json
 from recpipe.tables.capabilities import SavedByRanks
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan, load_plan
 from recpipe.tables.sharding.planning import SEQUENCE_TYPES
 from recpipe.tables.specs import Table, TableSet
-from tests.plugin.samples import ACME, merged
 from tests.processes import start_ranks
 from tests.tables.grouped import SGD, contents
 from tests.tables.samples import CPU
@@ -101,7 +100,7 @@ def test_a_plan_that_cuts_sequences_unalike_or_by_more_than_torchrec_has_is_refu
     with pytest.raises(UserError, match="tables a, b of one EmbeddingCollection .* parts of 4 and 8 columns"):
         alike.check(ShardPlan(1, {"a": cut("column_wise", 8), "b": cut("column_wise", 4)}))
     by_host = TablePlan("table_row_wise", "fused", 40, 16, (0,), (Shard(0, 0, 0, 40, 16),))
-    free = replace(alike, assembly=merged((ACME, Contribution())))
+    free = replace(alike, claims=ShardClaims())
     with pytest.raises(UserError, match=r"'b' is table_row_wise, but only .* of an EmbeddingCollection"):
         free.check(ShardPlan(1, {"a": cut("column_wise", 8), "b": by_host}))
 

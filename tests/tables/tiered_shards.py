@@ -21,6 +21,7 @@ from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import group_owners
 from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection, ShardedTables, join_group
 from recpipe.tables.sharding.prepare import plan_shards
 from recpipe.tables.sharding.tiered import ShardTiers
@@ -67,7 +68,7 @@ def tiered(
     parts = assembly(case.types) if parts is None else parts
     owners = group_owners(case.tiers, parts, tables)
     join_group(CPU, ranks)
-    made, plan = plan_shards(tables, case.tiers, parts, CPU, SIZE, ranks, ranks.world, owners)
+    made, plan = plan_shards(tables, case.tiers, ShardClaims.of(parts), CPU, SIZE, ranks, ranks.world, owners)
     place = Place(case.tiers, CPU, run_dir, ranks, SIZE)
     (collection,) = ShardedTables(made, plan, ranks, tiers=ShardTiers(owners, place)).collections
     with closing(collection):

@@ -12,9 +12,10 @@ import torch
 from recpipe_neo.precision import LowPrecision
 
 from recpipe.plugin.api import Contribution, Origin, TableInfo
-from recpipe.plugin.assembly import Assembly, assemble
+from recpipe.plugin.assembly import assemble
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
+from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedTables, join_group
 from recpipe.tables.sharding.planning import Sharding
 from tests.ranks import joined
@@ -46,11 +47,11 @@ class Coded(Places):
         return Contribution(planner=super().contribute(ctx).planner, quantizer=quantizer)
 
 
-def assembly(kind: str, wire: tuple[str, str]) -> Assembly:
+def claims(kind: str, wire: tuple[str, str]) -> ShardClaims:
     plugin = Coded(kind, wire)
     info = {f.name: TableInfo(f.name, f.rows, DIM) for f in FEATURES}
     made = [(Origin("coded"), plugin, plugin.contribute(None))]
-    return assemble(made, info, prefer={})
+    return ShardClaims.of(assemble(made, info, prefer={}))
 
 
 def process(rank: int, world: int, folder: str, cases: list[tuple[str, str, str]]) -> None:
@@ -64,7 +65,7 @@ def process(rank: int, world: int, folder: str, cases: list[tuple[str, str, str]
         for kind, *wire in cases:
             pooled = not kind.startswith(SEQUENCE)
             tables = replace(table_set("sgd"), pooled=pooled)
-            parts = assembly(kind, (wire[0], wire[1]))
+            parts = claims(kind, (wire[0], wire[1]))
             size = -(-SIZE // world)
             sharding = Sharding(ModelTables.single(tables), parts, CPU, world, size, False, "fused", 1.0)
             plan = sharding.plan(join_group(CPU, ranks))

@@ -5,23 +5,27 @@ What TorchRec or FBGEMM would pass over without a word is refused here, with the
 
 from __future__ import annotations
 
-from collections.abc import Set
-from typing import get_args
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import CommOp, QuantizedCommCodecs
+from torchrec.distributed.types import CommOp, QuantizedCommCodec, QuantizedCommCodecs
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recpipe.plugin.assembly import Assembly
+from recpipe.plugin.blame import BlamedSkipper
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.quantizer import Direction
 from recpipe.tables.sharding.wire import POOLED, SEQUENCES
 
+Codecs = Mapping[tuple[CommOp, Direction], Owned[QuantizedCommCodec[Any]]]
+"""By collective and direction."""
 CPU_KERNELS = frozenset({EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value})
 IGNORED = ("device_group", "key_value_params", "use_virtual_table")
 """Constraints that no plan of recpipe's carries."""
@@ -33,17 +37,32 @@ COLLECTIVES: dict[type[nn.Module], tuple[CommOp, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class ShardClaims:
+    """The plugins' parts that have a say in how tables are sharded."""
+
+    planner: Owned[Planner] | None = None
+    codecs: Codecs = field(default_factory=dict)
+    skipper: Owned[BlamedSkipper] | None = None
+    """Decides by a whole row's gradient whether to update it, where it decides about updates."""
+
+    @classmethod
+    def of(cls, assembly: Assembly) -> ShardClaims:
+        """Those of a run."""
+        return cls(assembly.planner, assembly.quantizing.codecs, assembly.skipper)
+
+
 def refuse_limit(
     table: str, owner: Owned[Planner], limit: ParameterConstraints, device: torch.device
 ) -> None:
     """``PluginError`` on constraints that would be without effect on ``device``."""
     on_cpu = device.type == "cpu"
-    for field in (*IGNORED, *GPU_ONLY) if on_cpu else IGNORED:
-        value = getattr(limit, field)
+    for name in (*IGNORED, *GPU_ONLY) if on_cpu else IGNORED:
+        value = getattr(limit, name)
         if value and value != device.type:
-            why = "recpipe's plans do not carry it" if field in IGNORED else "FBGEMM ignores it on a CPU"
+            why = "recpipe's plans do not carry it" if name in IGNORED else "FBGEMM ignores it on a CPU"
             raise PluginError(
-                f"plugin {owner.origin}: constrain() of table '{table}' sets {field}={value}, but {why}; "
+                f"plugin {owner.origin}: constrain() of table '{table}' sets {name}={value}, but {why}; "
                 "leave it out"
             )
     kernels = limit.compute_kernels or ()
@@ -54,12 +73,12 @@ def refuse_limit(
         )
 
 
-def codecs(assembly: Assembly, kinds: Set[type[nn.Module]]) -> dict[str, QuantizedCommCodecs]:
+def codec_registry(codecs: Codecs, kinds: Set[type[nn.Module]]) -> dict[str, QuantizedCommCodecs]:
     """TorchRec's registry for collections of ``kinds``: by the collective's name, one codec for each
-    direction."""
+    direction. ``PluginError`` on a codec that these never use."""
     registry: dict[str, QuantizedCommCodecs] = {}
     used = [op for kind, ops in COLLECTIVES.items() if kind in kinds for op in ops]
-    for (collective, direction), owned in assembly.quantizing.codecs.items():
+    for (collective, direction), owned in codecs.items():
         if collective not in used or direction not in get_args(Direction):
             which = "pooled tables" if SEQUENCES[0] not in used else "this model's tables"
             raise PluginError(

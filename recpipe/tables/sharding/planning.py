@@ -26,10 +26,9 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recpipe.errors import UserError
-from recpipe.plugin.assembly import Assembly
 from recpipe.seams import module_name
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.sharding.claims import codecs, refuse_limit
+from recpipe.tables.sharding.claims import ShardClaims, codec_registry, refuse_limit
 from recpipe.tables.sharding.modules import fused, skeleton
 from recpipe.tables.sharding.plan import ShardPlan, TablePlan, from_torchrec
 from recpipe.tables.specs import TableSet
@@ -87,7 +86,7 @@ class Sharding:
     """Everything that planning and building need to agree on."""
 
     tables: ModelTables
-    assembly: Assembly
+    claims: ShardClaims
     device: torch.device
     world: int
     rank_batch: int
@@ -114,7 +113,7 @@ class Sharding:
         if self.kernel == "uvm_caching":
             common |= {"cache_load_factor": self.cached_share, "prefetch_pipeline": True}
         kinds = {EmbeddingBagCollection if t.pooled else EmbeddingCollection for t in self.group_of.values()}
-        registry = codecs(self.assembly, kinds)
+        registry = codec_registry(self.claims.codecs, kinds)
         return [
             make(fused_params=common, qcomm_codecs_registry=registry)
             for kind, make in SHARDERS.items()
@@ -150,7 +149,7 @@ class Sharding:
         kernels = [KERNELS[self.kernel], EmbeddingComputeKernel.DENSE.value]
         limits = {name: ParameterConstraints(compute_kernels=kernels) for name in self.group_of}
         infos = self.tables.infos()
-        planner = self.assembly.planner
+        planner = self.claims.planner
         for name, info in infos.items() if planner is not None else ():
             assert planner is not None
             limit = planner.part.constrain(info)
@@ -186,7 +185,7 @@ class Sharding:
                 f"table '{name}': {kind} cuts rows apart, and in tiers its rows have {what}: shard it "
                 "row_wise or table_wise"
             )
-        skipper = self.assembly.skipper
+        skipper = self.claims.skipper
         if kind in COLUMN_SPLITTING and skipper is not None and skipper.part.updates:
             return UserError(
                 f"table '{name}': {kind} cuts rows apart, and plugin {skipper.origin} decides by a whole "
@@ -211,7 +210,7 @@ class Sharding:
         topology, limits = self.topology(), self.constraints()
         by_module = {module_name(name): limit for name, limit in limits.items()}
         seen = Prediction({})
-        brought = self.assembly.planner
+        brought = self.claims.planner
         planner = None if brought is None else brought.part.make(topology, by_module)
         if planner is not None:
             told = getattr(planner, "prediction", None)

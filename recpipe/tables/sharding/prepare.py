@@ -9,10 +9,10 @@ import torch
 
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
-from recpipe.plugin.assembly import Assembly
 from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import RESIDENT, GroupOwner
+from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import join_group
 from recpipe.tables.sharding.plan import ShardPlan, load_plan
 from recpipe.tables.sharding.planning import Sharding
@@ -21,7 +21,7 @@ from recpipe.tables.sharding.planning import Sharding
 def plan_shards(
     tables: ModelTables,
     config: TierConfig,
-    assembly: Assembly,
+    claims: ShardClaims,
     device: torch.device,
     batch_size: int,
     ranks: Ranks,
@@ -45,7 +45,7 @@ def plan_shards(
     tiered = [g for g, owner in zip(tables.groups, owners, strict=False) if owner.name != RESIDENT]
     sharding = Sharding(
         tables,
-        assembly,
+        claims,
         device,
         world,
         -(-batch_size // world),
