@@ -107,14 +107,18 @@ def train(
     _prepare_process()
     from recpipe.config.compose import compose, readable_errors
     from recpipe.config.recipe import Recipe
+    from recpipe.data.given import GivenBatches
 
     with readable_errors(overrides):
         words = _words(data, held_out, overrides, output)
         if model is not None:
             words.append("model=custom")
         composed = compose([*words, *overrides])
-        dataset = _given_data(data, held_out, composed)
-        _check(Recipe.of(composed), output)
+        cfg = Recipe.of(composed)
+        _check(cfg, output)
+        dataset = _given_data(data, held_out, cfg.trainer.max_steps)
+        if isinstance(dataset, GivenBatches):
+            composed.data.batch_size = dataset.batch_size
         with ExitStack() as stack:
             directory = stack.enter_context(_directory(output))
             outcome = _carried_out(composed, directory, model, dataset, output is not None, quiet)
@@ -212,15 +216,13 @@ def _are_batches(data: Any) -> bool:
     return data is not None and not isinstance(data, str | Path | Dataset)
 
 
-def _given_data(data: Any, held_out: Batches | None, composed: DictConfig) -> Dataset | None:
-    """The data set that the caller has handed over; the recipe's batch size becomes that of made batches."""
+def _given_data(data: Any, held_out: Batches | None, steps: int | None) -> Dataset | None:
+    """The data set that the caller has handed over; of batches without a length so many ``steps``."""
     from recpipe.data.dataset import Dataset
     from recpipe.data.given import GivenBatches
 
     if _are_batches(data):
-        data = GivenBatches(data, () if held_out is None else held_out, steps=composed.trainer.max_steps)
-    if isinstance(data, GivenBatches):
-        composed.data.batch_size = data.batch_size
+        data = GivenBatches(data, () if held_out is None else held_out, steps=steps)
     return data if isinstance(data, Dataset) else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from recpipe.errors import UserError, shown
 
@@ -12,19 +13,33 @@ _MOST = 2.0**62
 """Bytes that no machine has; more overflows."""
 
 
-def parse_bytes(text: object, whole: int, key: str) -> int:
-    """Bytes from ``1048576``, ``64MiB``, ``1.5 GB`` or a share of ``whole`` bytes such as ``10%``.
+@dataclass(frozen=True)
+class Amount:
+    """So many bytes, or a share of a whole that is not known yet."""
 
-    ``key`` is the recipe's name for it, used in the ``UserError`` for anything else.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([a-zA-Z]*|%)\s*", str(text))
-    unit = found.group(2).lower() if found else "?"
-    if found is None or (unit != "%" and unit not in _UNITS):
-        raise UserError(
-            f"{key}={shown(text)}: give bytes (1000000), a size (64MiB, 1.5GB) or a share of all tables (10%)"
-        )
-    number = float(found.group(1))
-    return int(min(number / 100 * whole if unit == "%" else number * _UNITS[unit], _MOST))
+    number: float
+    """Bytes, or the share."""
+    is_share: bool
+
+    @classmethod
+    def parsed(cls, text: object, key: str) -> Amount:
+        """From ``1048576``, ``64MiB``, ``1.5 GB`` or a share such as ``10%``.
+
+        ``key`` is the recipe's name for it, used in the ``UserError`` for anything else.
+        """
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([a-zA-Z]*|%)\s*", str(text))
+        unit = found.group(2).lower() if found else "?"
+        if found is None or (unit != "%" and unit not in _UNITS):
+            raise UserError(
+                f"{key}={shown(text)}: give bytes (1000000), a size (64MiB, 1.5GB) or a share of all tables "
+                "(10%)"
+            )
+        number = float(found.group(1))
+        return cls(number / 100, True) if unit == "%" else cls(number * _UNITS[unit], False)
+
+    def of(self, whole: int) -> int:
+        """Bytes, where shares are of ``whole`` bytes."""
+        return int(min(self.number * whole if self.is_share else self.number, _MOST))
 
 
 def readable_bytes(count: float) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator
 
-from recpipe.common.sizes import parse_bytes
+from recpipe.common.sizes import Amount
 from recpipe.common.validation import FilePath, one_of
 from recpipe.distributed.ranks import Emulation, Ranks
 from recpipe.tables.groups import ModelTables
@@ -46,7 +47,11 @@ class TierConfig:
     tbes: Annotated[int | str, AfterValidator(_tbes)] = "auto"
 
     def __post_init__(self) -> None:
-        parse_bytes(self.resident_bytes, 0, "tiers.resident_bytes")
+        _ = self._resident  # refuses what is no amount
+
+    @cached_property
+    def _resident(self) -> Amount:
+        return Amount.parsed(self.resident_bytes, "tiers.resident_bytes")
 
     def described_store(self, ranks: Ranks) -> str:
         """The cold store in words: its kind and, over ranks, what each holder keeps its part in."""
@@ -60,9 +65,7 @@ class TierConfig:
 
     def budget(self, tables: ModelTables) -> int:
         """Bytes of ``tiers.resident_bytes``, at most those of all tables."""
-        return min(
-            parse_bytes(self.resident_bytes, tables.total_bytes, "tiers.resident_bytes"), tables.total_bytes
-        )
+        return min(self._resident.of(tables.total_bytes), tables.total_bytes)
 
     def shares(self, tables: ModelTables) -> list[int]:
         """Bytes of the budget for each group: divided by the bytes of their tables."""

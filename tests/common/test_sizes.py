@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recpipe.common.sizes import parse_bytes, readable_bytes
+from recpipe.common.sizes import Amount, readable_bytes
 from recpipe.errors import UserError
 
 WHOLE = 10_000
@@ -29,7 +29,7 @@ WHOLE = 10_000
     ],
 )
 def test_sizes(text, expected) -> None:
-    assert parse_bytes(text, WHOLE, "key") == expected
+    assert Amount.parsed(text, "key").of(WHOLE) == expected
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_sizes(text, expected) -> None:
 )
 def test_other_things_are_refused(text) -> None:
     with pytest.raises(UserError, match=r"tiers\.resident_bytes=.*: give bytes"):
-        parse_bytes(text, WHOLE, "tiers.resident_bytes")
+        Amount.parsed(text, "tiers.resident_bytes")
 
 
 @pytest.mark.parametrize(
