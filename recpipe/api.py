@@ -64,9 +64,9 @@ class Run:
         self.close()
 
     def __repr__(self) -> str:
-        from recpipe.report.quality import told
+        from recpipe.report.quality import labelled
 
-        label, value = told(self.report["quality"])[0]
+        label, value = labelled(self.report["quality"])[0]
         return f"<recpipe.Run: {self.report['data']['train_samples']:,} samples trained, {label} {value}>"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from recpipe.kit import Batch, leaves, tensors_in
-from recpipe_bagpipe.oracle import BatchPlan, Rows
+from recpipe_bagpipe.oracle import OraclePlan, Rows
 
 S = TypeVar("S")
 Lookups = tuple[Rows, ...]
@@ -31,8 +31,8 @@ class Ahead(Generic[S]):
         self,
         source: Iterator[Batch],
         lookups: Callable[[Batch], Lookups],
-        plan: Callable[[Iterator[Lookups]], Iterator[BatchPlan]],
-        step: Callable[[BatchPlan], S],
+        plan: Callable[[Iterator[Lookups]], Iterator[OraclePlan]],
+        step: Callable[[OraclePlan], S],
         slack: int,
     ) -> None:
         self.slack = slack

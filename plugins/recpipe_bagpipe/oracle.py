@@ -29,7 +29,7 @@ NONE: Rows = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Handover:
+class HandoverPlan:
     """Rows that are resident, but not yet at all who look them up: they come from a peer."""
 
     rows: Rows
@@ -40,7 +40,7 @@ class Handover:
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class OraclePlan:
     """What one batch does; the same on every trainer. Masks and flags are per row of ``rows``."""
 
     number: int
@@ -54,7 +54,7 @@ class BatchPlan:
     """Positions in ``rows`` of those that nobody held: their holders fetch them from the store."""
     fetch_after: int
     """The fetch is allowed once the cleanup round before batch ``fetch_after`` has been made: the gate."""
-    handover: Handover
+    handover: HandoverPlan
     ttl: Rows
     """The last batch, as far as the window shows, that looks the row up; at least ``number``."""
     critical: NDArray[np.bool_]
@@ -79,7 +79,7 @@ def plan(
     *,
     increase: int = 1,
     decrease: int = 2,
-) -> Iterator[BatchPlan]:
+) -> Iterator[OraclePlan]:
     """Plans of the batches of ``stream``, in order.
 
     Args:
@@ -157,7 +157,7 @@ class _Oracle:
         self.held = np.zeros(0, kind)
         """Trainers that hold it."""
 
-    def next(self) -> BatchPlan | None:
+    def next(self) -> OraclePlan | None:
         """The plan of the next batch; None after the last one."""
         x = self.number
         # A window that the budget has shrunk is cleaned up so much more often.
@@ -278,7 +278,7 @@ class _Oracle:
         bit: np.integer[Any] = self.need.dtype.type(1 << trainer)
         return bit
 
-    def _planned(self, x: int, batch: _Known, following: Rows, expired: Rows | None) -> BatchPlan:
+    def _planned(self, x: int, batch: _Known, following: Rows, expired: Rows | None) -> OraclePlan:
         gone = NONE if expired is None else np.sort(expired)
         gone_holders = self.held[gone].astype(np.uint64)
         self.held[gone] = 0
@@ -295,14 +295,14 @@ class _Oracle:
         again = np.zeros(len(rows), bool)
         if len(following) and shared.any():
             again = np.isin(rows, following, assume_unique=True)
-        return BatchPlan(
+        return OraclePlan(
             number=x,
             rows=rows,
             users=users,
             holders=holders,
             fetch=fetch,
             fetch_after=batch.gate,
-            handover=Handover(
+            handover=HandoverPlan(
                 rows[moved],
                 _nth_holder(before[moved], np.zeros(len(moved), np.int64), self.trainers),
                 holders[moved] & ~before[moved],

@@ -11,7 +11,7 @@ import numpy as np
 from recpipe.kit import Bags, Batch, BulkStore, distinct, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.ahead import Ahead, slack
-from recpipe_bagpipe.oracle import BatchPlan, Rows, plan
+from recpipe_bagpipe.oracle import OraclePlan, Rows, plan
 
 COLD, RESIDENT, COMING = 0, 1, 2
 
@@ -48,11 +48,11 @@ class Lookahead(CachePolicy):
         self.peak_bytes = self.announced_rows = self.evicted = 0
         self.window_sum, self.window_least = 0, lookahead
         """Of the effective lookahead, over all batches."""
-        self._ahead: Ahead[BatchPlan] | None = None
-        self._running: Ahead[BatchPlan] | None = None
+        self._ahead: Ahead[OraclePlan] | None = None
+        self._running: Ahead[OraclePlan] | None = None
         self._first = 0
-        self._opened: deque[BatchPlan] = deque()
-        self._current: BatchPlan | None = None
+        self._opened: deque[OraclePlan] = deque()
+        self._current: OraclePlan | None = None
         self._victims: Slots = NOTHING.slots
         self._next = 0
         self._next_open = 0
@@ -65,7 +65,7 @@ class Lookahead(CachePolicy):
     def stream(self, source: Iterator[Batch], around: int = 0) -> Iterator[Batch]:
         """The batches of ``source``, read and planned ahead; ``around`` other streams read from this one."""
 
-        def planned(lookups: Iterator[tuple[Rows, ...]]) -> Iterator[BatchPlan]:
+        def planned(lookups: Iterator[tuple[Rows, ...]]) -> Iterator[OraclePlan]:
             knobs = {"increase": self.increase, "decrease": self.decrease}
             return plan(lookups, self.lookahead, self.cleanup, 1, self.space.slots, **knobs)
 
@@ -77,7 +77,7 @@ class Lookahead(CachePolicy):
         )
         return self._ahead.batches()
 
-    def _begin(self, rows: RowIds) -> BatchPlan:
+    def _begin(self, rows: RowIds) -> OraclePlan:
         """The plan of the batch that comes now, which looks up ``rows``."""
         restarts = self._ahead is not self._running
         if restarts:
@@ -110,7 +110,7 @@ class Lookahead(CachePolicy):
         while self._groups:
             self.bulk.retire(self._groups.popleft()[1])
 
-    def _open(self, ahead: Ahead[BatchPlan], number: int) -> None:
+    def _open(self, ahead: Ahead[OraclePlan], number: int) -> None:
         """Learn of the batches up to two intervals ahead and read what they need, an interval at a time."""
         coming = list(ahead.steps(lambda p: p.number < number + 2 * self._interval(p)))
         self.peak_bytes = max(self.peak_bytes, ahead.peak_bytes)
@@ -130,7 +130,7 @@ class Lookahead(CachePolicy):
             if len(group):
                 self._groups.append((part[-1].number, self.bulk.announce(group)))
 
-    def _interval(self, made: BatchPlan) -> int:
+    def _interval(self, made: OraclePlan) -> int:
         """Batches between two groups: fewer where the budget has shrunk the window."""
         return max(1, self.cleanup * made.window // self.lookahead)
 

@@ -28,13 +28,13 @@ from recpipe.kit import (
 )
 from recpipe.plugin import UserError
 from recpipe_bagpipe.ahead import Ahead, Lookups, slack
-from recpipe_bagpipe.oracle import BatchPlan, plan
+from recpipe_bagpipe.oracle import OraclePlan, plan
 from recpipe_bagpipe.replica import Replica
 from recpipe_bagpipe.rounds import Rounds, RoundStore
 from recpipe_bagpipe.steps import Rows, Step, step_of
 from recpipe_bagpipe.sync import RowSync
 
-Oracle = Callable[[Iterator[Lookups]], Iterator[BatchPlan]]
+Oracle = Callable[[Iterator[Lookups]], Iterator[OraclePlan]]
 """``oracle.plan`` with everything but the stream filled in."""
 NONE: Rows = np.empty(0, np.int64)
 
@@ -290,7 +290,7 @@ def replicas(
         )
     assert isinstance(parts.store, ShardedStore), "several trainers share one store"
 
-    def oracle(stream: Iterator[Lookups]) -> Iterator[BatchPlan]:
+    def oracle(stream: Iterator[Lookups]) -> Iterator[OraclePlan]:
         return plan(
             stream,
             lookahead,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe_bagpipe.oracle import BatchPlan
+from recpipe_bagpipe.oracle import OraclePlan
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.uint64]
@@ -38,7 +38,7 @@ class Sync:
 
 
 @dataclass(frozen=True)
-class Handover:
+class HandoverPart:
     """Records that new holders get from a row's lowest holder, as one trainer sees them."""
 
     send: tuple[Rows, ...]
@@ -63,7 +63,7 @@ class Cleanup:
 
 @dataclass(frozen=True)
 class Step:
-    """One trainer's part of a ``BatchPlan``."""
+    """One trainer's part of a ``OraclePlan``."""
 
     number: int
     fetch_after: int
@@ -75,7 +75,7 @@ class Step:
     fetched: int
     """Rows that all trainers together fetch, each counted as often as it is fetched."""
     cleanup: Cleanup
-    handover: Handover
+    handover: HandoverPart
     local: Rows
     """Rows that it alone holds, ..."""
     local_at: Rows
@@ -104,7 +104,7 @@ def lowest(mask: Mask, trainers: int) -> NDArray[np.int64]:
     return found
 
 
-def step_of(plan: BatchPlan, trainer: int, trainers: int) -> Step:
+def step_of(plan: OraclePlan, trainer: int, trainers: int) -> Step:
     """The part of ``trainer``, one of ``trainers``, in ``plan``."""
     rows, users, holders = plan.rows, plan.users, plan.holders
     mine = rows[has(users, trainer)]
@@ -136,12 +136,12 @@ def _count(mask: Mask, trainers: int) -> int:
     return sum(int(has(mask, trainer).sum()) for trainer in range(trainers))
 
 
-def _cleanup(plan: BatchPlan, trainer: int) -> Cleanup:
+def _cleanup(plan: OraclePlan, trainer: int) -> Cleanup:
     free = plan.expired[has(plan.expired_holders, trainer)]
     return Cleanup(plan.expired[plan.writer == trainer], free, len(plan.expired))
 
 
-def _sync(plan: BatchPlan, chosen: NDArray[np.bool_], mine: Rows, trainer: int, trainers: int) -> Sync:
+def _sync(plan: OraclePlan, chosen: NDArray[np.bool_], mine: Rows, trainer: int, trainers: int) -> Sync:
     rows, users, holders = plan.rows[chosen], plan.users[chosen], plan.holders[chosen]
     holds, uses = has(holders, trainer), has(users, trainer)
     others = [t for t in range(trainers) if t != trainer]
@@ -163,9 +163,9 @@ def _sync(plan: BatchPlan, chosen: NDArray[np.bool_], mine: Rows, trainer: int, 
     )
 
 
-def _handover(plan: BatchPlan, trainer: int, trainers: int) -> Handover:
+def _handover(plan: OraclePlan, trainer: int, trainers: int) -> HandoverPart:
     moved = plan.handover
-    return Handover(
+    return HandoverPart(
         send=tuple(moved.rows[(moved.source == trainer) & has(moved.new, t)] for t in range(trainers)),
         receive=tuple(moved.rows[(moved.source == t) & has(moved.new, trainer)] for t in range(trainers)),
         copies=_count(moved.new, trainers),

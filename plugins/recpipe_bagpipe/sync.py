@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from recpipe.kit import Channel, TableOptimizer, updated
 from recpipe_bagpipe.replica import Replica
-from recpipe_bagpipe.steps import Handover, Step, Sync
+from recpipe_bagpipe.steps import HandoverPart, Step, Sync
 from recpipe_bagpipe.worker import Worker
 
 
@@ -47,7 +47,7 @@ class RowSync:
         self._worker = Worker("recpipe-delayed")
         self._pending: list[tuple[int, Future[None]]] = []
 
-    def hand_over(self, handover: Handover) -> None:
+    def hand_over(self, handover: HandoverPart) -> None:
         """Bring records from their lowest holder to new holders, before the batch that needs them."""
         if not handover.copies:
             return

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torchrec.distributed.types import ShardingType
 
-from recpipe_neo.profile import CollectiveSample, ExchangeSample, LookupSample, MachineProfile
+from recpipe_neo.machine_profile import CollectiveSample, ExchangeSample, LookupSample, MachineProfile
 
 Vector = npt.NDArray[np.float64]
 DATA_PARALLEL = ShardingType.DATA_PARALLEL.value

@@ -21,7 +21,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from recpipe_neo.profile import COLLECTIVES, CollectiveSample, LookupSample, Machine, MachineProfile
+from recpipe_neo.machine_profile import COLLECTIVES, CollectiveSample, LookupSample, Machine, MachineProfile
 from recpipe_neo.steps import measure_exchanges
 
 TABLES = ((4, 100), (1, 5_000), (4, 5_000), (4, 100_000), (4, 300_000), (1, 1_000_000))

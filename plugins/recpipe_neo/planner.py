@@ -23,6 +23,7 @@ from recpipe.kit import Prediction, module_name
 from recpipe.plugin import UserError
 from recpipe_neo.cost import CostModel
 from recpipe_neo.estimate import MeasuredEstimator, MeasuredStep, TableCosts
+from recpipe_neo.machine_profile import Machine, MachineProfile
 from recpipe_neo.measure import measure
 from recpipe_neo.partition import (
     BestPartitioner,
@@ -31,7 +32,6 @@ from recpipe_neo.partition import (
     LargestLoad,
     work,
 )
-from recpipe_neo.profile import Machine, MachineProfile
 from recpipe_neo.split import SplitProposer
 from recpipe_neo.stats import FeatureStats
 

@@ -26,7 +26,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe_neo.profile import ExchangeSample
+from recpipe_neo.machine_profile import ExchangeSample
 
 if TYPE_CHECKING:
     from recpipe_neo.measure import Clock

@@ -34,7 +34,7 @@ from recpipe.checkpoint.table_files import (
 from recpipe.checkpoint.trainer_file import load_trainer, save_trainer
 from recpipe.common.saved import Damaged
 from recpipe.errors import CheckpointError, UserError
-from recpipe.tables.capabilities import Placed, SavedByRanks
+from recpipe.tables.capabilities import SavedByRanks, SavesPlacement
 from recpipe.tables.collection import TableCollection
 
 SUFFIX = ".ckpt"
@@ -113,7 +113,7 @@ class TableCheckpointIO(CheckpointIO):
         if self.check is not None:
             with naming(directory):
                 self.check(trainer)
-        placed = self.storage.offers(Placed)
+        placed = self.storage.offers(SavesPlacement)
         if placed is not None:
             placed.load_placement_state(trainer.get(OWN, {}).get("placement"))
         ranks = self.storage.offers(SavedByRanks)

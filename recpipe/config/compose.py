@@ -196,7 +196,7 @@ def _knobs(name: str, knobs: Any) -> dict[str, Any]:
     return {str(k): v for k, v in knobs.items()}
 
 
-def plain(config: DictConfig) -> dict[str, Any]:
+def plain_values(config: DictConfig) -> dict[str, Any]:
     """The recipe as dicts, lists and scalars, keys as text, interpolations resolved; nothing is missing."""
     with readable_errors(()):
         content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)

@@ -13,7 +13,7 @@ from annotated_types import Interval
 from omegaconf import DictConfig
 
 from recpipe.common.validation import FilePath, Text, chosen, fitted, mapping, no_value, typed, typed_part
-from recpipe.config.compose import active_plugins, plain
+from recpipe.config.compose import active_plugins, plain_values
 from recpipe.config.task import CompareConfig, InstalledTask, PlanConfig, ProfileConfig, TaskConfig
 from recpipe.data.config import DataConfig, parse_config
 from recpipe.distributed.launch import Topology
@@ -66,7 +66,7 @@ class Recipe:
     @classmethod
     def of(cls, config: DictConfig) -> Recipe:
         """``config`` as ``compose`` gives it; ``UserError`` that names the first wrong key."""
-        values = plain(config)
+        values = plain_values(config)
         section = values.get
         task = parse_task(_present(values, "task"))
         if isinstance(task, ProfileConfig) and section("resume"):

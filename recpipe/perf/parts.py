@@ -31,7 +31,7 @@ INTERACTIONS = (
 """TorchRec's modules in which features meet."""
 
 
-def part_of(module: nn.Module) -> str | None:
+def part_name(module: nn.Module) -> str | None:
     """``embedding``, ``interaction`` or ``MLP``; None of any other module: its own work is ``dense``."""
     if isinstance(module, Front):
         return "embedding"
@@ -60,7 +60,7 @@ def tell_parts(model: nn.Module) -> Callable[[], None]:
     """
     before: dict[nn.Module, Any] = {}
     for module in model.modules():
-        part = part_of(module)
+        part = part_name(module)
         if part is not None:
             before[module] = module.__dict__.get("forward")
             module.forward = _Told(_in_phase, f"{part} forward", module.forward)

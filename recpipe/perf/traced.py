@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe import seams
 from recpipe.data.parts import in_order, tensors_of
-from recpipe.perf.parts import part_of
+from recpipe.perf.parts import part_name
 from recpipe.perf.workload import Lookups, Work, count_lookups
 from recpipe.pipeline.parts import undone
 from recpipe.pipeline.placed import PlacedModel
@@ -97,7 +97,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        found = {member: part_of(member) for member in module.modules()}
+        found = {member: part_name(member) for member in module.modules()}
         self._part_of = {member: part for member, part in found.items() if part is not None}
         self._flops = defaultdict[tuple[str, str], float](float)
         self._kept = defaultdict[str, dict[int, int]](dict)

@@ -10,7 +10,7 @@ from recpipe.data.select import select
 from recpipe.plugin.blame import BlamedSkipper
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginError
-from recpipe.tables.skipping import described
+from recpipe.tables.skipping import answered
 from recpipe.tables.view import RowView
 
 
@@ -48,7 +48,7 @@ class SampleFilter:
             return batch, 0
         if not isinstance(kept, np.ndarray) or (kept.dtype, kept.shape) != (np.dtype(bool), (size,)):
             raise PluginError(
-                f"plugin {self._skipper.origin}: keep() of its skipper returned {described(kept)}; it must "
+                f"plugin {self._skipper.origin}: keep() of its skipper returned {answered(kept)}; it must "
                 f"be a numpy array of bool [{size}], one for each sample of the batch, or None"
             )
         samples = np.flatnonzero(kept)

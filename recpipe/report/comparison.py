@@ -14,8 +14,8 @@ from rich.table import Table
 
 from recpipe.report import figures, html, plots
 from recpipe.report.exactness import FACTOR, Difference, limit
-from recpipe.report.quality import LABELS, shown
-from recpipe.report.record import plain, replace_file, write_json
+from recpipe.report.quality import LABELS, shown_figures
+from recpipe.report.record import as_json, replace_file, write_json
 from recpipe.report.remarks import marked_name, notes
 
 
@@ -119,7 +119,7 @@ def _minus(value: float | None, baseline: float | None) -> float | None:
 
 def write_result(content: Mapping[str, Any], path: Path) -> Path:
     """Write ``path``, compare.json, atomically."""
-    return write_json(path, plain(content))
+    return write_json(path, as_json(content))
 
 
 def print_result(content: Mapping[str, Any], console: Console) -> None:
@@ -157,7 +157,7 @@ def _speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _quality_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    names = shown(rows)
+    names = shown_figures(rows)
     columns = (column for name in names for column in (LABELS[name], "diff"))
     table = _table("recipe", *columns, "param\ndiff")
     for row in rows:
@@ -184,7 +184,7 @@ def write_html(content: Mapping[str, Any], path: Path) -> Path:
         name=marked_name,
         plots=_plots(rows),
         moved=_moved,
-        quality=[(name, LABELS[name]) for name in shown(rows)],
+        quality=[(name, LABELS[name]) for name in shown_figures(rows)],
     )
     return replace_file(path, text)
 

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from omegaconf import OmegaConf
 
 from recpipe.report import figures, measured, plots
-from recpipe.report.quality import FIRST, LABELS, Figures, shown, told
+from recpipe.report.quality import FIRST, LABELS, Figures, labelled, shown_figures
 from recpipe.report.record import replace_file
 
 
@@ -24,7 +24,7 @@ def render(report: Mapping[str, Any]) -> str:
     """The page as text; ``report`` is what ``RunReport.to_dict`` gives."""
     return page("report.html.j2").render(
         report=report,
-        quality=[(_TILES.get(label, label), value) for label, value in told(report["quality"])],
+        quality=[(_TILES.get(label, label), value) for label, value in labelled(report["quality"])],
         learning=_learning(report["history"]),
         speed=_speed(report),
         profile=_profile(report.get("profile")),
@@ -64,7 +64,7 @@ def _templates() -> Environment:
 def quality_bars(names: Sequence[str], several: Sequence[Figures]) -> list[plots.Plot]:
     """A plot of each figure by which ``several`` runs, with these ``names``, are judged first, or of the
     loss; none where nobody has it."""
-    found = shown(several)
+    found = shown_figures(several)
     drawn = []
     for key in [key for key in FIRST if key in found] or ["loss"]:
         values = [figures.get(key) for figures in several]
@@ -82,7 +82,7 @@ def _learning(history: list[dict[str, Any]]) -> list[plots.Plot]:
     def column(name: str) -> list[float | None]:
         return [point[name] for point in history]
 
-    names = shown(history)
+    names = shown_figures(history)
     first = next((name for name in FIRST if name in names), "")
     if "logloss" in names:
         held_out, unit = {"evaluation logloss": column("logloss")}, "nats"

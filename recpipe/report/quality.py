@@ -22,7 +22,7 @@ FIRST = ("auc", "rmse", "poisson_deviance")
 Figures = Mapping[str, float | None]
 
 
-def shown(several: Iterable[Figures]) -> list[str]:
+def shown_figures(several: Iterable[Figures]) -> list[str]:
     """Names of the figures to show of ``several``: of each one AUC, logloss and NE where it has a logloss,
     else the loss and what it has besides; AUC, logloss and NE where nobody has anything."""
     found = {name for figures in several for name in _shown(figures)}
@@ -34,9 +34,9 @@ def _shown(figures: Figures) -> Sequence[str]:
     return CLICKS if "logloss" in there else there
 
 
-def told(figures: Figures) -> list[tuple[str, float | None]]:
+def labelled(figures: Figures) -> list[tuple[str, float | None]]:
     """The figures to show of one, by label."""
-    return [(LABELS[name], figures.get(name)) for name in shown([figures])]
+    return [(LABELS[name], figures.get(name)) for name in shown_figures([figures])]
 
 
 def _absent(value: float | None) -> bool:

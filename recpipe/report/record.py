@@ -35,7 +35,7 @@ class DataFigures:
 
 
 @dataclass
-class StepTimes:
+class StepMilliseconds:
     """Percentiles of the time of one optimizer step, in milliseconds; NaN without steps."""
 
     p50: float
@@ -56,7 +56,7 @@ class Throughput:
     """Training speed; evaluation, checkpoints and set-up are left out of it by the caller."""
 
     samples_per_second: float
-    step_ms: StepTimes
+    step_ms: StepMilliseconds
     step_histogram: Histogram
     first_step_seconds: float = math.nan
     """From the process's start to the end of its first trained step; NaN without steps."""
@@ -187,19 +187,19 @@ class RunReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as report.json has it: plain JSON values only."""
-        return {"schema": SCHEMA, **plain(asdict(self))}
+        return {"schema": SCHEMA, **as_json(asdict(self))}
 
     def write(self, directory: Path) -> Path:
         """Write ``directory/report.json`` (atomically) and return its path."""
         return write_json(directory / "report.json", self.to_dict())
 
 
-def step_times(seconds: Sequence[float]) -> StepTimes:
+def step_times(seconds: Sequence[float]) -> StepMilliseconds:
     """p50, p90 and p99 in milliseconds, interpolated linearly between the nearest steps."""
     if not len(seconds):
-        return StepTimes(math.nan, math.nan, math.nan)
+        return StepMilliseconds(math.nan, math.nan, math.nan)
     p50, p90, p99 = np.percentile(np.asarray(seconds, dtype=np.float64) * 1e3, (50, 90, 99))
-    return StepTimes(float(p50), float(p90), float(p99))
+    return StepMilliseconds(float(p50), float(p90), float(p99))
 
 
 def step_histogram(seconds: Sequence[float], bins: int = 40) -> Histogram:
@@ -213,7 +213,7 @@ def step_histogram(seconds: Sequence[float], bins: int = 40) -> Histogram:
     return Histogram([float(edge) for edge in edges], [int(count) for count in counts])
 
 
-def plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """``value`` as strict JSON can hold it: NaN and infinity as None, arrays and tensors as lists.
 
     Anything else that JSON does not know becomes its string: a plugin's odd figure must not cost a
@@ -224,11 +224,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
+        return [as_json(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
+        return as_json(value.tolist())
     return str(value)
 
 

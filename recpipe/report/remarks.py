@@ -7,7 +7,7 @@ from typing import Any
 
 from recpipe.report import figures
 from recpipe.report.exactness import FACTOR
-from recpipe.report.quality import shown
+from recpipe.report.quality import shown_figures
 
 
 def marked_name(row: Mapping[str, Any]) -> str:
@@ -25,7 +25,7 @@ def notes(content: Mapping[str, Any]) -> list[str]:
     found += [f"! {fault}" for fault in faults(content)]
     rounding = content["rounding"]
     if rounding is not None:
-        names = shown(content["rows"])
+        names = shown_figures(content["rows"])
         quality = (f"{key} {figures.signed(rounding[f'{key}_difference'], 6)}" for key in names)
         found.append(
             f"one rounding of every first weight moves {rounding['name']}'s parameters by "

@@ -23,7 +23,7 @@ from recpipe.common.run_dir import JOB_FILE
 from recpipe.errors import UserError
 from recpipe.report import figures, html, plots, terminal
 from recpipe.report.files import ReportFiles
-from recpipe.report.quality import CLICKS, LABELS, shown
+from recpipe.report.quality import CLICKS, LABELS, shown_figures
 from recpipe.report.record import SCHEMA, replace_file
 
 REPORT, OVERRIDES = "report.json", Path(".hydra") / "overrides.yaml"
@@ -228,7 +228,7 @@ def _quality(jobs: Sequence[Job]) -> list[Column]:
     def column(name: str) -> Column:
         return Column(LABELS[name], lambda job: figures.decimal(job.quality[name]), NARROW.get(name, ""))
 
-    return [column(name) for name in shown(job.quality for job in jobs)]
+    return [column(name) for name in shown_figures(job.quality for job in jobs)]
 
 
 def _print(every: Sequence[str], jobs: Sequence[Job], console: Console) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from recpipe.common.console import show
 from recpipe.report import figures, measured
-from recpipe.report.quality import told
+from recpipe.report.quality import labelled
 
 _MAX_PLUGIN_ROWS = 12
 
@@ -76,7 +76,7 @@ def _resumed(resumed: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[tu
 
 
 def _quality(quality: Mapping[str, Any]) -> str:
-    return "   ".join(f"{label} {figures.decimal(value)}" for label, value in told(quality))
+    return "   ".join(f"{label} {figures.decimal(value)}" for label, value in labelled(quality))
 
 
 def _speed(throughput: Mapping[str, Any]) -> str:

@@ -59,7 +59,7 @@ class Planned(ABC):
         [B - cold_first, F * D]; its backward updates them."""
 
 
-class Placed(ABC):
+class SavesPlacement(ABC):
     """Which rows are resident is part of its state: a checkpoint has it, a resumed run goes on with it."""
 
     @abstractmethod

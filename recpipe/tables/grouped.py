@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 from recpipe import seams
 from recpipe.common.saved import Damaged, entries
 from recpipe.errors import UserError
-from recpipe.tables.capabilities import Placed, SavedByRanks
+from recpipe.tables.capabilities import SavedByRanks, SavesPlacement
 from recpipe.tables.collection import TableCollection, TierFigures
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.specs import Region, Values
@@ -17,7 +17,7 @@ from recpipe.tables.specs import Region, Values
 C = TypeVar("C")
 
 
-class GroupedCollection(TableCollection, Placed, SavedByRanks):
+class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
     """One collection for each group, in their order; rows are looked up in those themselves."""
 
     def __init__(self, tables: ModelTables, collections: Sequence[TableCollection]) -> None:
@@ -43,7 +43,7 @@ class GroupedCollection(TableCollection, Placed, SavedByRanks):
         """
         if len(self.collections) == 1:
             return self.collections[0].offers(capability)
-        if capability is Placed:
+        if capability is SavesPlacement:
             return cast("C", self) if self._placed() else None
         return self if isinstance(self, capability) and self.each(capability) else None
 
@@ -117,11 +117,11 @@ class GroupedCollection(TableCollection, Placed, SavedByRanks):
         if faults:
             raise faults[0]
 
-    # -- Placed, of several groups ------------------------------------------------------------
+    # -- SavesPlacement, of several groups ------------------------------------------------------------
 
-    def _placed(self) -> dict[str, Placed]:
+    def _placed(self) -> dict[str, SavesPlacement]:
         """The groups whose rows move, by their numbers."""
-        found = {str(number): part.offers(Placed) for number, part in enumerate(self.collections)}
+        found = {str(number): part.offers(SavesPlacement) for number, part in enumerate(self.collections)}
         return {number: part for number, part in found.items() if part is not None}
 
     def placement_state(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def group_owners(config: TierConfig, assembly: Assembly, tables: ModelTables) ->
     return owners
 
 
-def named(owners: Sequence[GroupOwner]) -> str:
+def owner_names(owners: Sequence[GroupOwner]) -> str:
     """Who decides, in words: one name, or several."""
     return ", ".join(dict.fromkeys(owner.name for owner in owners))
 
@@ -108,7 +108,7 @@ def _check_sharding(config: TierConfig, assembly: Assembly, owners: Sequence[Gro
         key = "store" if config.store == SHARDED else "kernel"
         raise UserError(
             f"tiers.{key}={getattr(config, key)} is another way to keep rows than tiers of shards under "
-            f"{named(tiered)}: use tiers.{key}={'host or ssd' if key == 'store' else 'fused'}"
+            f"{owner_names(tiered)}: use tiers.{key}={'host or ssd' if key == 'store' else 'fused'}"
         )
     if config.emulate.active:
         raise UserError(

@@ -51,7 +51,7 @@ class Skipping:
         wanted = (torch.bool, (len(rows),))
         if not isinstance(said, torch.Tensor) or (said.dtype, tuple(said.shape)) != wanted:
             raise PluginError(
-                f"plugin {self._skipper.origin}: update() of its skipper returned {described(said)}; it must "
+                f"plugin {self._skipper.origin}: update() of its skipper returned {answered(said)}; it must "
                 f"be a torch.Tensor of torch.bool [{len(rows)}], one for each row, or None"
             )
         return None if bool(said.all()) else said.to(gradients.device)
@@ -69,7 +69,7 @@ class RowFilter:
         return self._skipping.ask(rows + self._base, gradients) if len(rows) else None
 
 
-def described(said: object) -> str:
+def answered(said: object) -> str:
     """What a skipper has answered, in an error."""
     shape = getattr(said, "shape", None)
     return type(said).__name__ if shape is None else f"{getattr(said, 'dtype', '')} {list(shape)}"

@@ -21,11 +21,11 @@ from recpipe.plugin.api import Invariant
 from recpipe.plugin.assembly import Assembly
 from recpipe.tables.config import TierConfig
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.owners import RESIDENT, GroupOwner, named
+from recpipe.tables.owners import RESIDENT, GroupOwner, owner_names
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.specs import TableSet
-from recpipe.tasks.plan_shards import described, print_shards
+from recpipe.tasks.plan_shards import described_shards, print_shards
 
 MOST_SHARDS = 25_000
 """Tables times ranks that task=plan plans for: about two minutes of one core.
@@ -64,9 +64,11 @@ def describe(
         **assembly.to_dict(),
         **({} if tiers.plan is None else {"planner": None}),  # the file says where tables go
         "altered": sorted({*(i.name for i in assembly.altered), *_altered(shards, bfloat16)}),
-        "cache": named(owners),
+        "cache": owner_names(owners),
         "sharded": shards is not None,
-        "shards": None if shards is None else described(shards[1], shards[0].group_of, shards[0].tiered),
+        "shards": None
+        if shards is None
+        else described_shards(shards[1], shards[0].group_of, shards[0].tiered),
         "ranks": {"trainers": list(ranks.trainers), "holders": list(ranks.holders)},
         "tiers": {
             "store": store if tiered else None,

@@ -22,7 +22,7 @@ def shard_bytes(shard: Shard, tables: TableSet) -> int:
     return shard.rows * (tables.bytes_of_weights(shard.columns) + state)
 
 
-def described(
+def described_shards(
     plan: ShardPlan, groups: Mapping[str, TableSet], tiered: Collection[str] = ()
 ) -> dict[str, Any]:
     """For assembly.json: each table's type, ranks, bytes and predicted milliseconds; each rank's sums.
@@ -54,7 +54,7 @@ def described(
 
 
 def print_shards(shards: Mapping[str, Any], console: Console) -> None:
-    """``described``'s result as two tables."""
+    """``described_shards``'s result as two tables."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("table", "sharding", "kernel", "ranks", "bytes", "predicted ms"):
         table.add_column(title, justify="right" if title in ("bytes", "predicted ms") else "left")

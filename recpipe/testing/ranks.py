@@ -14,14 +14,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing import start_processes  # type: ignore[attr-defined]
 
 from recpipe.data.select import join
-from recpipe.testing.runs import Recipe, Trained, read_back, train_recipe
+from recpipe.testing.runs import SuiteRecipe, Trained, read_back, train_recipe
 from recpipe.testing.watch import Record, Step
 
 PRELOAD = ["recpipe.run"]
 """Modules that the processes find imported."""
 
 
-def train_ranks(world: int, recipe: Recipe, folder: Path, *more: str) -> Trained:
+def train_ranks(world: int, recipe: SuiteRecipe, folder: Path, *more: str) -> Trained:
     """Train ``recipe`` in ``world`` processes of one thread each; their steps together, rank 0's report.
 
     Raises what ``torch.multiprocessing`` does where one fails, with its traceback.
@@ -68,7 +68,7 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _train(
-    rank: int, environment: Mapping[str, str], recipe: Recipe, folder: Path, more: Sequence[str]
+    rank: int, environment: Mapping[str, str], recipe: SuiteRecipe, folder: Path, more: Sequence[str]
 ) -> None:
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from recpipe.config.recipe import Recipe as TypedRecipe
+from recpipe.config.recipe import Recipe
 from recpipe.data.given import GivenBatches
 from recpipe.data.make import open_dataset
-from recpipe.testing.runs import Recipe, Trained, train_recipe
+from recpipe.testing.runs import SuiteRecipe, Trained, train_recipe
 from recpipe.testing.updates import same_samples
 
 _ONCE = (
@@ -23,7 +23,7 @@ _replays: dict[tuple[int, bool], tuple[Trained, Trained]] = {}
 """By the run that was replayed, which is kept: another one would get its number."""
 
 
-def reference(mine: Trained, baseline: Trained, recipe: Recipe, first_alone: bool = False) -> Trained:
+def reference(mine: Trained, baseline: Trained, recipe: SuiteRecipe, first_alone: bool = False) -> Trained:
     """``baseline``, where it trained the same samples in each step (in the first one, if that is all that
     matters); else a run of ``recipe``, which has no plugin, on the batches of ``mine``."""
     count = 1 if first_alone else None
@@ -35,13 +35,13 @@ def reference(mine: Trained, baseline: Trained, recipe: Recipe, first_alone: boo
     return _replays[key][1]
 
 
-def _replay(mine: Trained, recipe: Recipe, count: int | None) -> Trained:
-    cfg = TypedRecipe.of(recipe.composed())
+def _replay(mine: Trained, recipe: SuiteRecipe, count: int | None) -> Trained:
+    cfg = Recipe.of(recipe.composed())
     dataset = open_dataset(cfg.data, cfg.seed)
     held_out = list(dataset.batches("eval", cfg.data.batch_size))
     trained = [step.batch for step in mine.record.steps[:count]]
     batches = GivenBatches(trained, held_out, schema=dataset.schema)
     kept = [word for word in recipe.words if not word.lstrip("+").startswith(_REPLACED)]
-    again = Recipe((*kept, *_ONCE, f"data.batch_size={cfg.data.batch_size}"))
+    again = SuiteRecipe((*kept, *_ONCE, f"data.batch_size={cfg.data.batch_size}"))
     with tempfile.TemporaryDirectory(prefix="recpipe-") as folder:
         return train_recipe(again, Path(folder), dataset=batches)

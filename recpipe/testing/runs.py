@@ -85,7 +85,7 @@ def words_of(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class SuiteRecipe:
     """The words of a run, and the knobs of its plugin, which need no quoting."""
 
     words: tuple[str, ...]
@@ -102,17 +102,17 @@ class Recipe:
                 recipe.plugins[self.plugin][knob] = value
         return recipe
 
-    def plain(self) -> Recipe:
+    def plain(self) -> SuiteRecipe:
         """The same run without plugin and tiers."""
-        return Recipe(tuple(word for word in self.words if not word.lstrip("+").startswith("tiers")))
+        return SuiteRecipe(tuple(word for word in self.words if not word.lstrip("+").startswith("tiers")))
 
 
 def train(overrides: Sequence[str], folder: Path) -> Trained:
     """Run a recipe in this process and read back what it leaves under ``folder``."""
-    return train_recipe(Recipe(tuple(overrides)), folder)
+    return train_recipe(SuiteRecipe(tuple(overrides)), folder)
 
 
-def train_recipe(recipe: Recipe, folder: Path, *more: str, dataset: Dataset | None = None) -> Trained:
+def train_recipe(recipe: SuiteRecipe, folder: Path, *more: str, dataset: Dataset | None = None) -> Trained:
     """Run ``recipe`` with ``more`` words, watched; ``dataset`` is for ``data=given``."""
     export = folder / "parameters"
     composed = recipe.composed(*more, quoted("task.export_parameters", export))
@@ -140,10 +140,10 @@ def _arrays(folder: Path) -> Iterator[tuple[str, NDArray[Any]]]:
             yield file.stem, content
 
 
-_runs: dict[tuple[Recipe, str], Trained | BaseException] = {}
+_runs: dict[tuple[SuiteRecipe, str], Trained | BaseException] = {}
 
 
-def once(recipe: Recipe, folders: pytest.TempPathFactory, *more: str) -> Trained:
+def once(recipe: SuiteRecipe, folders: pytest.TempPathFactory, *more: str) -> Trained:
     """``train_recipe``, the first time; a run that failed fails anew, without being run."""
     key = (recipe, " ".join(more))
     if key not in _runs:
@@ -157,20 +157,20 @@ def once(recipe: Recipe, folders: pytest.TempPathFactory, *more: str) -> Trained
     return found
 
 
-_knobs: dict[Recipe, dict[str, dict[str, Any]]] = {}
+_knobs: dict[SuiteRecipe, dict[str, dict[str, Any]]] = {}
 
 
-def knobs_of(recipe: Recipe) -> dict[str, dict[str, Any]]:
+def knobs_of(recipe: SuiteRecipe) -> dict[str, dict[str, Any]]:
     """The recipe's plugins, each with the values of its knobs."""
     if recipe not in _knobs:
         _knobs[recipe] = active_plugins(recipe.composed())
     return copy.deepcopy(_knobs[recipe])
 
 
-_plans: dict[Recipe, tuple[str, ...]] = {}
+_plans: dict[SuiteRecipe, tuple[str, ...]] = {}
 
 
-def plan(recipe: Recipe, folders: pytest.TempPathFactory) -> tuple[str, ...]:
+def plan(recipe: SuiteRecipe, folders: pytest.TempPathFactory) -> tuple[str, ...]:
     """Words that put the tables that the plugin leaves to the recipe under LFU, whose batches miss rows; none
     where the plugin keeps them all, or shards them."""
     if recipe not in _plans:

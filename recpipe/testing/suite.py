@@ -22,7 +22,7 @@ from recpipe.testing.purity import costs, deeds, outline
 from recpipe.testing.ranks import train_ranks
 from recpipe.testing.replay import reference
 from recpipe.testing.resume import resumed_faults
-from recpipe.testing.runs import Recipe, Trained, knobs_of, once, plan, words_of
+from recpipe.testing.runs import SuiteRecipe, Trained, knobs_of, once, plan, words_of
 from recpipe.testing.samples import Epoch, faults
 from recpipe.testing.technique import REMEDY, idle, kept
 from recpipe.testing.updates import LOSSES, comparable, furthest, layout_faults, model_faults
@@ -64,8 +64,8 @@ class PluginSuite:
     def _knobs(self) -> dict[str, dict[str, Any]]:
         return knobs_of(self._recipe())
 
-    def _recipe(self) -> Recipe:
-        return Recipe(words_of(self.overrides), self.plugin, json.dumps(dict(self.knobs)))
+    def _recipe(self) -> SuiteRecipe:
+        return SuiteRecipe(words_of(self.overrides), self.plugin, json.dumps(dict(self.knobs)))
 
     def _fail(self, what: str) -> Never:
         raise AssertionError(f"plugin '{self.plugin}': {what}")

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from recpipe.errors import UserError
-from recpipe.report.quality import shown
+from recpipe.report.quality import shown_figures
 from recpipe.training.module import LossTotal, RankingModule
 from recpipe.training.recorder import Recorder
 
@@ -44,7 +44,7 @@ class FigureLogger(L.Callback):
         assert isinstance(pl_module, RankingModule)
         assert pl_module.figures is not None
         figures = asdict(pl_module.figures)
-        quality = {f"val/{name}": figures[name] for name in {*shown([figures]), "loss"}}
+        quality = {f"val/{name}": figures[name] for name in {*shown_figures([figures]), "loss"}}
         _hand_on(trainer, self._training(pl_module) | quality)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

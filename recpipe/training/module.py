@@ -31,7 +31,7 @@ from recpipe.pipeline.placed import PlacedModel, saved_buffers
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.pipeline.sync import add_up
 from recpipe.tables.beside import Beside
-from recpipe.tables.capabilities import Placed
+from recpipe.tables.capabilities import SavesPlacement
 from recpipe.tables.front import handing_out
 
 LOOK_EVERY = 50
@@ -292,7 +292,7 @@ class RankingModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what Lightning does not know: data position, random state, which rows are resident."""
         done = self._batches_done % len(self.loader)
-        placed = self.model.embeddings.offers(Placed)
+        placed = self.model.embeddings.offers(SavesPlacement)
         checkpoint["recpipe"] = {
             "batches_done": done,
             "samples": self.samples,

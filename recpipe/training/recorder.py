@@ -13,7 +13,7 @@ from recpipe.common.console import log
 from recpipe.model.metrics import Quality
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch
-from recpipe.report.quality import told
+from recpipe.report.quality import labelled
 from recpipe.report.record import Point
 from recpipe.training.module import LossTotal, RankingModule
 
@@ -95,7 +95,7 @@ class Recorder(L.Callback):
         samples = self.samples if pl_module.samples is None else pl_module.samples
         self.quality = quality
         measured = asdict(quality)
-        held_out = "  ".join(f"{label} {value:.4f}" for label, value in told(measured))
+        held_out = "  ".join(f"{label} {value:.4f}" for label, value in labelled(measured))
         self.history.append(
             Point(
                 step, samples, loss=loss, samples_per_second=speed, eval_loss=measured.pop("loss"), **measured

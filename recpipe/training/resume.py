@@ -21,7 +21,7 @@ from recpipe.backend.equip import Backend
 from recpipe.checkpoint.table_io import SUFFIX
 from recpipe.common.saved import Damaged, entries, like, tensor, within
 from recpipe.errors import UserError
-from recpipe.tables.capabilities import Placed
+from recpipe.tables.capabilities import SavesPlacement
 from recpipe.training.module import RankingModule
 
 Plain = bool | int | float | str | tuple[float | None, ...] | None
@@ -97,7 +97,7 @@ def _check_own(module: RankingModule, recpipe: Mapping[str, Any]) -> None:
     if recpipe.get("backend") is not None:  # checkpoints of earlier versions lack it
         Backend.check(entries({"backend": dict[str, Any]}, recpipe, "recpipe")["backend"])
     _check_random(saved["random"])
-    placed = module.model.embeddings.offers(Placed)
+    placed = module.model.embeddings.offers(SavesPlacement)
     if placed is not None and saved["placement"] is not None:
         placed.check_placement_state(saved["placement"])
 

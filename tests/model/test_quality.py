@@ -26,7 +26,7 @@ from recpipe.errors import UserError
 from recpipe.model.metrics import BackgroundQuality, judged
 from recpipe.report import html, sweep, terminal
 from recpipe.report.comparison import RowResult, print_result, summarise, write_html
-from recpipe.report.quality import CLICKS, shown, told
+from recpipe.report.quality import CLICKS, labelled, shown_figures
 
 QUIET = ("trainer.progress=false",)
 OTHERS = {"mse", "rmse", "mae", "poisson_deviance"}
@@ -245,8 +245,12 @@ def test_the_loss_is_a_mean_over_samples_of_unequal_batches() -> None:
 
 def test_which_figures_are_shown() -> None:
     nothing = dict.fromkeys(CLICKS)
-    assert shown([nothing]) == list(CLICKS)
-    assert shown([nothing, {"loss": 1.0}]) == ["loss"]
-    assert shown([{"loss": 1.0, "rmse": 2.0}, {"loss": 1.0, "logloss": 0.5}]) == [*CLICKS, "loss", "rmse"]
-    assert shown([{"loss": 1.0, "auc": None, "logloss": 0.5, "ne": None}]) == list(CLICKS)
-    assert told({"loss": 1.0, "rmse": 2.0, "mae": float("nan")}) == [("loss", 1.0), ("RMSE", 2.0)]
+    assert shown_figures([nothing]) == list(CLICKS)
+    assert shown_figures([nothing, {"loss": 1.0}]) == ["loss"]
+    assert shown_figures([{"loss": 1.0, "rmse": 2.0}, {"loss": 1.0, "logloss": 0.5}]) == [
+        *CLICKS,
+        "loss",
+        "rmse",
+    ]
+    assert shown_figures([{"loss": 1.0, "auc": None, "logloss": 0.5, "ne": None}]) == list(CLICKS)
+    assert labelled({"loss": 1.0, "rmse": 2.0, "mae": float("nan")}) == [("loss", 1.0), ("RMSE", 2.0)]

@@ -26,7 +26,7 @@ from recpipe.report.record import (
     Resumed,
     RunReport,
     Throughput,
-    plain,
+    as_json,
     step_histogram,
     step_times,
     write_json,
@@ -111,8 +111,8 @@ def test_plain_turns_what_plugins_give_into_json() -> None:
         "p": Path("a"),
         "b": True,
     }
-    assert plain(given) == {"t": [1, 2], "n": 0.5, "i": 3, "4": [1, 2], "p": "a", "b": True}
-    assert plain(np.float64("nan")) is None
+    assert as_json(given) == {"t": [1, 2], "n": 0.5, "i": 3, "4": [1, 2], "p": "a", "b": True}
+    assert as_json(np.float64("nan")) is None
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from recpipe.common.run_dir import hold
 from recpipe.common.saved import Damaged
 from recpipe.errors import StoreError, UserError
-from recpipe.tables.capabilities import Placed, Planned, SendsAhead
+from recpipe.tables.capabilities import Planned, SavesPlacement, SendsAhead
 from recpipe.tables.collection import TableCollection
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.resident import ResidentCollection
@@ -110,13 +110,13 @@ def test_a_budget_that_leaves_a_group_no_row_is_refused_by_the_tables_name(run_d
 def test_it_offers_what_all_of_its_collections_can_do_together(run_dir) -> None:
     tables = model_tables()
     tiered = built(tables, config(), run_dir)
-    assert tiered.offers(Placed) is tiered
+    assert tiered.offers(SavesPlacement) is tiered
     assert len(tiered.each(Planned)) == GROUPS
     assert tiered.offers(Planned) is None, "each group is planned by itself"
     assert tiered.offers(SendsAhead) is None
     mixed = [ResidentCollection(tables.groups[0].tables, CPU), *tiered.collections[1:]]
     some = GroupedCollection(tables, mixed)
-    assert some.offers(Placed) is some, "a checkpoint has the places of those whose rows move"
+    assert some.offers(SavesPlacement) is some, "a checkpoint has the places of those whose rows move"
     assert set(some.placement_state()) == {str(n) for n in range(1, GROUPS)}
     assert GroupedCollection(tables, mixed).each(Planned) == []
     tiered.close()

@@ -8,7 +8,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from recpipe_bagpipe.oracle import BatchPlan, plan
+from recpipe_bagpipe.oracle import OraclePlan, plan
 
 from recpipe.errors import UserError
 
@@ -43,7 +43,7 @@ def step(value: int, x: int, users: Sequence[int]) -> int:
 class Model:
     """Trainers with caches, and a store; a read happens as early as the gate allows it."""
 
-    def __init__(self, plans: list[BatchPlan], trainers: int, slots: int | None, early: bool) -> None:
+    def __init__(self, plans: list[OraclePlan], trainers: int, slots: int | None, early: bool) -> None:
         self.plans, self.slots = plans, slots
         self.early = early
         """Negative control: a batch's rows are read just before the round that its gate names."""
@@ -79,7 +79,7 @@ class Model:
                     held = set().union(*self.caches)
                     assert not held & set(self.arriving[made.number]), "fetched while somebody holds it"
 
-    def clean(self, made: BatchPlan) -> None:
+    def clean(self, made: OraclePlan) -> None:
         for row, holders, writer in zip(made.expired, made.expired_holders, made.writer, strict=True):
             assert int(row) not in self.pending, "expired before its last update"
             assert int(writer) in members(holders)
@@ -103,7 +103,7 @@ class Model:
             )
             assert len(cache) + coming <= self.slots
 
-    def bring(self, made: BatchPlan) -> None:
+    def bring(self, made: OraclePlan) -> None:
         fetched = self.arriving.pop(made.number, {})
         assert sorted(fetched) == made.rows[made.fetch].tolist()
         for at in made.fetch:
@@ -116,7 +116,7 @@ class Model:
                 assert int(row) not in self.caches[trainer]
                 self.caches[trainer][int(row)] = self.caches[int(source)][int(row)]
 
-    def train(self, made: BatchPlan) -> None:
+    def train(self, made: OraclePlan) -> None:
         later: dict[int, int] = {}
         now: dict[int, int] = {}
         for row, users, holders, delayed in zip(
@@ -205,7 +205,7 @@ def test_the_same_stream_gives_the_same_plan() -> None:
     stream = zipf_stream(3, 40, 1)
     first, second = (list(plan(iter(stream), 8, 3, 3, 30)) for _ in range(2))
     for a, b in zip(first, second, strict=True):
-        for field in fields(BatchPlan):
+        for field in fields(OraclePlan):
             if field.name != "handover":
                 assert np.array_equal(getattr(a, field.name), getattr(b, field.name))
         assert all(np.array_equal(getattr(a.handover, f), getattr(b.handover, f)) for f in ("rows", "new"))

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 from recpipe_neo import measure, steps
-from recpipe_neo.profile import CollectiveSample, ExchangeSample, LookupSample, Machine, MachineProfile
+from recpipe_neo.machine_profile import (
+    CollectiveSample,
+    ExchangeSample,
+    LookupSample,
+    Machine,
+    MachineProfile,
+)
 from recpipe_neo.stats import FeatureStats, feature_stats
 from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator, get_partition_by_type

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from recpipe_neo.cost import CostModel, Lookup, _nnls, owned, shared
-from recpipe_neo.profile import LookupSample, MachineProfile
+from recpipe_neo.machine_profile import LookupSample, MachineProfile
 from recpipe_neo.stats import feature_stats
 
 from plugins.recpipe_neo.tests.rig import bags, forward_ms, machine, made_up, uniform_stats

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from recpipe_neo.estimate import MeasuredStep
+from recpipe_neo.machine_profile import MachineProfile
 from recpipe_neo.planner import PLANNERS, MeasuredPlanner, PlanRecord, make_planner
-from recpipe_neo.profile import MachineProfile
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingEnv, ShardingPlan

@@ -26,7 +26,7 @@ from recpipe import seams
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.errors import DataError, UserError
 from recpipe.seams import module_name
-from recpipe.tables.capabilities import Placed, Rows, SavedByRanks, SendsAhead
+from recpipe.tables.capabilities import Rows, SavedByRanks, SavesPlacement, SendsAhead
 from recpipe.tables.collection import TORCHREC_OPTIMIZERS, C, TableCollection, TierFigures
 from recpipe.tables.sharding.modules import groups_in, module_paths, skeleton
 from recpipe.tables.sharding.plan import Shard, ShardPlan
@@ -123,7 +123,7 @@ LocalShard = seams.LocalShard | TieredShard
 """A table's rows and columns on this rank: in memory, or in tiers."""
 
 
-class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, Placed):
+class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacement):
     """One group of ``whole``, run by TorchRec's sharded module with its fused optimizer.
 
     ``tiers``: where its rows lie instead, if they are not all in memory.
@@ -346,8 +346,8 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, Placed):
     # -- tiers -------------------------------------------------------------------------------
 
     def offers(self, capability: type[C]) -> C | None:
-        """``Placed`` where rows lie in tiers."""
-        return None if capability is Placed and not self.in_tiers else super().offers(capability)
+        """``SavesPlacement`` where rows lie in tiers."""
+        return None if capability is SavesPlacement and not self.in_tiers else super().offers(capability)
 
     def tier_figures(self) -> TierFigures | None:
         """Of this rank."""
@@ -358,12 +358,12 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, Placed):
         return self.tiers.gathered(self.whole.channel)
 
     def check_placement_state(self, state: Mapping[str, Any]) -> None:
-        """As ``Placed``; what is of other ranks or other shards is not looked at."""
+        """As ``SavesPlacement``; what is of other ranks or other shards is not looked at."""
         for tiers, saved in self.tiers.own(self.whole.channel, state):
             tiers.check_placement_state(saved)
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
-        """As ``Placed``; False for other ranks or shards too."""
+        """As ``SavesPlacement``; False for other ranks or shards too."""
         own = [] if state is None else self.tiers.own(self.whole.channel, state)
         loaded = [tiers.load_placement_state(saved) for tiers, saved in own]
         return bool(loaded) and all(loaded)

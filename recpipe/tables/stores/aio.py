@@ -73,7 +73,7 @@ class RequestError(Exception):
         self.code = code
 
 
-class Transfer(Protocol):
+class BlockTransfer(Protocol):
     """Moves a batch of requests; both engines have this face."""
 
     engine: Engine
@@ -88,7 +88,7 @@ class Transfer(Protocol):
         """Give back the kernel's queue or the threads."""
 
 
-def open_transfer(depth: int, *, direct: bool) -> Transfer:
+def open_transfer(depth: int, *, direct: bool) -> BlockTransfer:
     """Native AIO with ``depth`` requests in flight for O_DIRECT files where it can be had, else threads."""
     if direct and sys.platform == "linux" and platform.machine() in SYSCALLS:
         try:
@@ -117,7 +117,7 @@ class NativeAio:
         self._call(self._setup, ctypes.c_ulong(self._depth), ctypes.byref(self._context))
 
     def run(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
-        """See ``Transfer.run``."""
+        """See ``BlockTransfer.run``."""
         blocks = _control_blocks(requests, buffer, write)
         pending = np.arange(len(blocks))
         while len(pending):
@@ -234,7 +234,7 @@ class ThreadedIo:
         self._threads = threads
 
     def run(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
-        """See ``Transfer.run``."""
+        """See ``BlockTransfer.run``."""
         strips = np.array_split(np.arange(len(requests)), min(self._threads, max(1, len(requests))))
         futures = [self._pool.submit(_move, requests, strip, buffer.data, write) for strip in strips]
         try:

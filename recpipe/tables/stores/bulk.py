@@ -30,7 +30,7 @@ WRITE_ROWS = 4096
 
 
 @dataclass
-class Group:
+class ReadGroup:
     """Rows that are read ahead together, sorted, and their records once they are here."""
 
     rows: Rows
@@ -73,7 +73,7 @@ class BulkStore(ColdStore):
         self._background = IoCounters()
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, "recpipe-bulk")
-        self._groups: OrderedDict[int, Group] = OrderedDict()
+        self._groups: OrderedDict[int, ReadGroup] = OrderedDict()
         self._ahead = np.full(self.layout.total_rows, NOWHERE, np.int32)
         """Of each row its newest record's place in a group, or NOWHERE."""
         self._active = self._new_writes()
@@ -90,7 +90,7 @@ class BulkStore(ColdStore):
 
         Later ``gather`` calls find the rows here. Of more than 63 groups the oldest is forgotten.
         """
-        group = Group(np.sort(rows))
+        group = ReadGroup(np.sort(rows))
         with self._lock:
             self._raise_faults()
             number = self.announced % (MAX_GROUPS + 1)
@@ -112,7 +112,7 @@ class BulkStore(ColdStore):
             mine = (ahead != NOWHERE) & ((ahead & MAX_GROUPS) == number)
             self._ahead[group.rows[mine]] = NOWHERE
 
-    def _read(self, group: Group) -> None:
+    def _read(self, group: ReadGroup) -> None:
         try:
             records = np.empty((len(group.rows), self.layout.width), np.float32)
             before = replace(self.inner.io)
@@ -152,7 +152,7 @@ class BulkStore(ColdStore):
         if len(left):
             self._gather_now(rows, left, out)
 
-    def _under_way(self, ahead: NDArray[np.int32]) -> list[Group]:
+    def _under_way(self, ahead: NDArray[np.int32]) -> list[ReadGroup]:
         """Groups that are to bring some of the rows at these places and have not come yet."""
         needed = np.bincount(ahead[ahead != NOWHERE] & MAX_GROUPS, minlength=MAX_GROUPS + 1)
         return [group for number, group in self._groups.items() if needed[number] and group.records is None]

@@ -31,7 +31,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.plugin.api import Origin
 from recpipe.plugin.policy import IN_STORE, CachePolicy, RowIds
-from recpipe.tables.capabilities import Placed, Planned, ShowsRows
+from recpipe.tables.capabilities import Planned, SavesPlacement, ShowsRows
 from recpipe.tables.collection import RowCollection, TierFigures
 from recpipe.tables.rowtable import RowBags, looked_up
 from recpipe.tables.skipping import RowFilter
@@ -45,7 +45,7 @@ from recpipe.tables.tiers.slots import filter_slots, make_slots, put, take, view
 from recpipe.tables.tiers.store_thread import StoreThread, TierTimes
 
 
-class TieredEmbeddingBagCollection(RowCollection, Planned, Placed, ShowsRows):
+class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, ShowsRows):
     """TorchRec's ``EmbeddingBagCollection`` interface (KJT in, KeyedTensor out) over tiers.
 
     Args:
