@@ -29,7 +29,7 @@ from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
 from recpipe.tables.stores.sharded import HeldRows, ShardedStore
 from recpipe.tables.tiers.access_counts import group_rows, load_profile, table_bases
 from recpipe.tables.tiers.parts import TierParts
-from recpipe.tables.tiers.placement import Bags
+from recpipe.tables.tiers.placement import Bags, IndexBags
 from recpipe.tables.tiers.policies import HotSet, Lfu, Lru, distinct_slots, policy_bytes
 from recpipe.tables.tiers.popularity import top_rows
 from recpipe.tables.tiers.store_thread import TierTimes
@@ -50,6 +50,7 @@ __all__ = [
     "GivenBatches",
     "HeldRows",
     "HotSet",
+    "IndexBags",
     "Int8Rows",
     "IoCounters",
     "Lfu",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.kit import Bags, Batch, BulkStore, distinct, within
+from recpipe.kit import Batch, BulkStore, IndexBags, distinct, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.ahead import Ahead, slack
 from recpipe_bagpipe.oracle import OraclePlan, Rows, plan
@@ -28,7 +28,7 @@ class Lookahead(CachePolicy):
     def __init__(
         self,
         space: RowSpace,
-        lookups: Callable[[Any], Bags],
+        lookups: Callable[[Any], IndexBags],
         bulk: BulkStore,
         lookahead: int,
         cleanup: int,
@@ -70,7 +70,7 @@ class Lookahead(CachePolicy):
             return plan(lookups, self.lookahead, self.cleanup, 1, self.space.slots, **knobs)
 
         def rows(batch: Batch) -> tuple[Rows, ...]:
-            return (self.lookups(batch).rows,)
+            return (self.lookups(batch).indices,)
 
         self._ahead = Ahead(
             source, rows, planned, lambda made: made, slack(self.lookahead, self.cleanup, around)

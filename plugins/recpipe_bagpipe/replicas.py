@@ -105,7 +105,7 @@ class Replicas(RowCollection):
         """The rows that each trainer's share looks up."""
         bags = self._batch_lookups(batch)
         shares = self._ranks.shares(0, bags.batch_size)
-        return tuple(bags.permuted(np.arange(part.start, part.stop)).rows for part in shares)
+        return tuple(bags.permuted(np.arange(part.start, part.stop)).indices for part in shares)
 
     # -- a batch -----------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 
 from recpipe.model.config import ModelConfig
 from recpipe.tables.specs import TableSet
-from recpipe.tables.tiers.placement import Bags
+from recpipe.tables.tiers.placement import IndexBags
 
 FLOAT_BYTES = 4
 
@@ -47,13 +47,13 @@ class Lookups:
         return Lookups(self.samples, self.lookups + other.lookups, self.distinct_rows + other.distinct_rows)
 
 
-def count_lookups(batches: Sequence[Bags]) -> Lookups:
+def count_lookups(batches: Sequence[IndexBags]) -> Lookups:
     """Count real batches' lookups in one group of tables."""
     count = len(batches)
     return Lookups(
         sum(bags.batch_size for bags in batches) / count,
-        sum(len(bags.rows) for bags in batches) / count,
-        sum(len(np.unique(bags.rows)) for bags in batches) / count,
+        sum(len(bags.indices) for bags in batches) / count,
+        sum(len(np.unique(bags.indices)) for bags in batches) / count,
     )
 
 

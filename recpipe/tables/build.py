@@ -29,7 +29,7 @@ from recpipe.tables.stores.base import ColdStore, Fill, StoreLayout
 from recpipe.tables.stores.coded import Coding, MakeLocal, local_store
 from recpipe.tables.stores.sharded import HeldRows, ShardedStore
 from recpipe.tables.tiers.parts import TierParts
-from recpipe.tables.tiers.placement import Bags
+from recpipe.tables.tiers.placement import IndexBags
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tables.tiers.shared_rows import ReplicatedCollection
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
@@ -103,7 +103,7 @@ class _Tier:
     owner: GroupOwner
     several: bool
     """Whether there are more groups."""
-    lookups: Callable[[Any], Bags]
+    lookups: Callable[[Any], IndexBags]
     """A batch's lookups, as rows of the group."""
     bound: bool
     """Whether batches have its ids. Of ids that the model makes nothing can be planned: their rows stay in

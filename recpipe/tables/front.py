@@ -148,7 +148,7 @@ class Front(ABC, nn.Module):
         for number, (group, collection) in enumerate(zip(self.groups, self.collections, strict=True)):
             rows = _rows_of(collection, self.path)
             bags = table_bags(group.tables, features)
-            distinct, which = np.unique(bags.rows, return_inverse=True)
+            distinct, which = np.unique(bags.indices, return_inverse=True)
             records = rows.records_of(distinct)
             weights = records[:, : group.tables.dim].clone().requires_grad_()
             self._late.append(_Late(number, distinct, records, weights))

@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.checks import require_ids
 from recpipe.data.parts import Place, batch_size, find_ids, ids_at, in_order
 from recpipe.tables.groups import ModelTables
-from recpipe.tables.tiers.placement import Bags, table_bags
+from recpipe.tables.tiers.placement import Bags, IndexBags, table_bags
 
 GroupIds = tuple[KeyedJaggedTensor | None, ...]
 """A batch's ids, group by group, of the groups' features in their order; None where the model makes them."""
@@ -57,12 +57,12 @@ class Inputs:
         """Whether a batch has the ids of a group."""
         return bool(self.places[group])
 
-    def bags(self, batch: object, group: int) -> Bags:
+    def bags(self, batch: object, group: int) -> IndexBags:
         """A group's lookups, as rows of its table set; none where the model makes its ids."""
         ids = self.ids(batch, group)
         if ids is None:
             size = batch_size(batch)
-            return Bags(np.empty(0, np.int64), np.zeros(size + 1, np.int64), size)
+            return IndexBags(np.empty(0, np.int64), np.zeros(size + 1, np.int64), size)
         return table_bags(self.tables.groups[group].tables, ids)
 
     def require_ids(self, each: GroupIds) -> None:
@@ -74,11 +74,12 @@ class Inputs:
                 require_ids(ids, rows)
 
     def lookups(self, batch: object) -> Bags:
-        """All groups' lookups by the rows' numbers among all tables'; ``DataError`` on an unknown id."""
+        """All groups' lookups; ``DataError`` on an unknown id."""
         found = [self.bags(batch, group) for group in range(len(self.places))]
         if len(found) == 1:
-            return found[0]
-        rows = [bags.rows + base for bags, base in zip(found, self.tables.bases[:-1], strict=True)]
+            (only,) = found
+            return Bags(only.indices, only.offsets, only.batch_size)
+        rows = [bags.indices + base for bags, base in zip(found, self.tables.bases[:-1], strict=True)]
         counts = np.concatenate([np.diff(bags.offsets) for bags in found])
         offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
         return Bags(np.concatenate(rows), offsets, found[0].batch_size)

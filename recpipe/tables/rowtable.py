@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.tables.specs import TableOptimizer, TableSet
-from recpipe.tables.tiers.placement import Bags, table_bags
+from recpipe.tables.tiers.placement import IndexBags, table_bags
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class RowBags:
     """... and in the order of ``bag_of``."""
 
     @classmethod
-    def of(cls, bags: Bags) -> RowBags:
-        """From a batch's lookups; the rows are whatever numbers ``bags`` has."""
-        order = np.argsort(bags.rows, kind="stable")
-        ordered = bags.rows[order]
+    def of(cls, bags: IndexBags) -> RowBags:
+        """From a batch's lookups in one matrix of rows."""
+        order = np.argsort(bags.indices, kind="stable")
+        ordered = bags.indices[order]
         first = np.ones(len(ordered), bool)
         first[1:] = ordered[1:] != ordered[:-1]
         which = np.empty(len(ordered), np.int64)
@@ -91,7 +91,9 @@ def distinct(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return ordered[first]
 
 
-def looked_up(tables: TableSet, weights: torch.Tensor, which: NDArray[np.int64], bags: Bags) -> torch.Tensor:
+def looked_up(
+    tables: TableSet, weights: torch.Tensor, which: NDArray[np.int64], bags: IndexBags
+) -> torch.Tensor:
     """What lookups give where lookup i of ``bags`` finds row ``which[i]`` of float32 ``weights`` [U, D]."""
     at = torch.from_numpy(which).to(weights.device)
     if not tables.pooled:

@@ -24,7 +24,7 @@ from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.rowtable import RowBags
-from recpipe.tables.tiers.placement import Bags
+from recpipe.tables.tiers.placement import IndexBags
 
 RowsOf = Callable[[NDArray[np.int64], NDArray[np.int64]], RowIds]
 """Of the indices that a TBE looks up (int64 [L]), feature by feature so many (int64 [F]), the rows that they
@@ -142,7 +142,7 @@ class _Filtered:
         size = (len(starts) - 1) // self.features
         counts = np.diff(starts[np.arange(self.features + 1) * size])
         rows = self.rows_of(indices.cpu().numpy().astype(np.int64, copy=False), counts)
-        found = Bags(rows, starts, size, None if weights is None else weights.float().cpu().numpy())
+        found = IndexBags(rows, starts, size, None if weights is None else weights.float().cpu().numpy())
         return RowBags.of(found if self.pooled else found.apart())
 
 

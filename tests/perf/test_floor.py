@@ -20,7 +20,7 @@ from recpipe.perf.workload import (
     optimizer_work,
 )
 from recpipe.tables.specs import TableOptimizer, TableSet
-from recpipe.tables.tiers.placement import Bags, table_bags
+from recpipe.tables.tiers.placement import IndexBags, table_bags
 
 GIGA = 1e9
 TABLES = TableSet.one_each(
@@ -75,7 +75,7 @@ def test_cross_layers_are_counted() -> None:
 def test_lookups_and_distinct_rows_of_real_batches() -> None:
     """Equal ids of two features are two rows, since each has its own table."""
 
-    def batch(ids: list[int], lengths: list[int]) -> Bags:
+    def batch(ids: list[int], lengths: list[int]) -> IndexBags:
         lookups = KeyedJaggedTensor(["a", "b"], torch.tensor(ids), lengths=torch.tensor(lengths))
         return table_bags(TABLES, lookups)
 

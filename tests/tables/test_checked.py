@@ -10,7 +10,7 @@ import pytest
 from recpipe.plugin.api import Origin
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.policy import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
-from recpipe.tables.tiers.placement import Bags, TierPlanner
+from recpipe.tables.tiers.placement import IndexBags, TierPlanner
 
 ACME = Origin("acme", "recpipe-acme", "2.3.0")
 
@@ -36,8 +36,8 @@ class Places(CachePolicy):
         pass
 
 
-def bags(*rows: int) -> Bags:
-    return Bags(np.array(rows), np.arange(len(rows) + 1), len(rows))
+def bags(*rows: int) -> IndexBags:
+    return IndexBags(np.array(rows), np.arange(len(rows) + 1), len(rows))
 
 
 def placed(slots: list[int], rows: list[int], freed: list[int] | None = None) -> Placement:

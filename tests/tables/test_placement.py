@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recpipe.plugin.policy import CachePolicy, Placement, RowIds, RowSpace, Slots
-from recpipe.tables.tiers.placement import Bags, TierPlan, TierPlanner, reorder
+from recpipe.tables.tiers.placement import IndexBags, TierPlan, TierPlanner, reorder
 from tests.tables.samples import MAKERS
 
 BASES = np.array([0, 40, 400])
@@ -50,16 +50,16 @@ def planner_of(kind: str, carry: bool, slots: int = 50) -> TierPlanner:
     return TierPlanner(KINDS[kind](space), carry)
 
 
-def random_bags(rng: np.random.Generator, size: int, longest: int = 4) -> Bags:
+def random_bags(rng: np.random.Generator, size: int, longest: int = 4) -> IndexBags:
     """Bags of 0 to ``longest`` skewed rows, with repeats within a bag."""
     lengths = rng.integers(0, longest + 1, FEATURES * size)
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     feature = np.repeat(np.arange(FEATURES), lengths.reshape(FEATURES, size).sum(axis=1))
     rows = (rng.random(offsets[-1]) ** 3 * np.diff(BASES)[feature]).astype(np.int64) + BASES[feature]
-    return Bags(rows, offsets, size)
+    return IndexBags(rows, offsets, size)
 
 
-def batches(count: int = 40, seed: int = 2) -> list[Bags]:
+def batches(count: int = 40, seed: int = 2) -> list[IndexBags]:
     rng = np.random.default_rng(seed)
     return [
         random_bags(rng, int(rng.choice([1, 2, 17, 40])), int(rng.choice([0, 1, 4]))) for _ in range(count)
@@ -130,8 +130,8 @@ def looked_up(plan: TierPlan, places: Places, order: np.ndarray | None = None) -
     return found
 
 
-def expected(bags: Bags) -> list[list[int]]:
-    return [sorted(bags.rows[a:b].tolist()) for a, b in zip(bags.offsets, bags.offsets[1:], strict=False)]
+def expected(bags: IndexBags) -> list[list[int]]:
+    return [sorted(bags.indices[a:b].tolist()) for a, b in zip(bags.offsets, bags.offsets[1:], strict=False)]
 
 
 def assert_same_plan(left: TierPlan, right: TierPlan) -> None:
@@ -151,8 +151,8 @@ def test_every_row_is_in_exactly_one_place(kind: str, carry: bool) -> None:
         planner.commit()
         places.check(planner)
         assert looked_up(plan, places) == expected(bags)
-        assert len(plan.slab) <= len(np.unique(bags.rows))
-        assert not set(plan.slab.tolist()) - set(bags.rows.tolist()), "the slab holds rows nobody looks up"
+        assert len(plan.slab) <= len(np.unique(bags.indices))
+        assert not set(plan.slab.tolist()) - set(bags.indices.tolist()), "the slab holds rows nobody looks up"
         if not carry:
             still = residents & set(places.slots.tolist())
             assert not set(plan.fetch.tolist()) & still, "a resident row is fetched"
@@ -212,16 +212,16 @@ def test_permuted_bags(size: int, one_hot: bool) -> None:
     for _ in range(10):
         bags = random_bags(rng, size)
         if one_hot:
-            bags = Bags(np.arange(FEATURES * size), np.arange(FEATURES * size + 1), size)
+            bags = IndexBags(np.arange(FEATURES * size), np.arange(FEATURES * size + 1), size)
         order = rng.permutation(size)
         moved = bags.permuted(order)
         slow = [
-            bags.rows[bags.offsets[f * size + s] : bags.offsets[f * size + s + 1]].tolist()
+            bags.indices[bags.offsets[f * size + s] : bags.offsets[f * size + s + 1]].tolist()
             for f in range(FEATURES)
             for s in order
         ]
         assert [
-            moved.rows[a:b].tolist() for a, b in zip(moved.offsets, moved.offsets[1:], strict=False)
+            moved.indices[a:b].tolist() for a, b in zip(moved.offsets, moved.offsets[1:], strict=False)
         ] == slow
         assert moved.batch_size == size
 

@@ -55,7 +55,7 @@ def test_each_cold_row_moves_once_per_batch(tmp_path, policy, prefetch) -> None:
         assert len(np.unique(rows)) == len(rows), "a row moves twice"
     assert counted[0] == sum(map(len, spy.reads))
     assert collection.io.rows_written == sum(map(len, spy.writes)) >= counted[1]
-    distinct = [len(np.unique(collection.bags(batch).rows)) for batch in batches]
+    distinct = [len(np.unique(collection.bags(batch).indices)) for batch in batches]
     if policy == "nocache" and not prefetch:
         assert [len(rows) for rows in spy.reads] == distinct == [len(rows) for rows in spy.writes]
     if policy in ("nocache", "lru", "lfu"):
@@ -89,7 +89,7 @@ def test_a_restored_placement_continues_alike(tmp_path, policy) -> None:
     train(second, batches[12:])
     assert identical(dump(first), dump(second))
     np.testing.assert_array_equal(second.planner.row_of_slot, first.planner.row_of_slot)
-    slab = len(np.unique(first.bags(batches[11]).rows))
+    slab = len(np.unique(first.bags(batches[11]).indices))
     read = first.io.rows_read - before[0], second.io.rows_read - before[1]
     assert read[0] <= read[1] <= read[0] + slab, "only what the slab carried is fetched again"
     first.close()

@@ -101,7 +101,7 @@ def test_evaluation_and_reads_change_nothing_and_see_the_last_batch() -> None:
             share = share_of(BATCHES[after], trainer.ranks, rank)
             bags = table_bags(plan.tables, share.sparse)
             sums = torch.nn.functional.embedding_bag(
-                torch.from_numpy(bags.rows),
+                torch.from_numpy(bags.indices),
                 torch.from_numpy(records[:, :8].copy()),
                 torch.from_numpy(bags.offsets[:-1]),
                 mode="sum",

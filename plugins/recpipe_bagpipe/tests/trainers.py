@@ -109,7 +109,7 @@ def synchronous(plan: Plan, trainers: int) -> Bits:
     records = torch.from_numpy(np.concatenate([tables.fill(f.name, 0, f.rows) for f in plan.features]))
     weights = first_weights(plan)
     for batch in plan.batches * plan.epochs:
-        touched = np.unique(table_bags(tables, batch.sparse).rows)
+        touched = np.unique(table_bags(tables, batch.sparse).indices)
         dense, sparse = [], []
         for trainer in range(trainers):
             share = share_of(batch, ranks, trainer)

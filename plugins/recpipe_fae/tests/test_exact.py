@@ -58,7 +58,9 @@ def test_partition_order_and_no_cold_row_in_a_hot_phase(synthetic: Dataset, tmp_
     assert hot > 1, "nothing is tested without hot batches"
     assert cold > 1
     resident = run.order.prepared.hot_rows
-    is_hot = [bool(np.isin(table_bags(run.tables, batch.sparse).rows, resident).all()) for batch in run.seen]
+    is_hot = [
+        bool(np.isin(table_bags(run.tables, batch.sparse).indices, resident).all()) for batch in run.seen
+    ]
     assert sum(is_hot) == hot
     assert all(rows == 0 for rows, h in zip(run.cold_rows, is_hot, strict=True) if h)
     labels = np.concatenate([b.dense.numpy() for b in run.seen])

@@ -17,7 +17,7 @@ from recpipe.pipeline import step
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import StagedBatch, StepTimes
 from recpipe.tables.front import handing_out
-from recpipe.tables.tiers.placement import Bags
+from recpipe.tables.tiers.placement import IndexBags
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 STEPS = 60
@@ -117,11 +117,11 @@ def update_each_micro_batch(model: PlacedModel, staged: StagedBatch, times: Step
     (plan,), (front,) = staged.plan.planned, model.bound
     (tiers,) = model.embeddings.each(TieredEmbeddingBagCollection)
     tiers.arrive()
-    resident = Bags(plan.indices, plan.offsets, plan.batch_size)
+    resident = IndexBags(plan.indices, plan.offsets, plan.batch_size)
     low, total = 0, torch.zeros(())
     for high in staged.bounds:
         part = resident.permuted(torch.arange(low, high).numpy())
-        pooled = tiers.lookup_resident(replace(plan, indices=part.rows, offsets=part.offsets))
+        pooled = tiers.lookup_resident(replace(plan, indices=part.indices, offsets=part.offsets))
         if high > plan.cold_first and len(plan.slab):
             pooled = pooled + tiers.lookup_slab(plan)
         with handing_out({front: Pooled(pooled)}):

@@ -155,7 +155,7 @@ class Rig:
 
     def rows_of(self, batches: Sequence[Batch]) -> NDArray[np.int64]:
         """Distinct global rows that ``batches`` look up."""
-        return np.unique(np.concatenate([self.tiers.bags(batch.sparse).rows for batch in batches]))
+        return np.unique(np.concatenate([self.context.lookups(batch).rows for batch in batches]))
 
 
 def recorder(into: list[Batch]) -> Owned[Callable[[Batch], Batch]]:

@@ -103,7 +103,7 @@ def test_kept_and_dropped_are_a_partition_by_the_marks(name: str, runs: dict[str
     marks = marks_of(rig)
     dropped = hot_samples = 0
     for number, (read, kept) in enumerate(zip(rig.read, rig.kept, strict=True)):
-        hot, stale = classify(marks, rig.tiers.bags(read.sparse), None)
+        hot, stale = classify(marks, rig.context.lookups(read), None)
         names = np.array(identity(read))
         stays = names[~stale] if number >= marks.first else names
         assert identity(kept) == stays.tolist(), "kept inputs are those not stale, in their order"
@@ -183,7 +183,7 @@ def test_the_hot_set_of_its_own_holds_the_rows_looked_up_most(clicks: Dataset, t
     policy = rig.tiers.planner.policy
     assert isinstance(policy, HotSet)
     assert len(policy.target) == policy.space.slots == 51
-    looked_up = np.concatenate([rig.tiers.bags(batch.sparse).rows for batch in rig.read])
+    looked_up = np.concatenate([rig.context.lookups(batch).rows for batch in rig.read])
     counts = np.bincount(looked_up, minlength=policy.space.rows)
     best = np.sort(counts)[-51:].sum()
     assert counts[policy.target].sum() > 0.9 * best
@@ -236,7 +236,7 @@ def test_a_row_that_only_dropped_inputs_look_up_keeps_its_bits(
     first = marks_of(rig).first
     dropped_rows, kept_rows = [], []
     for read in rig.read[first:STEPS]:
-        bags = rig.tiers.bags(read.sparse)
+        bags = rig.context.lookups(read)
         _, stale = classify(marks_of(rig), bags, None)
         dropped_rows.append(bags.permuted(np.flatnonzero(stale)).rows)
         kept_rows.append(bags.permuted(np.flatnonzero(~stale)).rows)
@@ -332,9 +332,9 @@ def test_snapshots_frame_the_window(clicks: Dataset, tmp_path: Path) -> None:
     assert touches is not None
     np.testing.assert_array_equal(before.weights, records[11][before.rows])
     # ``touches`` was read last before the final batch of the window.
-    counted = np.concatenate([rig.tiers.bags(batch.sparse).rows for batch in rig.read[12:19]])
+    counted = np.concatenate([rig.context.lookups(batch).rows for batch in rig.read[12:19]])
     assert touches.tolist() == [int((counted == row).sum()) for row in before.rows]
-    everything = np.concatenate([counted, rig.tiers.bags(rig.read[19].sparse).rows])
+    everything = np.concatenate([counted, rig.context.lookups(rig.read[19]).rows])
     moved = np.abs(records[19][marks[0].rows] - records[11][marks[0].rows]).max(axis=1)
     threshold = np.float32(rig.slipstream.totals.threshold)
     expected = (moved < threshold) & np.isin(marks[0].rows, everything)

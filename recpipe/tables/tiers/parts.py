@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from recpipe.distributed.ranks import Ranks
     from recpipe.tables.specs import TableSet
     from recpipe.tables.stores.base import ColdStore
-    from recpipe.tables.tiers.placement import Bags
+    from recpipe.tables.tiers.placement import IndexBags
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TierParts:
     """Fetch what the next batch needs while this one trains."""
     ranks: Ranks
     """Who trains and who holds rows; one process is a group of one."""
-    lookups: Callable[[Any], Bags]
+    lookups: Callable[[Any], IndexBags]
     """A whole batch's lookups, as rows of ``tables``; ``DataError`` on an id of no row."""
     group: int = 0
     """Number of the group of tables (``Context.groups``)."""

@@ -91,27 +91,48 @@ class TierPlan:
 
 @dataclass
 class Bags:
-    """A batch's lookups as rows of a table set, int64 [L]; bag i is ``rows[offsets[i] : offsets[i + 1]]``."""
+    """A batch's lookups in all tables: bag i is ``rows[offsets[i] : offsets[i + 1]]``, feature-major."""
 
     rows: RowIds
+    """By their numbers among the rows of all tables, as ``Context.tables`` lists these: int64 [L]."""
     offsets: Offsets
+    """int64 [F * B + 1]."""
     batch_size: int
-    weights: Weights | None = None
-    """Of the lookups, float32 [L]; None: each counts once."""
-
-    def apart(self) -> Bags:
-        """The same lookups, each a bag of its own, of one feature."""
-        lookups = len(self.rows)
-        return Bags(self.rows, np.arange(lookups + 1), lookups)
 
     def permuted(self, order: NDArray[np.int64]) -> Bags:
         """The bags of the samples in ``order`` (int64 [n]), in that order."""
         places, offsets = places_of(self.offsets, self.batch_size, order)
+        return Bags(self.rows[places], offsets, len(order))
+
+
+@dataclass
+class IndexBags:
+    """A batch's lookups in one matrix of rows: bag i is ``indices[offsets[i] : offsets[i + 1]]``.
+
+    The matrix is that of one group of tables (``table_bags``), or of the slots or the slab of its tiers.
+    """
+
+    indices: NDArray[np.int64]
+    """Rows of the matrix, int64 [L]."""
+    offsets: Offsets
+    """Feature-major, int64 [F * B + 1]."""
+    batch_size: int
+    weights: Weights | None = None
+    """Of the lookups, float32 [L]; None: each counts once."""
+
+    def apart(self) -> IndexBags:
+        """The same lookups, each a bag of its own, of one feature."""
+        lookups = len(self.indices)
+        return IndexBags(self.indices, np.arange(lookups + 1), lookups)
+
+    def permuted(self, order: NDArray[np.int64]) -> IndexBags:
+        """The bags of the samples in ``order`` (int64 [n]), in that order."""
+        places, offsets = places_of(self.offsets, self.batch_size, order)
         weights = None if self.weights is None else self.weights[places]
-        return Bags(self.rows[places], offsets, len(order), weights)
+        return IndexBags(self.indices[places], offsets, len(order), weights)
 
 
-def table_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> Bags:
+def table_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> IndexBags:
     """The batch's lookups as rows of the set; features in the tables' order, whatever that of ``sparse``."""
     sparse = in_order(sparse, tables.features)
     values = sparse.values().cpu().numpy()
@@ -119,7 +140,7 @@ def table_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> Bags:
     size = sparse.stride()
     counts = np.diff(offsets[np.arange(len(tables.features) + 1) * size])
     weights = sparse.weights().float().cpu().numpy() if tables.weighted else None
-    return Bags(checked_rows(tables, values, counts), offsets, size, weights)
+    return IndexBags(checked_rows(tables, values, counts), offsets, size, weights)
 
 
 def checked_rows(tables: TableSet, ids: RowIds, counts: RowIds) -> RowIds:
@@ -160,23 +181,23 @@ class TierPlanner:
         self.slab_rows: RowIds = np.empty(0, np.int64)
         self.decided: Decision | None = None
         """For a batch that was taken back."""
-        self._pending: tuple[TierPlan, RowIds, Bags, Decision] | None = None
+        self._pending: tuple[TierPlan, RowIds, IndexBags, Decision] | None = None
 
-    def plan(self, bags: Bags) -> TierPlan:
+    def plan(self, bags: IndexBags) -> TierPlan:
         """Decide for one batch; ``commit`` must follow before the next ``plan``."""
         assert self._pending is None, "the last plan has not been carried out"
         known, self.decided = self.decided, None
-        if known is not None and not known.is_of(bags.rows):
+        if known is not None and not known.is_of(bags.indices):
             known = None
         residents, before = self.space.residents, self.slab_rows
-        moved = self.asked.migrate(bags.rows) if known is None else known.moved
+        moved = self.asked.migrate(bags.indices) if known is None else known.moved
         emptied = residents.empty(moved.freed)
         dropped = residents.put(moved.slots, moved.rows)
-        where = self.where[bags.rows]
+        where = self.where[bags.indices]
         missing = np.flatnonzero(where < 0)
-        misses, which = self._distinct(bags.rows[missing])
+        misses, which = self._distinct(bags.indices[missing])
         hits = where[where >= 0]
-        admitted = self.asked.admit(hits, misses, bags.rows) if known is None else known.admitted
+        admitted = self.asked.admit(hits, misses, bags.indices) if known is None else known.admitted
         emptied = np.concatenate((emptied, residents.empty(admitted.freed)))
         evicted = np.concatenate((dropped, residents.put(admitted.slots, admitted.rows), emptied))
         slots = np.concatenate((moved.slots, admitted.slots))
@@ -189,7 +210,7 @@ class TierPlanner:
         self.slab_rows = slab
         where[missing] = self.where[misses][which]
         plan = self._lookups(bags, where, slots, placed, vacated, evicted, slab, carried_from)
-        self._pending = (plan, before, bags, known or Decision(moved, admitted, bags.rows))
+        self._pending = (plan, before, bags, known or Decision(moved, admitted, bags.indices))
         return plan
 
     def commit(self) -> None:
@@ -234,7 +255,7 @@ class TierPlanner:
 
     def _lookups(
         self,
-        bags: Bags,
+        bags: IndexBags,
         where: Slots,
         slots: Slots,
         placed: RowIds,
@@ -269,7 +290,7 @@ class TierPlanner:
             bags=None if self.pooled else bags.offsets,
         )
 
-    def undo(self) -> Bags | None:
+    def undo(self) -> IndexBags | None:
         """Take back a plan that has not been carried out: the map then shows where rows really are.
 
         Returns the bags to plan again later (the same plan comes out), or None when nothing was planned. The
@@ -311,12 +332,12 @@ def reorder(plan: TierPlan, order: NDArray[np.int64], cold_first: int) -> TierPl
     if plan.bags is not None:  # of each id
         size = int(plan.bags[-1])
         order, plan.bags = places_of(plan.bags, len(plan.needs_cold), order)
-    resident = Bags(plan.indices, plan.offsets, size, plan.weights).permuted(order)
-    slab = Bags(plan.slab_indices, plan.slab_offsets, size, plan.slab_weights).permuted(order)
-    plan.indices, plan.offsets, plan.weights = resident.rows, resident.offsets, resident.weights
-    plan.slab_indices, plan.slab_offsets, plan.slab_weights = slab.rows, slab.offsets, slab.weights
+    resident = IndexBags(plan.indices, plan.offsets, size, plan.weights).permuted(order)
+    slab = IndexBags(plan.slab_indices, plan.slab_offsets, size, plan.slab_weights).permuted(order)
+    plan.indices, plan.offsets, plan.weights = resident.indices, resident.offsets, resident.weights
+    plan.slab_indices, plan.slab_offsets, plan.slab_weights = slab.indices, slab.offsets, slab.weights
     if plan.bags is None:
         features = (len(slab.offsets) - 1) // max(1, len(order))
         starts = slab.offsets[:-1].reshape(features, len(order))[:, cold_first:].ravel()
-        plan.slab_offsets = np.append(starts, len(slab.rows))
+        plan.slab_offsets = np.append(starts, len(slab.indices))
     return plan

@@ -21,7 +21,7 @@ from recpipe.plugin.policy import RowIds
 from recpipe.tables.collection import AllResident
 from recpipe.tables.rowtable import RowBags, distinct, row_bags, updated
 from recpipe.tables.specs import Region, TableSet, Values, to_numpy
-from recpipe.tables.tiers.placement import Bags, TierPlan, reorder
+from recpipe.tables.tiers.placement import IndexBags, TierPlan, reorder
 
 if TYPE_CHECKING:
     from recpipe.tables.skipping import RowFilter
@@ -50,8 +50,8 @@ def share(plan: TierPlan, samples: NDArray[np.int64], cold_first: int) -> TierPl
     if plan.bags is not None:  # a bag for each id
         size = cold = int(plan.bags[-1])
     plan.shared = SharedLookups(
-        (RowBags.of(Bags(plan.indices, plan.offsets, size, plan.weights)), touched),
-        (RowBags.of(Bags(plan.slab_indices, plan.slab_offsets, cold, plan.slab_weights)), slab),
+        (RowBags.of(IndexBags(plan.indices, plan.offsets, size, plan.weights)), touched),
+        (RowBags.of(IndexBags(plan.slab_indices, plan.slab_offsets, cold, plan.slab_weights)), slab),
     )
     return plan
 

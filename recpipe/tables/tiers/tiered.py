@@ -39,7 +39,7 @@ from recpipe.tables.specs import Region, TableSet, Values
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records
 from recpipe.tables.tiers import saved_placement
 from recpipe.tables.tiers.occupied import Occupied
-from recpipe.tables.tiers.placement import Bags, TierPlan, TierPlanner, Weights, table_bags
+from recpipe.tables.tiers.placement import IndexBags, TierPlan, TierPlanner, Weights, table_bags
 from recpipe.tables.tiers.policies import policy_bytes
 from recpipe.tables.tiers.slots import filter_slots, make_slots, put, take, views
 from recpipe.tables.tiers.store_thread import StoreThread, TierTimes
@@ -95,7 +95,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
 
     # -- the four calls ----------------------------------------------------------------------
 
-    def bags(self, sparse: KeyedJaggedTensor) -> Bags:
+    def bags(self, sparse: KeyedJaggedTensor) -> IndexBags:
         """The batch's lookups as rows; features in the tables' order, whatever that of ``sparse``."""
         return table_bags(self.tables, sparse)
 
@@ -247,7 +247,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
     def read_now(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Rows as they are now, without gradient, as ``lookup`` gives them; for evaluation."""
         bags = self.bags(sparse)
-        distinct, which = np.unique(bags.rows, return_inverse=True)
+        distinct, which = np.unique(bags.indices, return_inverse=True)
         weights = self.records_of(distinct)[:, : self.tables.dim]
         return looked_up(self.tables, weights, which, bags)
 
