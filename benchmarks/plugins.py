@@ -1,9 +1,9 @@
 """Every plugin against nocache, lru and lfu on the same budget: generated clicks and Criteo, by store.
 
-    python benchmarks/plugins.py [--criteo FILE] [--stores ssd sharded emulated] [--rows ROW ...]
+    python benchmarks/plugins.py [--criteo FILE] [--stores ssd holders emulated] [--rows ROW ...]
 
 For each data set and store one ``task=compare``: runs interleaved, each in processes of its own, 10% of
-the bytes resident. ``ssd`` is one process over files; ``sharded`` a trainer and a process that holds the
+the bytes resident. ``ssd`` is one process over files; ``holders`` a trainer and a process that holds the
 rows on the SSD; ``emulated`` the same with 100 us a message and 10 Gbit/s between them. The large set has
 20 million rows of tables; Criteo's file is repeated (as epochs) to 500,000 samples or more.
 
@@ -39,7 +39,7 @@ ROWS = [
 ]
 STORES = {
     "ssd": ["tiers=ssd"],
-    "sharded": ["tiers=ssd", "compare.ranks=2", "topology.embedding_ranks=[1]"],
+    "holders": ["tiers=ssd", "compare.ranks=2", "topology.embedding_ranks=[1]"],
     "emulated": [
         "tiers=ssd", "compare.ranks=2", "topology.embedding_ranks=[1]",
         "tiers.emulate.latency_us=100", "tiers.emulate.gbit_per_s=10",

@@ -26,7 +26,7 @@ from recpipe.tables.specs import Region, TableOptimizer, TableSet, Values
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records, StoreLayout
 from recpipe.tables.stores.bulk import BulkStore
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
-from recpipe.tables.stores.sharded import HeldRows, ShardedStore
+from recpipe.tables.stores.holders import HeldRows, HoldersStore
 from recpipe.tables.tiers.access_counts import group_rows, load_profile, table_bases
 from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.placement import Bags, IndexBags
@@ -49,6 +49,7 @@ __all__ = [
     "Fp16Rows",
     "GivenBatches",
     "HeldRows",
+    "HoldersStore",
     "HotSet",
     "IndexBags",
     "Int8Rows",
@@ -68,7 +69,6 @@ __all__ = [
     "RowView",
     "SamplesConfig",
     "Schema",
-    "ShardedStore",
     "SparseFeature",
     "StoreLayout",
     "TableCollection",

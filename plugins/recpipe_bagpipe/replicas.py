@@ -16,10 +16,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.kit import (
     Batch,
     Channel,
+    HoldersStore,
     Region,
     RowBags,
     RowCollection,
-    ShardedStore,
     TierFigures,
     TierParts,
     TierTimes,
@@ -288,7 +288,7 @@ def replicas(
             f"trainer.device={parts.device}: bagpipe over several trainers keeps its replicas in host "
             "memory; use trainer.device=cpu"
         )
-    assert isinstance(parts.store, ShardedStore), "several trainers share one store"
+    assert isinstance(parts.store, HoldersStore), "several trainers share one store"
 
     def oracle(stream: Iterator[Lookups]) -> Iterator[OraclePlan]:
         return plan(

@@ -16,7 +16,7 @@ from recpipe_bagpipe.worker import Worker
 
 
 class RoundStore(Protocol):
-    """What ``ShardedStore`` offers: rounds that every trainer enters, writes of all before reads of all."""
+    """What ``HoldersStore`` offers: rounds that every trainer enters, writes of all before reads of all."""
 
     layout: StoreLayout
     io: IoCounters

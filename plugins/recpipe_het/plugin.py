@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from recpipe.kit import HeldRows, Lfu, Lru, ShardedStore, TableCollection, TierParts
+from recpipe.kit import HeldRows, HoldersStore, Lfu, Lru, TableCollection, TierParts
 from recpipe.plugin import (
     Cache,
     CachePolicy,
@@ -82,7 +82,7 @@ class CachedTables(Cache):
         bounds = Bounds(layout.bases, updates)
         rounds = Rounds(parts.tables, parts.store, parts.ranks, bounds)
         if not parts.ranks.trains:
-            assert isinstance(parts.store, ShardedStore), "a rank that only holds rows holds a part"
+            assert isinstance(parts.store, HoldersStore), "a rank that only holds rows holds a part"
             return ServedRows(parts.store, rounds)
         space = RowSpace(layout.bases, min(parts.slots, layout.total_rows), parts.group)
         lines = Lines(
@@ -95,7 +95,7 @@ class CachedTables(Cache):
 class ServedRows(HeldRows):
     """A rank that holds rows and does not train."""
 
-    def __init__(self, store: ShardedStore, rounds: Rounds) -> None:
+    def __init__(self, store: HoldersStore, rounds: Rounds) -> None:
         super().__init__(store)
         self.rounds = rounds
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import ColdStore, Ranks, ShardedStore, TableSet
+from recpipe.kit import ColdStore, HoldersStore, Ranks, TableSet
 from recpipe_het.bounds import Bounds
 from recpipe_het.holder import Holder
 from recpipe_het.messages import Check, Floats, Push, Reply, Rows
@@ -47,7 +47,7 @@ class Rounds:
         """Updates that this rank's trainer has made; the others learn it in the next round."""
         self.totals = Totals()
         self.holder: Holder | None = None
-        local = store.local if isinstance(store, ShardedStore) else store
+        local = store.local if isinstance(store, HoldersStore) else store
         if local is not None:
             part = bounds.part(ranks.holders.index(ranks.rank), len(ranks.holders))
             self.holder = Holder(local, tables.optimizer, tables.dim, part)
@@ -113,7 +113,7 @@ class Rounds:
     def _by_holder(self, items: Items) -> list[Rows]:
         """Positions of the items that go to each rank; from here on their rows are numbered as there."""
         parts: list[Rows] = [NONE] * self.channel.size
-        if not isinstance(self.store, ShardedStore):
+        if not isinstance(self.store, HoldersStore):
             parts[0] = np.arange(len(items))
             return parts
         rows = items["row"].copy()

@@ -181,7 +181,7 @@ def active_plugins(recipe: DictConfig) -> dict[str, dict[str, Any]]:
     node = recipe.get("plugins")
     if node is not None and not isinstance(node, DictConfig):
         raise UserError(
-            f"plugins={node}: must map plugin names to their knobs; switch one on with +plugin=NAME"
+            f"plugins={shown(node)}: must map plugin names to their knobs; switch one on with +plugin=NAME"
         )
     plain = OmegaConf.to_container(node or OmegaConf.create({}), resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
@@ -192,7 +192,7 @@ def _knobs(name: str, knobs: Any) -> dict[str, Any]:
     if knobs is None:
         return {}
     if not isinstance(knobs, dict):
-        raise UserError(f"plugins.{name}={knobs}: must map the plugin's knobs to values")
+        raise UserError(f"plugins.{shown(name)}={shown(knobs)}: must map the plugin's knobs to values")
     return {str(k): v for k, v in knobs.items()}
 
 

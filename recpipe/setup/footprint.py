@@ -14,7 +14,7 @@ from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks
 from recpipe.model.config import ModelConfig
-from recpipe.tables.config import SHARDED
+from recpipe.tables.config import HOLDERS
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import NOCACHE, RESIDENT
 
@@ -90,7 +90,7 @@ def _tables(
     tiered = described["tiers"]["cold_bytes"]
     if not tiered:
         return {"tables": resident}, {}
-    kept = cfg.tiers.holder_store if cfg.tiers.store == SHARDED else cfg.tiers.store
+    kept = cfg.tiers.holder_store if cfg.tiers.store == HOLDERS else cfg.tiers.store
     cold = tiered // len(ranks.holders) if kept == "host" and ranks.holds else 0
     cache = described["tiers"]["resident_bytes"] if ranks.trains else 0
     return {"cache": cache}, {"tables": cold}

@@ -17,7 +17,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.policy import RowSpace
 from recpipe.tables.collection import TableCollection
-from recpipe.tables.config import SHARDED, TierConfig
+from recpipe.tables.config import HOLDERS, TierConfig
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import Group
 from recpipe.tables.inputs import Inputs
@@ -27,7 +27,7 @@ from recpipe.tables.specs import TableSet
 from recpipe.tables.stores import SsdStore, make_store
 from recpipe.tables.stores.base import ColdStore, Fill, StoreLayout
 from recpipe.tables.stores.coded import Coding, MakeLocal, local_store
-from recpipe.tables.stores.sharded import HeldRows, ShardedStore
+from recpipe.tables.stores.holders import HeldRows, HoldersStore
 from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.placement import IndexBags
 from recpipe.tables.tiers.policies import POLICIES
@@ -136,7 +136,7 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
                 )
             return own
     if not ranks.trains:
-        assert isinstance(store, ShardedStore)
+        assert isinstance(store, HoldersStore)
         return HeldRows(store)
     policy = POLICIES[name](space) if cache is None else cache.part.policy(space)
     brought = None if cache is None else cache.origin
@@ -157,7 +157,7 @@ def no_row(tables: TableSet, place: Place, several: bool) -> UserError:
 def _store(tier: _Tier, place: Place) -> ColdStore:
     """The cold store; over the ranks where there are several, whatever each keeps its part in."""
     tables, config, ranks = tier.group.tables, place.config, place.ranks
-    kind = config.holder_store if config.store == SHARDED else config.store
+    kind = config.holder_store if config.store == HOLDERS else config.store
     top: Path = config.directory(place.run_dir.path)
     if ranks.world > 1:
         top /= f"rank-{ranks.rank}"
@@ -166,8 +166,8 @@ def _store(tier: _Tier, place: Place) -> ColdStore:
 
     local = opens_store(place, kind, top, staging_bytes(place.batch_size * len(tables.features)))
     coding = None if tables.codec is None else Coding(tables.codec)
-    if config.store == SHARDED or ranks.world > 1:
-        return ShardedStore(tables.layout, tables.fill, ranks, local, coding)
+    if config.store == HOLDERS or ranks.world > 1:
+        return HoldersStore(tables.layout, tables.fill, ranks, local, coding)
     return local_store(tables.layout, tables.fill, coding, local)
 
 

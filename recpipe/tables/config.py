@@ -17,8 +17,8 @@ from recpipe.tables.sharding.planning import KERNELS
 from recpipe.tables.stores import KINDS
 from recpipe.tables.tiers.policies import POLICIES
 
-SHARDED = "sharded"
-"""``tiers.store`` of rows partitioned over ranks."""
+HOLDERS = "holders"
+"""``tiers.store`` of rows partitioned over the ranks that hold rows."""
 SCRATCH = "tiers"
 """Where a run's ssd store lies in the run directory when nobody has named a place; it goes with the run."""
 
@@ -29,12 +29,17 @@ def _tbes(value: int | str) -> int | str:
     return value
 
 
+def _renamed(store: str) -> str:
+    """Earlier versions called rows on holders ``sharded``, as tables are that TorchRec's planner has cut."""
+    return HOLDERS if store == "sharded" else store
+
+
 @dataclass(frozen=True)
 class TierConfig:
     """``conf/tiers``: where rows live. ``resident_bytes`` counts weights and optimizer state."""
 
     policy: Annotated[str, one_of("resident", *POLICIES)]
-    store: Annotated[str, one_of(*KINDS, SHARDED)]
+    store: Annotated[str, AfterValidator(_renamed), one_of(*KINDS, HOLDERS)]
     resident_bytes: int | float | str
     dir: FilePath | None
     prefetch: bool
@@ -55,9 +60,9 @@ class TierConfig:
 
     def described_store(self, ranks: Ranks) -> str:
         """The cold store in words: its kind and, over ranks, what each holder keeps its part in."""
-        if self.store != SHARDED and ranks.world == 1:
+        if self.store != HOLDERS and ranks.world == 1:
             return self.store
-        return f"sharded ({self.holder_store if self.store == SHARDED else self.store})"
+        return f"{HOLDERS} ({self.holder_store if self.store == HOLDERS else self.store})"
 
     def directory(self, run_dir: Path) -> Path:
         """Where ssd stores go: of several ranks each in a ``rank-N`` of its own there."""

@@ -15,7 +15,7 @@ from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.policy import Cache
-from recpipe.tables.config import SHARDED, TierConfig
+from recpipe.tables.config import HOLDERS, TierConfig
 from recpipe.tables.groups import ModelTables
 
 RESIDENT, NOCACHE = "resident", "nocache"
@@ -104,8 +104,8 @@ def _check_sharding(config: TierConfig, assembly: Assembly, owners: Sequence[Gro
                 "tables (by_shards is not set), and no rank has them. Drop one of the two, or keep the "
                 "shards' rows by tiers.policy=lru or lfu"
             )
-    if tiered and (config.store == SHARDED or config.kernel != "fused"):
-        key = "store" if config.store == SHARDED else "kernel"
+    if tiered and (config.store == HOLDERS or config.kernel != "fused"):
+        key = "store" if config.store == HOLDERS else "kernel"
         raise UserError(
             f"tiers.{key}={getattr(config, key)} is another way to keep rows than tiers of shards under "
             f"{owner_names(tiered)}: use tiers.{key}={'host or ssd' if key == 'store' else 'fused'}"

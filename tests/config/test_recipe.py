@@ -20,6 +20,7 @@ from recpipe import cli
 from recpipe.config import compose as config
 from recpipe.config.compose import check, check_overrides, choices, compose, readable_errors
 from recpipe.config.recipe import Recipe
+from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.training.optim import try_out
 
@@ -30,7 +31,7 @@ BASES: tuple[tuple[str, ...], ...] = (
     ("model=dlrm_dcn", "optim=adagrad", "tiers=ssd"),
     ("data=criteo", "data.path=rows.tsv", "+plugin=hotline", "optim=sgd"),
     ("data=parquet", "data.path=rows.parquet", "data.label=click", "data.sparse=[user]"),
-    ("task=plan", "tiers=sharded"),
+    ("task=plan", "tiers=holders"),
     ("task=profile",),
     ("task=compare",),
 )
@@ -64,6 +65,13 @@ def random_override(rng: random.Random, known: Sequence[str], groups: Sequence[s
     if kind < 0.25:
         return f"{key[:-1]}={value}"
     return f"{'++' if kind < 0.4 else ''}{key}={value}"
+
+
+@pytest.mark.parametrize("words", ["tiers=sharded", "tiers.store=sharded"])
+def test_rows_on_holders_by_the_name_that_they_had(words: str) -> None:
+    before, now = (Recipe.of(compose([*TINY, word])).tiers for word in (words, "tiers=holders"))
+    assert before == now
+    assert now.described_store(Ranks()) == "holders (host)"
 
 
 def one_line(error: UserError) -> None:

@@ -117,7 +117,7 @@ def test_a_trainer_and_a_holder_are_bitwise_one_process(tmp_path) -> None:
     assert difference(tmp_path / "one", tmp_path / "two") == 0
     assert report["ranks"]["emulate"] == {"latency_us": 50, "gbit_per_s": 10}
     assert (report["ranks"]["trainers"], report["ranks"]["holders"]) == ([0], [1])
-    assert report["io"]["store"] == "sharded (host)"
+    assert report["io"]["store"] == "holders (host)"
 
 
 @pytest.mark.slow

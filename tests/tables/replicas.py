@@ -13,8 +13,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.select import select
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.policy import RowSpace
+from recpipe.tables.stores.holders import HoldersStore
 from recpipe.tables.stores.host import HostStore
-from recpipe.tables.stores.sharded import ShardedStore
 from recpipe.tables.tiers.shared_rows import ReplicatedCollection, share
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.ranks import joined
@@ -56,7 +56,7 @@ def collection_of(case: Case, ranks: Ranks) -> ReplicatedCollection | TieredEmbe
         return ReplicatedCollection(tables, CPU, trainers)
     slots = 0 if case.policy == "nocache" else SLOTS
     policy = MAKERS[case.policy](RowSpace(tables.layout.bases, slots))
-    store = ShardedStore(tables.layout, tables.fill, ranks, HostStore)
+    store = HoldersStore(tables.layout, tables.fill, ranks, HostStore)
     return TieredEmbeddingBagCollection(tables, policy, store, CPU, True, ranks, trainers)
 
 

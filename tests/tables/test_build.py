@@ -94,7 +94,7 @@ def test_a_cache_of_whole_tables_and_shards_are_refused(
 
 
 def test_tiers_of_shards_have_one_place_for_cold_rows() -> None:
-    for key, value in (("store", "sharded"), ("kernel", "uvm")):
+    for key, value in (("store", "holders"), ("kernel", "uvm")):
         config = replace(TIERS, sharded=True, policy="lru", **{key: value})
         with pytest.raises(UserError, match=f"tiers.{key}={value} is another way to keep rows than tiers of"):
             group_owners(config, NOTHING, TABLES)

@@ -26,8 +26,8 @@ from recpipe.distributed.ranks import Channel, Emulation, PeerLost, Ranks
 from recpipe.tables.rowtable import RowBags, updated
 from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.stores.base import IoCounters
+from recpipe.tables.stores.holders import HoldersStore
 from recpipe.tables.stores.host import HostStore
-from recpipe.tables.stores.sharded import ShardedStore
 from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.placement import table_bags
 from tests.placing import inputs_of
@@ -245,7 +245,7 @@ class ThreadChannel(Channel):
 
 
 class ThreadStore:
-    """The store of all threads: rounds as ``ShardedStore`` has them, on one matrix."""
+    """The store of all threads: rounds as ``HoldersStore`` has them, on one matrix."""
 
     direct: bool | None = None
 
@@ -326,7 +326,7 @@ def process(
         for number, plan in enumerate(plans):
             ranks = Ranks(rank, world, trainers, holders)
             now, later, sums = (ranks.channel(trainers) for _ in range(3))
-            store = ShardedStore(plan.tables.layout, plan.tables.fill, ranks, HostStore)
+            store = HoldersStore(plan.tables.layout, plan.tables.fill, ranks, HostStore)
             if not ranks.trains:
                 store.serve()
                 continue
@@ -340,7 +340,7 @@ def leaves(rank: int, world: int, folder: str, leaver: int) -> None:
     with joined(rank, world, str(Path(folder) / "meet")):
         ranks = Ranks(rank, world, (0, 1), (2,))
         now, later, sums = (ranks.channel((0, 1)) for _ in range(3))
-        store = ShardedStore(plan.tables.layout, plan.tables.fill, ranks, HostStore)
+        store = HoldersStore(plan.tables.layout, plan.tables.fill, ranks, HostStore)
         rounds = []
         one_round = store._round
 

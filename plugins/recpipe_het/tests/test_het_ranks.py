@@ -46,7 +46,7 @@ def test_a_trainer_and_a_holder_are_bitwise_one_process(bound: int, tmp_path: Pa
     assert report["plugins"]["het"] == expected["plugins"]["het"]
     assert report["plugins"]["het"]["updates_applied"] == report["plugins"]["het"]["version_checks"]
     assert (report["ranks"]["trainers"], report["ranks"]["holders"]) == ([0], [1])
-    assert report["io"]["store"] == "sharded (ssd)"
+    assert report["io"]["store"] == "holders (ssd)"
 
 
 @pytest.mark.slow

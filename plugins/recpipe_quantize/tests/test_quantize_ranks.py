@@ -20,7 +20,7 @@ def test_a_trainer_and_a_holder_are_bitwise_one_process(tmp_path: Path) -> None:
     expected = alone(tmp_path / "one", *recipe)
     report = together(tmp_path / "two", 2, *recipe, "topology.embedding_ranks=[1]")
     assert difference(tmp_path / "one", tmp_path / "two") == 0
-    assert report["io"]["store"] == "sharded (ssd)"
+    assert report["io"]["store"] == "holders (ssd)"
     assert report["io"]["rows_read"] == expected["io"]["rows_read"]
     assert report["io"]["bytes_read"] == report["io"]["rows_read"] * RECORD
 

@@ -9,8 +9,8 @@ import pytest
 
 from recpipe.distributed.ranks import Ranks
 from recpipe.tables.stores.base import Records, StoreLayout
+from recpipe.tables.stores.holders import HoldersStore, part_fill, part_layout
 from recpipe.tables.stores.host import HostStore
-from recpipe.tables.stores.sharded import ShardedStore, part_fill, part_layout
 from tests.processes import start_ranks
 from tests.ranks import joined
 
@@ -37,7 +37,7 @@ def test_the_parts_are_a_partition_of_the_rows(holders: int) -> None:
 
 
 def test_one_process_is_a_group_of_one() -> None:
-    store = ShardedStore(LAYOUT, fill, Ranks(), HostStore)
+    store = HoldersStore(LAYOUT, fill, Ranks(), HostStore)
     rows = np.array([84, 3, 50])
     out = np.empty((3, 5), np.float32)
     store.gather(rows, out)
@@ -53,7 +53,7 @@ def _trainer(
 ) -> None:
     with joined(rank, world, meeting) as _:
         ranks = Ranks(rank, world, trainers, holders)
-        store = ShardedStore(LAYOUT, fill, ranks, HostStore)
+        store = HoldersStore(LAYOUT, fill, ranks, HostStore)
         if not ranks.trains:
             store.serve()
             return

@@ -25,7 +25,7 @@ TABLE = "rows"
 """Name of the one table of a holder's part."""
 
 
-class ShardedStore(ColdStore):
+class HoldersStore(ColdStore):
     """Records on the holders. Every trainer makes the same sequence of calls, each with its own rows.
 
     A row is written by one trainer in a round. Ranks that hold rows and do not train call ``serve``.
@@ -183,7 +183,7 @@ class ShardedStore(ColdStore):
 class HeldRows(TableCollection):
     """The tables of a rank that holds rows and does not train: ``serve`` is all it does."""
 
-    def __init__(self, store: ShardedStore) -> None:
+    def __init__(self, store: HoldersStore) -> None:
         super().__init__()
         self.store = store
 
