@@ -73,17 +73,19 @@ def parts(model: nn.Module) -> set[str]:
     inside: set[nn.Module] = set()
     for module in model.modules():
         if is_plain(module, InteractionArch):
-            found |= {names.dot(module.F, dim) for dim in dims}  # type: ignore[arg-type]
+            found |= {names.dot_signature(module.F, dim) for dim in dims}  # type: ignore[arg-type]
         elif is_plain(module, LowRankCrossNet):
             rank, width = module.V_kernels[0].shape  # type: ignore[index]
-            found.add(names.cross(width, rank, len(module.V_kernels)))  # type: ignore[arg-type]
+            found.add(names.cross_signature(width, rank, len(module.V_kernels)))  # type: ignore[arg-type]
         elif any(is_plain(module, kind) for kind in CHAINS):
             for layers in (step for step in steps(module) if isinstance(step, list)):
                 linear = [layer.linear for layer in layers]
                 if not inside.issuperset(linear):
                     inside.update(linear)
-                    found.add(names.chain(signature(layers)))
-                    found |= {names.linear(layer.in_features, layer.out_features) for layer in linear}
+                    found.add(names.chain_signature(signature(layers)))
+                    found |= {
+                        names.linear_signature(layer.in_features, layer.out_features) for layer in linear
+                    }
     return found
 
 

@@ -33,7 +33,7 @@ class Chooser:
 
     def onednn(self, inputs: int, outputs: int, samples: int) -> bool:
         """Whether a linear layer of these widths goes to oneDNN's own operator at so many samples."""
-        return self._faster(linear(inputs, outputs), samples) == "onednn"
+        return self._faster(linear_signature(inputs, outputs), samples) == "onednn"
 
     def pays(self, part: str, samples: int) -> bool:
         """Whether to take the back end's way through a part with this signature."""
@@ -56,21 +56,21 @@ class Chooser:
         return measured[min(measured, key=lambda size: (abs(log(int(size) / samples)), int(size)))]
 
 
-def linear(inputs: int, outputs: int) -> str:
+def linear_signature(inputs: int, outputs: int) -> str:
     """The signature of a linear layer."""
     return f"linear {inputs}-{outputs}"
 
 
-def chain(sizes: str) -> str:
+def chain_signature(sizes: str) -> str:
     """The signature of a chain with these sizes, as ``recpipe.backend.chain.signature`` writes them."""
     return f"chain {sizes}"
 
 
-def dot(features: int, dim: int) -> str:
+def dot_signature(features: int, dim: int) -> str:
     """The signature of TorchRec's ``InteractionArch`` of so many features beside the dense vector."""
     return f"dot {features}x{dim}"
 
 
-def cross(width: int, rank: int, layers: int) -> str:
+def cross_signature(width: int, rank: int, layers: int) -> str:
     """The signature of TorchRec's ``LowRankCrossNet``."""
     return f"cross {width}-{rank} x{layers}"

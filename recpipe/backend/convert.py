@@ -137,7 +137,7 @@ def _pays(step: Any, x: Any, chooser: Chooser, dtype: torch.dtype) -> bool:
         type(w) not in _PLAIN_TENSORS or w.dtype != torch.float32 or w.device.type != "cpu" for w in weights
     ):
         return False
-    return chooser.pays(names.chain(signature(layers)), len(x))
+    return chooser.pays(names.chain_signature(signature(layers)), len(x))
 
 
 def _interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_features: Any) -> Any:
@@ -149,7 +149,7 @@ def _interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_feat
         and _fits(sparse, 3)
         and precision() is not None
         and sparse.shape == (len(dense), module.F, dense.shape[1])
-        and chooser.pays(names.dot(*sparse.shape[1:]), len(dense))
+        and chooser.pays(names.dot_signature(*sparse.shape[1:]), len(dense))
     ):
         return interact(dense, sparse, has_room(sparse))
     return _as_it_is(module, dense, sparse)
@@ -163,7 +163,9 @@ def _cross_net(module: Any, chooser: Chooser, input: Any) -> Any:
         and precision() is torch.float32
         and _fits(input)
         and all(_fits(p, p.ndim) for p in parameters)
-        and chooser.pays(names.cross(input.shape[1], module._low_rank, module._num_layers), len(input))
+        and chooser.pays(
+            names.cross_signature(input.shape[1], module._low_rank, module._num_layers), len(input)
+        )
     ):
         return cross(input, module)
     return _as_it_is(module, input)

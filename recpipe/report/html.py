@@ -115,7 +115,7 @@ def _profile(section: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if section is None:
         return None
     return {
-        "plots": measured.bars(section),
+        "plots": measured.phase_bars(section),
         "columns": measured.COLUMNS,
         "rows": measured.rows(section),
         "limits": measured.limits(section),

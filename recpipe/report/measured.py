@@ -89,7 +89,7 @@ def print_profile(profile: Mapping[str, Any], directory: Path, console: Console 
         out.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def bars(profile: Mapping[str, Any]) -> list[plots.Plot]:
+def phase_bars(profile: Mapping[str, Any]) -> list[plots.Plot]:
     """The step and its floor, each a bar of its phases."""
     parts = {name: [p["ms"] or 0.0, p["floor_ms"]] for name, p in _there(profile).items()}
     return [plots.stacked("A step and its floor, by phase", ["achieved", "floor"], parts, "ms")]

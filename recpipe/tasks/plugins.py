@@ -73,7 +73,7 @@ def default_knobs(ep: EntryPoint) -> dict[str, object]:
     return knobs_in(folder, ep.name)
 
 
-def describe(ep: EntryPoint) -> Listed:
+def listed(ep: EntryPoint) -> Listed:
     """What a plugin does, asked of a sample run; a plugin that fails is listed with the reason."""
     origin = origin_of(ep)
     try:
@@ -111,7 +111,7 @@ def describe_part(kind: str, ep: EntryPoint) -> Listed:
 
 def print_plugins() -> int:
     """Print the tables; 0 even where a plugin is broken, which its row says."""
-    rows = [describe(ep) for ep in installed().values()]
+    rows = [listed(ep) for ep in installed().values()]
     parts = {
         f"{kind}={ep.name}": describe_part(kind, ep)
         for kind in GROUPS

@@ -13,7 +13,7 @@ from recpipe.errors import UserError
 from recpipe.plugin import conf
 from recpipe.plugin.load import installed
 from recpipe.tasks.compare_rows import parse_rows
-from recpipe.tasks.plugins import describe
+from recpipe.tasks.plugins import listed
 from tests.plugin.samples import write
 
 
@@ -94,7 +94,7 @@ def test_such_yaml_is_refused_wherever_it_is_used_and_disturbs_nobody_else(frame
     recipe = config.compose(good.overrides())
     assert (recipe.seed, recipe.data.name, list(recipe.plugins)) == (1, "core", ["good"])
     assert {"good", "bad"} <= config.choices()["plugin"]
-    assert "bad.yaml sets seed, data.name" in describe(installed()["bad"]).fault
+    assert "bad.yaml sets seed, data.name" in listed(installed()["bad"]).fault
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from recpipe.plugin.api import Context, Contribution, Invariant, Link
 from recpipe.plugin.load import installed
-from recpipe.tasks.plugins import describe
+from recpipe.tasks.plugins import listed
 from recpipe.testing import PluginSuite, Trained
 from recpipe.testing import suite as checks
 from tests.plugin.samples import Good
@@ -148,5 +148,5 @@ def test_a_broken_package_of_others_fails_nobodys_suite(install, monkeypatch, ya
 
     for first in (True, False):
         Poisoned().test_composes_or_conflicts_with_every_other(first)
-    assert describe(found["broken"]).fault
-    assert not describe(found["poison"]).fault
+    assert listed(found["broken"]).fault
+    assert not listed(found["poison"]).fault

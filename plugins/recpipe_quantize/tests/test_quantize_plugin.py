@@ -15,7 +15,7 @@ from recpipe.plugin.api import Invariant
 from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.plugin.load import activate, installed
 from recpipe.run import run
-from recpipe.tasks.plugins import SAMPLE, default_knobs, describe
+from recpipe.tasks.plugins import SAMPLE, default_knobs, listed
 from recpipe.testing import SMALL, PluginSuite, Trained, train
 from tests.resuming import RECIPE
 
@@ -210,9 +210,9 @@ def test_some_tables_alone(tmp_path: Path) -> None:
 
 
 def test_it_is_listed_with_what_it_owns() -> None:
-    listed = describe(installed()["quantize"])
-    assert not listed.fault
-    assert "quantizer (cold)" in listed.uses
+    found = listed(installed()["quantize"])
+    assert not found.fault
+    assert "quantizer (cold)" in found.uses
 
 
 def test_an_optimizers_state_that_is_not_exact_would_be_noticed(
