@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from recpipe.checkpoint.manifest import MANIFEST, TRAINER, seal
 
@@ -141,33 +143,34 @@ def _file_bytes(rng: random.Random, directory: Path, step: int) -> None:
 
 
 def _array(rng: random.Random, directory: Path, step: int) -> None:
-    files = sorted((directory / "tables").glob("*.npy"))
-    if not files:
-        return _file_bytes(rng, directory, step)
-    file = rng.choice(files)
-    array = np.load(file)
-    np.save(file, rng.choice(ARRAYS)(array), allow_pickle=True)
-    return reseal(directory, step)
+    file = rng.choice(sorted((directory / "tables").iterdir()))
+    if file.suffix == ".npy":
+        np.save(file, rng.choice(OLD_ARRAYS)(np.load(file)), allow_pickle=True)
+    else:
+        with safe_open(file, framework="np") as opened:
+            told, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        name = rng.choice(sorted(tensors))
+        if rng.random() < 0.3:
+            told["DCP_SHARDING_INFO"] = json.dumps(mutated(rng, json.loads(told["DCP_SHARDING_INFO"])))
+        elif rng.random() < 0.2:
+            tensors[rng.choice(["x", "a.weight", "a.state", "x.weight"])] = tensors.pop(name)
+        else:
+            tensors[name] = np.ascontiguousarray(rng.choice(ARRAYS)(tensors[name]))
+        save_file(tensors, file, told)
+    reseal(directory, step)
 
 
 ARRAYS: tuple[Callable[[Any], Any], ...] = (
-    *(
-        np.asfortranarray,
-        np.transpose,
-        np.ravel,
-        lambda a: a[None],
-        lambda a: np.float32(1),
-        lambda a: a[:-1],
-    ),
-    *(
-        lambda a: a.astype(">f4"),
-        lambda a: a.astype("f8"),
-        lambda a: a.astype("i4"),
-        lambda a: a.astype("f2"),
-    ),
-    *(lambda a: a.astype(object), lambda a: np.zeros((0, 4), np.float32), lambda a: a.view("V4")),
+    *(np.transpose, np.ravel, lambda a: a[None], lambda a: np.array(1, np.float32), lambda a: a[:-1]),
+    *(lambda a: a.astype("f8"), lambda a: a.astype("i4"), lambda a: a.astype("f2")),
+    lambda a: np.zeros((0, 4), np.float32),
 )
 """Other arrays than the one that a table's file holds."""
+OLD_ARRAYS = (
+    *ARRAYS,
+    *(np.asfortranarray, lambda a: a.astype(">f4"), lambda a: a.astype(object), lambda a: a.view("V4")),
+)
+"""And those that a .npy file may have."""
 
 
 def _files(rng: random.Random, directory: Path, step: int) -> None:

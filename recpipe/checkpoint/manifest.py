@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from recpipe.common.durable import sync
 from recpipe.common.saved import Damaged, entries, read_json, typed_as
 from recpipe.errors import UserError
 
@@ -112,12 +112,3 @@ def seal(directory: Path, step: int) -> None:
 def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

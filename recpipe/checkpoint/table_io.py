@@ -4,9 +4,9 @@
       MANIFEST.json            written last: every file's size and BLAKE2b digest
       trainer.pt               dense parameters, optimizer, Lightning's loops, data position, random state,
                                sizes of recpipe's own models
-      tables/<t>.weight.npy    float32 [rows, D], whatever tier the rows were in
-      tables/<t>.state.npy     float32 [rows, S]
-      tables/*.safetensors     instead, for sharded tables: each rank's parts of <t>.weight and <t>.state
+      tables/*.safetensors     <t>.weight float32 [rows, D] and <t>.state float32 [rows, S] (none where S
+                               is 0), whatever tier the rows were in: a file for each table, <t>.safetensors,
+                               or, where tables are sharded, each rank's own parts of them
 
 A directory is whole when it has a manifest. It is written as ``.ckpt.partial`` and renamed at the end;
 a kill at any moment leaves the checkpoint of before or the new one whole, under one of the two names.
@@ -22,16 +22,17 @@ from typing import Any
 
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from recpipe.checkpoint.manifest import MANIFEST, TABLES, TRAINER, read_manifest, seal, sync, verify
+from recpipe.checkpoint.manifest import MANIFEST, TABLES, TRAINER, read_manifest, seal, verify
+from recpipe.checkpoint.npy_tables import holds_npy
 from recpipe.checkpoint.table_files import (
     Shapes,
     check_tables,
     load_regions,
-    load_tables,
     read_along,
     save_tables,
 )
 from recpipe.checkpoint.trainer_file import load_trainer, save_trainer
+from recpipe.common.durable import sync
 from recpipe.common.saved import Damaged
 from recpipe.errors import CheckpointError, UserError
 from recpipe.tables.capabilities import SavedByRanks, SavesPlacement
@@ -117,9 +118,7 @@ class TableCheckpointIO(CheckpointIO):
         if placed is not None:
             placed.load_placement_state(trainer.get(OWN, {}).get("placement"))
         ranks = self.storage.offers(SavedByRanks)
-        if files is None:
-            load_tables(directory / TABLES, self.storage, self.shapes)
-        elif ranks is None:
+        if ranks is None or holds_npy(directory / TABLES):
             load_regions(files, self.storage, self.shapes)
         else:
             ranks.load_tables(directory / TABLES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ FLOAT32 = ("F32",)
 FLOATS = ("F32", "F16", "BF16", "F64")
 """Types that a float32 is made of."""
 INT64 = "I64"
-_SHARDING = "DCP_SHARDING_INFO"
+SHARDING = "DCP_SHARDING_INFO"
 """Where ``torch.distributed.checkpoint`` writes each piece's place in its tensor."""
 
 
@@ -28,9 +28,18 @@ class Piece:
     """A rectangle of a matrix, or a whole tensor."""
 
     file: Path
+    name: str
+    """Of its tensor."""
     place: tuple[int, ...]
     """Its first index along each axis."""
     shape: tuple[int, ...]
+
+    def rows(self, low: int, high: int) -> NDArray[np.float32]:
+        """Its rows [low, high), if it is of a matrix."""
+        # Opened for these rows alone: what is read stays in memory until it is closed.
+        with safe_open(self.file, framework="pt") as opened:
+            found: torch.Tensor = opened.get_slice(self.name)[low:high]
+        return found.to(torch.float32).numpy()
 
 
 @dataclass(frozen=True)
@@ -41,29 +50,26 @@ class _Place:
 class TensorFiles:
     """What the files hold, by name; every tensor is whole."""
 
-    def __init__(self, pieces: Mapping[str, list[Piece]]) -> None:
-        self.pieces = pieces
-        self._shapes = {name: _whole_shape(found) for name, found in pieces.items()}
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self.pieces: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            self.pieces.setdefault(piece.name, []).append(piece)
+        self._shapes = {name: _whole_shape(found) for name, found in self.pieces.items()}
 
     @classmethod
     def sharded(cls, directory: Path) -> TensorFiles:
-        """Float32 matrices that the ranks of a run saved to ``directory``.
+        """Float32 matrices in the safetensors files of ``directory``, each in one or several of them.
 
         Raises ``UserError`` on a file that is none, on another type, and where pieces are missing or overlap.
         """
-        pieces: dict[str, list[Piece]] = {}
-        for file in sorted(directory.glob("*.safetensors")):
-            try:
-                for name, piece in _opened(file, FLOAT32):
-                    if len(piece.shape) != 2:
-                        raise Damaged(f"'{name}' is {piece.shape}, not a matrix")
-                    pieces.setdefault(name, []).append(piece)
-            except (OSError, SafetensorError, ValueError) as fault:
-                raise UserError(
-                    f"{file} is no table file of a checkpoint ({fault}): resume from another checkpoint"
-                ) from fault
+        files = sorted(directory.glob("*.safetensors"))
+        return cls.matrices(directory, (piece for file in files for piece in _matrices_in(file)))
+
+    @classmethod
+    def matrices(cls, directory: Path, pieces: Iterable[Piece]) -> TensorFiles:
+        """Matrices of these ``pieces``; ``UserError`` where some are missing or overlap."""
         found = cls(pieces)
-        for name, parts in pieces.items():
+        for name, parts in found.pieces.items():
             rows, columns = found.shape(name)
             if not tiles(((*p.place, *p.shape) for p in parts), rows, columns):  # type: ignore[misc]
                 raise UserError(
@@ -76,7 +82,7 @@ class TensorFiles:
     def single(cls, file: Path, types: tuple[str, ...] = FLOATS) -> TensorFiles:
         """One file with whole tensors of ``types``; ``UserError`` where it is none."""
         try:
-            return cls({name: [piece] for name, piece in _opened(file, types)})
+            return cls(_opened(file, types))
         except (OSError, SafetensorError, ValueError) as fault:
             raise UserError(f"{file} is no safetensors file ({fault}); name one") from fault
 
@@ -98,17 +104,30 @@ class TensorFiles:
             (row, column), (rows, columns) = piece.place, piece.shape
             low, high = max(start, row), min(stop, row + rows)
             if low < high:
-                # Opened for these rows alone: what is read stays in memory until it is closed.
-                with safe_open(piece.file, framework="pt") as opened:
-                    part = opened.get_slice(name)[low - row : high - row].to(torch.float32)
-                out[low - start : high - start, column : column + columns] = part.numpy()
+                part = piece.rows(low - row, high - row)
+                out[low - start : high - start, column : column + columns] = part
         return out
 
 
-def _opened(file: Path, types: tuple[str, ...]) -> Iterator[tuple[str, Piece]]:
-    """Names and places of a file's tensors; the library has checked that they lie within the file."""
+def _matrices_in(file: Path) -> Iterator[Piece]:
+    try:
+        for piece in _opened(file, FLOAT32):
+            if len(piece.shape) != 2:
+                raise Damaged(f"'{piece.name}' is {piece.shape}, not a matrix")
+            yield piece
+    except (OSError, SafetensorError, ValueError) as fault:
+        raise no_table_file(file, fault) from fault
+
+
+def no_table_file(file: Path, fault: Exception) -> UserError:
+    """What is said of a checkpoint's file that holds no table, or not the whole of one."""
+    return UserError(f"{file} is no table file of a checkpoint ({fault}): resume from another checkpoint")
+
+
+def _opened(file: Path, types: tuple[str, ...]) -> Iterator[Piece]:
+    """A file's tensors and their places; the library has checked that they lie within the file."""
     with safe_open(file, framework="pt") as opened:
-        told = (opened.metadata() or {}).get(_SHARDING)
+        told = (opened.metadata() or {}).get(SHARDING)
         places = _places(told) if told else {}
         for name in opened.keys():  # noqa: SIM118
             tensor = opened.get_slice(name)
@@ -118,11 +137,11 @@ def _opened(file: Path, types: tuple[str, ...]) -> Iterator[tuple[str, Piece]]:
             place = places.get(name, (0,) * len(shape))
             if len(place) != len(shape):
                 raise Damaged(f"'{name}' is {shape} at {place}")
-            yield name, Piece(file, place, shape)
+            yield Piece(file, name, place, shape)
 
 
 def _places(text: str) -> dict[str, tuple[int, ...]]:
-    found = typed_as(dict[str, _Place], parse_json(text), _SHARDING)
+    found = typed_as(dict[str, _Place], parse_json(text), SHARDING)
     return {name: place.saved_offsets for name, place in found.items()}
 
 

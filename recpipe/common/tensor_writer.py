@@ -1,46 +1,64 @@
-"""Safetensors files written a block of rows at a time: the tensors may be larger than memory."""
+"""Safetensors files written in parts: the tensors may be larger than memory."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Streamed = tuple[tuple[int, ...], Iterable[NDArray[np.float32]]]
 """A float32 tensor: its shape, and its rows in blocks."""
+Put = Callable[[str, int, NDArray[Any]], None]
+"""Write values of the tensor of that name, from its value of that number on, counted row by row."""
 _TYPES = {True: ("I64", "<i8"), False: ("F32", "<f4")}
 """By whether a tensor is of whole numbers: its type in the header, and in memory."""
 
 
-def write_tensors(
+@contextmanager
+def new_tensors(
     file: Path,
-    tensors: Mapping[str, Streamed],
+    shapes: Mapping[str, tuple[int, ...]],
     metadata: Mapping[str, str] | None = None,
     whole_numbers: Collection[str] = (),
-) -> None:
-    """Write ``tensors`` to ``file`` in their order, after ``metadata``; it is durable on return.
+) -> Iterator[Put]:
+    """A new ``file`` with tensors of these names and ``shapes``; within it, what writes their values.
 
-    Those named in ``whole_numbers`` become int64.
+    Those named in ``whole_numbers`` are int64, all others float32. Values are written at once and to their
+    place, in any order of tensors and rows; OSError where they cannot be. All have to be.
 
     The format: the header's length in 8 bytes, the header as JSON, the data.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name, (shape, _) in tensors.items():
+    end, starts = 0, {}
+    for name, shape in shapes.items():
         kind, memory = _TYPES[name in whole_numbers]
-        start, end = end, end + np.dtype(memory).itemsize * prod(shape)
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": (start, end)}
+        starts[name], end = end, end + np.dtype(memory).itemsize * prod(shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": (starts[name], end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+
     with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
+        first = out.write(len(text).to_bytes(8, "little") + text)
+
+        def put(name: str, number: int, values: NDArray[Any]) -> None:
+            memory = np.dtype(_TYPES[name in whole_numbers][1])
+            out.seek(first + starts[name] + memory.itemsize * number)
+            out.write(np.ascontiguousarray(values, memory).data)
+
+        yield put
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Streamed], whole_numbers: Collection[str] = ()) -> None:
+    """Write ``tensors`` to ``file`` one after the other, as ``new_tensors`` does."""
+    with new_tensors(file, {name: shape for name, (shape, _) in tensors.items()}, None, whole_numbers) as put:
         for name, (_, blocks) in tensors.items():
+            number = 0
             for block in blocks:
-                out.write(np.ascontiguousarray(block, _TYPES[name in whole_numbers][1]).data)
-        out.flush()
-        os.fsync(out.fileno())
+                put(name, number, block)
+                number += block.size

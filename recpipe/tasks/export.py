@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from urllib.parse import quote
 
 import numpy as np
 
-from recpipe.checkpoint.table_files import read_along, save_tables
+from recpipe.checkpoint.table_files import read_along
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import PlacedModel
+from recpipe.tables.collection import TableCollection
 from recpipe.tables.specs import to_numpy
 
 
@@ -25,8 +29,32 @@ def export_parameters(directory: Path, model: PlacedModel, writes: bool = True) 
     try:
         directory.mkdir(parents=True, exist_ok=True)
         np.savez(directory / "dense.npz", **dense)
-        save_tables(directory, model.embeddings, model.embeddings.tables.shapes(), weights_part="")
+        _export_tables(directory, model.embeddings, model.embeddings.tables.shapes())
     except OSError as fault:
         raise UserError(
             f"cannot write task.export_parameters={directory}: {fault.strerror}; choose another directory"
         ) from fault
+
+
+def _export_tables(
+    directory: Path, storage: TableCollection, shapes: Mapping[str, tuple[int, int, int]]
+) -> None:
+    """Region by region, of which each is read once."""
+    for table, regions in groupby(storage.regions(), lambda region: region.table):
+        rows, dim, width = shapes[table]
+        name = quote(table, safe="")
+        with (
+            (directory / f"{name}.npy").open("wb") as weights,
+            (directory / f"{name}.state.npy").open("wb") as states,
+        ):
+            _begin(weights, (rows, dim))
+            _begin(states, (rows, width))
+            for values in map(storage.read, regions):
+                for file, part in zip((weights, states), values, strict=True):
+                    file.write(np.ascontiguousarray(part, "<f4").data)
+
+
+def _begin(file: BinaryIO, shape: tuple[int, int]) -> None:
+    """The header of a .npy file."""
+    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -86,7 +85,7 @@ def _fill(
         for table, (_, blocks) in tables.items():
             start, target = 0, own[names[table]]
             for block in blocks:
-                target[start : start + len(block)] = torch.from_numpy(np.array(block))
+                target[start : start + len(block)] = torch.from_numpy(block)
                 start += len(block)
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import saved_weights
 from recpipe.checkpoint.table_io import naming, newest, open_checkpoint
+from recpipe.common.durable import sync
 from recpipe.common.saved import entries, tensor
 from recpipe.common.tensor_files import FLOATS, INT64, TensorFiles
 from recpipe.common.tensor_writer import Streamed, write_tensors
@@ -43,6 +44,7 @@ def unshard(checkpoint: Path, target: Path) -> int:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unshard-") as folder:
             partial = Path(folder, "file")
             write_tensors(partial, tensors, whole_numbers=whole)
+            sync(partial)
             partial.replace(target)
     except OSError as fault:
         raise UserError(f"cannot write {target}: {fault.strerror}; choose another file") from fault

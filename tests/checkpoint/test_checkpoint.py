@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
@@ -14,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from recpipe.checkpoint import manifest
 from recpipe.checkpoint import table_io as checkpoint
 from recpipe.checkpoint.manifest import MANIFEST
-from recpipe.checkpoint.table_files import new_array, table_file
+from recpipe.checkpoint.table_files import table_file
 from recpipe.checkpoint.table_io import PARTIAL, TableCheckpointIO, newest
 from recpipe.errors import UserError
 from recpipe.tables.resident import ResidentCollection
@@ -80,7 +80,7 @@ def test_round_trip(collection, saved) -> None:
 
 def test_the_manifest_is_written_when_all_else_is_on_the_disk(collection, tmp_path, synced) -> None:
     io_of(collection).save_checkpoint(content(4), tmp_path / "c" / "step-4.ckpt")
-    files = {f"{t}.{part}.npy" for t in "abc" for part in ("weight", "state")} | {"trainer.pt", "tables"}
+    files = {f"{t}.safetensors" for t in "abc"} | {"trainer.pt", "tables"}
     before = synced[: synced.index(f"{MANIFEST}.new")]
     assert set(before) == files
     assert synced[len(before) :] == [f"{MANIFEST}.new", f"step-4.ckpt{PARTIAL}", "c"]
@@ -164,7 +164,7 @@ def test_no_checkpoint_at_all(tmp_path, exists) -> None:
         newest(folder)
 
 
-FILES = ("trainer.pt", "tables/b.weight.npy", "tables/b.state.npy")
+FILES = ("trainer.pt", "tables/b.safetensors")
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "grow", "remove"])
@@ -203,8 +203,8 @@ def test_a_damaged_manifest_does_not_hide_older_checkpoints(collection, saved) -
 
 def test_another_models_checkpoint_is_refused(saved) -> None:
     for tables, words in (
-        (table_set("sgd"), r"a\.state\.npy holds \(10, 8\), but the recipe's table has \(10, 0\)"),
-        (table_set("rowwise_adagrad"), r"a\.state\.npy holds \(10, 8\), but .* \(10, 1\)"),
+        (table_set("sgd"), r"tables has 'a\.state', which the recipe's tables have not"),
+        (table_set("rowwise_adagrad"), r"a\.safetensors: 'a\.state' is \(10, 8\), but .* is \(10, 1\)"),
     ):
         with pytest.raises(UserError, match=words):
             io_of(ResidentCollection(tables, CPU)).load_checkpoint(saved)
@@ -214,7 +214,7 @@ def test_another_models_checkpoint_is_refused(saved) -> None:
     other._storage["z"] = other._storage["b"]
     regions = [r if r.table != "b" else type(r)("z", r.start, r.stop, 0, 8) for r in other.regions()]
     other.regions = lambda: iter(regions)
-    with pytest.raises(UserError, match=r"z\.weight\.npy is missing: .* without table 'z'"):
+    with pytest.raises(UserError, match=r"tables has no 'z\.weight': it is of another model"):
         TableCheckpointIO(other, shapes).load_checkpoint(saved)
 
 
@@ -230,47 +230,80 @@ def test_pickles_are_not_executed(collection, saved, tmp_path) -> None:
     assert not (tmp_path / "owned").exists()
 
 
+def whole(**tensors: np.ndarray) -> dict[str, np.ndarray]:
+    """Table b's, some of them others; none where one is empty."""
+    made = {"b.weight": np.zeros((600, 8), np.float32), "b.state": np.zeros((600, 8), np.float32)}
+    made |= {f"b.{name}": tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in made.items() if tensor.size}
+
+
+NONE = np.empty(0, np.float32)
+
+
 @ONE_KIND
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("tensors", "words"),
     [
-        (np.asfortranarray, r"<f4 \(600, 8\) in Fortran order"),
-        (lambda a: a.astype(np.float64), r"<f8 \(600, 8\)"),
-        (lambda a: a.astype(np.int32), r"<i4 \(600, 8\)"),
-        (lambda a: a.astype(">f4"), r">f4 \(600, 8\)"),
-        (lambda a: a.astype(object), r"\|O \(600, 8\)"),
-        (lambda a: a.ravel(), r"<f4 \(4800,\)"),
-        (lambda a: np.float32(1), r"<f4 \(\)"),
-        (lambda a: a[:-1], r"holds \(599, 8\), but the recipe's table has \(600, 8\)"),
+        (
+            whole(weight=np.zeros((600, 8))),
+            "b.safetensors is no table file of a .*'b.weight' is F64, not F32",
+        ),
+        (whole(state=np.zeros((600, 8), np.int32)), "'b.state' is I32, not F32"),
+        (whole(weight=np.zeros((600, 8), np.float16)), "'b.weight' is F16, not F32"),
+        (whole(weight=np.zeros(4800, np.float32)), r"'b.weight' is \(4800,\), not a matrix"),
+        (
+            whole(weight=np.zeros((8, 600), np.float32)),
+            r"'b.weight' is \(8, 600\), but .* is \(600, 8\); use",
+        ),
+        (
+            whole(weight=np.zeros((599, 8), np.float32)),
+            r"'b.weight' is \(599, 8\), but .* is \(600, 8\); use",
+        ),
+        (whole(state=np.zeros((600, 1), np.float32)), r"'b.state' is \(600, 1\), but .* is \(600, 8\); use"),
+        (whole(weight=NONE), "tables has 'b.state' and not that table's weights"),
+        (whole(state=NONE), "tables has no 'b.state': it is of another model or optimizer"),
+        (whole(weight=NONE, state=NONE, other=np.zeros((3, 2), np.float32)), "'b.other' is of no table"),
+        ({**whole(), "d.weight": np.zeros((3, 8), np.float32)}, "'d.weight', which the recipe's tables have"),
+        ({**whole(), "a.weight": np.zeros((10, 8), np.float32)}, "'a.weight' do not cover its 10 x 8 values"),
     ],
 )
-def test_another_array_in_a_tables_place_is_refused(collection, saved, make, words) -> None:
-    """The manifest fits it, so that only what is in the file can tell."""
-    file = saved / "tables" / "b.weight.npy"
-    np.save(file, make(np.load(file)), allow_pickle=True)
+def test_other_tensors_in_a_tables_place_are_refused(collection, saved, tensors, words) -> None:
+    """The manifest fits them, so that only what is in the file can tell."""
+    save_file(tensors, saved / "tables" / "b.safetensors")
     reseal(saved, 4)
     before = dump(collection)
-    with pytest.raises(UserError, match=rf"b\.weight\.npy .*{words}"):
+    with pytest.raises(UserError, match=words):
         io_of(collection).load_checkpoint(saved)
     assert identical(dump(collection), before), "other tables were read before"
 
 
 @ONE_KIND
-def test_an_array_that_is_cut_off_or_has_no_header_is_refused(collection, saved) -> None:
-    file = saved / "tables" / "b.weight.npy"
+@pytest.mark.parametrize("place", [[0, 1], [1, 0], [0], "0", [-1, 0]])
+def test_a_table_that_does_not_begin_with_its_first_value_is_refused(collection, saved, place) -> None:
+    told = {"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": place} for name in whole()})}
+    save_file(whole(), saved / "tables" / "b.safetensors", told)
+    reseal(saved, 4)
+    with pytest.raises(UserError, match=r"resume from another checkpoint"):
+        io_of(collection).load_checkpoint(saved)
+
+
+@ONE_KIND
+def test_a_file_that_is_cut_off_or_has_no_header_is_refused(collection, saved) -> None:
+    file = saved / "tables" / "b.safetensors"
     data = file.read_bytes()
-    for bad in (
-        data[:-4],
-        data + b"1234",
-        b"",
-        data[:9],
-        data[:10] + b"(" * 118 + data[128:],
-        b"\x93NUMPY\x09\x00",
-    ):
+    for bad in (data[:-4], data + b"1234", b"", data[:9], data[:8] + b"(" * 64 + data[72:], data[:100]):
         file.write_bytes(bad)
         reseal(saved, 4)
-        with pytest.raises(UserError, match=r"b\.weight\.npy is no table file of a checkpoint"):
+        with pytest.raises(UserError, match=r"b\.safetensors is no table file of a checkpoint"):
             io_of(collection).load_checkpoint(saved)
+
+
+@ONE_KIND
+def test_a_checkpoint_that_lacks_a_table_is_refused(collection, saved) -> None:
+    (saved / "tables" / "b.safetensors").unlink()
+    reseal(saved, 4)
+    with pytest.raises(UserError, match=r"tables has no 'b\.weight'"):
+        io_of(collection).load_checkpoint(saved)
 
 
 def edited(directory: Path, change) -> None:
@@ -294,7 +327,7 @@ def edited(directory: Path, change) -> None:
         (lambda m: m["files"].update({"trainer.pt": [1, 2]}), r"files\['trainer.pt'\]\[1\] is 2, not a text"),
         (lambda m: m["files"].update({"trainer.pt": ["1", "x"]}), "is '1', not a whole number"),
         (lambda m: m["files"].update({"trainer.pt": 1}), "is 1, not a list"),
-        (lambda m: m["files"].pop("tables/b.weight.npy"), r"b\.weight\.npy is not in MANIFEST"),
+        (lambda m: m["files"].pop("tables/b.safetensors"), r"b\.safetensors is not in MANIFEST"),
         (lambda m: m.update(schema=99), "schema 99, and this recpipe knows 1"),
         (lambda m: m.update(schema="1"), "schema is '1', not a whole number"),
         (lambda m: m.pop("schema"), "lacks 'schema'"),
@@ -313,7 +346,7 @@ def test_a_manifest_that_lies_is_refused(collection, saved, change, words) -> No
 
 @ONE_KIND
 def test_links_in_a_checkpoint_are_not_followed(collection, saved, tmp_path) -> None:
-    for name in ("trainer.pt", "tables/b.weight.npy", "tables"):
+    for name in ("trainer.pt", "tables/b.safetensors", "tables"):
         moved = (saved / name).rename(tmp_path / "elsewhere")
         (saved / name).symlink_to(moved)
         with pytest.raises(UserError, match=f"{name} is a link"):
@@ -344,7 +377,7 @@ def test_a_trainer_file_of_another_kind_is_refused(collection, saved, content) -
 
 def test_table_names_make_safe_files(tmp_path) -> None:
     names = ["../up", "a/b", "a b", ".", "ünï", "a%2Fb"]
-    files = [table_file(tmp_path, name, "weight") for name in names]
+    files = [table_file(tmp_path, name) for name in names]
     assert len(set(files)) == len(names)
     assert all(file.parent == tmp_path and file.name not in ("..", ".") for file in files)
 
@@ -379,17 +412,6 @@ def test_a_full_disk(collection, small_disk, kib) -> None:
         io_of(collection).save_checkpoint(state, disk / "step-3.ckpt")
     assert list(disk.iterdir()) == []
     train(collection, stream(1, True))
-
-
-def test_an_array_that_does_not_fit_is_refused_before_it_is_written(tmp_path, monkeypatch) -> None:
-    """A sparse file would be killed by SIGBUS at the first page that has no room."""
-
-    def full(*_) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left"):
-        new_array(tmp_path / "x.npy", (10, 4))
 
 
 def test_a_directory_that_cannot_be_made(collection, tmp_path) -> None:

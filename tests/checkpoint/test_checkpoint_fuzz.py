@@ -16,6 +16,7 @@ from recpipe.errors import UserError
 from recpipe.run import run
 from recpipe.tasks.unshard import unshard
 from recpipe.training.module import RankingModule
+from tests.checkpoint.older import as_npy
 from tests.mutations import damage
 from tests.resuming import STEP, before_training, going_on, saved
 from tests.tables.samples import dump, identical
@@ -28,6 +29,7 @@ WAYS = {
     **{f"plugin {name}": (f"+plugin={name}",) for name in ("slipstream", "fae", "hotline", "het")},
     "bagpipe": ("+plugin=bagpipe", "tiers.resident_bytes=50%"),
 }
+OLDER = ("lru", "resident")
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +47,14 @@ def one_line(fault: UserError) -> None:
     assert text.isprintable(), text
 
 
+def damaged_copy(whole: Path, folder: Path, seed: int, way: str) -> tuple[Path, str]:
+    """A copy of ``whole``, and what was done to it; every other one of ``OLDER`` has .npy files."""
+    copied = Path(shutil.copytree(whole, folder / whole.name))
+    if way in OLDER and seed % 2:
+        as_npy(copied)
+    return copied, damage(random.Random(seed), copied, STEP)
+
+
 @pytest.mark.parametrize("way", ["lru", "sharded", pytest.param("plugin slipstream", marks=pytest.mark.soak)])
 def test_a_damaged_checkpoint_is_read_or_refused(tmp_path: Path, way: str) -> None:
     """Refused before a table is touched; ``unshard`` reads it or refuses it likewise."""
@@ -54,8 +64,7 @@ def test_a_damaged_checkpoint_is_read_or_refused(tmp_path: Path, way: str) -> No
     def work(module: RankingModule, io: TableCheckpointIO) -> None:
         before = dump(io.storage)
         for seed in range(50):
-            copied = Path(shutil.copytree(whole, tmp_path / "bad" / whole.name))
-            what = damage(random.Random(seed), copied, STEP)
+            copied, what = damaged_copy(whole, tmp_path / "bad", seed, way)
             try:
                 io.load_checkpoint(copied)
                 outcomes["read"] += 1
@@ -80,8 +89,7 @@ def test_a_run_goes_on_from_a_damaged_checkpoint_or_says_why_not(tmp_path: Path,
     """As above, and what is read trains: no later step stumbles over it."""
     whole = saved(tmp_path / "made", WAYS[way])
     for seed in range(100):
-        copied = Path(shutil.copytree(whole, tmp_path / "bad" / whole.name))
-        what = damage(random.Random(seed), copied, STEP)
+        copied, what = damaged_copy(whole, tmp_path / "bad", seed, way)
         try:
             run(compose(going_on([*WAYS[way], f"resume={copied}"])), tmp_path / "run")
         except UserError as fault:

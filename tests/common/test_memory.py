@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recpipe.checkpoint.table_files import load_regions, load_tables, save_tables, saved_weights
+from recpipe.checkpoint.table_files import check_tables, load_regions, save_tables, saved_weights
 from recpipe.common.tensor_files import TensorFiles
 from recpipe.common.tensor_writer import write_tensors
 from recpipe.data.dataset import SparseFeature
@@ -44,17 +44,18 @@ def growth(work: Callable[[], None]) -> int:
 
 def test_a_table_passes_through_its_files_in_parts(collection: ResidentCollection, tmp_path: Path) -> None:
     shapes = collection.tables.shapes()
-    file = tmp_path / "all.safetensors"
+    file, tables = tmp_path / "all.safetensors", tmp_path / "tables"
+    tables.mkdir()
 
     def write_one_file() -> None:
-        write_tensors(file, {weight_name(name): w for name, w in saved_weights(tmp_path).items()})
+        write_tensors(file, {weight_name(name): w for name, w in saved_weights(tables).items()})
 
     def read_one_file() -> None:
         load_regions(TensorFiles.single(file), collection, shapes)
 
     grown = {
-        "save": growth(lambda: save_tables(tmp_path, collection, shapes)),
-        "load": growth(lambda: load_tables(tmp_path, collection, shapes)),
+        "save": growth(lambda: save_tables(tables, collection, shapes)),
+        "load": growth(lambda: load_regions(check_tables(tables, shapes), collection, shapes)),
         "write": growth(write_one_file),
         "read": growth(read_one_file),
     }

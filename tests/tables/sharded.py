@@ -136,7 +136,7 @@ def build(case: Case, ranks: Ranks) -> ShardedCollection:
         CPU,
         ranks.world,
         -(-SIZE // ranks.world),
-        split_rows=False,
+        split_rows=True,
         kernel="fused",
         cached_share=1.0,
     )

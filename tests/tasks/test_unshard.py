@@ -128,7 +128,7 @@ def test_numbers_that_are_no_floats_are_refused(tmp_path: Path) -> None:
         (lambda t: t.update(state_dict=[1]), r"state_dict is \[1\], not a mapping"),
         (lambda t: t["state_dict"].update(x=torch.zeros(3).to_sparse()), "x is Tensor torch.float32"),
         (lambda t: t["state_dict"].update(x="y"), "state_dict.x is 'y', not Tensor"),
-        (None, "table 'a' lacks its weights or its state"),
+        (None, r"tables has 'a\.state' and not that table's weights"),
     ],
 )
 def test_a_checkpoint_that_lacks_something_is_refused(
@@ -138,7 +138,8 @@ def test_a_checkpoint_that_lacks_something_is_refused(
     broken = Path(shutil.copytree(checkpoint, tmp_path / checkpoint.name))
     content = torch.load(broken / "trainer.pt", weights_only=True)
     if change is None:
-        (broken / "tables" / "a.weight.npy").unlink()
+        file = broken / "tables" / "a.safetensors"
+        save_file({"a.state": load_file(file)["a.state"]}, file)
     else:
         change(content)
         torch.save(content, broken / "trainer.pt")
@@ -154,7 +155,7 @@ def test_damaged_or_absent_checkpoints_are_refused(trained: Path, tmp_path: Path
     (checkpoint,) = (trained / "saved").glob("*.ckpt")
     broken = tmp_path / checkpoint.name
     shutil.copytree(checkpoint, broken)
-    (broken / "tables" / "a.weight.npy").write_bytes(b"short")
-    with pytest.raises(UserError, match=r"a\.weight\.npy is damaged or missing"):
+    (broken / "tables" / "a.safetensors").write_bytes(b"short")
+    with pytest.raises(UserError, match=r"a\.safetensors is damaged or missing"):
         unshard(broken, tmp_path / "x.safetensors")
     assert not (tmp_path / "x.safetensors").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -212,11 +211,11 @@ def test_a_new_learning_rate_counts(trained, tmp_path) -> None:
         ("seed=2", "other data"),
         ("data.samples=2001", "other data"),
         ("data.batch_size=32", "made with data.batch_size=64, not 32"),
-        ("data.tables={a: 12, b: 701, c: 90}", r"b\.weight\.npy holds \(700, 8\), .* has \(701, 8\)"),
-        ("model.embedding_dim=16", r"holds \(12, 8\), .* has \(12, 16\)"),
+        ("data.tables={a: 12, b: 701, c: 90}", r"'b\.weight' is \(700, 8\), .* is \(701, 8\)"),
+        ("model.embedding_dim=16", r"'a\.weight' is \(12, 8\), .* is \(12, 16\)"),
         ("model.top=[32]", "another model: over_arch"),
         ("model=dlrm_dcn", "another model: its dense parameters and buffers have other names"),
-        ("optim=sgd", r"state\.npy holds \(12, 1\), .* has \(12, 0\)"),
+        ("optim=sgd", r"'a\.state', which the recipe's tables have not"),
         ("optim.dense={name: SGD, lr: 0.1}", "made with optim.dense.name=Adagrad, not SGD"),
     ],
 )
@@ -228,11 +227,11 @@ def test_a_checkpoint_of_something_else_is_refused(trained, tmp_path, change, wo
 
 def test_a_damaged_checkpoint_is_refused(trained, tmp_path) -> None:
     trained("part", "trainer.max_steps=4", "trainer.checkpoint_every=4")
-    file = newest(tmp_path / "part") / "tables" / "b.weight.npy"
+    file = newest(tmp_path / "part") / "tables" / "b.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(UserError, match=r"b\.weight\.npy is damaged"):
+    with pytest.raises(UserError, match=r"b\.safetensors is damaged"):
         trained("rest", f"resume={tmp_path}/part")
 
 
@@ -256,7 +255,7 @@ def test_a_full_disk_ends_the_run_with_one_line(trained, monkeypatch) -> None:
     def full(*_) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr("recpipe.checkpoint.table_files.save_parts", full)
     with pytest.raises(UserError, match="cannot write the checkpoint .*No space left on device; free space"):
         trained("run", *KINDS["lru"], "trainer.checkpoint_every=5")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from recpipe_quantize.meter import Metered
 from recpipe_quantize.plugin import Quantize
+from safetensors.numpy import load_file
 
 from recpipe.config.compose import compose
 from recpipe.plugin.api import Invariant
@@ -224,8 +225,8 @@ def test_an_optimizers_state_that_is_not_exact_would_be_noticed(
         words = recipe("nocache", "optim.tables.lr=1e-30", "trainer.max_steps=4")
         words[words.index("trainer.checkpoint_every=null")] = "trainer.checkpoint_every=4"
         run(compose(words), folder)
-        (file,) = folder.glob("checkpoints/*/tables/a.state.npy")
-        return np.load(file)
+        (file,) = folder.glob("checkpoints/*/tables/a.safetensors")
+        return load_file(file)["a.state"]
 
     exact = states(tmp_path / "exact")
     assert exact.any()

@@ -7,94 +7,93 @@ library's own reader and writer would hold one and two further copies of a rank'
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
+from recpipe.common.durable import sync
 from recpipe.common.tensor_files import TensorFiles
-from recpipe.common.tensor_writer import Streamed, write_tensors
 from recpipe.seams import LocalShard as MemoryShard
 from recpipe.seams import Shard, ShardedTensor, ShardMetadata, init_from_local_shards
-from recpipe.tables.saved_regions import region_values
+from recpipe.tables.saved_parts import Part, region_values, save_parts
 from recpipe.tables.sharding.collection import LocalShard, ShardedCollection
-from recpipe.tables.specs import FILL_ROWS, state_name, weight_name
+from recpipe.tables.specs import FILL_ROWS, Values, state_name, weight_name
 
 Saved = dict[str, torch.Tensor | ShardedTensor]
 
 
 def save_shards(collection: ShardedCollection, directory: Path) -> None:
-    """Write this rank's shards to ``directory``, in the library's format and under its names.
+    """Write this rank's shards to ``directory``; they are on the disk on return.
 
     A rank with several shards of a table writes several files, since a file has a tensor's name once. Each
     group of tables has files of its own. Of a table that every rank has, rank 0 writes all.
     """
-    files: list[dict[str, tuple[tuple[int, int], Streamed]]] = []
-    for name, offsets, tensor in _tensors(collection):
-        file = next((f for f in files if name not in f), None)
-        if file is None:
-            files.append(file := {})
-        file[name] = offsets, tensor
+    files: list[list[Part]] = []
+    for part in _parts(collection):
+        others = (parts for parts in files if all(other.table != part.table for other in parts))
+        place = next(others, None)
+        if place is None:
+            files.append(place := [])
+        place.append(part)
     prefix = f"group-{collection.number}-" if collection.number else ""
-    for number, content in enumerate(files, 1):
-        part = f"shard-{collection.whole.rank + 1:05d}-model-{number:05d}-of-{len(files):05d}"
-        places = {name: {"saved_offsets": offsets} for name, (offsets, _) in content.items()}
-        write_tensors(
-            directory / f"{prefix}{part}.safetensors",
-            {name: tensor for name, (_, tensor) in content.items()},
-            {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"},
-        )
+    for number, parts in enumerate(files, 1):
+        name = f"shard-{collection.whole.rank + 1:05d}-model-{number:05d}-of-{len(files):05d}"
+        file = directory / f"{prefix}{name}.safetensors"
+        save_parts(file, parts)
+        sync(file)
 
 
-def _tensors(collection: ShardedCollection) -> Iterator[tuple[str, tuple[int, int], Streamed]]:
-    """Weights and states of this rank's shards: name, place in their table, shape, rows in blocks.
+def _parts(collection: ShardedCollection) -> Iterator[Part]:
+    """This rank's shards.
 
     Row-wise Adagrad's one value of a row is repeated over the columns of a shard that has not all of them:
     shards of other columns have other values, and a plan with other columns takes their mean.
     """
-    state_width = collection.tables.layout.width - collection.tables.dim
     for name, table in collection.shards.items():
-        shards = [s for s in collection.local(name) if s.shape[0]]
         if table.replicated and collection.whole.rank:
             continue
-        narrow = any(s.columns < table.dim for s in table.shards)
-        for shard in shards:
+        for shard in collection.local(name):
             rows, columns = shard.shape
-            offsets, width = (shard.row, shard.column), columns if narrow else state_width
-            yield weight_name(name), offsets, ((rows, columns), _blocks(shard, 0, columns))
-            if state_width:
-                yield state_name(name), offsets, ((rows, width), _blocks(shard, 1, width))
+            if rows:
+                width = min(columns, _state_columns(collection, name))
+                yield Part(name, (shard.row, shard.column), rows, columns, width, _blocks(shard))
 
 
-def _blocks(shard: LocalShard, part: int, columns: int) -> Iterator[NDArray[np.float32]]:
-    """Weights (``part`` 0) or state (1) of so many columns."""
+def _state_columns(collection: ShardedCollection, name: str) -> int:
+    """Of the saved state of the whole table ``name``: one for each of the weights' where rows are cut."""
+    tables, table = collection.tables, collection.shards[name]
+    width = tables.layout.width - tables.dim
+    cut = any(shard.columns < table.dim for shard in table.shards)
+    return table.dim if width and cut else width
+
+
+def _blocks(shard: LocalShard) -> Iterator[Values]:
     rows = shard.shape[0]
-    for low in range(0, rows, FILL_ROWS):
-        values = shard.read(low, min(low + FILL_ROWS, rows))[part]
-        yield np.broadcast_to(values, (len(values), columns))
+    return (shard.read(low, min(low + FILL_ROWS, rows)) for low in range(0, rows, FILL_ROWS))
 
 
 def load_shards(collection: ShardedCollection, directory: Path) -> None:
-    """Fill this rank's shards from what ``save_shards`` wrote on any ranks; all ranks do so together."""
-    if collection.in_tiers:
-        files, rank = TensorFiles.sharded(directory), collection.whole.rank
-        width = collection.tables.layout.width - collection.tables.dim
+    """Fill this rank's shards from what any ranks wrote, whatever their plan; all ranks do so together.
+
+    The library reads into memory, and what lies there as in the files: other rows pass through regions.
+    """
+    files, tables = TensorFiles.sharded(directory), collection.tables
+    width = tables.layout.width - tables.dim
+    states = {state_name(name): _state_columns(collection, name) for name in collection.shards if width}
+    if collection.in_tiers or any(files.shape(name)[1] != columns for name, columns in states.items()):
         for region in collection.regions():
-            if collection.pieces(region, rank):
+            if collection.pieces(region, collection.whole.rank):
                 collection.write(region, region_values(files, region, width))
         return
     tensors = _Tensors(collection)
-    reader = _Reader(str(directory))
-    load(tensors.saved, storage_reader=reader, process_group=collection.whole.group)
+    load(tensors.saved, storage_reader=_Reader(str(directory)), process_group=collection.whole.group)
     tensors.keep_states()
 
 
@@ -129,27 +128,25 @@ class _Tensors:
         self.collection = collection
         self.saved: Saved = {}
         self._repeated: list[tuple[torch.Tensor, torch.Tensor]] = []
-        state_width = collection.tables.layout.width - collection.tables.dim
         for name, table in collection.shards.items():
             here = collection.local(name)
             shards = [s for s in here if isinstance(s, MemoryShard) and len(s.weights)]
-            narrow = any(s.columns < table.dim for s in table.shards)
-            states = [self._state(s, narrow and state_width == 1) for s in shards]
+            width = _state_columns(collection, name)
+            states = [self._state(s, min(width, s.weights.shape[1])) for s in shards]
             if table.replicated:
                 self.saved[weight_name(name)] = shards[0].weights
-                if state_width:
+                if width:
                     self.saved[state_name(name)] = states[0]
                 continue
             weights = [s.weights for s in shards]
             self.saved[weight_name(name)] = self._sharded(shards, weights, table.rows, table.dim)
-            if state_width:
-                width = table.dim if narrow else state_width
+            if width:
                 self.saved[state_name(name)] = self._sharded(shards, states, table.rows, width)
 
-    def _state(self, shard: MemoryShard, repeat: bool) -> torch.Tensor:
-        if not repeat:
+    def _state(self, shard: MemoryShard, columns: int) -> torch.Tensor:
+        if shard.state.shape[1] == columns:
             return shard.state
-        wide = shard.state.expand(-1, shard.weights.shape[1]).contiguous()
+        wide = shard.state.expand(-1, columns).contiguous()
         self._repeated.append((shard.state, wide))
         return wide
 
