@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import lightning as L
@@ -236,9 +237,22 @@ def run_on(
         resume = resume_from(cfg.resume, checkpoints)
         stopped = fit(trainer, module, loader, evaluation, recorder, resume, files.late)
 
+        embeddings.write_back()
+        written_back = perf_counter()
+
         # 8. What it did: the figures first, since whatever comes after them can fail.
         report = summarize(
-            cfg, dataset, assembly.figures, described, tables, embeddings, module, recorder, ranks, resume
+            cfg,
+            dataset,
+            assembly.figures,
+            described,
+            tables,
+            embeddings,
+            module,
+            ranks,
+            resume,
+            recorder,
+            written_back,
         )
         if leads:
             files.write_json("report.json", report.to_dict())

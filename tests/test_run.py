@@ -39,7 +39,16 @@ KEYS = {
         "dropped_samples",
         "unplanned_calls",
     },
-    "throughput": {"samples_per_second", "step_ms"},
+    "throughput": {
+        "samples_per_second",
+        "step_ms",
+        "steady_samples_per_second",
+        "end_to_end_samples_per_second",
+        "set_up_seconds",
+        "evaluation_seconds",
+        "end_to_end_seconds",
+        "others_cpu_share",
+    },
     "throughput.step_ms": {"p50", "p90", "p99"},
     "quality": {"auc", "logloss", "ne", "loss", "mse", "rmse", "mae", "poisson_deviance"},
     "memory": {"peak_rss_bytes", "resident_bytes", "cold_bytes"},
@@ -81,7 +90,10 @@ def test_report_has_every_public_key(tmp_path, recipe) -> None:
         "skipped_samples": 0,
         "unplanned_calls": 0,
     }
-    assert report["throughput"]["samples_per_second"] > 0
+    speed = report["throughput"]
+    assert speed["samples_per_second"] > speed["end_to_end_samples_per_second"] > 0
+    trained_seconds = 1600 / speed["samples_per_second"]
+    assert speed["end_to_end_seconds"] >= speed["set_up_seconds"] + trained_seconds
     assert 0 < report["quality"]["auc"] < 1
     assert report["assembly"] == json.loads((tmp_path / "assembly.json").read_text(encoding="utf-8"))
     assert "<html" in (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -120,14 +120,17 @@ class PlannedTables(Cache):
         if self.replicas:
             return _summed([tables.figures() for tables in self.replicas])
         policies, bulks = self.policies, self._bulk
+        window = sum(p.window_sum for p in policies) / max(1, sum(p.step for p in policies))
+        cold = f"its window of {window:.0f} batches is longer than the run's {run.steps}"
         return {
+            **({"cold_start": cold} if window >= run.steps else {}),
             "rows_fetched": sum(p.announced_rows for p in policies),
             "rows_expired": sum(p.evicted for p in policies),
             "rows_written": run.io.rows_written,
             "fetch_groups": sum(b.announced for b in bulks),
             # What training read itself, beside the bulk reads.
             "critical_misses": run.io.rows_read - sum(b.background().rows_read for b in bulks),
-            "lookahead_mean": sum(p.window_sum for p in policies) / max(1, sum(p.step for p in policies)),
+            "lookahead_mean": window,
             "lookahead_least": min(p.window_least for p in policies),
             "lookahead_bytes": sum(p.peak_bytes for p in policies),
             "buffer_bytes": sum(b.peak_bytes for b in bulks),

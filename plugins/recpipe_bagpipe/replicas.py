@@ -234,6 +234,7 @@ class Replicas(RowCollection):
             self.replica.records.nbytes,
             store.cold_bytes,
             self.replica.overhead_bytes + store.overhead_bytes,
+            False,
         )
 
     def figures(self) -> dict[str, int]:
@@ -247,6 +248,10 @@ class Replicas(RowCollection):
             "buffer_bytes": self._peak_fetched,
             **asdict(self.sync.figures),
         }
+
+    def write_back(self) -> None:
+        """Write what has changed; every trainer calls it."""
+        self._read(NONE)
 
     def close(self) -> None:
         """Write what has changed, and release the store and the threads; every trainer calls it."""

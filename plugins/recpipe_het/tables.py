@@ -145,7 +145,12 @@ class HetTables(RowCollection):
             self.lines.base.nbytes,
             store.cold_bytes,
             self.lines.overhead_bytes + policy_bytes(self.lines.policy) + versions + store.overhead_bytes,
+            bool((self.lines.residents.row_of_slot < 0).any()),
         )
+
+    def write_back(self) -> None:
+        """Push what is pending."""
+        self.settle()
 
     def close(self) -> None:
         """Push what is pending, let the holders go, and release the store."""

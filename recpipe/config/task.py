@@ -63,3 +63,19 @@ class CompareConfig:
     repetitions: Positive
     warmup: Count
     ranks: Annotated[int, Interval(ge=1, le=MOST_RANKS)]
+    precision: Annotated[float, Interval(gt=0, lt=1)] | None = None
+    """Width of the ratios' 95% intervals, as a share of the ratio, that ends the rounds early enough; None:
+    there are ``repetitions`` rounds."""
+    max_rounds: Positive | None = None
+    """Counted rounds at most; None: twice ``repetitions``."""
+    seeds: Positive = 1
+    """Over how many seeds, one a round, quality is taken."""
+    equal_memory: bool = True
+    """Whether a cache policy runs at the memory of each row that takes more than it, too."""
+
+    @property
+    def most_rounds(self) -> int:
+        """Counted rounds at most."""
+        if self.precision is None:
+            return self.repetitions
+        return max(self.repetitions, self.max_rounds or 2 * self.repetitions)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich import box
@@ -13,108 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from recpipe.report import figures, html, plots
-from recpipe.report.exactness import FACTOR, Difference, limit
 from recpipe.report.quality import LABELS, shown_figures
 from recpipe.report.record import as_json, replace_file, write_json
 from recpipe.report.remarks import marked_name, notes
-
-
-@dataclass
-class RowResult:
-    """One row so far: the report of its first run, and the speed of each counted round."""
-
-    name: str
-    report: Mapping[str, Any] = field(default_factory=dict)
-    speeds: list[float] = field(default_factory=list)
-    difference: Difference | None = None
-    """Of an exact row's parameters, to those of the first exact row."""
-    not_comparable: str | None = None
-    """Why an exact row has no ``difference``."""
-    failed: str | None = None
-    """The fault of the run after which it was left out."""
-
-    @property
-    def altered(self) -> list[str]:
-        """Invariants its plugins alter; empty for an exact row."""
-        return list(self.report.get("altered", ()))
-
-
-def summarise(results: Sequence[RowResult], rounding: RowResult | None = None) -> list[dict[str, Any]]:
-    """The ``rows`` of compare.json, in the order asked for; figures of rounds not yet run are None.
-
-    ``ratio`` is the median over rounds of this row's speed divided by the first row's of the same round:
-    what slows the machine for a while slows both. ``*_difference`` is to the first row, of parameters to
-    the first exact row. ``exact_as_declared`` is judged by ``rounding``; None of a row that declares nothing
-    of the kind or has not been judged.
-    """
-    rows = []
-    for result in results:
-        ratios = [speed / first for speed, first in zip(result.speeds, results[0].speeds, strict=False)]
-        quality = result.report.get("quality", {})
-        baseline = results[0].report.get("quality", {})
-        apart = result.difference
-        rows.append(
-            {
-                "name": result.name,
-                "samples_per_second": _spread(result.speeds),
-                "ratio": median(ratios) if ratios else None,
-                "ratio_spread": _spread(ratios),
-                **{key: quality.get(key) for key in LABELS},
-                **_quality_differences(quality, baseline),
-                "max_parameter_difference": apart.largest if apart else None,
-                "rms_parameter_difference": apart.rms if apart else None,
-                "exact_as_declared": _as_declared(result, rounding),
-                "not_comparable": result.not_comparable,
-                "failed": result.failed,
-                "io": dict(result.report.get("io", {})),
-                "memory": dict(result.report.get("memory", {})),
-                "altered": result.altered,
-                "train_samples": result.report.get("data", {}).get("train_samples"),
-                "rounds": list(result.speeds),
-            }
-        )
-    return rows
-
-
-def _as_declared(result: RowResult, rounding: RowResult | None) -> bool | None:
-    if result.not_comparable is not None:
-        return False
-    return result.difference.within(rounding.difference if rounding else None) if result.difference else None
-
-
-def rounding(
-    results: Sequence[RowResult], base: int | None, rounded: RowResult | None
-) -> dict[str, Any] | None:
-    """``rounding`` of compare.json: how far the ``base`` row's run is from that with its first weights
-    moved by one float32, and what exact rows may differ by; None where it was not run."""
-    if base is None or rounded is None:
-        return None
-    apart = rounded.difference
-    assert apart is not None, "the run has exported its parameters"
-    quality, baseline = (result.report.get("quality", {}) for result in (rounded, results[base]))
-    return {
-        "name": rounded.name,
-        **_quality_differences(quality, baseline),
-        "max_parameter_difference": apart.largest,
-        "rms_parameter_difference": apart.rms,
-        "factor": FACTOR,
-        "allowed_max_parameter_difference": limit(apart.largest),
-        "allowed_rms_parameter_difference": limit(apart.rms),
-    }
-
-
-def _quality_differences(quality: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, float | None]:
-    return {f"{key}_difference": _minus(quality.get(key), baseline.get(key)) for key in LABELS}
-
-
-def _spread(values: Sequence[float]) -> dict[str, float | None]:
-    if not values:
-        return {"median": None, "min": None, "max": None}
-    return {"median": median(values), "min": min(values), "max": max(values)}
-
-
-def _minus(value: float | None, baseline: float | None) -> float | None:
-    return None if value is None or baseline is None else value - baseline
 
 
 def write_result(content: Mapping[str, Any], path: Path) -> Path:
@@ -123,7 +22,7 @@ def write_result(content: Mapping[str, Any], path: Path) -> Path:
 
 
 def print_result(content: Mapping[str, Any], console: Console) -> None:
-    """The comparison as two tables of 80 columns: speed and traffic, then quality and parameters."""
+    """The comparison as two tables of 80 columns: speed, memory and traffic, then quality and parameters."""
     rows = content["rows"]
     if content["partial"]:
         console.print("stopped early: what is finished so far", markup=False)
@@ -142,16 +41,20 @@ def _table(*columns: str) -> Table:
 
 
 def _speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("recipe", "samples/s", "min", "max", "ratio", "spread", "cold\nrows", "cold\nbytes")
+    """Speed and ratio over all steps, the ratios of the two other speeds, memory and traffic."""
+    table = _table(
+        "recipe", "samples/s", "ratio", "95%\ninterval", "steady", "start\nto end", "memory", "cold\nbytes"
+    )
     for row in rows:
-        speed, ratio, io = row["samples_per_second"], row["ratio_spread"], row["io"]
         table.add_row(
             marked_name(row),
-            *(figures.count(speed[key]) for key in ("median", "min", "max")),
+            figures.count(row["samples_per_second"]["median"]),
             figures.decimal(row["ratio"], 3),
-            f"{figures.decimal(ratio['min'], 2)}-{figures.decimal(ratio['max'], 2)}",
-            figures.short(_moved(io, "rows")),
-            figures.size(_moved(io, "bytes")),
+            figures.interval(row["ratio_interval"], 2),
+            figures.decimal(row["steady"]["ratio"], 3),
+            figures.decimal(row["end_to_end"]["ratio"], 3),
+            figures.size(row["memory_bytes"]),
+            figures.size(_moved(row["io"], "bytes")),
         )
     return table
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from matplotlib.ticker import EngFormatter
+
+from recpipe.common.load import BUSY_OTHERS
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -37,6 +41,11 @@ def signed(value: float | None, digits: int = 5) -> str:
     return "-" if value is None else f"{value:+.{digits}f}"
 
 
+def interval(value: Sequence[float] | None, digits: int) -> str:
+    """``0.95-1.04``; ``-`` for None."""
+    return "-" if value is None else "-".join(f"{end:.{digits}f}" for end in value)
+
+
 def scientific(value: float | None) -> str:
     """Two digits and an exponent, for parameters' differences; ``-`` for None."""
     return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
@@ -58,3 +67,10 @@ def figure(name: str, value: object) -> str:
 def label(name: str) -> str:
     """``cold_rows_fetched`` as ``cold rows fetched``."""
     return name.replace("_", " ")
+
+
+def disturbed(share: float | None, what: str) -> str:
+    """A warning where other programs took more than a tenth of the machine during ``what``; else ''."""
+    if share is None or share <= BUSY_OTHERS:
+        return ""
+    return f"other programs took {100 * share:.0f}% of this machine's processors during {what}"

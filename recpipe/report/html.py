@@ -25,6 +25,7 @@ def render(report: Mapping[str, Any]) -> str:
     return page("report.html.j2").render(
         report=report,
         quality=[(_TILES.get(label, label), value) for label, value in labelled(report["quality"])],
+        warnings=_warnings(report),
         learning=_learning(report["history"]),
         speed=_speed(report),
         profile=_profile(report.get("profile")),
@@ -32,6 +33,20 @@ def render(report: Mapping[str, Any]) -> str:
         recipe=OmegaConf.to_yaml(OmegaConf.create(dict(report["recipe"]))),
         assembly=_flat(report["assembly"]),
     )
+
+
+def _warnings(report: Mapping[str, Any]) -> list[str]:
+    profile = report.get("profile") or {}
+    disturbed = (
+        figures.disturbed(report["throughput"]["others_cpu_share"], "training"),
+        figures.disturbed(profile.get("others_cpu_share"), "the measurement of its limits"),
+    )
+    found = [
+        f"{warning}: speeds and floors are those of a shared machine." for warning in disturbed if warning
+    ]
+    if report["io"]["cold_start"]:
+        found.append("Cold start only: the cache was never full in this run.")
+    return found
 
 
 _TILES = {"AUC": "AUC, held out", "logloss": "logloss (nats)", "NE": "normalized entropy"}
@@ -54,6 +69,7 @@ def _templates() -> Environment:
         figures.decimal,
         figures.signed,
         figures.scientific,
+        figures.interval,
         figures.label,
     ):
         jinja.filters[formatter.__name__] = formatter

@@ -84,6 +84,8 @@ def print_profile(profile: Mapping[str, Any], directory: Path, console: Console 
     out.print(table)
     for name, text in limits(profile):
         out.print(f"{name}: {text}", soft_wrap=True, markup=False, highlight=False)
+    if warning := figures.disturbed(profile["others_cpu_share"], "the measurement of its limits"):
+        out.print(f"{warning}: floors are higher than on a quiet one.", soft_wrap=True, markup=False)
     trace = f"trace: {directory / profile['trace']} (open it in https://ui.perfetto.dev)"
     for line in (f"{profiled(profile)}.", trace):
         out.print(line, soft_wrap=True, markup=False, highlight=False)

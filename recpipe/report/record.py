@@ -15,6 +15,8 @@ import numpy as np
 from recpipe.model.metrics import Quality
 
 SCHEMA = 1
+WARM_UP = 10
+"""Steps that the steady speed leaves out, at most."""
 
 
 @dataclass
@@ -53,21 +55,57 @@ class Histogram:
 
 @dataclass
 class Throughput:
-    """Training speed; evaluation, checkpoints and set-up are left out of it by the caller."""
+    """Training speed, three times. Evaluation is in none of them; NaN where nothing was trained."""
 
     samples_per_second: float
+    """Over all steps, each from the end of the one before."""
     step_ms: StepMilliseconds
     step_histogram: Histogram
     first_step_seconds: float = math.nan
     """From the process's start to the end of its first trained step; NaN without steps."""
+    steady_samples_per_second: float = math.nan
+    """Without the first tenth of the steps (at most ``WARM_UP``), which find cold caches."""
+    end_to_end_samples_per_second: float = math.nan
+    """From the process's start until every row is written back to its tier."""
+    set_up_seconds: float = math.nan
+    """From the process's start to the first step's: imports, data, plugins' preparation, tables."""
+    evaluation_seconds: float = math.nan
+    end_to_end_seconds: float = math.nan
+    """Behind ``end_to_end_samples_per_second``."""
+    others_cpu_share: float | None = None
+    """Share of the machine's processors that other programs took while this one trained; None of several
+    ranks, and where the system does not tell."""
 
     @classmethod
     def of_steps(
-        cls, samples: int, seconds: float, step_seconds: Sequence[float], first_step: float = math.nan
+        cls,
+        samples: Sequence[int],
+        seconds: Sequence[float],
+        first_step: float = math.nan,
+        set_up: float = math.nan,
+        evaluation: float = math.nan,
+        start_to_end: float = math.nan,
+        others: float | None = None,
     ) -> Throughput:
-        """``samples`` trained in ``seconds`` of training; ``step_seconds`` of each step."""
-        rate = samples / seconds if seconds > 0 else math.nan
-        return cls(rate, step_times(step_seconds), step_histogram(step_seconds), first_step)
+        """``samples`` and ``seconds`` of each step; ``start_to_end``: of everything, evaluation included."""
+        warm_up = min(WARM_UP, len(seconds) // 10)
+        end_to_end = start_to_end - evaluation
+        return cls(
+            _rate(sum(samples), sum(seconds)),
+            step_times(seconds),
+            step_histogram(seconds),
+            first_step,
+            _rate(sum(samples[warm_up:]), sum(seconds[warm_up:])),
+            _rate(sum(samples), end_to_end),
+            set_up,
+            evaluation,
+            end_to_end,
+            others,
+        )
+
+
+def _rate(samples: int, seconds: float) -> float:
+    return samples / seconds if samples and seconds > 0 else math.nan
 
 
 @dataclass
@@ -99,6 +137,8 @@ class Io:
     write_seconds: float = 0.0
     plan_seconds: float = 0.0
     """The loader thread's time in deciding which rows move."""
+    cold_start: bool = False
+    """Whether the cache was never full, so that the run shows how it fills and no more."""
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recpipe.report import figures
@@ -11,28 +11,82 @@ from recpipe.report.quality import shown_figures
 
 
 def marked_name(row: Mapping[str, Any]) -> str:
-    """The name of a row of compare.json, with ``*`` where it alters what is trained and ``!`` at a fault."""
-    return str(row["name"]) + ("*" if row["altered"] else "") + ("!" if _faults(row, None) else "")
+    """The name of a row of compare.json, with ``~`` where no cache was full, ``*`` where it alters what is
+    trained, and ``!`` at a fault."""
+    cold = "~" if row["cold_start"] else ""
+    return str(row["name"]) + cold + ("*" if row["altered"] else "") + ("!" if _faults(row, None) else "")
 
 
 def notes(content: Mapping[str, Any]) -> list[str]:
-    """Lines under the tables of compare.json's ``content``: what ``*`` and ``!`` mean, what rounding does."""
+    """Lines under the tables of compare.json's ``content``: what the columns and marks mean, how sure the
+    figures are, and what rounding does."""
+    rows = content["rows"]
     found = [
+        f"~ {row['name']}: cold start only, {row['cold_start']}; a longer run shows more"
+        for row in rows
+        if row["cold_start"]
+    ]
+    found += [
         f"* {row['name']} alters {', '.join(row['altered'])}: its parameters need not equal the other rows'"
-        for row in content["rows"]
+        for row in rows
         if row["altered"]
     ]
     found += [f"! {fault}" for fault in faults(content)]
-    rounding = content["rounding"]
-    if rounding is not None:
-        names = shown_figures(content["rows"])
-        quality = (f"{key} {figures.signed(rounding[f'{key}_difference'], 6)}" for key in names)
-        found.append(
-            f"one rounding of every first weight moves {rounding['name']}'s parameters by "
-            f"{_both(rounding, '')} and its {', '.join(quality)}; exact rows may differ by "
-            f"{_both(rounding, 'allowed_')}, {FACTOR:g} times that"
-        )
+    found += [how_measured(content), *_seeds(content)]
+    if warning := _disturbed(rows):
+        found.append(warning)
+    if content["rounding"] is not None:
+        found.append(_rounding(content))
     return found
+
+
+def how_measured(content: Mapping[str, Any]) -> str:
+    """What the speeds are, and of how many rounds."""
+    first, warmup = content["rows"][0]["name"], content["warmup"]
+    left_out = f" after {warmup} of warm-up, left out" if warmup else ""
+    text = (
+        f"{content['counted']} rounds{left_out}; speed, ratio (to {first}, in the same round) and its "
+        "interval over all steps; steady: without the first steps; start to end: from process start to rows "
+        "written back; memory: resident rows and all beside them"
+    )
+    if (wanted := content["precision"]) is None:
+        return text
+    reached = "reached" if content["precise"] else "not reached"
+    return f"{text}; {100 * wanted:g}% precision of the ratios {reached}"
+
+
+def _seeds(content: Mapping[str, Any]) -> list[str]:
+    """Quality over several seeds, with its interval."""
+    if content["seeds"] < 2:
+        return []
+    found = [f"quality: means over {content['seeds']} seeds"]
+    for row in content["rows"][1:]:
+        parts = [
+            f"{key} {figures.signed(row[f'{key}_difference'])} "
+            f"({', '.join(figures.signed(end) for end in row[f'{key}_difference_interval'])})"
+            for key in shown_figures(content["rows"])
+            if row[f"{key}_difference_interval"]
+        ]
+        if parts:
+            found.append(f"{row['name']}: {'; '.join(parts)}, differences and their 95% intervals")
+    return found
+
+
+def _disturbed(rows: Sequence[Mapping[str, Any]]) -> str:
+    shares = [row["others_cpu_share"] for row in rows if row["others_cpu_share"] is not None]
+    warning = figures.disturbed(max(shares, default=None), "a run")
+    return f"{warning}: trust the ratios' intervals more than the speeds" if warning else ""
+
+
+def _rounding(content: Mapping[str, Any]) -> str:
+    rounding = content["rounding"]
+    names = shown_figures(content["rows"])
+    quality = (f"{key} {figures.signed(rounding[f'{key}_difference'], 6)}" for key in names)
+    return (
+        f"one rounding of every first weight moves {rounding['name']}'s parameters by "
+        f"{_both(rounding, '')} and its {', '.join(quality)}; exact rows may differ by "
+        f"{_both(rounding, 'allowed_')}, {FACTOR:g} times that"
+    )
 
 
 def faults(content: Mapping[str, Any]) -> list[str]:

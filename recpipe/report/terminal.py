@@ -45,7 +45,7 @@ def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield from _resumed(resumed, report["data"])
     if not report.get("profile"):
         yield "quality", _quality(report["quality"])
-    yield "speed", _speed(report["throughput"])
+    yield from _speed(report["throughput"])
     yield "memory", _memory(report["memory"])
     if report["io"]["store"]:
         yield "cold tier", _io(report["io"])
@@ -79,12 +79,17 @@ def _quality(quality: Mapping[str, Any]) -> str:
     return "   ".join(f"{label} {figures.decimal(value)}" for label, value in labelled(quality))
 
 
-def _speed(throughput: Mapping[str, Any]) -> str:
+def _speed(throughput: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     step = throughput["step_ms"]
     p50, p90, p99 = (figures.decimal(step[name], 2) for name in ("p50", "p90", "p99"))
-    return (
-        f"{figures.count(throughput['samples_per_second'])} samples/s   step p50/p90/p99 {p50}/{p90}/{p99} ms"
+    all_steps, steady, end_to_end = (
+        figures.count(throughput[f"{kind}samples_per_second"]) for kind in ("", "steady_", "end_to_end_")
     )
+    yield "speed", f"{all_steps} samples/s over all steps   step p50/p90/p99 {p50}/{p90}/{p99} ms"
+    if throughput["end_to_end_seconds"] is not None:
+        yield "", f"{steady} without the first steps   {end_to_end} from start to rows written back"
+    if warning := figures.disturbed(throughput["others_cpu_share"], "training"):
+        yield "", f"{warning}: alone it is faster"
 
 
 def _memory(memory: Mapping[str, Any]) -> str:
@@ -100,7 +105,8 @@ def _io(io: Mapping[str, Any]) -> str:
     mode = {True: " (O_DIRECT)", False: " (buffered: no O_DIRECT here)"}.get(io["direct"], "")
     read = f"read {figures.count(io['rows_read'])} rows, {figures.size(io['bytes_read'])}"
     written = f"wrote {figures.count(io['rows_written'])} rows, {figures.size(io['bytes_written'])}"
-    return f"{io['store']}{mode}: {read}; {written}; waited {figures.decimal(io['wait_seconds'], 2)} s"
+    cold = "; cold start only: the cache was never full" if io["cold_start"] else ""
+    return f"{io['store']}{mode}: {read}; {written}; waited {figures.decimal(io['wait_seconds'], 2)} s{cold}"
 
 
 def _ranks(ranks: Mapping[str, Any]) -> str:

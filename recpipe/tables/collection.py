@@ -56,6 +56,8 @@ class TierFigures:
     resident_bytes: int
     cold_bytes: int
     overhead_bytes: int
+    cold_start: bool
+    """Whether its cache was never full: what was measured is how it fills."""
 
     def plus(self, other: TierFigures) -> TierFigures:
         """Of both together; seconds are sums, though their stores may have worked at the same time."""
@@ -66,6 +68,7 @@ class TierFigures:
             self.resident_bytes + other.resident_bytes,
             self.cold_bytes + other.cold_bytes,
             self.overhead_bytes + other.overhead_bytes,
+            self.cold_start and other.cold_start,
         )
 
 
@@ -151,6 +154,10 @@ class TableCollection(ABC, nn.Module):
     def serve(self) -> None:
         """On a rank that holds rows and does not train: answer the trainers until they are done."""
         raise NotImplementedError(f"{type(self).__name__} does not run on ranks that only hold rows")
+
+    def write_back(self) -> None:
+        """Write what is only here to the cold tier, and wait until it is as durable as that can make it; the
+        tables stay usable. All trainers call it."""
 
     def close(self) -> None:
         """Write back what is only here and release files and threads; the tables are unusable then."""

@@ -106,6 +106,11 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
             )
         self.collections[0].serve()
 
+    def write_back(self) -> None:
+        """Of all groups."""
+        for collection in self.collections:
+            collection.write_back()
+
     def close(self) -> None:
         """Close all of them, whatever one of them raises; the first fault comes out."""
         faults = []

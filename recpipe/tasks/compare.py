@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from recpipe.common.console import Output
 from recpipe.common.made import scratch_directory
 from recpipe.config.task import CompareConfig
 from recpipe.errors import UserError
-from recpipe.report import comparison, figures, terminal
-from recpipe.report.comparison import RowResult
+from recpipe.report import compared, comparison, figures, terminal
+from recpipe.report.compared import RowResult
 from recpipe.report.environment import environment
 from recpipe.report.files import ReportFiles
 from recpipe.report.remarks import faults
 from recpipe.tasks import compare_run
-from recpipe.tasks.compare_rows import Row, carried_overrides, parse_rows, quoted
+from recpipe.tasks.compare_rows import Row, at_equal_memory, carried_overrides, parse_rows, quoted
 
 UNTIMED = ("trainer.checkpoint_every=null", "trainer.eval_every=1.0")
 """What costs time but is not compared; the user's own overrides come later and win."""
@@ -87,7 +87,9 @@ class _Comparison:
         console: Console,
     ) -> None:
         self.rows, self.carried, self.launch, self.console = rows, carried, launch, console
-        self.repetitions, self.warmup, self.out_dir = config.repetitions, config.warmup, out_dir
+        self.config, self.out_dir = config, out_dir
+        self.counted = 0
+        """Counted rounds that are finished."""
         self.results = [RowResult(row.name) for row in rows]
         self.base: int | None = None
         """The first row that is exact: what other exact rows' parameters are compared with."""
@@ -104,32 +106,68 @@ class _Comparison:
                 self._launch(index, "plan", f"plan-{index}-{row.name}", [])
 
     def run(self) -> None:
-        """All rounds; the first one run, warm-up or not, yields quality, traffic and parameters.
+        """All rounds; the first one run, warm-up or not, yields traffic and parameters, and shows which rows
+        a policy is to be run beside at equal memory.
 
         A row of which a run fails is left out from then on; but the first one, to which all is related.
         """
-        total = (self.warmup + self.repetitions) * len(self.rows)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.console) as progress:
-            bar = progress.add_task("comparing", total=total)
-            for number in range(self.warmup + self.repetitions):
-                counted = number >= self.warmup
-                label = f"round {number - self.warmup + 1}/{self.repetitions}" if counted else "warm-up"
-                for index, row in enumerate(self.rows):
-                    progress.update(bar, description=f"{label}: {row.name}")
-                    if self.results[index].failed is None:
-                        told = self._run_row(index, number, counted)
-                        progress.console.print(f"{label:>10}  {told}", markup=False, highlight=False)
-                    progress.advance(bar)
+        warmup, columns = self.config.warmup, (TextColumn("{task.description}"), BarColumn())
+        with Progress(*columns, MofNCompleteColumn(), TimeElapsedColumn(), console=self.console) as progress:
+            bar = progress.add_task("comparing", total=(warmup + self._least) * len(self.rows))
+            number = 0
+            while number < warmup + self._least or (self.counted < self._most and not self._precise):
+                counted = number >= warmup
+                label = f"round {self.counted + 1}" if counted else "warm-up"
+                self._run_round(number, label, progress, bar)
                 if number == 0:
+                    self._add_rows(label, progress, bar)
                     progress.update(bar, description="one rounding")
                     self._run_nudged()
                     shutil.rmtree(self.parameters, ignore_errors=True)
+                number, self.counted = number + 1, self.counted + counted
+                planned = max(number, warmup + self._least) * len(self.rows)
+                progress.update(bar, total=planned)
 
-    def _run_row(self, index: int, number: int, counted: bool) -> str:
+    @property
+    def _least(self) -> int:
+        """Counted rounds that are run in any case: each seed has one."""
+        return max(self.config.repetitions, self.config.seeds - self.config.warmup)
+
+    @property
+    def _most(self) -> int:
+        return max(self.config.most_rounds, self._least)
+
+    @property
+    def _precise(self) -> bool:
+        wanted = self.config.precision
+        return wanted is None or compared.precise(self.results, wanted)
+
+    def _run_round(self, number: int, label: str, progress: Progress, bar: TaskID, first: int = 0) -> None:
+        """Each row once, from row ``first`` on."""
+        for index in range(first, len(self.rows)):
+            progress.update(bar, description=f"{label}: {self.rows[index].name}")
+            if self.results[index].failed is None:
+                told = self._run_row(index, number)
+                progress.console.print(f"{label:>10}  {told}", markup=False, highlight=False)
+            progress.advance(bar)
+
+    def _add_rows(self, label: str, progress: Progress, bar: TaskID) -> None:
+        """Policies at the memory of techniques that take more of it, as rows that have run as often."""
+        if not self.config.equal_memory:
+            return
+        present = len(self.rows)
+        for row, policy in at_equal_memory(self.rows, self.results):
+            self.rows.append(row)
+            self.results.append(RowResult(row.name))
+            self.carried[row.name] = self.carried[policy.name]
+        self._run_round(0, label, progress, bar, present)
+
+    def _run_row(self, index: int, number: int) -> str:
         """One run of a row; what to tell of it."""
-        result, export = self.results[index], self.parameters / str(index)
+        result, export, seed = self.results[index], self.parameters / str(index), number % self.config.seeds
         extra = [quoted("task.export_parameters", export)] if number == 0 else []
+        if seed:
+            extra.append(f"seed={self.results[0].report['recipe']['seed'] + seed}")
         try:
             report = self._launch(index, "train", f"round-{number}-{index}-{self.rows[index].name}", extra)
         except UserError as error:
@@ -137,14 +175,11 @@ class _Comparison:
                 raise
             result.failed = str(error)
             return f"{error}; left out from here on"
+        result.add(report, seed, counted=number >= self.config.warmup)
         if number == 0:
-            result.report = report
             self._compare_parameters(index, export)
-        speed = float(report["throughput"]["samples_per_second"])
-        if counted:
-            result.speeds.append(speed)
         self._save(self.content(partial=True))
-        return f"{result.name}: {figures.count(speed)} samples/s"
+        return f"{result.name}: {figures.count(report['throughput']['samples_per_second'])} samples/s"
 
     def _compare_parameters(self, index: int, export: Path) -> None:
         """Of an exact row, with those of the base row, which stay until the round is over."""
@@ -166,7 +201,8 @@ class _Comparison:
         extra = ["task.nudge=true", quoted("task.export_parameters", export)]
         report = self._launch(self.base, "train", f"rounding-{self.rows[self.base].name}", extra)
         difference = compare_run.differences(self.parameters / str(self.base), export)
-        self.rounding = RowResult(self.rows[self.base].name, report, difference=difference)
+        self.rounding = RowResult(self.rows[self.base].name, difference=difference)
+        self.rounding.add(report, seed=0, counted=False)
 
     def _launch(self, index: int, task: str, name: str, extra: list[str]) -> dict[str, Any]:
         row, directory = self.rows[index], self.out_dir / "runs" / name
@@ -190,11 +226,15 @@ class _Comparison:
         """compare.json's content from what is finished so far."""
         return {
             "schema": 1,
-            "rows": comparison.summarise(self.results, self.rounding),
-            "rounding": comparison.rounding(self.results, self.base, self.rounding),
+            "rows": compared.summarise(self.results, self.rounding),
+            "rounding": compared.rounding(self.results, self.base, self.rounding),
             "environment": self.environment,
-            "repetitions": self.repetitions,
-            "warmup": self.warmup,
+            "repetitions": self.config.repetitions,
+            "warmup": self.config.warmup,
+            "counted": self.counted,
+            "precision": self.config.precision,
+            "precise": self._precise,
+            "seeds": self.config.seeds,
             "overrides": self.carried,
             "partial": partial,
         }

@@ -12,9 +12,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 from recpipe.errors import UserError, did_you_mean, shown
+from recpipe.report.compared import RowResult
 
 POLICIES = ("resident", "nocache", "lru", "lfu")
 """Built-in cache policies a row can name (``tiers.policy``)."""
+CACHES = ("lru", "lfu")
+"""Those that keep rows as long as the budget lasts."""
+ALIKE = 1.05
+"""Memories that differ by less are equal."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +29,13 @@ class Row:
     name: str
     policy: str | None
     plugins: tuple[str, ...]
+    resident_bytes: int | None = None
+    """Its budget, where it is not that of the other rows."""
 
     def overrides(self) -> list[str]:
         """What this row adds to the user's own overrides."""
         policy = [f"tiers.policy={self.policy}"] if self.policy else []
+        policy += [f"tiers.resident_bytes={self.resident_bytes}"] if self.resident_bytes else []
         return policy + ([f"+plugin=[{','.join(self.plugins)}]"] if self.plugins else [])
 
 
@@ -55,6 +63,29 @@ def _parse_row(name: str, installed: Collection[str]) -> Row:
             f"compare.plugins: row '{name}' names {len(policies)} policies; a table has one, keep one"
         )
     return Row(name, policies[0] if policies else None, tuple(part for part in parts if part not in POLICIES))
+
+
+def at_equal_memory(rows: Sequence[Row], results: Sequence[RowResult]) -> list[tuple[Row, Row]]:
+    """Cache policies among ``rows``, each once more for every technique that takes more memory than it.
+
+    Returns (the new row, the policy's row). Its budget is larger by what the technique takes more: resident
+    rows, buffers, replicas and maps together, as the first run of each has measured them.
+    """
+    found: list[tuple[Row, Row]] = []
+    ran = [(row, result) for row, result in zip(rows, results, strict=True) if result.report]
+    measured = [(row, result.report["memory"], result.memory_bytes) for row, result in ran]
+    for policy, memory, taken in measured:
+        if policy.policy not in CACHES or policy.plugins:
+            continue
+        budgets: list[int] = []
+        for technique, _, more in measured:
+            if not technique.plugins or more is None or taken is None or more <= ALIKE * taken:
+                continue
+            budget = memory["resident_bytes"] + more - taken
+            if all(max(budget, b) > ALIKE * min(budget, b) for b in budgets):
+                budgets.append(budget)
+                found.append((Row(f"{policy.name}@{technique.name}", policy.policy, (), budget), policy))
+    return found
 
 
 def command_line_overrides(hydra: Any) -> list[str]:

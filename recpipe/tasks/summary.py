@@ -13,16 +13,7 @@ from recpipe.distributed.ranks import Ranks
 from recpipe.model.metrics import peak_rss_bytes
 from recpipe.plugin.api import RunFigures
 from recpipe.report.environment import environment
-from recpipe.report.record import (
-    DataFigures,
-    Io,
-    Memory,
-    PluginFigures,
-    RankFigures,
-    Resumed,
-    RunReport,
-    Throughput,
-)
+from recpipe.report.record import DataFigures, Io, Memory, PluginFigures, RankFigures, Resumed, RunReport
 from recpipe.seams import Collective
 from recpipe.tables.collection import TableCollection, TierFigures
 from recpipe.tables.groups import ModelTables
@@ -38,11 +29,12 @@ def summarize(
     tables: ModelTables,
     embeddings: TableCollection,
     module: RankingModule,
-    recorder: Recorder,
     ranks: Ranks,
     resumed_from: Path | None,
+    recorder: Recorder,
+    written_back: float,
 ) -> RunReport:
-    """Everything that report.json holds."""
+    """Everything that report.json holds; ``written_back``: when all rows were, by ``perf_counter``."""
     tiers = embeddings.tier_figures()
     io = _io(tiers, str(described["tiers"]["store"]))
     run = RunFigures(
@@ -52,9 +44,6 @@ def summarize(
         io=io,
         before_cold_seconds=module.step_times.before_cold,
         after_cold_seconds=module.step_times.after_cold,
-    )
-    throughput = Throughput.of_steps(
-        recorder.timed_samples, recorder.timed_seconds, recorder.step_seconds, recorder.first_step_seconds
     )
     return RunReport(
         task=cfg.task.name,
@@ -70,7 +59,7 @@ def summarize(
             module.model.late_calls,
             recorder.skipped_samples,
         ),
-        throughput=throughput,
+        throughput=recorder.throughput(written_back),
         quality=recorder.quality,
         memory=_memory(described, ranks, tables, tiers),
         io=io,
@@ -141,4 +130,5 @@ def _io(tiers: TierFigures | None, store: str) -> Io:
         fetch_seconds=times.fetch,
         write_seconds=times.write,
         plan_seconds=times.plan,
+        cold_start=tiers.cold_start,
     )

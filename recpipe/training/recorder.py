@@ -10,11 +10,12 @@ from typing import Any
 import lightning as L
 
 from recpipe.common.console import log
+from recpipe.common.load import Load
 from recpipe.model.metrics import Quality
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch
 from recpipe.report.quality import labelled
-from recpipe.report.record import Point
+from recpipe.report.record import Point, Throughput
 from recpipe.training.module import LossTotal, RankingModule
 
 
@@ -34,24 +35,14 @@ class Recorder(L.Callback):
         self.quality = Quality(math.nan, math.nan, math.nan)
         """Of the latest evaluation."""
         self.evaluated_at = -1
+        self.began = math.nan
+        """When the first step began, on ``perf_counter``'s clock; NaN before it."""
+        self._load: Load | None = None
+        self.evaluation_seconds = 0.0
+        self._evaluating = 0.0
         self._last = 0.0
         self._reported = 0
         self._loss = LossTotal()
-
-    @property
-    def _skipped(self) -> int:
-        """Steps left out of the throughput, which find cold caches: the first tenth, at most 10."""
-        return min(10, len(self.step_seconds) // 10)
-
-    @property
-    def timed_seconds(self) -> float:
-        """Training time behind the throughput: no evaluation, no checkpoints."""
-        return sum(self.step_seconds[self._skipped :])
-
-    @property
-    def timed_samples(self) -> int:
-        """Samples trained in ``timed_seconds``."""
-        return sum(self.step_samples[self._skipped :])
 
     @property
     def samples(self) -> int:
@@ -60,7 +51,8 @@ class Recorder(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The clock of the first step; a run resumed inside an epoch starts none."""
-        self._last = perf_counter()
+        self._load = Load.now()
+        self.began = self._last = perf_counter()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The clock of an epoch's first step."""
@@ -82,6 +74,10 @@ class Recorder(L.Callback):
         self.step_samples.append(batch.consumed)
         self.skipped_samples += batch.skipped
         self._last = perf_counter()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The clock of an evaluation."""
+        self._evaluating = perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """One more point of the learning curve, and its line."""
@@ -106,6 +102,26 @@ class Recorder(L.Callback):
             f"{speed:,.0f} samples/s"
         )
         self._last = perf_counter()
+        self.evaluation_seconds += self._last - self._evaluating
+
+    def throughput(self, written_back: float) -> Throughput:
+        """Speeds and times of the steps; ``written_back``: when all rows were in their tiers again, on
+        ``perf_counter``'s clock."""
+        return Throughput.of_steps(
+            self.step_samples,
+            self.step_seconds,
+            first_step=self.first_step_seconds,
+            set_up=self.began - self.started,
+            evaluation=self.evaluation_seconds,
+            start_to_end=written_back - self.started,
+            others=self._others(),
+        )
+
+    def _others(self) -> float | None:
+        """What other programs took of the processors since the first step began; not of several ranks, each
+        of which is another program to the others."""
+        now = Load.now()
+        return now.others_since(self._load) if now is not None and self.loader.ranks.world == 1 else None
 
     def speed_since(self, step: int) -> float:
         """Samples per second of this run's steps from number ``step`` on; NaN without any."""

@@ -194,3 +194,29 @@ def test_a_batch_that_is_not_trained_changes_nothing(tmp_path) -> None:
         collection.advance(collection.plan(batch))
     assert identical(dump(collection), before)
     collection.close()
+
+
+@pytest.mark.parametrize("policy", ["nocache", "lru"])
+def test_written_back_rows_are_in_the_store_and_the_tables_go_on(tmp_path, policy) -> None:
+    tables = table_set()
+    spy = Spy(tables.layout, tables.fill)
+    collection = tiers(tables, policy, tmp_path, spy, True)
+    batches = stream(6, True)
+    train_ahead(collection, batches[:5])
+    collection.write_back()
+    resident = collection.resident_rows()
+    cold = np.setdiff1d(np.arange(tables.layout.total_rows), resident)
+    stored = np.empty((len(cold), tables.layout.width), np.float32)
+    spy.gather(cold, stored)
+    np.testing.assert_array_equal(stored, collection.records_of(cold).numpy())
+    train_ahead(collection, batches[5:])
+    collection.close()
+
+
+@pytest.mark.parametrize(("slots", "never_full"), [(SLOTS, False), (10_000, True)])
+def test_a_cache_says_whether_it_was_ever_full(tmp_path, slots, never_full) -> None:
+    collection = tiers(table_set(), "lru", tmp_path, slots=slots)
+    train_ahead(collection, stream(10, True))
+    assert collection.tier_figures().cold_start is never_full
+    assert (collection.resident_count < slots) is never_full
+    collection.close()

@@ -42,7 +42,7 @@ def report(
     return {
         "throughput": {"samples_per_second": speed},
         "quality": {"auc": auc, "logloss": 0.5, "ne": 0.8},
-        "memory": {"peak_rss_bytes": 1 << 30, "resident_bytes": 1, "cold_bytes": 2},
+        "memory": {"peak_rss_bytes": 1 << 30, "resident_bytes": 1, "cold_bytes": 2, "tier_overhead_bytes": 3},
         "io": {"rows_read": rows, "rows_written": rows, "bytes_read": 64 * rows, "bytes_written": 64 * rows}
         | {"store": "host", "direct": None, "wait_seconds": 0.5},
         "data": {"train_samples": 1000},
@@ -97,8 +97,8 @@ class FakeRuns:
         np.savez(directory / "dense.npz", weight=np.ones((3, 3), np.float32))
 
 
-def config(*plugins: str, repetitions: int = 3, warmup: int = 1) -> CompareConfig:
-    return CompareConfig(list(plugins), repetitions, warmup, ranks=1)
+def config(*plugins: str, repetitions: int = 3, warmup: int = 1, **more: Any) -> CompareConfig:
+    return CompareConfig(list(plugins), repetitions, warmup, 1, **more)
 
 
 def run(
@@ -281,6 +281,124 @@ def test_a_row_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) -> No
     ]
 
 
+# -- what the figures leave out and how sure they are --------------------------------------------
+
+
+def test_every_row_has_three_speeds_and_ratios_of_each(tmp_path: Path) -> None:
+    def measured(speed: float, steady: float, whole: float) -> dict[str, Any]:
+        found = report(speed)
+        found["throughput"] |= {
+            "steady_samples_per_second": steady,
+            "end_to_end_samples_per_second": whole,
+        }
+        return found
+
+    runs = FakeRuns(
+        {
+            "lfu": [measured(100, 110, 50)] * 3,
+            "hotline": [measured(98, 206, 20), *[measured(98, 205, 25)] * 2],
+        }
+    )
+    content, text = run(config("lfu", "hotline", warmup=0, equal_memory=False), tmp_path, runs)
+    row = content["rows"][1]
+    assert row["ratio"] == 0.98
+    assert row["steady"]["ratio"] == pytest.approx(205 / 110)
+    assert row["end_to_end"]["ratio"] == 0.5
+    assert row["end_to_end"]["samples_per_second"] == {"median": 25, "min": 20, "max": 25}
+    assert row["end_to_end"]["ratio_interval"] == (0.4, 0.5)
+    assert "0.980" in text
+    assert "1.864" in text
+
+
+def test_rounds_go_on_until_the_ratio_is_known_well_enough(tmp_path: Path) -> None:
+    noisy = [report(s) for s in (50.0, 90.0, 70.0, 70.0, 70.0, 70.0, 70.0, 70.0)]
+    steady = [report(100.0) for _ in range(8)]
+
+    def rounds(name: str, **more: Any) -> tuple[int, bool]:
+        runs = FakeRuns({"resident": steady, "lru": noisy})
+        content, _ = run(config("resident", "lru", warmup=0, **more), tmp_path / name, runs)
+        return content["counted"], content["precise"]
+
+    assert rounds("exactly", precision=None) == (3, True)
+    assert rounds("enough", precision=0.9) == (3, True)
+    few, precise = rounds("more", precision=0.3, max_rounds=8)
+    assert 3 < few < 8
+    assert precise
+    assert rounds("most", precision=0.01, max_rounds=5) == (5, False)
+    assert rounds("default", precision=0.01) == (6, False)
+
+
+def test_quality_over_several_seeds_is_paired_by_seed(tmp_path: Path) -> None:
+    first = [report(100.0, auc=auc) | {"recipe": {"seed": 7}} for auc in (0.70, 0.72, 0.74)]
+    other = [report(100.0, auc=auc) for auc in (0.71, 0.73, 0.75)]
+    runs = FakeRuns({"resident": first, "lru": other})
+    content, text = run(config("resident", "lru", repetitions=2, warmup=1, seeds=3), tmp_path, runs)
+    seeds = [value_of(arguments, "seed") for arguments in runs.arguments if "task=train" in arguments]
+    assert seeds == [None, None, "8", "8", "9", "9"]
+    row = content["rows"][1]
+    assert row["auc"] == pytest.approx(0.73)
+    assert row["auc_difference"] == pytest.approx(0.01)
+    low, high = row["auc_difference_interval"]
+    assert (low, high) == (pytest.approx(0.01), pytest.approx(0.01))  # of pairs; unpaired it is 0.1 wide
+    assert row["auc_interval"][1] - row["auc_interval"][0] == pytest.approx(2 * 4.303 * 0.02 / 3**0.5)
+    assert "means over 3 seeds" in text
+
+
+def test_a_policy_runs_at_the_memory_of_a_technique_that_takes_more(tmp_path: Path) -> None:
+    def taking(resident: int, beside: int) -> list[dict[str, Any]]:
+        memory = {"resident_bytes": resident, "tier_overhead_bytes": beside, "peak_rss_bytes": 0}
+        return [report(100.0) | {"memory": memory} for _ in range(3)]
+
+    reports = {
+        "lru": [*taking(1000, 100)[:2], *taking(3000, 100)[:2]],
+        "hotline": taking(1000, 110),
+        "fae": taking(1000, 2100),
+        "slipstream": taking(1000, 2150),
+    }
+    cfg = config("lru", "hotline", "fae", "slipstream", repetitions=2, warmup=0)
+
+    class Budgeted(FakeRuns):
+        def __call__(self, arguments: list[str], directory: Path) -> dict[str, Any]:
+            if value_of(arguments, "tiers.resident_bytes"):
+                self.reports["lru"] = taking(3000, 100)
+            return super().__call__(arguments, directory)
+
+    runs = Budgeted(reports)
+    content, text = run(cfg, tmp_path, runs)
+    names = [row["name"] for row in content["rows"]]
+    assert names == ["lru", "hotline", "fae", "slipstream", "lru@fae"]
+    budgets = [value_of(arguments, "tiers.resident_bytes") for arguments in runs.arguments]
+    assert [budget for budget in budgets if budget] == ["3000", "3000"]  # 1000 and what fae takes beyond lru
+    assert len(content["rows"][4]["rounds"]) == 2
+    assert content["rows"][4]["memory_bytes"] == content["rows"][2]["memory_bytes"]
+    assert "lru@fae" in text
+
+
+def test_a_row_whose_cache_was_never_full_says_so(tmp_path: Path) -> None:
+    filling = report(100.0)
+    filling["io"]["cold_start"] = True
+    window = report(100.0) | {"plugins": {"hotline": {"cold_start": "its window is longer than the run"}}}
+    runs = FakeRuns({"nocache": [report(100.0)], "lru": [filling], "hotline": [window]})
+    cfg = config("nocache", "lru", "hotline", repetitions=1, warmup=0)
+    content, text = run(cfg, tmp_path, runs)
+    assert [bool(row["cold_start"]) for row in content["rows"]] == [False, True, True]
+    assert "lru~" in text
+    assert "~ lru: cold start only, its cache was never full" in text
+    assert "~ hotline: cold start only, hotline: its window is longer than the run" in text.replace("\n", " ")
+
+
+def test_a_machine_that_others_use_is_told(tmp_path: Path) -> None:
+    def shared(share: float) -> list[dict[str, Any]]:
+        found = report(100.0)
+        found["throughput"]["others_cpu_share"] = share
+        return [found]
+
+    for share, told in ((0.02, False), (0.37, True)):
+        runs = FakeRuns({"lru": shared(share)})
+        _, text = run(config("lru", repetitions=1, warmup=0), tmp_path / str(share), runs)
+        assert ("other programs took 37% of this machine's processors" in text.replace("\n", " ")) is told
+
+
 # -- rows that declare themselves exact ---------------------------------------------------------
 
 
@@ -401,7 +519,7 @@ def test_a_plugin_that_is_not_what_it_declares_is_found_and_hotline_passes(tmp_p
 
     small = ["data.samples=2000", "data.batch_size=64", "data.table_scale=0.01", "trainer.max_steps=8"]
     quiet = ["trainer.progress=false", "trainer.logger=null", "trainer.checkpoint_every=null"]
-    cfg = config("resident", "lru", "hotline", "off", repetitions=1, warmup=0)
+    cfg = config("resident", "lru", "hotline", "off", repetitions=1, warmup=0, equal_memory=False)
     with pytest.raises(UserError, match="^row 'off' declares itself exact, but its parameters differ by"):
         compare(cfg, tmp_path / "out", launch=launch, overrides=[*small, *quiet], console=Console(quiet=True))
     saved = json.loads((tmp_path / "out" / "compare.json").read_text())

@@ -368,6 +368,10 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         loaded = [tiers.load_placement_state(saved) for tiers, saved in own]
         return bool(loaded) and all(loaded)
 
+    def write_back(self) -> None:
+        """Of its tiers."""
+        self.tiers.write_back()
+
     def close(self) -> None:
         """Close its tiers."""
         self.tiers.close()

@@ -207,7 +207,7 @@ class GroupTiers(nn.Module):
 
     def figures(self) -> TierFigures:
         """Their sums."""
-        nothing = TierFigures(IoCounters(), TierTimes(), None, 0, 0, 0)
+        nothing = TierFigures(IoCounters(), TierTimes(), None, 0, 0, 0, False)
         found = [tiers.tier_figures() for tiers in self.each()]
         return reduce(TierFigures.plus, found) if found else nothing
 
@@ -234,6 +234,11 @@ class GroupTiers(nn.Module):
             return []
         found = entries(dict.fromkeys(mine, dict[str, Any]), saved, "placement")
         return [(tiers, found[shards]) for shards, tiers in mine.items()]
+
+    def write_back(self) -> None:
+        """Of all of them."""
+        for tiers in self.each():
+            tiers.write_back()
 
     def close(self) -> None:
         """Close all of them, whatever one of them raises; the first fault comes out."""

@@ -17,12 +17,26 @@ class Occupied:
         """Row of each slot; -1: none."""
         self.count = 0
         """How many slots have one."""
+        self._batches = self._filled = 0
+        self._evicts = False
 
     def carry_out(self, plan: TierPlan) -> None:
         """Its rows move."""
-        self.count += len(plan.placed) - int(np.count_nonzero(plan.evicted >= 0))
+        evicted = int(np.count_nonzero(plan.evicted >= 0))
+        self._batches += 1
+        self._evicts |= evicted > 0
+        if len(plan.placed) > evicted:
+            self._filled = self._batches
+        self.count += len(plan.placed) - evicted
         self.rows[plan.vacated] = -1
         self.rows[plan.slots] = plan.placed
+
+    @property
+    def cold_start(self) -> bool:
+        """Whether slots were still being filled in the last tenth of the batches, and none had lost its row:
+        the cache was never full."""
+        full = self._evicts or self.count == len(self.rows)
+        return not full and self._filled > 0.9 * self._batches
 
     def restore(self, rows: RowIds) -> None:
         """Start with these (int64 [slots])."""

@@ -87,6 +87,12 @@ class StoreThread:
         """Which of ``rows`` this trainer writes."""
         return self.ranks.shares(0, rows)[self.ranks.trainer]
 
+    def flush(self) -> None:
+        """Wait for all that is queued, and for the store to have it as durably as it can."""
+        while self._writes:
+            self._writes.pop(0).result()
+        self._thread.submit(self.store.flush).result()
+
     def close(self) -> None:
         """Wait for all that is queued, raise what failed, and close the store in any case."""
         try:

@@ -399,7 +399,13 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
             self.resident_bytes,
             self.store.cold_bytes,
             self.overhead_bytes,
+            self._occupied.cold_start,
         )
+
+    def write_back(self) -> None:
+        """Write the slab's rows, and wait for the store; residents are in their tier."""
+        with self.quiesced():
+            self.cold.flush()
 
     def close(self) -> None:
         """Write what is left, wait for the store, and release it."""

@@ -1,0 +1,45 @@
+"""How much of the machine's processors other programs take, from /proc/stat."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+BUSY_OTHERS = 0.1
+"""Share of the machine from which on a measurement says that others took it."""
+_STAT = Path("/proc/stat")
+_IDLE = slice(3, 5)
+"""Columns ``idle`` and ``iowait``."""
+_GUESTS = slice(0, 8)
+"""Without ``guest`` and ``guest_nice``, which ``user`` and ``nice`` contain."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Processor seconds since the machine started: of all its processors, and of this process."""
+
+    busy: float
+    total: float
+    own: float
+
+    @classmethod
+    def now(cls) -> Load | None:
+        """None where the system does not tell."""
+        try:
+            first = _STAT.read_text(encoding="ascii").partition("\n")[0].split()[1:]
+        except OSError:
+            return None
+        ticks = os.sysconf("SC_CLK_TCK")
+        columns = [int(value) / ticks for value in first[_GUESTS]]
+        return cls(sum(columns) - sum(columns[_IDLE]), sum(columns), time.process_time())
+
+    def others_since(self, earlier: Load | None) -> float | None:
+        """Share of all processors' time since ``earlier`` that neither this process had nor was idle; other
+        virtual machines' time (``steal``) included."""
+        total = 0.0 if earlier is None else self.total - earlier.total
+        if earlier is None or total <= 0:
+            return None
+        busy, own = self.busy - earlier.busy, self.own - earlier.own
+        return min(1.0, max(0.0, (busy - own) / total))
