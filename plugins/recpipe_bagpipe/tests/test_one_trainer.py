@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class Run:
             # The plugin's own buffer would hold every write of tables this small.
             cold._capacity = WRITE_ROWS
             cold._active = cold._new_writes()
-            lookups = inputs_of(self.tables).lookups
+            lookups = partial(inputs_of(self.tables).bags, group=0)
             parts = TierParts(self.tables, slots, cold, device, True, Ranks(), lookups)
             assert owner.collection(parts) is None
             policy = owner.policy(space)

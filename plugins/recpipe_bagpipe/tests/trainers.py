@@ -158,8 +158,10 @@ class Trainer:
         self, plan: Plan, ranks: Ranks, store: RoundStore, channels: tuple[Channel, Channel, Channel]
     ) -> None:
         self.plan, self.ranks, self.sums = plan, ranks, channels[2]
-        lookups = inputs_of(plan.tables).lookups
-        parts = TierParts(plan.tables, plan.slots, store, CPU, True, ranks, lookups)  # type: ignore[arg-type]
+        inputs = inputs_of(plan.tables)
+        parts = TierParts(
+            plan.tables, plan.slots, store, CPU, True, ranks, lambda batch: inputs.bags(batch, 0)
+        )  # type: ignore[arg-type]
         self.tables = Replicas(parts, store, self.oracle, plan.cleanup, channels[:2], early=plan.early)
         self.steps: list[Step] = []
         self.logits: list[NDArray[np.float32]] = []
