@@ -54,7 +54,7 @@ BATCHES = 48
 
 
 @dataclass(frozen=True)
-class Bags:
+class BenchTable:
     """A table: its size, and how it is looked up."""
 
     name: str
@@ -63,16 +63,16 @@ class Bags:
     pooling: int
 
 
-def table_set(count: int) -> list[Bags]:
+def table_set(count: int) -> list[BenchTable]:
     """Rows of 100 to 1M, 1 to 50 lookups per bag: few tables make most of the work."""
     draw = np.random.default_rng(5)
     rows = (10 ** draw.uniform(2, 6, count)).astype(int)
     pooling = np.clip(draw.lognormal(0.8, 1.4, count), 1, 50).astype(int)
     rows[0], pooling[0] = 1_000_000, 50
-    return [Bags(f"t{i}", int(rows[i]), (64, 16)[i % 2], int(pooling[i])) for i in range(count)]
+    return [BenchTable(f"t{i}", int(rows[i]), (64, 16)[i % 2], int(pooling[i])) for i in range(count)]
 
 
-def batch(tables: Sequence[Bags], size: int, seed: int) -> KeyedJaggedTensor:
+def batch(tables: Sequence[BenchTable], size: int, seed: int) -> KeyedJaggedTensor:
     """One rank's part of a global batch; Zipf ids with exponent 1.05."""
     draw = np.random.default_rng(seed)
     ids = [zipf(draw, table.rows, size * table.pooling, 1.05) for table in tables]
@@ -80,7 +80,7 @@ def batch(tables: Sequence[Bags], size: int, seed: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor([t.name for t in tables], torch.from_numpy(np.concatenate(ids)), lengths=lengths)
 
 
-def sampled(tables: Sequence[Bags], size: int) -> dict[str, FeatureStats]:
+def sampled(tables: Sequence[BenchTable], size: int) -> dict[str, FeatureStats]:
     """Of four global batches that no step sees."""
     parts = [batch(tables, size, STATS_SEED + i) for i in range(4)]
     return feature_stats(Batch(torch.zeros(size, 1), part, torch.zeros(size)) for part in parts)
@@ -89,7 +89,7 @@ def sampled(tables: Sequence[Bags], size: int) -> dict[str, FeatureStats]:
 class Bench:
     """The tables on this rank's machine."""
 
-    def __init__(self, tables: list[Bags], batch_size: int) -> None:
+    def __init__(self, tables: list[BenchTable], batch_size: int) -> None:
         self.tables = tables
         self.batch_size = batch_size
         self.world = dist.get_world_size()
