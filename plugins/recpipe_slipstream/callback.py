@@ -34,6 +34,7 @@ class Method:
     min_touches: int
     snapshot_every: int | None
     search: str
+    control: str | None
 
 
 @dataclass
@@ -78,7 +79,9 @@ class StaleInputs(L.Callback):
         self.seed = seed
         self.rows, self.dim = rows, dim
         """Of all tables."""
-        self.classifier = InputClassifier(method.stale_lookups, lookups)
+        self.classifier = InputClassifier(
+            method.stale_lookups, lookups, seed if method.control == "random" else None
+        )
         self.view: RowView | None = None
         self.totals = Totals()
         self.done = 0

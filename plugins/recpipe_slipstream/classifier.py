@@ -53,6 +53,14 @@ def classify(
     return hot, hot & (stale >= (lookups if stale_lookups is None else stale_lookups))
 
 
+def at_random(hot: NDArray[np.bool_], stale: NDArray[np.bool_], seed: int, number: int) -> NDArray[np.bool_]:
+    """The control: as many hot inputs of batch ``number`` as are stale, but any of them, bool [B]."""
+    drawn = np.random.default_rng((seed, number)).choice(np.flatnonzero(hot), int(stale.sum()), replace=False)
+    chosen = np.zeros(len(hot), bool)
+    chosen[drawn] = True
+    return chosen
+
+
 @dataclass(frozen=True)
 class Seen:
     """What the classifier did with one batch, until that batch has been trained."""
@@ -73,12 +81,18 @@ class InputClassifier:
 
     It runs one batch ahead of training: what is decided after batch b was trained is looked at from
     batch b + 2 on, so that it never matters how far ahead the loader's thread happens to be. ``lookups``: of
-    a batch, rows numbered over all tables.
+    a batch, rows numbered over all tables. ``random_seed``: leave out as many hot inputs, drawn at random.
     """
 
-    def __init__(self, stale_lookups: int | None, lookups: Callable[[Batch], Bags]) -> None:
+    def __init__(
+        self,
+        stale_lookups: int | None,
+        lookups: Callable[[Batch], Bags],
+        random_seed: int | None = None,
+    ) -> None:
         self.stale_lookups = stale_lookups
         self.lookups = lookups
+        self.random_seed = random_seed
         self.window: tuple[int, int] | None = None
         """Batches [first, end) whose inputs are all trained: two snapshots are taken around them."""
         self.marks: tuple[Marks, ...] = ()
@@ -100,6 +114,8 @@ class InputClassifier:
             return None
         size = bags.batch_size
         hot, stale = classify(marks, bags, self.stale_lookups)
+        if self.random_seed is not None:
+            stale = at_random(hot, stale, self.random_seed, number)
         dropped = 0 if stale.all() else int(stale.sum())
         if dropped:
             bags = bags.permuted(np.flatnonzero(~stale))

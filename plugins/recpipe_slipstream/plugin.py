@@ -37,6 +37,7 @@ class Slipstream(Plugin):
         snapshot_every: int | None,
         threshold: str,
         freeze_stale_rows: bool,
+        control: str | None,
     ) -> None:
         for knob, share in (("window", window), ("sample", sample)):
             if not 0 < share <= 1:
@@ -53,6 +54,11 @@ class Slipstream(Plugin):
                 raise _wrong(name, count, f"must be at least {least}")
         if threshold not in SEARCHES:
             raise _wrong("threshold", threshold, f"choose {' or '.join(SEARCHES)}")
+        if control not in (None, "random"):
+            raise _wrong("control", control, "choose random, or null for Slipstream itself")
+        if control and freeze_stale_rows:
+            raise _wrong("control", control, "it knows no stale rows to freeze: set one of the two")
+        self.control = control
         self.drop, self.window, self.start, self.sample = drop, window, start, sample
         self.stale_lookups, self.min_touches = stale_lookups, min_touches
         self.snapshot_every, self.threshold = snapshot_every, threshold
@@ -83,6 +89,7 @@ class Slipstream(Plugin):
             min_touches=self.min_touches,
             snapshot_every=self.snapshot_every,
             search=self.threshold,
+            control=self.control,
         )
         tables = ctx.tables.values()
         rows, dim = sum(table.rows for table in tables), max(table.dim for table in tables)

@@ -31,24 +31,32 @@ class Row:
     plugins: tuple[str, ...]
     resident_bytes: int | None = None
     """Its budget, where it is not that of the other rows."""
+    settings: tuple[str, ...] = ()
+    """Overrides of this row alone."""
 
     def overrides(self) -> list[str]:
         """What this row adds to the user's own overrides."""
         policy = [f"tiers.policy={self.policy}"] if self.policy else []
         policy += [f"tiers.resident_bytes={self.resident_bytes}"] if self.resident_bytes else []
-        return policy + ([f"+plugin=[{','.join(self.plugins)}]"] if self.plugins else [])
+        plugins = [f"+plugin=[{','.join(self.plugins)}]"] if self.plugins else []
+        return [*policy, *plugins, *self.settings]
 
 
 def parse_rows(names: Sequence[str], installed: Collection[str]) -> list[Row]:
     """Rows in the order asked for; a name given twice is run twice, which shows the noise.
 
-    Raises UserError for a name that is neither a policy nor in ``installed``, and for two policies in a row.
+    ``a+b:key=value:key=value`` is policies and plugins with settings of that row alone. A key without a dot
+    is a knob of the row's one plugin.
+
+    Raises UserError for a name that is neither a policy nor in ``installed``, for two policies in a row, and
+    for what is no setting.
     """
     return [_parse_row(name, installed) for name in names]
 
 
 def _parse_row(name: str, installed: Collection[str]) -> Row:
-    parts = name.split("+")
+    recipe, *settings = name.split(":")
+    parts = recipe.split("+")
     for part in parts:
         if part not in POLICIES and part not in installed:
             known = [*POLICIES, *sorted(set(installed))]
@@ -62,7 +70,28 @@ def _parse_row(name: str, installed: Collection[str]) -> Row:
         raise UserError(
             f"compare.plugins: row '{name}' names {len(policies)} policies; a table has one, keep one"
         )
-    return Row(name, policies[0] if policies else None, tuple(part for part in parts if part not in POLICIES))
+    plugins = tuple(part for part in parts if part not in POLICIES)
+    return Row(
+        name,
+        policies[0] if policies else None,
+        plugins,
+        settings=tuple(_setting(text, name, plugins) for text in settings),
+    )
+
+
+def _setting(text: str, row: str, plugins: tuple[str, ...]) -> str:
+    """A row's ``text`` as an override."""
+    key, equals, _ = text.partition("=")
+    if not equals or not key.strip("+~"):
+        raise UserError(f"compare.plugins: '{shown(text)}' in row '{shown(row)}' is no key=value")
+    if "." in key:
+        return text
+    if len(plugins) != 1:
+        raise UserError(
+            f"compare.plugins: row '{shown(row)}' names {len(plugins)} plugins, and '{key}' may be a knob of "
+            f"any: write plugins.NAME.{text}"
+        )
+    return f"plugins.{plugins[0]}.{text}"
 
 
 def at_equal_memory(rows: Sequence[Row], results: Sequence[RowResult]) -> list[tuple[Row, Row]]:
@@ -75,7 +104,7 @@ def at_equal_memory(rows: Sequence[Row], results: Sequence[RowResult]) -> list[t
     ran = [(row, result) for row, result in zip(rows, results, strict=True) if result.report]
     measured = [(row, result.report["memory"], result.memory_bytes) for row, result in ran]
     for policy, memory, taken in measured:
-        if policy.policy not in CACHES or policy.plugins:
+        if policy.policy not in CACHES or policy.plugins or policy.settings:
             continue
         budgets: list[int] = []
         for technique, _, more in measured:

@@ -374,6 +374,30 @@ def test_a_policy_runs_at_the_memory_of_a_technique_that_takes_more(tmp_path: Pa
     assert "lru@fae" in text
 
 
+def test_a_row_can_have_settings_of_its_own(tmp_path: Path) -> None:
+    runs = FakeRuns({"hotline": [report(s) for s in (100.0, 80.0, 90.0)]})
+    names = ("hotline", "hotline:micro_batches=1", "hotline:tiers.prefetch=false:seed.x=1")
+    content, _ = run(config(*names, repetitions=1, warmup=0), tmp_path, runs)
+    assert [row["name"] for row in content["rows"]] == list(names)
+    trained = [arguments for arguments in runs.arguments if "task=train" in arguments][:3]
+    assert ["plugins.hotline.micro_batches=1" in arguments for arguments in trained] == [False, True, False]
+    assert {"tiers.prefetch=false", "seed.x=1"} <= set(trained[2])
+    assert not {"tiers.prefetch=false", "seed.x=1"} & set(trained[1])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("hotline:fast", "'fast' in row 'hotline:fast' is no key=value"),
+        ("lru:x=1", "row 'lru:x=1' names 0 plugins, and 'x' may be a knob of any: write plugins.NAME.x=1"),
+        ("hotlin:x=1", "unknown 'hotlin' in row 'hotlin:x=1'. Did you mean 'hotline'?"),
+    ],
+)
+def test_settings_of_a_row_that_make_no_sense(row: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        parse_rows([row], INSTALLED)
+
+
 def test_a_row_whose_cache_was_never_full_says_so(tmp_path: Path) -> None:
     filling = report(100.0)
     filling["io"]["cold_start"] = True
