@@ -25,7 +25,8 @@ import recpipe
 from recpipe.errors import UserError
 from recpipe.model.metrics import BackgroundQuality, judged
 from recpipe.report import html, sweep, terminal
-from recpipe.report.comparison import RowResult, print_result, summarise, write_html
+from recpipe.report.compared import RowResult, summarise
+from recpipe.report.comparison import print_result, write_html
 from recpipe.report.quality import CLICKS, labelled, shown_figures
 
 QUIET = ("trainer.progress=false",)
@@ -192,10 +193,14 @@ def test_what_a_run_leaves_shows_what_fits(tmp_path: Path) -> None:
 
 def test_a_comparison_of_such_runs(tmp_path: Path) -> None:
     report, _ = trained(Visitor(), "model.loss=poisson", "model.labels=pages")
-    rows = summarise([RowResult("one", report, [2.0]), RowResult("two", report, [1.0])])
+    results = [RowResult("one"), RowResult("two")]
+    for result in results:
+        result.add(report, seed=1, counted=True)
+    rows = summarise(results)
     assert rows[1]["poisson_deviance_difference"] == 0
     content = {"rows": rows, "partial": False, "rounding": None, "environment": report["environment"]}
-    content |= {"overrides": {}, "repetitions": 1, "warmup": 0}
+    content |= {"overrides": {}, "repetitions": 1, "warmup": 0, "seeds": 1}
+    content |= {"counted": 1, "precision": None, "precise": None}
     console = Console(file=io.StringIO(), record=True, width=100)
     print_result(content, console)
     text = console.export_text()

@@ -267,6 +267,7 @@ def test_the_table_is_80_columns_wide_and_says_how_far_the_floor_is() -> None:
             "gather_bytes_per_s": 2e10,
             "gather_bytes_per_s_one_thread": 1e10,
         },
+        "others_cpu_share": None,
         "trace": "trace.json.gz",
     }
     console = Console(file=io.StringIO(), width=80)
