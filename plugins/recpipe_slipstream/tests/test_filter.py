@@ -56,7 +56,7 @@ def marks_of(rig: Rig) -> Marks:
     ("setting", "optimizer"),
     [
         pytest.param(ALONE, "sgd", id="sgd-alone"),
-        pytest.param(ALONE, "rowwise_adagrad", id="rowwise_adagrad-alone"),
+        pytest.param(ALONE, "rowwise_adagrad", id="rowwise_adagrad-alone", marks=pytest.mark.soak),
         pytest.param(WITH_HOTLINE, "sgd", id="sgd-hotline", marks=pytest.mark.soak),  # as in tests/test_pairs
         pytest.param(WITH_HOTLINE, "rowwise_adagrad", id="rowwise_adagrad-hotline"),
     ],
