@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from recpipe_hotline.tests.rig import ROOM as FEW_LOOKUPS
 from recpipe_slipstream.callback import batches_of
 from recpipe_slipstream.plugin import Slipstream
 from recpipe_slipstream.tests.rig import defaults
@@ -73,16 +74,7 @@ class TestSlipstream(PluginSuite):
         assert 3 * kept <= trained.report["data"]["lookups"] <= 3 * (kept + 256)
 
 
-ROOM: tuple[str, ...] = (
-    *SMALL,
-    "data.samples=20000",
-    "data.batch_size=256",
-    "data.table_scale=1",
-    "data.tables={a: 50, b: 500, c: 2000}",
-    "trainer.max_steps=40",
-    "tiers.resident_bytes=30%",
-    "trainer.progress=false",
-)
+ROOM = (*SMALL, *FEW_LOOKUPS, "trainer.progress=false")
 KNOBS = ("plugins.slipstream.window=0.1", "plugins.slipstream.sample=0.1")
 
 
