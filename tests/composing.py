@@ -37,9 +37,10 @@ _installed: dict[str, Any] = {}
 _files: dict[tuple[str, Path, int, int], ConfigResult] = {}
 
 
-def places() -> tuple[str, ...]:
-    """Where packages are looked for, but for setuptools' own, which it adds when a library imports it."""
-    return tuple(place for place in sys.path if not place.endswith("setuptools/_vendor"))
+def places() -> frozenset[str]:
+    """Where packages are looked for, but for the current folder, which the server of ``tests.processes`` has
+    in place of pytest's first one, and setuptools' own, which it adds when a library imports it."""
+    return frozenset(place for place in sys.path if place and not place.endswith("setuptools/_vendor"))
 
 
 PATH = places()

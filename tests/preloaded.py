@@ -1,4 +1,5 @@
-"""What the server of tests/processes.py does before it forks the first process: imports, above all.
+"""What the server of tests/processes.py does before it forks the first process: imports, above all, and what
+a process does once, such as the types of a recipe's keys and the report's template.
 
 Reports of its processes have empty plots; those of processes from the beginning have real ones.
 """
@@ -12,9 +13,13 @@ import pytest  # noqa: E402
 import recpipe.report.html  # noqa: E402
 import recpipe.report.terminal  # noqa: E402
 import recpipe.run  # noqa: E402
-import recpipe.tasks.compare  # noqa: E402, F401
+import recpipe.tasks.compare  # noqa: E402
+import recpipe.tasks.doctor  # noqa: E402
+import recpipe.tasks.plugins  # noqa: E402
+import recpipe.tasks.sweep_launcher  # noqa: E402
 import tests.any_model.zoo  # noqa: E402, F401
 from recpipe.config.compose import compose  # noqa: E402
+from recpipe.config.recipe import Recipe  # noqa: E402
 from recpipe.plugin.load import installed  # noqa: E402
 from recpipe.report.environment import _commit  # noqa: E402
 from tests import composing  # noqa: E402
@@ -26,5 +31,6 @@ for plugin in installed().values():
 leave_blank(pytest.MonkeyPatch())  # for good
 leave_undrawn(pytest.MonkeyPatch())
 composing.remember_parts(pytest.MonkeyPatch())
-compose()  # Hydra looks for its plugins, and its parser warms up, once
+Recipe.of(compose(["optim=sgd", "tiers=ssd", "+plugin=hotline"]))  # Hydra looks for its plugins, once
+recpipe.report.html.page("report.html.j2")
 _commit()  # asks git, once

@@ -25,6 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing import start_processes
 
 from recpipe.cli import program
+from recpipe.testing.ranks import environment_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = os.pathsep.join([str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH", "")])
@@ -133,14 +134,7 @@ def _run(
 def ranks(folder: Path, world: int, *arguments: str) -> Iterator[list[Child]]:
     """``python -m recpipe arguments`` in ``world`` processes, with the environment of torchrun's ranks."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-    }
+    shared = environment_of(world, store.port)
     children = [
         Child(folder, *arguments, environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(world)

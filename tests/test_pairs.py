@@ -46,7 +46,7 @@ STORED = [
     for store in ("host", "ssd")
 ]
 RECIPE = (
-    "data.samples=12000",
+    "data.samples=6000",
     "data.batch_size=128",
     "data.tables={a: 3000, b: 800, c: 50}",
     "optim=sgd",

@@ -107,7 +107,13 @@ def test_report_has_every_public_key(tmp_path, recipe) -> None:
         assert report["io"]["rows_read"] == report["memory"]["cold_bytes"] == 0
 
 
-@pytest.mark.parametrize("recipe", ["tiers.policy=resident", "tiers.policy=lru", "+plugin=hotline"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param("tiers.policy=resident", marks=pytest.mark.soak),
+        *("tiers.policy=lru", "+plugin=hotline"),
+    ],
+)
 def test_same_seed_same_quality(tmp_path, recipe) -> None:
     few = "trainer.max_steps=10"
     reports = [trained(tmp_path / str(n), recipe, few, f"seed={seed}") for n, seed in enumerate((5, 5, 6))]

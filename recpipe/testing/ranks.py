@@ -27,21 +27,25 @@ def train_ranks(world: int, recipe: SuiteRecipe, folder: Path, *more: str) -> Tr
     Raises what ``torch.multiprocessing`` does where one fails, with its traceback.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-    }
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    arguments = ({**os.environ, **shared}, recipe, folder, more)
+    arguments = ({**os.environ, **environment_of(world, store.port)}, recipe, folder, more)
     start_processes(  # type: ignore[no-untyped-call]
         _train, arguments, nprocs=world, start_method="forkserver"
     )
     records = [pickle.loads(_file(folder, rank).read_bytes()) for rank in range(world)]
     return read_back(folder, together(records))
+
+
+def environment_of(world: int, port: int) -> dict[str, str]:
+    """What torchrun tells all ranks of this machine, which meet at the store behind ``port``."""
+    return {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def together(records: Sequence[Record]) -> Record:

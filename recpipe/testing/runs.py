@@ -61,11 +61,14 @@ LFU = ("tiers.policy=lfu",)
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished run: the content of report.json and the exported parameters, by file and array name."""
+    """A finished run: the content of report.json and the exported parameters, by file and array name.
 
-    report: Mapping[str, Any]
-    parameters: Mapping[str, NDArray[Any]]
-    record: Record = field(default_factory=Record)
+    Its repr is its folder: pytest writes out what a failing test was given, and arrays take seconds.
+    """
+
+    report: Mapping[str, Any] = field(repr=False)
+    parameters: Mapping[str, NDArray[Any]] = field(repr=False)
+    record: Record = field(default_factory=Record, repr=False)
     """Its steps."""
     folder: Path = Path()
     """The run's directory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,11 @@ LATE = -1
 class Epoch:
     """The training samples as the data module yields them: their contents, and where batches end."""
 
-    dataset: Dataset
+    dataset: Dataset = field(repr=False)
     batch_size: int
-    content: UInt64
-    outside: UInt64
-    ends: NDArray[np.int64]
+    content: UInt64 = field(repr=False)
+    outside: UInt64 = field(repr=False)
+    ends: NDArray[np.int64] = field(repr=False)
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Epoch:

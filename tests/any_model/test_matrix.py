@@ -131,17 +131,34 @@ RANKS = {
     "het": (("two_tower", "din"), TECHNIQUES["het"]),
 }
 TOGETHER = [(technique, name) for technique, (names, _) in RANKS.items() for name in names]
+TWINS = [(technique, name) for technique, name in TOGETHER if name in ("dcn", "deepfm")]
+"""Their tables are those of ``dlrm``, and the dense part's gradients are summed over ranks alike."""
 
 
-@pytest.fixture(scope="module")
-def together(batches: list[Events], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two processes have left the parameters of every technique and model."""
-    folder = tmp_path_factory.mktemp("together")
-    jobs = {f"{technique}-{name}": (name, RANKS[technique][1]) for technique, name in TOGETHER}
+def trained_together(
+    batches: list[Events], folders: pytest.TempPathFactory, which: list[tuple[str, str]]
+) -> Path:
+    """Where two processes have left the parameters of these techniques and models."""
+    folder = folders.mktemp("together")
+    jobs = {f"{technique}-{name}": (name, RANKS[technique][1]) for technique, name in which}
     all_on_two_ranks(folder, batches, jobs)
     return folder
 
 
-@pytest.mark.parametrize(("technique", "name"), TOGETHER)
-def test_two_ranks_train_as_by_hand(batches, together, technique, name) -> None:
-    assert furthest_left(together / f"{technique}-{name}", reference(name, batches, "rowwise_adagrad")) < 1e-5
+@pytest.fixture(scope="module")
+def together(batches: list[Events], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_together(batches, tmp_path_factory, [job for job in TOGETHER if job not in TWINS])
+
+
+@pytest.fixture(scope="module")
+def twins(batches: list[Events], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_together(batches, tmp_path_factory, TWINS)
+
+
+@pytest.mark.parametrize(
+    ("technique", "name"),
+    [pytest.param(*job, marks=[pytest.mark.soak] * (job in TWINS)) for job in TOGETHER],
+)
+def test_two_ranks_train_as_by_hand(batches, request, technique, name) -> None:
+    folder = request.getfixturevalue("twins" if (technique, name) in TWINS else "together")
+    assert furthest_left(folder / f"{technique}-{name}", reference(name, batches, "rowwise_adagrad")) < 1e-5

@@ -36,7 +36,11 @@ def run_suite(folder: Path, plugin: str, *options: str, **attributes: object) ->
     code = ["from recpipe.testing import PluginSuite", "class TestIt(PluginSuite):", *lines]
     test.write_text("\n".join(code), encoding="utf-8")
     outcome = Outcome()
-    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--import-mode=importlib", "-W", "ignore"]
+    # The outer run collects garbage, and asks for what could not be raised.
+    off = [
+        word for name in ("cacheprovider", "xdist", "unraisableexception") for word in ("-p", f"no:{name}")
+    ]
+    arguments = ["-q", *off, "--import-mode=importlib", "-W", "ignore"]
     places = ["-c", str(folder / "pytest.ini"), "--rootdir", str(folder), f"--basetemp={folder / 'tmp'}"]
     pytest.main([*arguments, *places, *options, str(test)], plugins=[outcome])
     return outcome

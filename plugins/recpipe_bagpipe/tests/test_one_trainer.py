@@ -147,7 +147,7 @@ def figures(run: Run) -> dict[str, Any]:
         ("ssd", "rowwise_adagrad", 20, 5, 0.08),
         ("ssd", "sgd", 1, 1, 0.08),
         ("host", "sgd", 8, 2, 0.05),
-        ("ssd", "rowwise_adagrad", 8, 2, 0.08),
+        pytest.param("ssd", "rowwise_adagrad", 8, 2, 0.08, marks=pytest.mark.soak),
         ("host", "rowwise_adagrad", 200, 0.25, 0.08),
     ],
 )

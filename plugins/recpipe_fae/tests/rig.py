@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from recpipe_fae.callback import ShuffleScheduler
 from recpipe_fae.prepare import HotAndCold
-from recpipe_hotline.tests.rig import DENSE, Fixed, Rig
+from recpipe_hotline.tests.rig import DENSE, Replay, Rig
 
 from recpipe.config.compose import active_plugins, compose
 from recpipe.data.batch import Batch
@@ -106,14 +106,6 @@ class Run(Rig):
             if isinstance(callback, ShuffleScheduler):
                 callback.batch_done(self.model)
         return self
-
-
-class Replay(Fixed):
-    """The batches that another run has trained, over that run's tables."""
-
-    def __init__(self, batches: list[Batch], like: Dataset) -> None:
-        super().__init__(batches)
-        self.schema = like.schema
 
 
 def pair(dataset: Dataset, optimizer: str, folder: Path, share: float = 0.6, **knobs: Any) -> tuple[Run, Run]:

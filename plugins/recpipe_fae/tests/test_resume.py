@@ -46,7 +46,7 @@ def stopped(step: int, folder: Path, *more: str) -> Path:
     return folder / "checkpoints"
 
 
-@pytest.mark.parametrize("step", [7, 12, 41, 60])
+@pytest.mark.parametrize("step", [7, pytest.param(12, marks=pytest.mark.soak), 41, 60])
 def test_resumed_is_bitwise_the_run_that_never_stopped(step: int, whole: Trained, tmp_path: Path) -> None:
     """Within a segment, further on, at the end of the first epoch, and in the middle of the second."""
     rest = train((*RECIPE, f"resume={stopped(step, tmp_path / 'first')}"), tmp_path / "rest")

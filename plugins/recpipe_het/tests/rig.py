@@ -125,7 +125,7 @@ def batch(rng: np.random.Generator, rows: int, size: int = 6) -> tuple[Rows, Flo
     return ids, rng.integers(-3, 4, (len(ids), DIM)).astype(np.float32)
 
 
-def schedule(world: World, seed: int, steps: int = 500) -> None:
+def schedule(world: World, seed: int, steps: int = 200) -> None:
     """A random schedule of the workers' steps."""
     rng = np.random.default_rng(seed)
     for _ in range(steps):

@@ -48,7 +48,7 @@ def test_bounds_name_tables() -> None:
         HET(bound=1, bounds={"nosuch": 2}, cache="lru").contribute(SAMPLE)
 
 
-@pytest.mark.parametrize("cache", ["lru", "lfu", "lfuopt"])
+@pytest.mark.parametrize("cache", ["lru", pytest.param("lfu", marks=pytest.mark.soak), "lfuopt"])
 def test_bound_zero_is_the_run_without_a_cache(cache: str, tmp_path: Path) -> None:
     mine = train([*RUN, "+plugin=het", "plugins.het.bound=0", f"plugins.het.cache={cache}"], tmp_path / "het")
     plain = train([*RUN, "tiers.policy=nocache"], tmp_path / "plain")
@@ -57,7 +57,7 @@ def test_bound_zero_is_the_run_without_a_cache(cache: str, tmp_path: Path) -> No
         np.testing.assert_allclose(mine.parameters[name], values, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("cache", ["lru", "lfu", "lfuopt"])
+@pytest.mark.parametrize("cache", ["lru", pytest.param("lfu", marks=pytest.mark.soak), "lfuopt"])
 def test_resumed_is_bitwise_the_run_that_never_stopped(cache: str, tmp_path: Path) -> None:
     """With checkpoints at the same steps: each one pushes everything and empties the caches."""
     overrides = [

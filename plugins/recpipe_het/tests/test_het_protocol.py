@@ -37,7 +37,7 @@ def test_lockstep_bounds_are_the_papers() -> None:
     for bound in (0, 1, 3):
         world = World(bounds=(bound,))
         rng = np.random.default_rng(bound)
-        for _ in range(500):
+        for _ in range(200):
             lockstep(world, rng)
         assert world.stale.max() <= bound
         assert world.peer.max() <= 2 * bound
@@ -77,7 +77,7 @@ def test_own_writes_are_read(policy: type[CachePolicy]) -> None:
     """One worker alone always sees the sum of its updates, whatever is evicted."""
     world = World(workers=1, bounds=(7,), policy=policy)
     rng = np.random.default_rng(2)
-    for _ in range(500):
+    for _ in range(200):
         rows, gradients = batch(rng, world.rows)
         before = -world.total[rows]
         assert np.array_equal(world.step(0, rows, gradients), before)
@@ -127,7 +127,7 @@ def test_bounds_are_per_table() -> None:
     """Each table keeps its own bound, and the looser one uses it."""
     world = World(bounds=(0, 5), slots=40)
     rng = np.random.default_rng(3)
-    for _ in range(1500):
+    for _ in range(500):
         first, _ = batch(rng, 30)
         rows = np.concatenate((first, batch(rng, 30)[0] + 30))
         gradients = rng.integers(-3, 4, (len(rows), DIM)).astype(np.float32)

@@ -44,6 +44,16 @@ QUICK = {
 }
 """Knobs under which a run of 60 steps learns several times."""
 
+ROOM: tuple[str, ...] = (
+    "data.samples=20000",
+    "data.batch_size=256",
+    "data.table_scale=1",
+    "data.tables={a: 50, b: 500, c: 2000}",
+    "trainer.max_steps=40",
+    "tiers.resident_bytes=30%",
+)
+"""Enough steps to learn, and few enough lookups for popular samples."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -250,3 +260,11 @@ class Fixed(Dataset):
     ) -> Iterator[Batch]:
         assert part is None
         yield from self._batches[first:]
+
+
+class Replay(Fixed):
+    """The batches that another run has trained, over that run's tables."""
+
+    def __init__(self, batches: Sequence[Batch], like: Dataset) -> None:
+        super().__init__(batches)
+        self.schema = like.schema

@@ -28,6 +28,15 @@ SETTINGS = [
     Setting(optimizer="rowwise_adagrad", model="dlrm_dcn"),
     Setting(optimizer="rowwise_adagrad", store="ssd"),
 ]
+TWINS = [
+    *(
+        ("synthetic", setting)
+        for setting in SETTINGS
+        if setting.model == "dlrm_dcn" or setting.store == "ssd"
+    ),
+    ("criteo", Setting(optimizer="rowwise_adagrad")),
+]
+"""Of the same setting over the other data, or of the same data over the other store."""
 WITHOUT: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
@@ -56,7 +65,7 @@ def hotline(dataset: Dataset, setting: Setting, folder: Path) -> tuple[Rig, dict
             source,
             setting,
             id=f"{setting.model}-{setting.optimizer}-{setting.store}-{source}",
-            marks=pytest.mark.soak if setting.model == "dlrm_dcn" and source == "synthetic" else [],
+            marks=pytest.mark.soak if (source, setting) in TWINS else [],
         )
         for source in ("criteo", "synthetic")
         for setting in SETTINGS

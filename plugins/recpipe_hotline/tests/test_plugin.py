@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from recpipe_hotline.plugin import Hotline, figures
 from recpipe_hotline.splitter import PopularFirst
-from recpipe_hotline.tests.rig import Setting, default_knobs, train
+from recpipe_hotline.tests.rig import ROOM, Setting, default_knobs, train
 from recpipe_hotline.tests.test_policy import batches, make, see
 
 from recpipe.data.dataset import Dataset
@@ -34,17 +34,6 @@ FIGURES = {
     "non_popular_seconds",
     "speedup_bound",
 }
-
-
-ROOM: tuple[str, ...] = (
-    "data.samples=20000",
-    "data.batch_size=256",
-    "data.table_scale=1",
-    "data.tables={a: 50, b: 500, c: 2000}",
-    "trainer.max_steps=40",
-    "tiers.resident_bytes=30%",
-)
-"""Enough steps to learn, and few enough lookups for popular samples."""
 
 
 class TestHotline(PluginSuite):

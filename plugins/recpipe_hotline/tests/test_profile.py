@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from recpipe_hotline.plugin import Hotline
-from recpipe_hotline.tests.rig import default_knobs
-from recpipe_hotline.tests.test_plugin import ROOM
+from recpipe_hotline.tests.rig import ROOM, default_knobs
 
 from recpipe.plugin.policy import RowSpace
 from recpipe.tables.specs import TableOptimizer, TableSet

@@ -14,7 +14,7 @@ from recpipe_slipstream.callback import StaleInputs
 
 from recpipe.config.compose import active_plugins, compose
 from recpipe.data.batch import Batch
-from recpipe.data.dataset import Dataset, SplitName
+from recpipe.data.dataset import Dataset
 from recpipe.data.select import select
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline import step
@@ -200,25 +200,3 @@ def equal(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
     """Whether all parameters are the same bits."""
     assert one.keys() == two.keys()
     return all(np.array_equal(one[name], two[name]) for name in one)
-
-
-class Replay(Dataset):
-    """These training batches, in order, with the schema of ``like``."""
-
-    def __init__(self, like: Dataset, batches: Sequence[Batch]) -> None:
-        self.schema = like.schema
-        self.fingerprint = "replay"
-        self.rejected_rows = 0
-        self._batches = batches
-
-    def size(self, split: SplitName) -> int:
-        return sum(batch.size for batch in self._batches) if split == "train" else 0
-
-    def num_batches(self, split: SplitName, batch_size: int) -> int:
-        return len(self._batches) if split == "train" else 0
-
-    def batches(
-        self, split: SplitName, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
-    ) -> Iterator[Batch]:
-        assert part is None
-        yield from self._batches[first:]

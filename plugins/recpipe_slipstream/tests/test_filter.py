@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from recpipe_hotline.tests.rig import Replay
 from recpipe_slipstream import classifier as classifier_module
 from recpipe_slipstream.classifier import Marks, classify
-from recpipe_slipstream.tests.rig import BATCH, QUICK, Replay, Rig, Setting, equal
+from recpipe_slipstream.tests.rig import BATCH, QUICK, Rig, Setting, equal
 from recpipe_slipstream.threshold import BAND
 
 from recpipe.data.batch import Batch
@@ -56,7 +57,7 @@ def marks_of(rig: Rig) -> Marks:
     ("setting", "optimizer"),
     [
         pytest.param(ALONE, "sgd", id="sgd-alone"),
-        pytest.param(ALONE, "rowwise_adagrad", id="rowwise_adagrad-alone"),
+        pytest.param(ALONE, "rowwise_adagrad", id="rowwise_adagrad-alone", marks=pytest.mark.soak),
         pytest.param(WITH_HOTLINE, "sgd", id="sgd-hotline", marks=pytest.mark.soak),  # as in tests/test_pairs
         pytest.param(WITH_HOTLINE, "rowwise_adagrad", id="rowwise_adagrad-hotline"),
     ],
@@ -76,10 +77,10 @@ def test_a_run_of_the_kept_inputs_alone_has_the_same_bits(
     without = replace(setting, knobs=None, optimizer=optimizer)
     if not setting.others:
         without = replace(without, policy=same_rows)
-    kept = Rig(Replay(clicks, rig.kept), without, tmp_path / "kept").train(STEPS)
+    kept = Rig(Replay(rig.kept, clicks), without, tmp_path / "kept").train(STEPS)
     assert equal(kept.parameters(), expected)
     # The control: with the inputs that were left out, the result is another one.
-    everything = Rig(Replay(clicks, rig.read), without, tmp_path / "read").train(STEPS)
+    everything = Rig(Replay(rig.read, clicks), without, tmp_path / "read").train(STEPS)
     assert not equal(everything.parameters(), expected)
     for run in (rig, kept, everything):
         run.tiers.close()
@@ -91,7 +92,7 @@ def test_real_rows_are_left_out_without_a_trace(criteo: Dataset, tmp_path: Path)
     totals = rig.slipstream.totals
     assert totals.dropped > STEPS
     assert totals.marked_dropped / totals.marked_hot == pytest.approx(0.3, abs=0.1)
-    kept = Rig(Replay(criteo, rig.kept), replace(setting, knobs=None), tmp_path / "kept").train(STEPS)
+    kept = Rig(Replay(rig.kept, criteo), replace(setting, knobs=None), tmp_path / "kept").train(STEPS)
     assert equal(kept.parameters(), rig.parameters())
     for run in (rig, kept):
         run.tiers.close()
