@@ -140,9 +140,9 @@ def sharded(model: nn.Module, types: Mapping[str, str], ranks: Ranks) -> Grouped
     return GroupedCollection(made.tables, whole.collections)
 
 
-def weighted_ids(size: int, seed: int) -> KeyedJaggedTensor:
+def weighted_ids(size: int, seed: int, one_each: bool = False) -> KeyedJaggedTensor:
     """Every id has a weight, but those of one feature count alone."""
-    plain = ids(size, seed)
+    plain = ids(size, seed, one_each)
     weights = torch.rand(len(plain.values()), generator=torch.Generator().manual_seed(seed))
     return KeyedJaggedTensor(plain.keys(), plain.values(), weights, plain.lengths())
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torchrec.distributed.planner.types import ParameterConstraints
 
+from recpipe.checkpoint.table_files import check_tables, load_regions
 from recpipe.common.run_dir import hold
+from recpipe.common.saved import Damaged
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.plugin.api import Contribution, Origin, TableInfo
@@ -20,8 +22,14 @@ from recpipe.plugin.planner import Planner
 from recpipe.plugin.policy import Cache, CachePolicy, Placement, RowSpace
 from recpipe.tables.resident import ResidentCollection
 from tests.processes import start_ranks
+from tests.tables.grouped import built, config
+from tests.tables.grouped import contents as grouped_contents
 from tests.tables.samples import CPU
 from tests.tables.sharded import DIM, FEATURES, Places, apart, batches, contents, table_set, train
+from tests.tables.sharded_groups import WeightedModel, model_tables
+from tests.tables.tiered_groups import STEPS as STEPS_OF_GROUPS
+from tests.tables.tiered_groups import GroupCase, train_share
+from tests.tables.tiered_groups import tiered as tiered_groups
 from tests.tables.tiered_shards import STEPS, TIERS, Case, process, tiered
 
 SSD = replace(TIERS, store="ssd", policy="lfu")
@@ -33,13 +41,86 @@ CASES = (
     Case("sgd", {"*": "table_wise"}, replace(TIERS, policy="nocache")),
     Case("sgd", {"*": "row_wise"}, loses=True),
 )
+ROWWISE = ("user.goods", "few", "item.bags.goods", "weighted")
+"""Tables of several groups with one state for a row, which must not be cut by columns."""
+SEVERAL = {"*": "row_wise", "few": "data_parallel", "shops": "table_wise", "weighted": "table_wise"}
+NOCACHE = replace(TIERS, policy="nocache")
+GROUPS = (
+    GroupCase(SEVERAL),
+    GroupCase({"*": "row_wise"}, one_each=True),
+    GroupCase({"*": "column_wise", **dict.fromkeys(ROWWISE, "table_wise")}, SSD),
+    GroupCase(SEVERAL, skips="both"),
+    GroupCase(SEVERAL, skips="alone"),
+    GroupCase({"*": "table_wise"}, NOCACHE, int8="both"),
+    GroupCase({"*": "table_wise"}, NOCACHE, int8="alone"),
+)
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
-    start_ranks(process, (2, str(folder), CASES), 2)
+    start_ranks(process, (2, str(folder), CASES + GROUPS), 2)
     return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GROUPS, ids=lambda case: case.name)
+def test_groups_in_tiers_are_those_in_memory(told, case) -> None:
+    """Bags, weighted bags and sequences, of several dimensions and optimizers; an evaluation in the middle
+    sees the same and moves nothing; the second half, again from a checkpoint, has the same bits."""
+    found = json.loads((told / "told.json").read_text())[case.name]
+    assert found["kinds"] == {name: case.types.get(name, case.types["*"]) for name in found["kinds"]}
+    assert not found["moved"]
+    assert found["resumed"] == 0.0
+    assert found["placed"]
+    assert found["read"] >= found["written"] > 100
+    distances = [*found["difference"].values(), found["seen"]]
+    if "alone" in (case.skips, case.int8):
+        assert min(distances) > 1e-3
+    elif case.one_each or case.int8:
+        assert max(distances) == 0.0, "no sum is parted between two tiers"
+    else:
+        assert max(distances) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["lru", "resident"])
+def test_one_process_goes_on_from_shards_in_tiers(told, tmp_path, policy) -> None:
+    """Their placement is of no use to tables that are whole; the rows are."""
+    case, saved = GROUPS[0], told / f"saved-{len(CASES)}"
+    tables = model_tables(WeightedModel())
+    files = check_tables(saved, tables.shapes())
+    assert files is not None
+    with hold(tmp_path) as run_dir:
+        whole = built(tables, config(policy=policy), run_dir)
+        if policy == "lru":
+            state = torch.load(saved / "placement.pt", weights_only=False)
+            whole.check_placement_state(state)
+            assert not whole.load_placement_state(state)
+        load_regions(files, whole, tables.shapes())
+        train_share(whole, case, Ranks(), STEPS_OF_GROUPS // 2, STEPS_OF_GROUPS)
+        found = grouped_contents(whole)
+        whole.close()
+    with np.load(saved / "contents.npz") as expected:
+        for name, values in found.items():
+            assert apart(values, expected[name]) <= 1e-6, name
+
+
+def test_placement_of_whole_tables_is_of_no_use_to_shards(tmp_path) -> None:
+    """Nor is a plan's to another one, under which other groups are replicas; what is neither is damaged."""
+    with hold(tmp_path / "one") as one, hold(tmp_path / "two") as two:
+        whole = built(model_tables(WeightedModel()), config(), one)
+        train_share(whole, GROUPS[0], Ranks(), 0, 2)
+        state = whole.placement_state()
+        whole.close()
+        with tiered_groups(GROUPS[0], Ranks(), two) as shards:
+            shards.check_placement_state(state)
+            assert not shards.load_placement_state(state)
+            here = shards.placement_state()
+            assert here.keys() == state.keys(), "of each group, also of one whose tables are replicas"
+            for broken in ({}, {"ranks": 7}, {**state["1"], "policy": 7, "ranks": {"0": 3}}):
+                with pytest.raises(Damaged):
+                    shards.check_placement_state({**state, "1": broken})
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from recpipe.tables.specs import FirstValues, Region, Table, TableSet, Values
 from recpipe.tables.stores.base import IoCounters
 from recpipe.tables.stores.coded import Coding, local_store
 from recpipe.tables.tiers.policies import POLICIES
+from recpipe.tables.tiers.saved_placement import RANKS, of_whole
 from recpipe.tables.tiers.store_thread import TierTimes
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
@@ -223,10 +224,13 @@ class GroupTiers(nn.Module):
     def own(
         self, channel: Channel, state: Mapping[str, Any]
     ) -> list[tuple[TieredEmbeddingBagCollection, dict[str, Any]]]:
-        """Tiers with what ``gathered`` has of them; none where it is of other ranks, or other shards.
+        """Tiers with what ``gathered`` has of them; none where it is of other ranks or shards, or of tables
+        that were whole.
 
         ``Damaged`` where it cannot have given ``state``.
         """
+        if of_whole(state):
+            return []
         ranks = entries({RANKS: dict[str, dict[str, Any]]}, state, "placement")[RANKS]
         saved = ranks.get(str(channel.index), {})
         mine = {_shards_of(tiers): tiers for tiers in self.each()}
@@ -245,9 +249,6 @@ class GroupTiers(nn.Module):
         with ExitStack() as stack:
             for tiers in self.each():
                 stack.callback(tiers.close)
-
-
-RANKS = "ranks"
 
 
 def _shards_of(tiers: TieredEmbeddingBagCollection) -> str:

@@ -1,0 +1,206 @@
+"""Several groups of tables (bags, weighted bags, sequences; their own dimensions and optimizers) sharded over
+processes, their rows in tiers, beside the same shards without tiers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.common.run_dir import RunDir
+from recpipe.data.parts import in_order
+from recpipe.data.select import between
+from recpipe.distributed.ranks import Ranks
+from recpipe.plugin.api import Contribution
+from recpipe.plugin.assembly import Assembly, assemble
+from recpipe.plugin.quantizer import Quantizer, RecordLayout, RowCodec
+from recpipe.tables.build import Place
+from recpipe.tables.config import TierConfig
+from recpipe.tables.grouped import GroupedCollection
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.owners import group_owners
+from recpipe.tables.quantized import quantized
+from recpipe.tables.sharding.collection import ShardedCollection, ShardedTables, join_group
+from recpipe.tables.sharding.prepare import plan_shards
+from recpipe.tables.sharding.tiered import ShardTiers
+from recpipe.tables.stores.codecs import COLD
+from tests.plugin.samples import ACME
+from tests.tables.grouped import built, config, contents
+from tests.tables.samples import CPU
+from tests.tables.sharded_groups import (
+    SIZE,
+    Places,
+    SkipSmall,
+    WeightedModel,
+    filter_all,
+    model_tables,
+    train,
+    weighted_ids,
+)
+
+STEPS = 8
+TIERS = TierConfig("lru", "host", "10%", None, prefetch=True, sharded=True)
+
+
+@dataclass(frozen=True)
+class GroupCase:
+    """Sharding types by table."""
+
+    types: Mapping[str, str]
+    tiers: TierConfig = TIERS
+    one_each: bool = False
+    """Whether every bag has one id, so that no sums are parted between the tiers."""
+    skips: str = ""
+    """Whether rows are left out of updates: ``both`` with tiers and without, or in tiers ``alone``."""
+    int8: str = ""
+    """Whether cold rows are encoded: ``both`` in shards and in one process, or in shards ``alone``."""
+
+    @property
+    def name(self) -> str:
+        kinds = " ".join(dict.fromkeys(self.types.values()))
+        words = (
+            "groups",
+            kinds,
+            self.tiers.policy,
+            "one each" if self.one_each else "",
+            f"skips {self.skips}" if self.skips else "",
+            f"int8 {self.int8}" if self.int8 else "",
+        )
+        return " ".join(word for word in words if word)
+
+    def compared(self, ranks: Ranks, run_dir: RunDir, saved: Path) -> dict[str, Any]:
+        """The case trained, and its second half again from a checkpoint in ``saved``."""
+        return _compared(self, ranks, run_dir, saved)
+
+
+class Int8(Quantizer):
+    def cold(self, layout: RecordLayout) -> RowCodec:
+        return COLD["int8"](layout)
+
+
+def assembled(case: GroupCase, tables: ModelTables) -> Assembly:
+    plugin = Places(case.types)
+    brought = replace(plugin.contribute(None), quantizer=Int8() if case.int8 else None)
+    return assemble([(ACME, plugin, brought)], tables.infos(), prefer={})
+
+
+@contextmanager
+def tiered(case: GroupCase, ranks: Ranks, run_dir: RunDir) -> Iterator[GroupedCollection]:
+    """The tables of ``case`` as a run makes them; closed at the end."""
+    model = WeightedModel()
+    plain = model_tables(model)
+    parts = assembled(case, plain)
+    tables = quantized(plain, parts.quantizing)
+    owners = group_owners(case.tiers, parts, tables)
+    join_group(CPU, ranks)
+    made, plan = plan_shards(tables, case.tiers, parts, CPU, SIZE, ranks, ranks.world, owners)
+    place = Place(case.tiers, CPU, run_dir, ranks, SIZE)
+    whole = ShardedTables(made, plan, ranks, model, ShardTiers(owners, place))
+    with closing(GroupedCollection(tables, whole.collections)) as grouped:
+        yield grouped
+
+
+def batch(case: GroupCase, step: int) -> KeyedJaggedTensor:
+    """The last one has one sample."""
+    return weighted_ids(1 if step == STEPS - 1 else SIZE, step, case.one_each)
+
+
+def train_share(grouped: GroupedCollection, case: GroupCase, ranks: Ranks, first: int, stop: int) -> None:
+    """This rank's share of batches [first, stop)."""
+    for step in range(first, stop):
+        sparse = batch(case, step)
+        mine = ranks.shares(0, sparse.stride())[ranks.rank]
+        own = between(sparse, mine.start, mine.stop)
+        train(grouped, own, mine.start, sparse.stride(), heard=True)
+
+
+def evaluated(grouped: GroupedCollection) -> torch.Tensor:
+    """Rows of a batch that is not trained, as an evaluation looks them up."""
+    sparse = weighted_ids(5, 99)
+    with torch.no_grad():
+        each = zip(grouped.tables.groups, grouped.collections, strict=True)
+        return torch.cat([c.lookup(in_order(sparse, g.tables.features)).view(-1) for g, c in each])
+
+
+def residents(grouped: GroupedCollection) -> list[np.ndarray]:
+    """Of all tiers on this rank."""
+    shards = [c for c in grouped.collections if isinstance(c, ShardedCollection)]
+    return [tiers.planner.row_of_slot.copy() for c in shards for tiers in c.tiers.each()]
+
+
+def _reference(
+    case: GroupCase, ranks: Ranks, run_dir: RunDir
+) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
+    """What an evaluation in the middle looks up, and the contents at the end: of the same shards all in
+    memory; or of encoded rows of tables that are not sharded, in the same tiers."""
+    if case.int8:
+        plain = model_tables(WeightedModel())
+        parts = assembled(case, plain)
+        tables = quantized(plain, parts.quantizing) if case.int8 == "both" else plain
+        with closing(built(tables, config(policy=case.tiers.policy), run_dir)) as grouped:
+            return _trained(grouped, case, Ranks())
+    with tiered(replace(case, tiers=replace(case.tiers, policy="resident")), ranks, run_dir) as grouped:
+        if case.skips == "both":
+            filter_all(grouped, SkipSmall())
+        return _trained(grouped, case, ranks)
+
+
+def _trained(
+    grouped: GroupedCollection, case: GroupCase, ranks: Ranks
+) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
+    train_share(grouped, case, ranks, 0, STEPS // 2)
+    seen = evaluated(grouped)
+    train_share(grouped, case, ranks, STEPS // 2, STEPS)
+    return seen, contents(grouped)
+
+
+def _compared(case: GroupCase, ranks: Ranks, run_dir: RunDir, saved: Path) -> dict[str, Any]:
+    seen, expected = _reference(case, ranks, run_dir)
+    with tiered(case, ranks, run_dir) as grouped:
+        if case.skips:
+            filter_all(grouped, SkipSmall())
+        train_share(grouped, case, ranks, 0, STEPS // 2)
+        if ranks.rank == 0:
+            saved.mkdir()
+        grouped.save_tables(saved)
+        placement: list[Any] = [grouped.placement_state()]
+        dist.broadcast_object_list(placement)
+        if ranks.rank == 0:
+            torch.save(placement[0], saved / "placement.pt")
+        before = grouped.tier_figures()
+        mine = evaluated(grouped)
+        moved = grouped.tier_figures() != before
+        train_share(grouped, case, ranks, STEPS // 2, STEPS)
+        found, figures, where = contents(grouped), grouped.tier_figures(), residents(grouped)
+        kinds = {n: t.sharding for c in grouped.collections for n, t in c.shards.items()}  # type: ignore[attr-defined]
+    with tiered(case, ranks, run_dir) as grouped:
+        if case.skips:
+            filter_all(grouped, SkipSmall())
+        state = copy.deepcopy(placement[0])
+        grouped.check_placement_state(state)
+        grouped.load_placement_state(state)
+        grouped.load_tables(saved)
+        train_share(grouped, case, ranks, STEPS // 2, STEPS)
+        again, there = contents(grouped), residents(grouped)
+    if ranks.rank == 0:
+        np.savez(saved / "contents.npz", **found)
+    scale = {n: np.maximum(1, np.abs(v)) for n, v in expected.items()}
+    assert figures is not None
+    return {
+        "kinds": kinds,
+        "difference": {n: float((np.abs(v - expected[n]) / scale[n]).max()) for n, v in found.items()},
+        "seen": float((mine - seen).abs().max()),
+        "moved": moved,
+        "resumed": max(float(np.abs(v - found[n]).max()) for n, v in again.items()),
+        "placed": all(np.array_equal(one, other) for one, other in zip(where, there, strict=True)),
+        "read": figures.io.rows_read,
+        "written": figures.io.rows_written,
+    }
