@@ -44,12 +44,12 @@ CASES = (
 ROWWISE = ("user.goods", "few", "item.bags.goods", "weighted")
 """Tables of several groups with one state for a row, which must not be cut by columns."""
 SEVERAL = {"*": "row_wise", "few": "data_parallel", "shops": "table_wise", "weighted": "table_wise"}
+SKIPPING = GroupCase(SEVERAL, skips="both")
 NOCACHE = replace(TIERS, policy="nocache")
 GROUPS = (
-    GroupCase(SEVERAL),
     GroupCase({"*": "row_wise"}, one_each=True),
     GroupCase({"*": "column_wise", **dict.fromkeys(ROWWISE, "table_wise")}, SSD),
-    GroupCase(SEVERAL, skips="both"),
+    SKIPPING,
     GroupCase(SEVERAL, skips="alone"),
     GroupCase({"*": "table_wise"}, NOCACHE, int8="both"),
     GroupCase({"*": "table_wise"}, NOCACHE, int8="alone"),
@@ -71,13 +71,14 @@ def test_groups_in_tiers_are_those_in_memory(told, case) -> None:
     found = json.loads((told / "told.json").read_text())[case.name]
     assert found["kinds"] == {name: case.types.get(name, case.types["*"]) for name in found["kinds"]}
     assert not found["moved"]
-    assert found["resumed"] == 0.0
-    assert found["placed"]
     assert found["read"] >= found["written"] > 100
     distances = [*found["difference"].values(), found["seen"]]
-    if "alone" in (case.skips, case.int8):
-        assert min(distances) > 1e-3
-    elif case.one_each or case.int8:
+    if case.control:
+        assert min(distances) > 1e-4
+        return
+    assert found["resumed"] == 0.0
+    assert found["placed"]
+    if case.one_each or case.int8:
         assert max(distances) == 0.0, "no sum is parted between two tiers"
     else:
         assert max(distances) <= 1e-6
@@ -110,10 +111,10 @@ def test_placement_of_whole_tables_is_of_no_use_to_shards(tmp_path) -> None:
     """Nor is a plan's to another one, under which other groups are replicas; what is neither is damaged."""
     with hold(tmp_path / "one") as one, hold(tmp_path / "two") as two:
         whole = built(model_tables(WeightedModel()), config(), one)
-        train_share(whole, GROUPS[0], Ranks(), 0, 2)
+        train_share(whole, SKIPPING, Ranks(), 0, 2)
         state = whole.placement_state()
         whole.close()
-        with tiered_groups(GROUPS[0], Ranks(), two) as shards:
+        with tiered_groups(SKIPPING, Ranks(), two) as shards:
             shards.check_placement_state(state)
             assert not shards.load_placement_state(state)
             here = shards.placement_state()
