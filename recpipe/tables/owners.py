@@ -107,9 +107,9 @@ def _check_sharding(config: TierConfig, assembly: Assembly, owners: Sequence[Gro
     skipper = assembly.skipper
     if skipper is not None and skipper.part.looks:
         raise PluginConflict(
-            f"{who} shards tables, but the skipper of plugin {skipper.origin} looks at which rows are resident "
-            "(it overrides begin()), and each rank knows that of its own shards alone. Drop one of the two, or "
-            "keep whole tables, by tiers.policy=lru without sharding"
+            f"{who} shards tables, but the skipper of plugin {skipper.origin} looks at which rows are "
+            "resident (it overrides begin()), and each rank knows that of its own shards alone. Drop one of "
+            "the two, or keep tables whole, by tiers.policy=lru without sharding"
         )
     if tiered and (config.store == HOLDERS or config.kernel != "fused"):
         key = "store" if config.store == HOLDERS else "kernel"

@@ -105,7 +105,9 @@ def test_a_skipper_that_looks_at_residents_is_refused_over_shards(policy: str) -
         if not looks:
             group_owners(replace(config, sharded=True), parts, TABLES)
             continue
-        with pytest.raises(PluginConflict, match=r"the skipper of plugin acme \(.*\) looks at which rows are"):
+        with pytest.raises(
+            PluginConflict, match=r"the skipper of plugin acme \(.*\) looks at which rows are"
+        ):
             group_owners(replace(config, sharded=True), parts, TABLES)
 
 

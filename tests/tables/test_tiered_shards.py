@@ -26,9 +26,17 @@ from tests.tables.grouped import built, config
 from tests.tables.grouped import contents as grouped_contents
 from tests.tables.samples import CPU
 from tests.tables.sharded import DIM, FEATURES, Places, apart, batches, contents, table_set, train
-from tests.tables.sharded_groups import WeightedModel, model_tables
+from tests.tables.sharded_groups import (
+    SIZE,
+    WeightedModel,
+    look_up,
+    model_tables,
+    send,
+    update,
+    weighted_ids,
+)
+from tests.tables.tiered_groups import MIDDLE, GroupCase, train_all
 from tests.tables.tiered_groups import STEPS as STEPS_OF_GROUPS
-from tests.tables.tiered_groups import GroupCase, train_share
 from tests.tables.tiered_groups import tiered as tiered_groups
 from tests.tables.tiered_shards import STEPS, TIERS, Case, process, tiered
 
@@ -48,7 +56,7 @@ SKIPPING = GroupCase(SEVERAL, skips="both")
 NOCACHE = replace(TIERS, policy="nocache")
 GROUPS = (
     GroupCase({"*": "row_wise"}, one_each=True),
-    GroupCase({"*": "column_wise", **dict.fromkeys(ROWWISE, "table_wise")}, SSD),
+    GroupCase({"*": "column_wise", **dict.fromkeys(ROWWISE, "table_wise")}, replace(SSD, prefetch=False)),
     SKIPPING,
     GroupCase(SEVERAL, skips="alone"),
     GroupCase({"*": "table_wise"}, NOCACHE, int8="both"),
@@ -66,12 +74,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", GROUPS, ids=lambda case: case.name)
 def test_groups_in_tiers_are_those_in_memory(told, case) -> None:
-    """Bags, weighted bags and sequences, of several dimensions and optimizers; an evaluation in the middle
-    sees the same and moves nothing; the second half, again from a checkpoint, has the same bits."""
+    """Bags, weighted bags and sequences, of several dimensions and optimizers. In the middle, while rows of
+    the next batch are fetched, an evaluation sees the same and moves nothing; what follows, again from a
+    checkpoint, has the same bits. No batch is planned twice."""
     found = json.loads((told / "told.json").read_text())[case.name]
     assert found["kinds"] == {name: case.types.get(name, case.types["*"]) for name in found["kinds"]}
     assert not found["moved"]
-    assert found["read"] >= found["written"] > 100
+    assert min(found["read"], found["written"]) > 100
+    assert (found["plans"], found["ahead"]) == (STEPS_OF_GROUPS, case.tiers.prefetch)
     distances = [*found["difference"].values(), found["seen"]]
     if case.control:
         assert min(distances) > 1e-4
@@ -99,7 +109,7 @@ def test_one_process_goes_on_from_shards_in_tiers(told, tmp_path, policy) -> Non
             whole.check_placement_state(state)
             assert not whole.load_placement_state(state)
         load_regions(files, whole, tables.shapes())
-        train_share(whole, case, Ranks(), STEPS_OF_GROUPS // 2, STEPS_OF_GROUPS)
+        train_all(whole, case, Ranks(), MIDDLE, STEPS_OF_GROUPS)
         found = grouped_contents(whole)
         whole.close()
     with np.load(saved / "contents.npz") as expected:
@@ -107,11 +117,33 @@ def test_one_process_goes_on_from_shards_in_tiers(told, tmp_path, policy) -> Non
             assert apart(values, expected[name]) <= 1e-6, name
 
 
+def test_a_batch_that_was_fetched_ahead_need_not_be_looked_up(tmp_path) -> None:
+    """Where an epoch is left early, or two batches are sent at a time."""
+    case, ends = GROUPS[0], []
+    for policy in ("lru", "resident"):
+        made = replace(case, tiers=replace(TIERS, policy=policy))
+        with hold(tmp_path / policy) as run_dir, tiered_groups(made, Ranks(), run_dir) as grouped:
+            ahead = []
+            for step in (1, 2, 3, 1):
+                sparse = weighted_ids(SIZE, step, one_each=True)
+                ahead = ahead or send(grouped, sparse)
+                found = look_up(grouped, sparse, ahead)
+                ahead = send(grouped, weighted_ids(SIZE, 3, one_each=True))
+                for batch in (send(grouped, weighted_ids(SIZE, 7)), ahead, send(grouped, sparse)):
+                    for ids in batch:
+                        ids.fetch_rows()
+                ahead = ahead if step == 2 else []
+                update(grouped, sparse, found, 0, SIZE, heard=True)
+            ends.append(grouped_contents(grouped))
+    for name, values in ends[0].items():
+        np.testing.assert_array_equal(values, ends[1][name], err_msg=name)
+
+
 def test_placement_of_whole_tables_is_of_no_use_to_shards(tmp_path) -> None:
     """Nor is a plan's to another one, under which other groups are replicas; what is neither is damaged."""
     with hold(tmp_path / "one") as one, hold(tmp_path / "two") as two:
         whole = built(model_tables(WeightedModel()), config(), one)
-        train_share(whole, SKIPPING, Ranks(), 0, 2)
+        train_all(whole, SKIPPING, Ranks(), 0, 2)
         state = whole.placement_state()
         whole.close()
         with tiered_groups(SKIPPING, Ranks(), two) as shards:
@@ -135,7 +167,7 @@ def test_ranks_train_what_one_process_trains(told, case) -> None:
         assert farthest > 1e-2
         return
     assert farthest <= 1e-6
-    assert found["read"] >= found["written"] > 0
+    assert min(found["read"], found["written"]) > 0
     assert found["placed"]
     assert found["resumed"] == 0.0
     rows = sum(f.rows for f in FEATURES if case.types.get(f.name) != "data_parallel")

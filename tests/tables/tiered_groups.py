@@ -4,7 +4,7 @@ processes, their rows in tiers, beside the same shards without tiers."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from recpipe.common.run_dir import RunDir
 from recpipe.data.parts import in_order
 from recpipe.data.select import between
 from recpipe.distributed.ranks import Ranks
-from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.quantizer import Quantizer, RecordLayout, RowCodec
 from recpipe.tables.build import Place
@@ -32,6 +31,8 @@ from recpipe.tables.sharding.collection import ShardedCollection, ShardedTables,
 from recpipe.tables.sharding.prepare import plan_shards
 from recpipe.tables.sharding.tiered import ShardTiers
 from recpipe.tables.stores.codecs import COLD
+from recpipe.tables.tiers.placement import TierPlan
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 from tests.plugin.samples import ACME
 from tests.tables.grouped import built, config, contents
 from tests.tables.samples import CPU
@@ -41,12 +42,16 @@ from tests.tables.sharded_groups import (
     SkipSmall,
     WeightedModel,
     filter_all,
+    look_up,
     model_tables,
-    train,
+    send,
+    update,
     weighted_ids,
 )
 
 STEPS = 6
+MIDDLE = STEPS // 2
+"""How many are trained before the evaluation and the checkpoint."""
 TIERS = TierConfig("lru", "host", "10%", None, prefetch=True, sharded=True)
 
 
@@ -118,13 +123,34 @@ def batch(case: GroupCase, step: int) -> KeyedJaggedTensor:
     return weighted_ids(1 if step == STEPS - 1 else SIZE, step, case.one_each)
 
 
-def train_share(grouped: GroupedCollection, case: GroupCase, ranks: Ranks, first: int, stop: int) -> None:
-    """This rank's share of batches [first, stop)."""
-    for step in range(first, stop):
+def train_share(
+    grouped: GroupedCollection, case: GroupCase, ranks: Ranks, first: int, stop: int
+) -> Iterator[int]:
+    """Train this rank's share of batches [first, stop), the ids of each sent while the one before trains;
+    after each one its number."""
+
+    def share(step: int) -> tuple[KeyedJaggedTensor, int, int]:
         sparse = batch(case, step)
         mine = ranks.shares(0, sparse.stride())[ranks.rank]
-        own = between(sparse, mine.start, mine.stop)
-        train(grouped, own, mine.start, sparse.stride(), heard=True)
+        return between(sparse, mine.start, mine.stop), mine.start, sparse.stride()
+
+    sent = send(grouped, share(first)[0])
+    for step in range(first, stop):
+        sparse, start, total = share(step)
+        found = look_up(grouped, sparse, sent)
+        sent = send(grouped, share(step + 1)[0]) if step + 1 < stop else []
+        for ids in filter(None, sent):
+            ids.send_ids()
+        for ids in filter(None, sent):
+            ids.fetch_rows()
+        update(grouped, sparse, found, start, total, heard=True)
+        yield step
+
+
+def train_all(grouped: GroupedCollection, case: GroupCase, ranks: Ranks, first: int, stop: int) -> None:
+    """All of them."""
+    for _ in train_share(grouped, case, ranks, first, stop):
+        pass
 
 
 def evaluated(grouped: GroupedCollection) -> torch.Tensor:
@@ -137,13 +163,29 @@ def evaluated(grouped: GroupedCollection) -> torch.Tensor:
 
 def residents(grouped: GroupedCollection) -> list[np.ndarray]:
     """Of all tiers on this rank."""
+    return [tiers.planner.row_of_slot.copy() for tiers in tiers_of(grouped)]
+
+
+def tiers_of(grouped: GroupedCollection) -> list[TieredEmbeddingBagCollection]:
+    """Of all shards on this rank."""
     shards = [c for c in grouped.collections if isinstance(c, ShardedCollection)]
-    return [tiers.planner.row_of_slot.copy() for c in shards for tiers in c.tiers.each()]
+    return [tiers for c in shards for tiers in c.tiers.each()]
 
 
-def _reference(
-    case: GroupCase, ranks: Ranks, run_dir: RunDir
-) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
+def watch_plans(grouped: GroupedCollection) -> list[TierPlan]:
+    """Every plan that is made from now on, in any of them."""
+    made: list[TierPlan] = []
+    for tiers in tiers_of(grouped):
+
+        def plan(sparse: KeyedJaggedTensor, plans: Callable[[Any], TierPlan] = tiers.plan) -> TierPlan:
+            made.append(plans(sparse))
+            return made[-1]
+
+        tiers.plan = plan  # type: ignore[method-assign]
+    return made
+
+
+def _reference(case: GroupCase, ranks: Ranks, run_dir: RunDir) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
     """What an evaluation in the middle looks up, and the contents at the end: of the same shards all in
     memory; or of encoded rows of tables that are not sharded, in the same tiers."""
     if case.int8:
@@ -161,10 +203,22 @@ def _reference(
 def _trained(
     grouped: GroupedCollection, case: GroupCase, ranks: Ranks
 ) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
-    train_share(grouped, case, ranks, 0, STEPS // 2)
-    seen = evaluated(grouped)
-    train_share(grouped, case, ranks, STEPS // 2, STEPS)
+    for step in train_share(grouped, case, ranks, 0, STEPS):
+        if step == MIDDLE - 1:
+            seen = evaluated(grouped)
     return seen, contents(grouped)
+
+
+def save(grouped: GroupedCollection, ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """The tables, while the next batch is on its way, in ``folder``; their placement, on every rank."""
+    if ranks.rank == 0:
+        folder.mkdir()
+    grouped.save_tables(folder)
+    placement: list[Any] = [grouped.placement_state()]
+    dist.broadcast_object_list(placement)
+    if ranks.rank == 0:
+        torch.save(placement[0], folder / "placement.pt")
+    return placement[0]  # type: ignore[no-any-return]
 
 
 def _resumed(
@@ -178,7 +232,7 @@ def _resumed(
         grouped.check_placement_state(state)
         grouped.load_placement_state(state)
         grouped.load_tables(saved)
-        train_share(grouped, case, ranks, STEPS // 2, STEPS)
+        train_all(grouped, case, ranks, MIDDLE, STEPS)
         return contents(grouped), residents(grouped)
 
 
@@ -187,21 +241,17 @@ def _compared(case: GroupCase, ranks: Ranks, run_dir: RunDir, saved: Path) -> di
     with tiered(case, ranks, run_dir) as grouped:
         if case.skips:
             filter_all(grouped, SkipSmall())
-        train_share(grouped, case, ranks, 0, STEPS // 2)
-        if ranks.rank == 0:
-            saved.mkdir()
-        grouped.save_tables(saved)
-        placement: list[Any] = [grouped.placement_state()]
-        dist.broadcast_object_list(placement)
-        if ranks.rank == 0:
-            torch.save(placement[0], saved / "placement.pt")
-        before = grouped.tier_figures()
-        mine = evaluated(grouped)
-        moved = grouped.tier_figures() != before
-        train_share(grouped, case, ranks, STEPS // 2, STEPS)
+        each, plans = tiers_of(grouped), watch_plans(grouped)
+        for step in train_share(grouped, case, ranks, 0, STEPS):
+            if step == MIDDLE - 1:
+                ahead = [tiers.planner._pending is not None for tiers in each]
+                placement = save(grouped, ranks, saved)
+                before = grouped.tier_figures()
+                mine = evaluated(grouped)
+                moved = grouped.tier_figures() != before
         found, figures, where = contents(grouped), grouped.tier_figures(), residents(grouped)
         kinds = {n: t.sharding for c in grouped.collections for n, t in c.shards.items()}  # type: ignore[attr-defined]
-    again, there = (found, where) if case.control else _resumed(case, ranks, run_dir, saved, placement[0])
+    again, there = (found, where) if case.control else _resumed(case, ranks, run_dir, saved, placement)
     if ranks.rank == 0:
         np.savez(saved / "contents.npz", **found)
     scale = {n: np.maximum(1, np.abs(v)) for n, v in expected.items()}
@@ -211,6 +261,8 @@ def _compared(case: GroupCase, ranks: Ranks, run_dir: RunDir, saved: Path) -> di
         "difference": {n: float((np.abs(v - expected[n]) / scale[n]).max()) for n, v in found.items()},
         "seen": float((mine - seen).abs().max()),
         "moved": moved,
+        "ahead": sum(ahead) / len(ahead),
+        "plans": len(plans) / len(each),
         "resumed": max(float(np.abs(v - found[n]).max()) for n, v in again.items()),
         "placed": all(np.array_equal(one, other) for one, other in zip(where, there, strict=True)),
         "read": figures.io.rows_read,
