@@ -21,6 +21,7 @@ from recpipe.report.record import write_json
 from recpipe.tables.groups import collections_of, group_tables
 from recpipe.tables.sharding import collection as shard
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
+from recpipe.tables.sharding.tiered import TieredLookup
 from recpipe.tables.specs import TableOptimizer, state_name
 from recpipe.tasks.unshard import unshard
 from tests.any_model.runs import QUIET, train
@@ -152,12 +153,18 @@ def two_ranks(rank: int, folder: str, port: int) -> None:
             words += (f"resume='{saved(top / run.resume)[0]}'",)
         words += ("+plugin=leaves",) * run.leaves + LRU * run.lru
         held_out = batches[:1] if run.lru else None
+        ahead: list[object] = []
+        fetch = TieredLookup.fetch_ahead
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                TieredLookup, "fetch_ahead", lambda to, ids, fetch=fetch: ahead.append(fetch(to, ids))
+            )
             if run.deaf:
                 patch.setattr(shard, "_summed", own_sum)
             words += ("trainer.max_epochs=1",)
             with recpipe.train(make(run.model), batches, *words, held_out=held_out, quiet=True) as trained:
                 moved = trained.report["io"]
+            assert bool(ahead) == run.lru, "rows of the next batch are fetched while this one trains"
             assert not run.lru or min(moved["rows_read"], moved["rows_written"]) > 0, (run, moved)
 
 
