@@ -153,19 +153,28 @@ def two_ranks(rank: int, folder: str, port: int) -> None:
             words += (f"resume='{saved(top / run.resume)[0]}'",)
         words += ("+plugin=leaves",) * run.leaves + LRU * run.lru
         held_out = batches[:1] if run.lru else None
-        ahead: list[object] = []
-        fetch = TieredLookup.fetch_ahead
+        words += ("trainer.max_epochs=1",)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                TieredLookup, "fetch_ahead", lambda to, ids, fetch=fetch: ahead.append(fetch(to, ids))
-            )
+            ahead = fetched_ahead(patch)
             if run.deaf:
                 patch.setattr(shard, "_summed", own_sum)
-            words += ("trainer.max_epochs=1",)
             with recpipe.train(make(run.model), batches, *words, held_out=held_out, quiet=True) as trained:
                 moved = trained.report["io"]
             assert bool(ahead) == run.lru, "rows of the next batch are fetched while this one trains"
             assert not run.lru or min(moved["rows_read"], moved["rows_written"]) > 0, (run, moved)
+
+
+def fetched_ahead(patch: pytest.MonkeyPatch) -> list[KeyedJaggedTensor]:
+    """Ids whose rows in tiers are fetched before they are looked up, from now on until ``patch`` ends."""
+    found: list[KeyedJaggedTensor] = []
+    before = TieredLookup.fetch_ahead
+
+    def fetch(lookup: TieredLookup, ids: KeyedJaggedTensor) -> None:
+        found.append(ids)
+        before(lookup, ids)
+
+    patch.setattr(TieredLookup, "fetch_ahead", fetch)
+    return found
 
 
 def own_sum(channel: object, bucket: object) -> torch.futures.Future[torch.Tensor]:

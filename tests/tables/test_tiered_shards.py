@@ -117,6 +117,19 @@ def test_one_process_goes_on_from_shards_in_tiers(told, tmp_path, policy) -> Non
             assert apart(values, expected[name]) <= 1e-6, name
 
 
+def test_fetching_ahead_changes_no_bit(tmp_path) -> None:
+    """Of bags whose sums are parted between the tiers."""
+    case, ends = replace(SKIPPING, skips=""), []
+    for prefetch in (True, False):
+        made = replace(case, tiers=replace(TIERS, prefetch=prefetch))
+        with hold(tmp_path / str(prefetch)) as run_dir, tiered_groups(made, Ranks(), run_dir) as grouped:
+            train_all(grouped, made, Ranks(), 0, STEPS_OF_GROUPS)
+            ends.append(grouped_contents(grouped))
+            assert grouped.tier_figures().io.rows_written > 100  # type: ignore[union-attr]
+    for name, values in ends[0].items():
+        np.testing.assert_array_equal(values, ends[1][name], err_msg=name)
+
+
 def test_a_batch_that_was_fetched_ahead_need_not_be_looked_up(tmp_path) -> None:
     """Where an epoch is left early, or two batches are sent at a time."""
     case, ends = GROUPS[0], []

@@ -27,6 +27,7 @@ from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import group_owners
 from recpipe.tables.quantized import quantized
+from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection, ShardedTables, join_group
 from recpipe.tables.sharding.prepare import plan_shards
 from recpipe.tables.sharding.tiered import ShardTiers
@@ -111,7 +112,7 @@ def tiered(case: GroupCase, ranks: Ranks, run_dir: RunDir) -> Iterator[GroupedCo
     tables = quantized(plain, parts.quantizing)
     owners = group_owners(case.tiers, parts, tables)
     join_group(CPU, ranks)
-    made, plan = plan_shards(tables, case.tiers, parts, CPU, SIZE, ranks, ranks.world, owners)
+    made, plan = plan_shards(tables, case.tiers, ShardClaims.of(parts), CPU, SIZE, ranks, ranks.world, owners)
     place = Place(case.tiers, CPU, run_dir, ranks, SIZE)
     whole = ShardedTables(made, plan, ranks, model, ShardTiers(owners, place))
     with closing(GroupedCollection(tables, whole.collections)) as grouped:

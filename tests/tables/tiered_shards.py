@@ -117,6 +117,7 @@ def process(rank: int, world: int, folder: str, cases: Sequence[Compared]) -> No
 
 
 def compared(case: Case, ranks: Ranks, run_dir: RunDir, saved: Path) -> dict[str, object]:
+    """As ``Case.compared``."""
     whole = ResidentCollection(table_set(case.optimizer), CPU)
     for sparse in batches(STEPS):
         train(whole, sparse, 0, sparse.stride())
