@@ -258,6 +258,17 @@ def test_rows_in_tiers_are_not_cut_where_they_have_one_state(tmp_path) -> None:
         pass
 
 
+def test_rows_in_tiers_are_not_cut_where_a_codec_wants_them_whole(tmp_path) -> None:
+    case = GroupCase({"*": "row_wise", "shops": "column_wise"}, int8="both")
+    words = "'shops': column_wise cuts rows apart, and in tiers its rows have a codec of whole records: shard"
+    with (
+        hold(tmp_path) as run_dir,
+        pytest.raises(UserError, match=words),
+        tiered_groups(case, Ranks(), run_dir),
+    ):
+        pass
+
+
 def test_a_budget_of_no_row_is_refused(tmp_path) -> None:
     case = Case("sgd", {"*": "row_wise"}, replace(TIERS, resident_bytes=1))
     with (
