@@ -245,10 +245,10 @@ def _compared(case: GroupCase, ranks: Ranks, run_dir: RunDir, saved: Path) -> di
         each, plans = tiers_of(grouped), watch_plans(grouped)
         for step in train_share(grouped, case, ranks, 0, STEPS):
             if step == MIDDLE - 1:
-                ahead = [tiers.planner._pending is not None for tiers in each]
                 placement = save(grouped, ranks, saved)
                 before = grouped.tier_figures()
                 mine = evaluated(grouped)
+                ahead = [tiers.planner._pending is not None for tiers in each]
                 moved = grouped.tier_figures() != before
         found, figures, where = contents(grouped), grouped.tier_figures(), residents(grouped)
         kinds = {n: t.sharding for c in grouped.collections for n, t in c.shards.items()}  # type: ignore[attr-defined]

@@ -46,7 +46,10 @@ class Sent:
                 self.module.prefetch(self._here, torch.cuda.default_stream(), self.context)
 
     def fetch_rows(self) -> None:
-        """Wait for what the other ranks sent here and start to fetch its rows, where they lie in tiers."""
+        """Wait for what the other ranks sent here and start to fetch its rows, where they lie in tiers.
+
+        Waiting in a thread of its own was no faster: two threads that run Python hold each other up.
+        """
         if self._fetches and self._here is None:
             self.send_ids()
             with torch.cuda.stream(self.whole.stream):
