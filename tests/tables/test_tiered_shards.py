@@ -81,6 +81,7 @@ def test_groups_in_tiers_are_those_in_memory(told, case) -> None:
     assert found["kinds"] == {name: case.types.get(name, case.types["*"]) for name in found["kinds"]}
     assert not found["moved"]
     assert min(found["read"], found["written"]) > 100
+    assert found["placements"] == len(found["kinds"]), "a group's, also where its only table is replicated"
     assert (found["plans"], found["ahead"]) == (STEPS_OF_GROUPS, case.tiers.prefetch)
     distances = [*found["difference"].values(), found["seen"]]
     if case.control:
@@ -119,7 +120,7 @@ def test_one_process_goes_on_from_shards_in_tiers(told, tmp_path, policy) -> Non
 
 def test_fetching_ahead_changes_no_bit(tmp_path) -> None:
     """Of bags whose sums are parted between the tiers."""
-    case, ends = replace(SKIPPING, skips=""), []
+    case, ends = GroupCase({"*": "row_wise"}), []
     for prefetch in (True, False):
         made = replace(case, tiers=replace(TIERS, prefetch=prefetch))
         with hold(tmp_path / str(prefetch)) as run_dir, tiered_groups(made, Ranks(), run_dir) as grouped:
@@ -153,17 +154,15 @@ def test_a_batch_that_was_fetched_ahead_need_not_be_looked_up(tmp_path) -> None:
 
 
 def test_placement_of_whole_tables_is_of_no_use_to_shards(tmp_path) -> None:
-    """Nor is a plan's to another one, under which other groups are replicas; what is neither is damaged."""
+    """What is neither is damaged."""
     with hold(tmp_path / "one") as one, hold(tmp_path / "two") as two:
         whole = built(model_tables(WeightedModel()), config(), one)
-        train_all(whole, SKIPPING, Ranks(), 0, 2)
+        train_all(whole, GROUPS[0], Ranks(), 0, 2)
         state = whole.placement_state()
         whole.close()
-        with tiered_groups(SKIPPING, Ranks(), two) as shards:
+        with tiered_groups(GROUPS[0], Ranks(), two) as shards:
             shards.check_placement_state(state)
             assert not shards.load_placement_state(state)
-            here = shards.placement_state()
-            assert here.keys() == state.keys(), "of each group, also of one whose tables are replicas"
             for broken in ({}, {"ranks": 7}, {**state["1"], "policy": 7, "ranks": {"0": 3}}):
                 with pytest.raises(Damaged):
                     shards.check_placement_state({**state, "1": broken})

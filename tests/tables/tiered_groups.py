@@ -262,6 +262,7 @@ def _compared(case: GroupCase, ranks: Ranks, run_dir: RunDir, saved: Path) -> di
         "difference": {n: float((np.abs(v - expected[n]) / scale[n]).max()) for n, v in found.items()},
         "seen": float((mine - seen).abs().max()),
         "moved": moved,
+        "placements": len(placement),
         "ahead": sum(ahead) / len(ahead),
         "plans": len(plans) / len(each),
         "resumed": max(float(np.abs(v - found[n]).max()) for n, v in again.items()),
