@@ -173,12 +173,16 @@ class _Step:
                 self.times.before_cold += elapsed
 
     def _go_on(self) -> None:
-        """After a forward pass: the next batch's ids go out, and a slow one is read, in the backward pass."""
+        """After a forward pass: the next batch's ids go out, their rows are fetched, and a slow one is read,
+        in the backward pass."""
         staged = self.staged
         if staged.next_is_slow:
             staged.stage_next()
-        for sent in staged.upcoming.sent.values() if staged.upcoming is not None else ():
+        upcoming = staged.upcoming.sent.values() if staged.upcoming is not None else ()
+        for sent in upcoming:
             sent.send_ids()
+        for sent in upcoming:
+            sent.fetch_rows()
 
     # -- the model ---------------------------------------------------------------------------
 

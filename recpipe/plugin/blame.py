@@ -167,6 +167,8 @@ class BlamedSkipper(Skipper):
         """Whether it leaves samples out ..."""
         self.updates = overridden(skipper, "update")
         """... and rows out of updates."""
+        self.looks = overridden(skipper, "begin")
+        """Whether it is shown which rows are resident."""
 
     def begin(self, view: RowView) -> None:
         with blaming(self.origin, "skipper.begin"):

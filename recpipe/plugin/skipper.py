@@ -37,7 +37,8 @@ class Skipper:
         """Called once, in the training thread, before the first batch is read; a resumed run has loaded its
         tables by then.
 
-        ``view`` shows which rows are resident and how far they move, then and between any two batches.
+        ``view`` shows which rows are resident and how far they move, then and between any two batches. Where
+        tables are sharded, no rank could show that: a run with a skipper that overrides this is refused.
         """
 
     def keep(self, batch: Batch, number: int) -> NDArray[np.bool_] | None:

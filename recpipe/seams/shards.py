@@ -221,6 +221,18 @@ def own_lookups_in(sharded: Any) -> list[OwnLookup]:
     return [m for lookup in sharded._lookups for m in lookup.modules() if isinstance(m, OwnLookup)]
 
 
+def given_to_own(sharded: Any, arrived: Any) -> Iterator[tuple[OwnLookup, KeyedJaggedTensor]]:
+    """Each ``OwnLookup`` of a sharded module, with what it will be given of ids that have ``arrived``.
+
+    TorchRec's own ``prefetch`` passes them over.
+    """
+    for lookup, features in zip(sharded._lookups, arrived, strict=True):
+        modules = getattr(lookup, "_emb_modules", ())  # none of data-parallel tables
+        if any(isinstance(module, OwnLookup) for module in modules):
+            pairs = zip(modules, features.split(lookup._feature_splits), strict=True)
+            yield from ((module, part) for module, part in pairs if isinstance(module, OwnLookup))
+
+
 def look_up_each_id(lookup: nn.Module) -> None:
     """Let data-parallel tables of a sequence give one row for each id on a CPU, where FBGEMM's dense kernel
     passes over its ``PoolingMode.NONE`` and adds the rows of a bag up."""

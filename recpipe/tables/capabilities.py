@@ -87,7 +87,8 @@ class SendsAhead(ABC):
     def start(self, sparse: KeyedJaggedTensor) -> Any:
         """Begin to send the ids of a batch that will be looked up later; all ranks do so together.
 
-        What it gives has ``send_ids()``, which may be called while another batch trains.
+        What it gives has ``send_ids()``, which may be called while another batch trains; and then, once that
+        batch's rows have been looked up, ``fetch_rows()``.
         """
 
     @abstractmethod

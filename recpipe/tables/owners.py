@@ -104,6 +104,13 @@ def _check_sharding(config: TierConfig, assembly: Assembly, owners: Sequence[Gro
                 "tables (by_shards is not set), and no rank has them. Drop one of the two, or keep the "
                 "shards' rows by tiers.policy=lru or lfu"
             )
+    skipper = assembly.skipper
+    if skipper is not None and skipper.part.looks:
+        raise PluginConflict(
+            f"{who} shards tables, but the skipper of plugin {skipper.origin} looks at which rows are "
+            "resident (it overrides begin()), and each rank knows that of its own shards alone. Drop one of "
+            "the two, or keep tables whole, by tiers.policy=lru without sharding"
+        )
     if tiered and (config.store == HOLDERS or config.kernel != "fused"):
         key = "store" if config.store == HOLDERS else "kernel"
         raise UserError(

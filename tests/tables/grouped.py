@@ -80,10 +80,10 @@ def model_tables(model: nn.Module | None = None, seed: int = 3) -> ModelTables:
     return group_tables(collections_of(model or Model()), optimizer_of, seed)
 
 
-def ids(size: int, seed: int) -> KeyedJaggedTensor:
-    """Bags of 0 to 3 skewed ids of every feature."""
+def ids(size: int, seed: int, one_each: bool = False) -> KeyedJaggedTensor:
+    """Bags of 0 to 3 skewed ids of every feature; or of just one."""
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(0, 4, len(ROWS) * size)
+    lengths = np.ones(len(ROWS) * size, np.int64) if one_each else rng.integers(0, 4, len(ROWS) * size)
     rows = np.repeat(list(ROWS.values()), lengths.reshape(len(ROWS), size).sum(1))
     values = (rng.random(len(rows)) ** 3 * rows).astype(np.int64)
     return KeyedJaggedTensor(list(ROWS), torch.from_numpy(values), lengths=torch.from_numpy(lengths))

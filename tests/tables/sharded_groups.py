@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from recpipe.plugin.api import Contribution, Plugin, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.planner import Planner
 from recpipe.plugin.skipper import Skipper
+from recpipe.tables.capabilities import SendsAhead
 from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.resident import ResidentCollection
@@ -140,9 +142,9 @@ def sharded(model: nn.Module, types: Mapping[str, str], ranks: Ranks) -> Grouped
     return GroupedCollection(made.tables, whole.collections)
 
 
-def weighted_ids(size: int, seed: int) -> KeyedJaggedTensor:
+def weighted_ids(size: int, seed: int, one_each: bool = False) -> KeyedJaggedTensor:
     """Every id has a weight, but those of one feature count alone."""
-    plain = ids(size, seed)
+    plain = ids(size, seed, one_each)
     weights = torch.rand(len(plain.values()), generator=torch.Generator().manual_seed(seed))
     return KeyedJaggedTensor(plain.keys(), plain.values(), weights, plain.lengths())
 
@@ -152,18 +154,40 @@ def train(grouped: GroupedCollection, sparse: KeyedJaggedTensor, first: int, tot
 
     ``first``: number of the first sample of ``sparse`` among the ``total`` ones of the batch.
     """
-    ours = [in_order(sparse, group.tables.features) for group in grouped.tables.groups]
-    ahead = [
-        getattr(c, "start", lambda found: None)(o) for c, o in zip(grouped.collections, ours, strict=True)
-    ]
-    for group, collection, own, sent in zip(
-        grouped.tables.groups, grouped.collections, ours, ahead, strict=True
-    ):
-        if sent is None:
-            rows = collection.lookup(own)
+    sent = send(grouped, sparse)
+    update(grouped, sparse, look_up(grouped, sparse, sent), first, total, heard)
+
+
+def send(grouped: GroupedCollection, sparse: KeyedJaggedTensor) -> list[Any]:
+    """The batch's ids on their way, group by group; None where tables are whole."""
+    each = zip(grouped.tables.groups, grouped.collections, strict=True)
+    ahead = [(c.offers(SendsAhead), in_order(sparse, g.tables.features)) for g, c in each]
+    return [collection and collection.start(own) for collection, own in ahead]
+
+
+def look_up(grouped: GroupedCollection, sparse: KeyedJaggedTensor, sent: list[Any]) -> list[torch.Tensor]:
+    """Rows of each group."""
+    each, found = zip(grouped.tables.groups, grouped.collections, sent, strict=True), []
+    for group, collection, ahead in each:
+        if ahead is None:
+            found.append(collection.lookup(in_order(sparse, group.tables.features)))
         else:
-            sent.send_ids()
-            rows = collection.joined(collection.finish(sent))  # type: ignore[attr-defined]
+            ahead.send_ids()
+            found.append(collection.joined(collection.finish(ahead)))  # type: ignore[attr-defined]
+    return found
+
+
+def update(
+    grouped: GroupedCollection,
+    sparse: KeyedJaggedTensor,
+    found: list[torch.Tensor],
+    first: int,
+    total: int,
+    heard: bool,
+) -> None:
+    """The backward pass of ``found`` rows; as ``train``."""
+    for group, collection, rows in zip(grouped.tables.groups, grouped.collections, found, strict=True):
+        own = in_order(sparse, group.tables.features)
         samples = torch.arange(first, first + own.stride())
         if not group.tables.pooled:
             samples = torch.repeat_interleave(samples.repeat(len(own.keys())), own.lengths())

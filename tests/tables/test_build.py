@@ -25,8 +25,10 @@ from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import group_owners
 from recpipe.tables.sharding.wire import wire_codecs
 from recpipe.tables.tiers.policies import Lru
-from tests.plugin.samples import Good
+from tests.pipeline.test_skipping import Odd
+from tests.plugin.samples import ACME, Good, merged
 from tests.tables.samples import CPU, DIM, FEATURES, table_set
+from tests.tables.sharded_groups import SkipSmall
 
 TIERS = TierConfig("resident", "host", "25%", None, prefetch=True, sharded=False)
 
@@ -91,6 +93,22 @@ def test_a_cache_of_whole_tables_and_shards_are_refused(
     shared.by_shards = True
     cached = replace(parts, caches=assembly(cache=[shared]).caches)
     assert [o.name for o in group_owners(config, cached, TABLES)] == ["acme"]
+
+
+@pytest.mark.parametrize("policy", ["resident", "lru"])
+def test_a_skipper_that_looks_at_residents_is_refused_over_shards(policy: str) -> None:
+    """No rank knows them. One that does not look works, in tiers or not."""
+    config = replace(TIERS, policy=policy)
+    for skipper, looks in ((SkipSmall(), False), (Odd(), True)):
+        parts = merged((ACME, Contribution(skipper=skipper)))
+        group_owners(config, parts, TABLES)
+        if not looks:
+            group_owners(replace(config, sharded=True), parts, TABLES)
+            continue
+        with pytest.raises(
+            PluginConflict, match=r"the skipper of plugin acme \(.*\) looks at which rows are"
+        ):
+            group_owners(replace(config, sharded=True), parts, TABLES)
 
 
 def test_tiers_of_shards_have_one_place_for_cold_rows() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -58,6 +59,21 @@ class Case:
         lost = " loses" if self.loses else ""
         return f"{self.optimizer} {kinds} {self.tiers.policy} {self.tiers.store}{lost}"
 
+    def compared(self, ranks: Ranks, run_dir: RunDir, saved: Path) -> dict[str, object]:
+        """A case trained, beside whole tables; half of it again from a checkpoint in ``saved``."""
+        return compared(self, ranks, run_dir, saved)
+
+
+class Compared(Protocol):
+    """What two processes train."""
+
+    @property
+    def name(self) -> str:
+        """No other's."""
+
+    def compared(self, ranks: Ranks, run_dir: RunDir, saved: Path) -> dict[str, Any]:
+        """What rank 0 tells of it."""
+
 
 @contextmanager
 def tiered(
@@ -82,7 +98,7 @@ def step(tables: ShardedCollection, ranks: Ranks, number: int) -> None:
     train(tables, part(sparse, mine.start, mine.stop), mine.start, sparse.stride())
 
 
-def process(rank: int, world: int, folder: str, cases: Sequence[Case]) -> None:
+def process(rank: int, world: int, folder: str, cases: Sequence[Compared]) -> None:
     """Train every case; rank 0 writes how far each is from whole tables, and what a resumed run makes of a
     checkpoint from the middle."""
     os.environ.update(
@@ -93,7 +109,7 @@ def process(rank: int, world: int, folder: str, cases: Sequence[Case]) -> None:
         for number, case in enumerate(cases):
             here = Path(folder, f"{number}-{rank}")
             with hold(here) as run_dir:
-                told[case.name] = compared(case, ranks, run_dir, Path(folder, f"saved-{number}"))
+                told[case.name] = case.compared(ranks, run_dir, Path(folder, f"saved-{number}"))
         if rank == 0:
             Path(folder, "told.json").write_text(json.dumps(told))
         dist.barrier()
@@ -101,7 +117,7 @@ def process(rank: int, world: int, folder: str, cases: Sequence[Case]) -> None:
 
 
 def compared(case: Case, ranks: Ranks, run_dir: RunDir, saved: Path) -> dict[str, object]:
-    """A case trained, beside whole tables; half of it again from a checkpoint."""
+    """As ``Case.compared``."""
     whole = ResidentCollection(table_set(case.optimizer), CPU)
     for sparse in batches(STEPS):
         train(whole, sparse, 0, sparse.stride())

@@ -346,8 +346,9 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
     # -- tiers -------------------------------------------------------------------------------
 
     def offers(self, capability: type[C]) -> C | None:
-        """``SavesPlacement`` where rows lie in tiers."""
-        return None if capability is SavesPlacement and not self.in_tiers else super().offers(capability)
+        """``SavesPlacement`` where rows lie in tiers, or would under another plan."""
+        resident = self.whole.sharding.tiered.isdisjoint(self.shards)
+        return None if capability is SavesPlacement and resident else super().offers(capability)
 
     def tier_figures(self) -> TierFigures | None:
         """Of this rank."""
@@ -358,12 +359,12 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         return self.tiers.gathered(self.whole.channel)
 
     def check_placement_state(self, state: Mapping[str, Any]) -> None:
-        """As ``SavesPlacement``; what is of other ranks or other shards is not looked at."""
+        """As ``SavesPlacement``; what is of other ranks or shards, or of whole tables, is not looked at."""
         for tiers, saved in self.tiers.own(self.whole.channel, state):
             tiers.check_placement_state(saved)
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
-        """As ``SavesPlacement``; False for other ranks or shards too."""
+        """As ``SavesPlacement``; False for other ranks or shards, or whole tables, too."""
         own = [] if state is None else self.tiers.own(self.whole.channel, state)
         loaded = [tiers.load_placement_state(saved) for tiers, saved in own]
         return bool(loaded) and all(loaded)

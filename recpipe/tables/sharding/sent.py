@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.tables.sharding.tiered import fetch_ahead
+
 if TYPE_CHECKING:
     from recpipe.tables.sharding.collection import ShardedCollection
 
@@ -20,6 +22,7 @@ class Sent:
     def __init__(self, collection: ShardedCollection, sparse: KeyedJaggedTensor) -> None:
         self.whole, self.module = collection.whole, collection.sharded
         self.samples = sparse.stride()
+        self._fetches = collection.tiers.prefetches
         self.context = self.module.create_context()
         self._ids: Any = None
         self._here: Any = None
@@ -41,6 +44,17 @@ class Sent:
             if self.whole.prefetches:
                 self._here = self._ids.wait()
                 self.module.prefetch(self._here, torch.cuda.default_stream(), self.context)
+
+    def fetch_rows(self) -> None:
+        """Wait for what the other ranks sent here and start to fetch its rows, where they lie in tiers.
+
+        Waiting in a thread of its own was no faster: two threads that run Python hold each other up.
+        """
+        if self._fetches and self._here is None:
+            self.send_ids()
+            with torch.cuda.stream(self.whole.stream):
+                self._here = self._ids.wait()
+                fetch_ahead(self.module, self._here)
 
     def ids(self) -> Any:
         """What the other ranks sent here; waits for it."""

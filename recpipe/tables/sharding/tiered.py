@@ -1,7 +1,8 @@
 """Rows of shards in tiers: TorchRec sends ids to a shard's rank and its rows away from there, and on that
 rank the rows are resident, in the slab or in the cold store, under a policy of the rank's own.
 
-A batch's ids are known here once they have arrived, so that their rows are planned and fetched in the lookup.
+A batch's ids are known here once they have arrived. Where they are sent ahead, that is while the batch before
+trains, which hides the fetch of their rows; else rows are planned and fetched in the lookup.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from recpipe.common.plain import packed, unpacked
 from recpipe.common.saved import entries
 from recpipe.distributed.ranks import Channel
 from recpipe.plugin.policy import RowIds, RowSpace
-from recpipe.seams import LocalPart, OwnLookup, module_name
+from recpipe.seams import LocalPart, OwnLookup, given_to_own, module_name
 from recpipe.tables.build import Place, no_row, opens_store, staging_bytes
 from recpipe.tables.collection import TierFigures
 from recpipe.tables.owners import NOCACHE, GroupOwner
@@ -31,7 +32,9 @@ from recpipe.tables.skipping import RowFilter
 from recpipe.tables.specs import FirstValues, Region, Table, TableSet, Values
 from recpipe.tables.stores.base import IoCounters
 from recpipe.tables.stores.coded import Coding, local_store
+from recpipe.tables.tiers.placement import TierPlan
 from recpipe.tables.tiers.policies import POLICIES
+from recpipe.tables.tiers.saved_placement import RANKS, of_whole
 from recpipe.tables.tiers.store_thread import TierTimes
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
@@ -75,7 +78,9 @@ class ShardTiers:
         else:
             store, policy = cache.part.store(store), cache.part.policy(space)
         origin = None if cache is None else cache.origin
-        return TieredEmbeddingBagCollection(local, policy, store, place.device, prefetch=False, owner=origin)
+        return TieredEmbeddingBagCollection(
+            local, policy, store, place.device, place.config.prefetch, owner=origin
+        )
 
 
 def local_tables(parts: Sequence[LocalPart], tables: TableSet) -> TableSet:
@@ -134,6 +139,8 @@ class TieredLookup(nn.Module):
         )
         features = [part for part in parts for _ in range(part.features)]
         self._places = [[i for i, p in enumerate(features) if p.columns == width] for width in widths]
+        self._ahead: tuple[KeyedJaggedTensor, list[TierPlan]] | None = None
+        """Ids that are looked up next, and what is planned for them in each of the tiers."""
 
     def each(self) -> Iterator[tuple[list[LocalPart], TieredEmbeddingBagCollection]]:
         """Tiers, with the parts whose rows they hold."""
@@ -152,24 +159,54 @@ class TieredLookup(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Rows of ids that count from each part's first row, as ``OwnLookup`` gives them."""
-        if len(self.tiers) == 1:
-            return self._looked_up(0, features)
+        each = [tiers for _, tiers in self.each()]
+        # Not by ``training``: who restores modes after an evaluation does not know TorchRec's lookups.
+        if torch.is_grad_enabled():
+            pairs = zip(each, self._plans(features), strict=True)
+            found = [tiers.lookup_planned(plan) for tiers, plan in pairs]
+        else:
+            pairs_now = zip(each, self._named(features), strict=True)
+            found = [tiers.read_now(named) for tiers, named in pairs_now]
+        if len(found) == 1:
+            return found[0]
         columns: dict[int, torch.Tensor] = {}
-        for number, places in enumerate(self._places):
-            rows = self._looked_up(number, features.permute(places))
+        for places, rows in zip(self._places, found, strict=True):
             columns |= dict(zip(places, torch.split(rows, rows.shape[1] // len(places), 1), strict=True))
         return torch.cat([columns[place] for place in sorted(columns)], dim=1)
 
-    def _looked_up(self, number: int, features: KeyedJaggedTensor) -> torch.Tensor:
-        tiers = self.tiers[number]
-        assert isinstance(tiers, TieredEmbeddingBagCollection)
-        weights = features.weights() if tiers.tables.weighted else None
-        # TorchRec has one name for all features of a table's parts.
-        named = KeyedJaggedTensor(
-            list(tiers.tables.features), features.values(), weights, lengths=features.lengths()
-        )
-        # Not by ``training``: who restores modes after an evaluation does not know TorchRec's lookups.
-        return tiers.lookup_to_train(named) if torch.is_grad_enabled() else tiers.read_now(named)
+    def _named(self, features: KeyedJaggedTensor) -> Iterator[KeyedJaggedTensor]:
+        """What each of the tiers looks up; TorchRec has one name for all features of a table's parts."""
+        for (_, tiers), places in zip(self.each(), self._places, strict=True):
+            mine = features if len(self.tiers) == 1 else features.permute(places)
+            weights = mine.weights() if tiers.tables.weighted else None
+            names = list(tiers.tables.features)
+            yield KeyedJaggedTensor(names, mine.values(), weights, lengths=mine.lengths())
+
+    def fetch_ahead(self, features: KeyedJaggedTensor) -> None:
+        """Plan these ids, which are looked up next, and start to fetch their rows."""
+        self._forget()
+        plans = [
+            tiers.plan(named) for (_, tiers), named in zip(self.each(), self._named(features), strict=True)
+        ]
+        for (_, tiers), plan in zip(self.each(), plans, strict=True):
+            tiers.prefetch(plan)
+        self._ahead = features, plans
+
+    def _plans(self, features: KeyedJaggedTensor) -> list[TierPlan]:
+        """Of these ids in each of the tiers: what was planned for them, or a new plan."""
+        if self._ahead is not None and _same_memory(self._ahead[0], features):
+            plans, self._ahead = self._ahead[1], None
+            return plans
+        self._forget()
+        pairs = zip(self.each(), self._named(features), strict=True)
+        return [tiers.plan(named) for (_, tiers), named in pairs]
+
+    def _forget(self) -> None:
+        """Take back plans of ids that were not looked up: their epoch was left early."""
+        if self._ahead is not None:
+            self._ahead = None
+            for _, tiers in self.each():
+                tiers.forget()
 
     def filter_updates(self, rows: RowFilter) -> None:
         """Leave rows out of updates, as numbered in the group."""
@@ -180,12 +217,31 @@ class TieredLookup(nn.Module):
             tiers.filter_updates(_OfShards(rows, tiers.tables.layout.bases, firsts))
 
 
+def _same_memory(one: KeyedJaggedTensor, other: KeyedJaggedTensor) -> bool:
+    """Whether both are the same ids of the same samples, not just equal ones; the first is still in use, so
+    that no other ids can lie where its are."""
+    pairs = ((one.values(), other.values()), (one.lengths(), other.lengths()))
+    return all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in pairs)
+
+
+def fetch_ahead(sharded: Any, arrived: Any) -> None:
+    """Start to fetch rows of ids that have ``arrived`` at a sharded module and are looked up next."""
+    for lookup, features in given_to_own(sharded, arrived):
+        assert isinstance(lookup.look_up, TieredLookup)
+        lookup.look_up.fetch_ahead(features)
+
+
 class GroupTiers(nn.Module):
     """The tiers of one group's shards on this rank; none where it has no such shards."""
 
     def __init__(self, lookups: Iterable[TieredLookup]) -> None:
         super().__init__()
         self.lookups = nn.ModuleList(lookups)
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether rows of ids that are sent ahead are to be fetched ahead."""
+        return any(tiers.prefetches for tiers in self.each())
 
     def _lookups(self) -> Iterator[TieredLookup]:
         for lookup in self.lookups:
@@ -223,10 +279,13 @@ class GroupTiers(nn.Module):
     def own(
         self, channel: Channel, state: Mapping[str, Any]
     ) -> list[tuple[TieredEmbeddingBagCollection, dict[str, Any]]]:
-        """Tiers with what ``gathered`` has of them; none where it is of other ranks, or other shards.
+        """Tiers with what ``gathered`` has of them; none where it is of other ranks or shards, or of tables
+        that were whole.
 
         ``Damaged`` where it cannot have given ``state``.
         """
+        if of_whole(state):
+            return []
         ranks = entries({RANKS: dict[str, dict[str, Any]]}, state, "placement")[RANKS]
         saved = ranks.get(str(channel.index), {})
         mine = {_shards_of(tiers): tiers for tiers in self.each()}
@@ -245,9 +304,6 @@ class GroupTiers(nn.Module):
         with ExitStack() as stack:
             for tiers in self.each():
                 stack.callback(tiers.close)
-
-
-RANKS = "ranks"
 
 
 def _shards_of(tiers: TieredEmbeddingBagCollection) -> str:

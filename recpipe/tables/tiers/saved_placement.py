@@ -20,6 +20,8 @@ _STATE = {
     "state": dict[str, Any],
 }
 """What a checkpoint has of a group's placement, and the types."""
+RANKS = "ranks"
+"""What it has instead where the group is sharded: each rank's tiers."""
 
 
 def placement_state(planner: TierPlanner) -> dict[str, Any]:
@@ -34,13 +36,15 @@ def placement_state(planner: TierPlanner) -> dict[str, Any]:
 
 
 def same_place(planner: TierPlanner, state: Mapping[str, Any]) -> bool:
-    """Whether ``state`` is of this policy and budget, and not of a recpipe before 0.2."""
+    """Whether ``state`` is of this policy and budget, of a whole group, and not of a recpipe before 0.2."""
     mine = {"policy": type(planner.policy).__name__, "slots": planner.space.slots}
-    return "decided" in state and all(state[key] == value for key, value in mine.items())
+    return "decided" in state and all(state.get(key) == value for key, value in mine.items())
 
 
 def check_placement(planner: TierPlanner, state: Mapping[str, Any]) -> None:
-    """``Damaged`` on what ``placement_state`` cannot have given."""
+    """``Damaged`` on what ``placement_state`` cannot have given; that of shards is not looked at."""
+    if RANKS in state:
+        return
     entries(_STATE, state)
     if same_place(planner, state):
         residents(state, "row_of_slot", planner.space.slots, planner.space.rows)
@@ -48,6 +52,11 @@ def check_placement(planner: TierPlanner, state: Mapping[str, Any]) -> None:
         if state["decided"] is not None:
             decided = entries({"decided": dict[str, Any]}, state)["decided"]
             check_decision(decided, state["row_of_slot"], planner.space.rows)
+
+
+def of_whole(state: Mapping[str, Any]) -> bool:
+    """Whether ``state`` is of a group that was not sharded."""
+    return RANKS not in state and _STATE.keys() <= state.keys()
 
 
 def restore(planner: TierPlanner, state: Mapping[str, Any]) -> None:

@@ -238,7 +238,10 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
     def lookup_to_train(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """All calls in a row, whose result must have its backward pass before the next ones."""
         assert self._trainers is None, "several trainers plan whole batches: see pipeline.loader"
-        plan = self.plan(sparse)
+        return self.lookup_planned(self.plan(sparse))
+
+    def lookup_planned(self, plan: TierPlan) -> torch.Tensor:
+        """As ``lookup_to_train``, of what has been planned, and perhaps fetched, already."""
         self.advance(plan)
         self.arrive()
         pooled = self.lookup_resident(plan)
