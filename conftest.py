@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import subprocess
@@ -57,6 +58,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files come first: one that came last would be waited for by one process, the other idle."""
     order = {ROOT / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: the garbage collector need not look at it again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

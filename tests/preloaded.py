@@ -4,6 +4,8 @@ a process does once, such as the types of a recipe's keys and the report's templ
 Reports of its processes have empty plots; those of processes from the beginning have real ones.
 """
 
+import gc
+
 from recpipe.common.quiet import calm_threads
 
 calm_threads()  # before torch is imported, as the command line does
@@ -34,3 +36,4 @@ composing.remember_parts(pytest.MonkeyPatch())
 Recipe.of(compose(["optim=sgd", "tiers=ssd", "+plugin=hotline"]))  # Hydra looks for its plugins, once
 recpipe.report.html.page("report.html.j2")
 _commit()  # asks git, once
+gc.freeze()  # the processes need not look at all this, which would copy its pages
