@@ -157,7 +157,7 @@ def installed_source(name: str) -> tuple[Callable[[Any, int], object], type[Data
     if not callable(function) or not (isinstance(kind, type) and issubclass(kind, DataConfig)):
         raise PluginLoadError(
             f"data source {origin_of(ep)}: '{ep.value}' must be a function (config: C, seed: int) -> "
-            "Dataset, where C is a dataclass derived from recpipe.data.config.DataConfig; correct it"
+            "Dataset, where C is a dataclass derived from recpipe.kit.DataConfig; correct it"
         )
     return function, kind
 

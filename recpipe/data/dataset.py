@@ -74,7 +74,7 @@ class Dataset(ABC):
         if self.schema is None:
             raise UserError(
                 "the data does not say its columns and the rows of their tables, which recpipe's own models "
-                "are made by: hand over a recpipe.data.given.GivenBatches(batches, schema=...), a path, or "
+                "are made by: hand over a recpipe.kit.GivenBatches(batches, schema=...), a path, or "
                 "batches together with a model of your own"
             )
         return self.schema

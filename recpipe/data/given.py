@@ -35,7 +35,7 @@ class GivenBatches(Dataset):
 
     Every rank reads whole batches.
 
-    ``schema``: the columns, where batches are ``recpipe.data.batch.Batch``; recpipe's own models need it. Of
+    ``schema``: the columns, where batches are ``recpipe.kit.Batch``; recpipe's own models need it. Of
     batches of a type of the user's own it is not known, and the tables check the ids.
     """
 
@@ -119,7 +119,7 @@ class GivenBatches(Dataset):
             return batch
         if not isinstance(batch, Batch):
             raise UserError(
-                f"a batch is a {type(batch).__name__}, and a schema is of recpipe.data.batch.Batch alone: "
+                f"a batch is a {type(batch).__name__}, and a schema describes recpipe.kit.Batch alone: "
                 "make it one, or leave the schema out"
             )
         names = [feature.name for feature in self.schema.sparse]

@@ -79,9 +79,7 @@ def _installed(config: DataConfig, seed: int) -> Dataset:
     function, _ = installed_source(config.name)
     dataset = function(config, seed)
     if not isinstance(dataset, Dataset):
-        raise UserError(
-            f"data={config.name} opens a {type(dataset).__name__}, not a recpipe.data.dataset.Dataset"
-        )
+        raise UserError(f"data={config.name} opens a {type(dataset).__name__}, not a recpipe.kit.Dataset")
     lacking = [name for name in get_type_hints(Dataset) if not hasattr(dataset, name)]
     if lacking:
         raise UserError(f"data={config.name}: {type(dataset).__name__} must set {', '.join(lacking)}")

@@ -6,7 +6,7 @@ import importlib.metadata as metadata
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint
 
-from recpipe.errors import did_you_mean
+from recpipe.errors import UserError, did_you_mean
 from recpipe.plugin.api import Origin
 from recpipe.plugin.errors import PluginConflict, PluginLoadError, PluginNotFound
 
@@ -61,6 +61,8 @@ def imported(kind: str, ep: EntryPoint) -> object:
     """What the entry point names; raises ``PluginLoadError`` where it cannot be imported."""
     try:
         return ep.load()
+    except UserError as fault:
+        raise PluginLoadError(f"{WORDS[kind]} {origin_of(ep)} cannot be imported: {fault}") from fault
     except Exception as fault:
         origin = origin_of(ep)
         raise PluginLoadError(

@@ -13,6 +13,8 @@ import torch
 import torch.distributed
 from torchrec.distributed import comm, comm_ops, dist_data
 
+from recpipe.common.versions import private
+
 
 @dataclass
 class Collective:
@@ -118,6 +120,7 @@ def count_collectives() -> dict[str, Collective]:
     """Count TorchRec's collectives in this process from now on, by name, until ``leave``."""
     counts: dict[str, Collective] = {}
     for module in (comm_ops, dist_data):
+        private(module, "dist")
         module.dist = _Counting(counts)
     return counts
 
@@ -127,4 +130,6 @@ def leave() -> None:
     process groups that it keeps for sharding by hosts are forgotten."""
     for module in (comm_ops, dist_data):
         module.dist = torch.distributed
-    comm._INTRA_PG = comm._CROSS_PG = None
+    for name in ("_INTRA_PG", "_CROSS_PG"):
+        private(comm, name)
+        setattr(comm, name, None)

@@ -26,6 +26,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.common.versions import private
 from recpipe.seams.tables import module_name
 
 _FUSED = (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)
@@ -96,6 +97,8 @@ def fuse(weight: torch.nn.Parameter, fused: Mapping[str, Any]) -> None:
 def equipped(sharder: Any, fused: Mapping[str, Any], codecs: Mapping[str, Any]) -> Any:
     """A copy of an embedding ``sharder`` with what it leaves open of its fused parameters and codecs."""
     made = copy(sharder)
+    for name in ("_fused_params", "_qcomm_codecs_registry"):
+        private(made, name)
     made._fused_params = {**fused, **(sharder.fused_params or {})}
     made._qcomm_codecs_registry = {**codecs, **(sharder.qcomm_codecs_registry or {})}
     return made
@@ -103,7 +106,7 @@ def equipped(sharder: Any, fused: Mapping[str, Any], codecs: Mapping[str, Any]) 
 
 def replicated_lookups(sharded: Any) -> list[DistributedDataParallel]:
     """Data-parallel tables' lookups in a sharded module: of them all, in one module, or none."""
-    return [m for m in sharded._lookups if isinstance(m, DistributedDataParallel)]
+    return [m for m in private(sharded, "_lookups") if isinstance(m, DistributedDataParallel)]
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,8 @@ class FusedLookup:
 
 def fused_lookups(sharded: Any) -> list[FusedLookup]:
     """All of them in a sharded module, on this rank."""
-    kernels = [m for lookup in sharded._lookups for m in lookup.modules() if isinstance(m, _FUSED)]
+    lookups = private(sharded, "_lookups")
+    kernels = [m for lookup in lookups for m in lookup.modules() if isinstance(m, _FUSED)]
     found = []
     for kernel in kernels:
         features: list[tuple[str, int]] = []
@@ -207,7 +211,7 @@ def own_lookups() -> Iterator[None]:
             ("reset_parameters", values, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)),
         ):
             for kind in kinds:
-                before = getattr(kind, name)
+                before = private(kind, name)
                 kept.append((kind, name, before))
                 setattr(kind, name, around(before))
         yield
@@ -218,7 +222,8 @@ def own_lookups() -> Iterator[None]:
 
 def own_lookups_in(sharded: Any) -> list[OwnLookup]:
     """All of them in a sharded module, on this process."""
-    return [m for lookup in sharded._lookups for m in lookup.modules() if isinstance(m, OwnLookup)]
+    lookups = private(sharded, "_lookups")
+    return [m for lookup in lookups for m in lookup.modules() if isinstance(m, OwnLookup)]
 
 
 def given_to_own(sharded: Any, arrived: Any) -> Iterator[tuple[OwnLookup, KeyedJaggedTensor]]:

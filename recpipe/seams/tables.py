@@ -13,6 +13,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from numpy.typing import NDArray
 from torch import nn
 
+from recpipe.common.versions import private
+
 _TAKEN = frozenset(dir(nn.ModuleDict()))
 Views = tuple[torch.Tensor, torch.Tensor]
 """A table's weights [rows, D], of the type that stores them, and optimizer state float32 [rows, S] (S may be
@@ -54,6 +56,7 @@ def update_by_table(
     by features of two tables, so the latter is as right, and makes the bits that a physical table for each
     would. FBGEMM takes features for tables of their own where their first rows, in this sum, differ.
     """
-    if tbe.hash_size_cumsum.device.type == "cpu":
+    sums = private(tbe, "hash_size_cumsum")
+    if sums.device.type == "cpu":
         ends = np.append(table_of, table_of[-1] + 1)
-        tbe.hash_size_cumsum.copy_(rows * torch.from_numpy(ends))
+        sums.copy_(rows * torch.from_numpy(ends))

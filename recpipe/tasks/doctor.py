@@ -12,10 +12,9 @@ from pathlib import Path, PurePosixPath
 
 from packaging.version import Version
 
+from recpipe.common.versions import FBGEMM, TRIPLES, installed_version
 from recpipe.errors import UserError
 
-TRIPLES = (("2.13", "1.8", "1.8"), ("2.11", "1.6", "1.6"))
-"""(torch, torchrec, fbgemm-gpu) releases that fit together, major.minor, newest first."""
 NOT_RUN = "resolved, not yet run on a GPU"
 """What is true of the sets for CUDA: pip installs them together, and no test has run on them."""
 REQUIREMENTS = {
@@ -27,7 +26,6 @@ OTHERS = (("hydra-core", "1.3.2", "1.5"), ("lightning", "2.5", "3"))
 """Distribution, lowest and first unsupported version."""
 SKIP = "RECPIPE_SKIP_VERSION_CHECK"
 CHECKOUT = Path(__file__).resolve().parents[2]
-FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 
 Versions = Callable[[str], str | None]
 
@@ -44,14 +42,6 @@ class Finding:
     def ok(self) -> bool:
         """Whether there is nothing to mend."""
         return not self.remedy
-
-
-def installed_version(name: str) -> str | None:
-    """Version of a distribution, or None where it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def minor(version: str) -> str:
