@@ -54,6 +54,12 @@ class Dataset(ABC):
 
     ``fingerprint`` identifies content and preparation (equal fingerprints, equal batches);
     ``rejected_rows`` counts input rows that ``data.on_bad_row=skip`` left out.
+
+    Threads: ``batches`` is called in the training thread. Its iterator of training batches is drawn from in
+    the loader's thread, or with ``data.read_ahead`` in a thread of its own; under sharded tables the training
+    thread draws an epoch's first batch. Iterators of held-out batches, and of batches that recpipe or a
+    plugin looks at before training, are drawn from in the training thread. One iterator serves one thread at
+    a time, but several may be in use at once: guard what they share.
     """
 
     schema: Schema | None
@@ -116,7 +122,10 @@ class NumberedDataset(Dataset):
 
     @abstractmethod
     def samples_between(self, low: int, high: int) -> Batch:
-        """Samples ``low`` to ``high`` (excluded; none where they are equal) of both splits together."""
+        """Samples ``low`` to ``high`` (excluded; none where they are equal) of both splits together.
+
+        Called in the thread that draws the batch (see ``Dataset``), for several iterators at the same time.
+        """
 
     def size(self, split: SplitName) -> int:
         """Number of samples in ``split``."""

@@ -20,8 +20,8 @@ class Skipper:
     costs nothing, and one that overrides neither is refused.
 
     Its plugin alters EXACT_GRADIENT, and where it leaves samples out also SAMPLE_SET and BATCH_SIZE: core
-    refuses one that does not say so. State that a resumed run needs belongs to a Lightning callback of the
-    plugin, which also has its turn between two batches.
+    refuses one that does not say so. A skipper has no ``state_dict``: state that a resumed run needs belongs
+    to a Lightning callback of the same plugin, which also has its turn between two batches.
 
     Rows whose gradient is small are not updated, whole::
 
