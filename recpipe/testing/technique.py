@@ -1,4 +1,4 @@
-"""Whether a plugin's technique took place in a run: else the suite has compared a run with itself."""
+"""Whether a plugin's technique took place in a run; otherwise the suite has compared a run with itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OF_SAMPLES = (Invariant.SAMPLE_SET, Invariant.SAMPLE_ORDER, Invariant.BATCH_SIZ
 
 
 def idle(plugin: str, parts: Contribution, mine: Trained, pins: bool) -> Iterator[str]:
-    """Parts that were there and had nothing to do, each with what may give them something."""
+    """Parts of the plugin that did nothing in the run, each with a remedy."""
     steps = mine.record.steps
     tiers = mine.report["recipe"]["tiers"]
     words = " ".join(f"tiers.{key}={tiers[key]}" for key in ("policy", "resident_bytes"))
@@ -41,7 +41,7 @@ def idle(plugin: str, parts: Contribution, mine: Trained, pins: bool) -> Iterato
 
 
 def kept(mine: Trained, plain: Trained, epoch: Epoch, alters: Collection[Invariant]) -> Iterator[Invariant]:
-    """Invariants that the plugin ``alters``, and that the run kept."""
+    """Invariants that the plugin declares to alter although the run kept them."""
     for invariant in _OF_SAMPLES:
         others = set(alters) - {invariant}
         if invariant in alters and not any(
