@@ -17,7 +17,7 @@ Streamed = tuple[tuple[int, ...], Iterable[NDArray[np.float32]]]
 Put = Callable[[str, int, NDArray[Any]], None]
 """Write values of the tensor of that name, from its value of that number on, counted row by row."""
 _TYPES = {True: ("I64", "<i8"), False: ("F32", "<f4")}
-"""By whether a tensor is of whole numbers: its type in the header, and in memory."""
+"""The type in the header and in memory, for tensors of floats (False) and of whole numbers (True)."""
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Releases of torch, TorchRec and FBGEMM that fit together, and one line where a release lacks a name."""
+"""Releases of torch, TorchRec and FBGEMM that fit together, and a one-line error if a release lacks a
+name."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _DISTRIBUTIONS = {"torch": ("torch",), "torchrec": ("torchrec",), "fbgemm_gpu": 
 
 
 def installed_version(name: str) -> str | None:
-    """Version of a distribution, or None where it is not installed."""
+    """Version of a distribution, or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -27,16 +28,16 @@ def installed_version(name: str) -> str | None:
 
 @contextmanager
 def private_names() -> Iterator[None]:
-    """A block that uses private names of torch, TorchRec or FBGEMM.
+    """For a block that uses private names of torch, TorchRec or FBGEMM.
 
-    ``UserError`` where the installed release lacks one of them. Other faults pass.
+    Raises ``UserError`` if the installed release lacks one of them. Other faults pass.
     """
     try:
         yield
     except ImportError as fault:
         if isinstance(fault, ModuleNotFoundError):
             _explain(f"{fault.name}", fault)
-        # Python 3.11 keeps the name that a module lacks in the message alone.
+        # In Python 3.11 only the message has the name that the module lacks.
         elif found := re.match("cannot import name '(.+?)' from", str(fault)):
             _explain(f"{fault.name}.{found[1]}", fault)
         raise
@@ -47,13 +48,13 @@ def private_names() -> Iterator[None]:
 
 
 def private(owner: Any, name: str) -> Any:
-    """The private attribute ``name`` of ``owner``; ``UserError`` where the installed release lacks it."""
+    """The private attribute ``name`` of ``owner``; ``UserError`` if the installed release lacks it."""
     with private_names():
         return getattr(owner, name)
 
 
 def _names_of(owner: Any) -> Iterator[str]:
-    """The dotted name of a module or a class; of anything else the names of its classes."""
+    """The dotted names of a module, or of a class or an object's class and its base classes."""
     if hasattr(owner, "__name__") and not isinstance(owner, type):
         yield owner.__name__
         return
@@ -63,7 +64,7 @@ def _names_of(owner: Any) -> Iterator[str]:
 
 
 def _explain(missing: str, fault: Exception) -> None:
-    """Raise a ``UserError`` where ``missing``, a dotted name, is one of the three packages'."""
+    """Raise a ``UserError`` if ``missing``, a dotted name, belongs to one of the three packages."""
     names = _DISTRIBUTIONS.get(missing.partition(".")[0], ())
     found = next(((n, v) for n in reversed(names) if (v := installed_version(n)) is not None), None)
     if found is None:

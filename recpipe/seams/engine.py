@@ -1,4 +1,4 @@
-"""torch itself: what its public API does not tell or does not switch."""
+"""State and switches of torch that its public API does not offer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._C._profiler import _ExperimentalConfig
 
 from recpipe.common.versions import private
 
-# Looked up here, so that a release that lacks one is found out as this room is imported.
+# Looked up here, so that importing this room fails if a release lacks one of them.
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _transforms_are_active = torch._C._are_functorch_transforms_active
 _current_node = torch._C._current_autograd_node
@@ -31,14 +31,13 @@ def functorch_is_active() -> bool:
 
 
 def backward_number() -> int | None:
-    """The number, in the order of the forward pass, of the operator that is being differentiated; None in a
-    forward pass."""
+    """The forward pass's number of the operator that is being differentiated; None during a forward pass."""
     node = _current_node()
     return None if node is None else int(node._sequence_nr())
 
 
 def forward_number() -> int:
-    """The number that the next operator of a forward pass gets, as ``backward_number`` tells it."""
+    """The number that the next operator of a forward pass will get; ``backward_number`` returns it later."""
     return int(_sequence_number())
 
 
@@ -55,7 +54,7 @@ def onednn_takes_bfloat16() -> bool:
 
 @cache
 def _onednn(name: str) -> Any:
-    """An operator of oneDNN's; not every build of torch has them, so that it is looked up when it is used."""
+    """An operator of oneDNN. It is looked up when it is used, since not every build of torch has it."""
     return private(torch.ops.mkldnn, name)
 
 
@@ -65,5 +64,5 @@ def watching_all_threads(every: bool) -> Any:
 
 
 def all_loaded() -> Any:
-    """What ``load_state_dict`` returns where nothing was missing and nothing was left over."""
+    """What ``load_state_dict`` returns if no key was missing and none was unexpected."""
     return _IncompatibleKeys([], [])
