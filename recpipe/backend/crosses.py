@@ -1,4 +1,4 @@
-"""TorchRec's factorization machine and low-rank cross net on a CPU, with fewer passes over their rows."""
+"""TorchRec's factorization machine and low-rank cross net on a CPU, with fewer passes over their inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def factorize(x: torch.Tensor) -> torch.Tensor:
 def cross(x: torch.Tensor, net: Any) -> torch.Tensor:
     """A ``LowRankCrossNet`` over x float32 [B, N] -> [B, N]: x_l+1 = x_0 * (W (V x_l) + b) + x_l."""
     layers = zip(net.W_kernels, net.V_kernels, net.bias, strict=True)
-    out: torch.Tensor = _Cross.apply(x, *(p for layer in layers for p in layer))  # type: ignore[no-untyped-call]
+    # Type: ignore[no-untyped-call].
+    out: torch.Tensor = _Cross.apply(x, *(p for layer in layers for p in layer))
     return out
 
 
