@@ -1,4 +1,4 @@
-"""What stands under the tables of a comparison: what marks mean, faults, what one rounding does."""
+"""The remarks under the tables of a comparison: the meaning of marks, faults, the effect of one rounding."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _rounding(content: Mapping[str, Any]) -> str:
 
 
 def faults(content: Mapping[str, Any]) -> list[str]:
-    """A line for each row that is not what it should be: failed, or not exact though it declares to be."""
+    """A line for each row that failed, or that is not exact although it declares to be."""
     return [line for row in content["rows"] for line in _faults(row, content["rounding"])]
 
 
