@@ -25,8 +25,8 @@ class Sync:
     held: Rows
     """The rows that this trainer holds, sorted, int64 [K]."""
     send: tuple[Rows, ...]
-    """For each other trainer, the positions, among the rows that this trainer looks up, of the gradients that
-    the other one needs."""
+    """For each trainer, the positions, among the rows that this trainer looks up, of the gradients that the
+    other one needs; empty for this trainer itself."""
     own: Rows
     """The positions, among the rows that this trainer looks up, of the gradients that it keeps."""
     used: tuple[Rows, ...]
@@ -39,12 +39,12 @@ class Sync:
 
 @dataclass(frozen=True)
 class HandoverPart:
-    """Records that new holders get from a row's lowest holder, as one trainer sees them."""
+    """Records that new holders get from a row's lowest holder, from one trainer's point of view."""
 
     send: tuple[Rows, ...]
-    """Rows for each trainer."""
+    """The rows to send to each trainer."""
     receive: tuple[Rows, ...]
-    """Rows from each trainer."""
+    """The rows that come from each trainer."""
     copies: int
     """How many records all trainers send; 0: nothing is sent."""
 
