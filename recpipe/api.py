@@ -218,7 +218,8 @@ def _are_batches(data: Any) -> bool:
 
 
 def _given_data(data: Any, held_out: Batches | None, steps: int | None) -> Dataset | None:
-    """The data set that the caller has handed over; of batches without a length so many ``steps``."""
+    """The data set made of the caller's ``data``, or None. Batches without a length make an epoch of
+    ``steps``."""
     from recpipe.data.dataset import Dataset
     from recpipe.data.given import GivenBatches
 

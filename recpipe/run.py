@@ -1,7 +1,7 @@
 """A whole run, top to bottom: the recipe becomes data, tables, model, pipeline, training and a report.
 
-Read this file first. Each line that matters is a call into the folder of that name:
-``data`` -> ``plugin`` -> ``tables`` -> ``model`` -> ``pipeline`` -> Lightning -> ``report``.
+Read this file first. Each line that matters calls into one room: ``data`` -> ``plugin`` -> ``tables`` ->
+``model`` -> ``pipeline`` -> ``training`` -> ``report``.
 """
 
 from __future__ import annotations

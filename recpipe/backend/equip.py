@@ -108,7 +108,7 @@ def equip(
     """Make the back end of ``model``, on each of the ``trainers``, after finding out whether ``batch`` can be
     trained in parts.
 
-    ``PluginError`` where there is a ``splitter`` and the model must have its batches whole.
+    ``PluginError`` if there is a ``splitter`` and the model needs whole batches.
     """
     kind = kind if device.type == "cpu" else "plain"
     threads, several = torch.get_num_threads(), trainers.size > 1

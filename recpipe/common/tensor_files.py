@@ -35,7 +35,7 @@ class Piece:
     shape: tuple[int, ...]
 
     def rows(self, low: int, high: int) -> NDArray[np.float32]:
-        """Its rows [low, high), if it is of a matrix."""
+        """Its rows [low, high), if it is part of a matrix."""
         # Opened anew for these rows: what has been read stays in memory until the file is closed.
         with safe_open(self.file, framework="pt") as opened:
             found: torch.Tensor = opened.get_slice(self.name)[low:high]
@@ -58,7 +58,7 @@ class TensorFiles:
 
     @classmethod
     def sharded(cls, directory: Path) -> TensorFiles:
-        """Float32 matrices in the safetensors files of ``directory``, each in one or several of them.
+        """Open the float32 matrices in the safetensors files of ``directory``, each in one or several files.
 
         Raises ``UserError`` if a file is not safetensors, for other types, and if pieces are missing or
         overlap.
@@ -68,7 +68,7 @@ class TensorFiles:
 
     @classmethod
     def matrices(cls, directory: Path, pieces: Iterable[Piece]) -> TensorFiles:
-        """Matrices of these ``pieces``; ``UserError`` where some are missing or overlap."""
+        """Matrices of these ``pieces``; ``UserError`` if some are missing or overlap."""
         found = cls(pieces)
         for name, parts in found.pieces.items():
             rows, columns = found.shape(name)
@@ -121,7 +121,7 @@ def _matrices_in(file: Path) -> Iterator[Piece]:
 
 
 def no_table_file(file: Path, fault: Exception) -> UserError:
-    """What is said of a checkpoint's file that holds no table, or not the whole of one."""
+    """The error for a checkpoint's file that has no table, or not a whole one."""
     return UserError(f"{file} is no table file of a checkpoint ({fault}): resume from another checkpoint")
 
 

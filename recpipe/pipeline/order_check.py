@@ -32,7 +32,8 @@ class OrderCheck:
 
     @classmethod
     def of(cls, dataset: Dataset, batch_size: int, feed: Feed) -> OrderCheck | None:
-        """Of the order of ``feed``; None without one, or where its plugin says that it changes the set."""
+        """The check of the order of ``feed``; None if there is no order, or if its plugin declares that it
+        changes the set."""
         if feed.order is None or not feed.keeps_samples or not dataset.rereads:
             return None
         return cls(dataset, batch_size, feed.order.origin.plugin, feed.order.part)

@@ -18,7 +18,7 @@ from recpipe.tables.stores import KINDS
 from recpipe.tables.tiers.policies import POLICIES
 
 HOLDERS = "holders"
-"""``tiers.store`` of rows partitioned over the ranks that hold rows."""
+"""The ``tiers.store`` that partitions rows over the ranks that hold rows."""
 SCRATCH = "tiers"
 """The folder in the run directory for an ssd store without ``tiers.dir``; it is removed when the run ends."""
 
@@ -30,7 +30,8 @@ def _tbes(value: int | str) -> int | str:
 
 
 def _renamed(store: str) -> str:
-    """Earlier versions called rows on holders ``sharded``, as tables are that TorchRec's planner has cut."""
+    """Translate the earlier name: ``sharded`` used to mean rows on holders, and still means tables cut by
+    TorchRec's planner."""
     return HOLDERS if store == "sharded" else store
 
 

@@ -75,7 +75,7 @@ class Inputs:
                 require_ids(ids, rows)
 
     def lookups(self, batch: object) -> Bags:
-        """All groups' lookups; ``DataError`` on an unknown id."""
+        """The lookups of all groups; ``DataError`` for an unknown id."""
         found = [self.bags(batch, group) for group in range(len(self.places))]
         if len(found) == 1:
             (only,) = found

@@ -107,8 +107,8 @@ class _Comparison:
                 self._launch(index, "plan", f"plan-{index}-{row.name}", [])
 
     def run(self) -> None:
-        """All rounds; the first one run, warm-up or not, yields traffic and parameters, and shows which rows
-        a policy is to be run beside at equal memory.
+        """Run all rounds. The first one, whether warm-up or not, gives traffic and parameters, and shows for
+        which rows to add a policy with equal memory.
 
         A row whose run fails is left out from then on. If the first row fails, the comparison ends, because
         all is relative to it.
@@ -132,7 +132,7 @@ class _Comparison:
 
     @property
     def _least(self) -> int:
-        """Counted rounds that are run in any case: each seed has one."""
+        """The least number of counted rounds, so that each seed has one."""
         return max(self.config.repetitions, self.config.seeds - self.config.warmup)
 
     @property
@@ -154,7 +154,7 @@ class _Comparison:
             progress.advance(bar)
 
     def _add_rows(self, label: str, progress: Progress, bar: TaskID) -> None:
-        """Policies at the memory of techniques that take more of it, as rows that have run as often."""
+        """Add policies with the memory of techniques that take more, as rows with the same number of runs."""
         if not self.config.equal_memory:
             return
         present = len(self.rows)

@@ -55,7 +55,7 @@ def described_shards(
 
 
 def print_shards(shards: Mapping[str, Any], console: Console) -> None:
-    """``described_shards``'s result as two tables."""
+    """Print ``described_shards``'s result as two tables."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("table", "sharding", "kernel", "ranks", "bytes", "predicted ms"):
         table.add_column(title, justify="right" if title in ("bytes", "predicted ms") else "left")

@@ -36,7 +36,7 @@ class Recorder(L.Callback):
         """The quality of the latest evaluation."""
         self.evaluated_at = -1
         self.began = math.nan
-        """When the first step began, on ``perf_counter``'s clock; NaN before it."""
+        """The time of ``perf_counter`` when the first step began; NaN before that."""
         self._load: Load | None = None
         self.evaluation_seconds = 0.0
         self._evaluating = 0.0
@@ -77,7 +77,7 @@ class Recorder(L.Callback):
         self._last = perf_counter()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The clock of an evaluation."""
+        """Start the clock of an evaluation."""
         self._evaluating = perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -106,8 +106,8 @@ class Recorder(L.Callback):
         self.evaluation_seconds += self._last - self._evaluating
 
     def throughput(self, written_back: float) -> Throughput:
-        """Speeds and times of the steps; ``written_back``: when all rows were in their tiers again, on
-        ``perf_counter``'s clock."""
+        """Speeds and times of the steps; ``written_back``: the time of ``perf_counter`` when all rows were in
+        their tiers again."""
         return Throughput.of_steps(
             self.step_samples,
             self.step_seconds,
@@ -119,8 +119,8 @@ class Recorder(L.Callback):
         )
 
     def _others(self) -> float | None:
-        """What other programs took of the processors since the first step began; not of several ranks, each
-        of which is another program to the others."""
+        """The share of the processors that other programs used since the first step began. Not with several
+        ranks, each of which counts as another program to the others."""
         now = Load.now()
         return now.others_since(self._load) if now is not None and self.loader.ranks.world == 1 else None
 

@@ -67,7 +67,8 @@ def _parts(collection: ShardedCollection) -> Iterator[Part]:
 
 
 def _state_columns(collection: ShardedCollection, name: str) -> int:
-    """Of the saved state of the whole table ``name``: one for each of the weights' where rows are cut."""
+    """The number of columns in the saved state of the whole table ``name``: one for each weight if rows are
+    cut."""
     tables, table = collection.tables, collection.shards[name]
     width = tables.layout.width - tables.dim
     cut = any(shard.columns < table.dim for shard in table.shards)
@@ -80,9 +81,9 @@ def _blocks(shard: LocalShard) -> Iterator[Values]:
 
 
 def load_shards(collection: ShardedCollection, directory: Path) -> None:
-    """Fill this rank's shards from what any ranks wrote, whatever their plan; all ranks do so together.
+    """Fill this rank's shards from what any ranks wrote under any plan; all ranks call it together.
 
-    The library reads into memory, and what lies there as in the files: other rows pass through regions.
+    The library reads directly into memory that has the files' layout; other rows pass through regions.
     """
     files, tables = TensorFiles.sharded(directory), collection.tables
     width = tables.layout.width - tables.dim
