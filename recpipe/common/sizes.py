@@ -23,7 +23,7 @@ class Amount:
 
     @classmethod
     def parsed(cls, text: object, key: str) -> Amount:
-        """From ``1048576``, ``64MiB``, ``1.5 GB`` or a share such as ``10%``.
+        """Parse ``1048576``, ``64MiB``, ``1.5 GB`` or a share such as ``10%``.
 
         ``key`` is the recipe's key, which the ``UserError`` for any other text names.
         """

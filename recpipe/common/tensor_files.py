@@ -29,7 +29,7 @@ class Piece:
 
     file: Path
     name: str
-    """Of its tensor."""
+    """The name of its tensor."""
     place: tuple[int, ...]
     """Its offset along each axis of the tensor."""
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""From ``plugins:`` in the config to plugin objects: found by entry point, loaded only when named."""
+"""Makes the plugin objects of a recipe's ``plugins:``; found by entry point, imported only if named."""
 
 from __future__ import annotations
 

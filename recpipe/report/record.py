@@ -58,20 +58,21 @@ class Throughput:
     """Training speed, three times. Evaluation is in none of them; NaN where nothing was trained."""
 
     samples_per_second: float
-    """Over all steps, each from the end of the one before."""
+    """The speed over all steps; a step lasts from the end of the one before."""
     step_ms: StepMilliseconds
     step_histogram: Histogram
     first_step_seconds: float = math.nan
     """Seconds from the process's start to the end of its first trained step; NaN without steps."""
     steady_samples_per_second: float = math.nan
-    """Without the first tenth of the steps (at most ``WARM_UP``), which find cold caches."""
+    """The speed without the first tenth of the steps (at most ``WARM_UP``), when caches are cold."""
     end_to_end_samples_per_second: float = math.nan
-    """From the process's start until every row is written back to its tier."""
+    """The speed over the time from the process's start until every row is written back to its tier."""
     set_up_seconds: float = math.nan
-    """From the process's start to the first step's: imports, data, plugins' preparation, tables."""
+    """Seconds from the process's start to the start of the first step: imports, data, plugins' preparation,
+    tables."""
     evaluation_seconds: float = math.nan
     end_to_end_seconds: float = math.nan
-    """Behind ``end_to_end_samples_per_second``."""
+    """The time of ``end_to_end_samples_per_second``."""
     others_cpu_share: float | None = None
     """Share of the machine's processors that other programs took while this one trained; None of several
     ranks, and where the system does not tell."""

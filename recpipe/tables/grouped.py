@@ -40,7 +40,7 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
     def offers(self, capability: type[C]) -> C | None:
         """What a single collection offers. With several, this object, if they offer it together.
 
-        They are ``Placed`` if one of them is, since the others have no rows that move.
+        They offer ``SavesPlacement`` if one of them does, since the others have no rows that move.
         """
         if len(self.collections) == 1:
             return self.collections[0].offers(capability)
@@ -108,7 +108,7 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
         self.collections[0].serve()
 
     def write_back(self) -> None:
-        """Of all groups."""
+        """Write all groups' rows back."""
         for collection in self.collections:
             collection.write_back()
 

@@ -42,7 +42,7 @@ class RowBags:
 
     @classmethod
     def of(cls, bags: IndexBags) -> RowBags:
-        """From a batch's lookups in one matrix of rows."""
+        """Make it from a batch's lookups in one matrix of rows."""
         order = np.argsort(bags.indices, kind="stable")
         ordered = bags.indices[order]
         first = np.ones(len(ordered), bool)

@@ -17,7 +17,7 @@ from recpipe.report.compared import RowResult
 POLICIES = ("resident", "nocache", "lru", "lfu")
 """The built-in cache policies that a row can name (``tiers.policy``)."""
 CACHES = ("lru", "lfu")
-"""Those that keep rows as long as the budget lasts."""
+"""The policies that keep rows as long as the budget allows."""
 ALIKE = 1.05
 """Memories that differ by less are equal."""
 

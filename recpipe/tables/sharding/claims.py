@@ -25,7 +25,7 @@ from recpipe.plugin.quantizer import Direction
 from recpipe.tables.sharding.wire import POOLED, SEQUENCES
 
 Codecs = Mapping[tuple[CommOp, Direction], Owned[QuantizedCommCodec[Any]]]
-"""By collective and direction."""
+"""The codec for each collective and direction."""
 CPU_KERNELS = frozenset({EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value})
 IGNORED = ("device_group", "key_value_params", "use_virtual_table")
 """Constraints that recpipe's plans cannot express."""
@@ -44,11 +44,11 @@ class ShardClaims:
     planner: Owned[Planner] | None = None
     codecs: Codecs = field(default_factory=dict)
     skipper: Owned[BlamedSkipper] | None = None
-    """Decides by a whole row's gradient whether to update it, where it decides about updates."""
+    """The skipper; if it decides about updates, it needs a whole row's gradient."""
 
     @classmethod
     def of(cls, assembly: Assembly) -> ShardClaims:
-        """Those of a run."""
+        """The claims of a run."""
         return cls(assembly.planner, assembly.quantizing.codecs, assembly.skipper)
 
 

@@ -77,10 +77,10 @@ class ShardedTables:
         self.collections = tuple(
             ShardedCollection(self, number, module, tiers) for number, module in enumerate(modules)
         )
-        """Of each group."""
+        """The collection of each group."""
 
     def _sharded(self, model: nn.Module | None) -> list[Any]:
-        """The group's sharded TorchRec module."""
+        """The sharded TorchRec module of each group."""
         sharding, tables = self.sharding, self.sharding.tables
         whole = skeleton(tables) if model is None else model
         local_world = sharding.topology().local_world_size
@@ -374,7 +374,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         return bool(loaded) and all(loaded)
 
     def write_back(self) -> None:
-        """Of its tiers."""
+        """Write the rows of its tiers back."""
         self.tiers.write_back()
 
     def close(self) -> None:

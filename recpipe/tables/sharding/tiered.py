@@ -63,7 +63,7 @@ class ShardTiers:
     def tiers(
         self, parts: Sequence[LocalPart], tables: TableSet, number: int, folder: Path
     ) -> TieredEmbeddingBagCollection:
-        """Of The tiers of ``parts`` of one width. Their share of the group's budget is proportional to their
+        """The tiers of ``parts`` of one width. Their share of the group's budget is proportional to their
         bytes, at least one row."""
         owner, place = self.owners[number], self.place
         local = local_tables(parts, tables)
@@ -298,7 +298,7 @@ class GroupTiers(nn.Module):
         return [(tiers, found[shards]) for shards, tiers in mine.items()]
 
     def write_back(self) -> None:
-        """Of all of them."""
+        """Write the rows of all of them back."""
         for tiers in self.each():
             tiers.write_back()
 

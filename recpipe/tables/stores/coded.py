@@ -94,7 +94,7 @@ class CodedStore(ColdStore):
         self.inner.close()
 
     def background(self) -> IoCounters:
-        """Of ``inner``."""
+        """As ``inner``."""
         return self.inner.background()
 
     @property

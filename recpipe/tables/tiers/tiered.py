@@ -96,7 +96,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
     # -- the four calls ----------------------------------------------------------------------
 
     def bags(self, sparse: KeyedJaggedTensor) -> IndexBags:
-        """The batch's lookups as rows; features in the tables' order, whatever that of ``sparse``."""
+        """The batch's lookups as rows, with features in the tables' order, independent of that in
+        ``sparse``."""
         return table_bags(self.tables, sparse)
 
     def plan(self, sparse: KeyedJaggedTensor) -> TierPlan:
