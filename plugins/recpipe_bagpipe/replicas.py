@@ -119,8 +119,7 @@ class Replicas(RowCollection):
                     f"batch {step.number} looks up other rows than were planned for it: bagpipe over several "
                     "trainers needs the batches as they were read; drop the plugin that changes them"
                 )
-            # Type: ignore[no-untyped-call].
-            rows: torch.Tensor = _Lookup.apply(self._anchor, self, step, bags)
+            rows: torch.Tensor = _Lookup.apply(self._anchor, self, step, bags)  # type: ignore[no-untyped-call]
             return rows
         return bags.pooled(self._read(bags.distinct)[:, : self.tables.dim].contiguous())
 

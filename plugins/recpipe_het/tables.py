@@ -67,8 +67,7 @@ class HetTables(RowCollection):
         lookups = row_bags(self.tables, sparse)
         if torch.is_grad_enabled():
             records = self._pull(lookups.distinct, lookups.distinct[lookups.which.numpy()])
-            # Type: ignore[no-untyped-call].
-            rows: torch.Tensor = _Lookup.apply(self._anchor, self, lookups, records)
+            rows: torch.Tensor = _Lookup.apply(self._anchor, self, lookups, records)  # type: ignore[no-untyped-call]
             return rows
         records = self._current(lookups.distinct)
         return lookups.pooled(torch.from_numpy(records[:, : self.tables.dim]).contiguous())

@@ -20,8 +20,7 @@ def factorize(x: torch.Tensor) -> torch.Tensor:
 def cross(x: torch.Tensor, net: Any) -> torch.Tensor:
     """A ``LowRankCrossNet`` over x float32 [B, N] -> [B, N]: x_l+1 = x_0 * (W (V x_l) + b) + x_l."""
     layers = zip(net.W_kernels, net.V_kernels, net.bias, strict=True)
-    # Type: ignore[no-untyped-call].
-    out: torch.Tensor = _Cross.apply(x, *(p for layer in layers for p in layer))
+    out: torch.Tensor = _Cross.apply(x, *(p for layer in layers for p in layer))  # type: ignore[no-untyped-call]
     return out
 
 

@@ -134,8 +134,7 @@ class _Cut:
         if _has_own(value):
             return value.select(self.samples)
         if isinstance(value, Mapping):
-            # Type: ignore[call-arg].
-            return type(value)({name: self.of(part) for name, part in value.items()})
+            return type(value)({name: self.of(part) for name, part in value.items()})  # type: ignore[call-arg]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(self.of, value))
         if isinstance(value, list | tuple):

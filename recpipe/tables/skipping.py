@@ -103,8 +103,7 @@ class _Filtered:
         if not torch.is_grad_enabled():
             return self.look_up(indices, offsets, per_sample_weights)
         anchor = torch.zeros(0, device=indices.device, requires_grad=True)
-        # Type: ignore[no-untyped-call].
-        found: torch.Tensor = _Lookup.apply(anchor, self, indices, offsets, per_sample_weights)
+        found: torch.Tensor = _Lookup.apply(anchor, self, indices, offsets, per_sample_weights)  # type: ignore[no-untyped-call]
         return found
 
     def look_up(

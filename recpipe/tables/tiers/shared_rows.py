@@ -79,8 +79,7 @@ class SharedTable(nn.Module):
         ``bags`` are its lookups by slot. ``touched`` are the distinct slots that any trainer looks up in this
         batch, sorted, int64 [U], the same on every trainer.
         """
-        # Type: ignore[no-untyped-call].
-        pooled: torch.Tensor = _Lookup.apply(self._anchor, self, bags, touched)
+        pooled: torch.Tensor = _Lookup.apply(self._anchor, self, bags, touched)  # type: ignore[no-untyped-call]
         return pooled
 
     def update(self, bags: RowBags, touched: Touched, pooled: torch.Tensor) -> None:
