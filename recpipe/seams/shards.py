@@ -237,10 +237,10 @@ def given_to_own(sharded: Any, arrived: Any) -> Iterator[tuple[OwnLookup, KeyedJ
 
     TorchRec's own ``prefetch`` passes them over.
     """
-    for lookup, features in zip(sharded._lookups, arrived, strict=True):
+    for lookup, features in zip(private(sharded, "_lookups"), arrived, strict=True):
         modules = getattr(lookup, "_emb_modules", ())  # none of data-parallel tables
         if any(isinstance(module, OwnLookup) for module in modules):
-            pairs = zip(modules, features.split(lookup._feature_splits), strict=True)
+            pairs = zip(modules, features.split(private(lookup, "_feature_splits")), strict=True)
             yield from ((module, part) for module, part in pairs if isinstance(module, OwnLookup))
 
 
