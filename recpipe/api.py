@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from recpipe.setup.given import Outcome
 
 WITHOUT_FILES = ("trainer.logger=null", "trainer.checkpoint_every=null")
-"""Ahead of the caller's overrides where there is no output directory."""
+"""Overrides put before the caller's own when there is no output directory."""
 
 
 class Run:
-    """A finished training. Its tables stay open, for ``predict``, until it is closed or nobody has it."""
+    """A finished training run. Its tables stay open for ``predict`` until ``close`` or garbage collection."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.model = outcome.model
         """The trained model, over its tiers, in eval mode."""
         self.report = outcome.report
-        """What report.json has."""
+        """The content of report.json."""
         self.checkpoint = outcome.checkpoint
         """The checkpoint of the last step; None where none was asked for."""
         self._predict = outcome.predict
         self._end = weakref.finalize(self, _close, outcome.kept)
 
     def predict(self, batch: Any) -> torch.Tensor:
-        """The model's scores of ``batch``, without gradient, rows as they were trained (a DLRM's: logits
-        float32 [B]). ``UserError`` on an id that is not in its table, and when the run is closed."""
+        """The trained model's scores for ``batch``, computed without gradients (logits float32 [B] for a
+        DLRM). ``UserError`` on an id that is not in its table, and when the run is closed."""
         from recpipe.common.quiet import quieted
         from recpipe.distributed.launch import Process
 
@@ -54,7 +54,7 @@ class Run:
             return self._predict(batch)
 
     def close(self) -> None:
-        """Release the tables, with their memory and files. Twice is once."""
+        """Release the tables, their memory and their files. Calling it again does nothing."""
         self._end()
 
     def __enter__(self) -> Run:
@@ -74,7 +74,7 @@ def _close(kept: ExitStack) -> None:
     try:
         kept.close()
     except RuntimeError:
-        # At the interpreter's end no thread writes rows back any more; everything else has been released.
+        # While the interpreter exits, no thread can write rows back; everything else has been released.
         if main_thread().is_alive():
             raise
 
@@ -93,16 +93,16 @@ def train(
         model: an ``nn.Module`` that holds collections of TorchRec's and is called as
             ``docs/guide/models.md`` says; it is trained in place. None: the recipe's (``model=dlrm``).
         data: None: the recipe's. A path: a parquet file or folder, as ``data=parquet data.path=...``. A
-            ``recpipe.kit.Dataset``. Or batches, made already: a list, a DataLoader, a function
-            ``epoch -> iterator``; see ``recpipe.kit.GivenBatches`` for what holds of them.
+            ``recpipe.kit.Dataset``. Or ready-made batches: a list, a DataLoader, a function ``epoch ->
+            iterator``; ``recpipe.kit.GivenBatches`` says how these are used.
         overrides: words of the command line: ``"tiers=ssd"``, ``"+plugin=hotline"``.
-        held_out: batches to evaluate on, where ``data`` are batches.
-        output: a directory for what the command line leaves: report, log, checkpoints. None: nothing is
-            written but what an override asks for by its path; scratch files are in a temporary directory.
+        held_out: batches to evaluate on, if ``data`` is batches.
+        output: a directory for what the command line leaves: report, log, checkpoints. None: only files whose
+            path an override gives are written; scratch files are in a temporary directory.
         quiet: nothing goes to the terminal.
 
-    Raises ``UserError`` for a mistake of the caller, ``KeyboardInterrupt`` when Ctrl-C has stopped it after a
-    batch.
+    Raises ``UserError`` for a mistake of the caller, and ``KeyboardInterrupt`` after Ctrl-C, once the current
+    batch is done.
     """
     _prepare_process()
     from recpipe.config.compose import compose, readable_errors
@@ -139,13 +139,13 @@ def place(model: nn.Module, loader: Batches, *overrides: str) -> Placed:
             loss.backward()  # also updates the tables, by optim.tables
             optimizer.step()
 
-    ``model`` is changed in place: its collections are replaced, and give back what TorchRec's would. Each
-    batch of ``placed.loader`` must have been trained before the next is asked for; a plugin may have put its
-    samples into another order. A plugin that cuts batches (Hotline) does so where ``model(batch)`` gives
-    ``(loss, output)`` and the loss is a mean or a sum over samples; the output is then detached.
-    ``trainer.backend`` says whether layers run by the CPU back end, whose kernels ``auto`` times first. Other
-    overrides of ``trainer``, and those of ``data`` and ``optim.dense``, have no effect. Files go to a
-    temporary directory until ``placed.close()``, or to ``tiers.dir``.
+    ``model`` is changed in place: its collections are replaced by ones that return what TorchRec's would.
+    Train each batch of ``placed.loader`` before you ask for the next one. A plugin may reorder the samples of
+    a batch. A plugin that cuts batches (Hotline) does so if ``model(batch)`` returns ``(loss, output)`` and
+    the loss is a mean or a sum over samples; the output is then detached. ``trainer.backend`` says whether
+    layers use the CPU back end; ``auto`` times its kernels first. Other overrides of ``trainer``, and those
+    of ``data`` and ``optim.dense``, have no effect. Files go to a temporary directory until
+    ``placed.close()``, or to ``tiers.dir``.
 
     Raises ``UserError`` for a plugin that needs Lightning's loop (FAE, Slipstream) and for several ranks.
     """
@@ -165,13 +165,14 @@ def place(model: nn.Module, loader: Batches, *overrides: str) -> Placed:
 
 
 def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
-    """The model of a ``checkpoint`` (or the newest in that folder, or of that run's): all tables in memory,
-    in eval mode, in modules of torch and TorchRec alone.
+    """The model in ``checkpoint``, in eval mode, with all tables in memory and made of torch and TorchRec
+    modules alone. ``checkpoint`` may also be a folder of checkpoints or a run's directory, whose newest one
+    is taken.
 
     ``model`` None: recpipe's own, TorchRec's ``DLRM`` or ``DLRM_DCN``, which takes dense and sparse features
-    and gives logits float32 [B, 1]. Else ``model``, of the class that was trained, with its parameters
-    replaced. Nothing that a checkpoint names is imported or executed. ``UserError`` where it is damaged or of
-    another model.
+    and gives logits float32 [B, 1]. Otherwise ``model``, of the class that was trained; its parameters are
+    replaced. Nothing that a checkpoint names is imported or executed. ``UserError`` if the checkpoint is
+    damaged or belongs to another model.
     """
     _prepare_process()
     from recpipe.tasks.load import load_checkpoint
@@ -180,7 +181,7 @@ def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
 
 
 def _prepare_process() -> None:
-    """What the command line does first, as far as it is not too late."""
+    """The process settings that the command line makes first, as far as they can still take effect."""
     from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
     from recpipe.common.quiet import calm_threads
     from recpipe.tasks.doctor import check_versions
@@ -194,7 +195,7 @@ def _prepare_process() -> None:
 def _words(
     data: Any, held_out: Batches | None, overrides: Sequence[str], output: str | Path | None
 ) -> list[str]:
-    """Overrides ahead of the caller's own."""
+    """Overrides to put before the caller's own."""
     from recpipe.tasks.compare_rows import quoted
 
     words = [] if output is not None else list(WITHOUT_FILES)
@@ -217,7 +218,8 @@ def _are_batches(data: Any) -> bool:
 
 
 def _given_data(data: Any, held_out: Batches | None, steps: int | None) -> Dataset | None:
-    """The data set that the caller has handed over; of batches without a length so many ``steps``."""
+    """The data set made of the caller's ``data``, or None. Batches without a length make an epoch of
+    ``steps``."""
     from recpipe.data.dataset import Dataset
     from recpipe.data.given import GivenBatches
 
@@ -240,7 +242,7 @@ def _check(cfg: Recipe, output: str | Path | None) -> None:
 
 @contextmanager
 def _directory(output: str | Path | None) -> Iterator[Path]:
-    """The run's: ``output``, or one that is gone with the block."""
+    """The run's directory: ``output``, or a temporary one that is removed when the block ends."""
     if output is not None:
         yield Path(output).expanduser().absolute()
         return
@@ -267,5 +269,5 @@ def _carried_out(
     with alone(), cached_in(None if files else directory / "cache"):
         try:
             return carry_out(composed, directory, given)
-        except SystemExit as stop:  # by a second signal
+        except SystemExit as stop:  # after a second signal
             raise KeyboardInterrupt from stop

@@ -49,12 +49,12 @@ Choices:
 
 
 def program() -> None:
-    """``main`` in a process that has nothing else to do, and ends without delay when it is interrupted."""
+    """``main`` in a process that has nothing else to do, which ends without delay when it is interrupted."""
     try:
         main()
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            # Taking torch's modules down lasts a second, and threads may be at work that nobody waits for.
+            # Unloading torch takes a second, and threads that nobody waits for may still be running.
             atexit._run_exitfuncs()
             _leave(INTERRUPTED)
         raise
@@ -69,9 +69,9 @@ def main() -> None:
 
 
 def _find_modules_here() -> None:
-    """Make the current directory's modules importable for the script ``recpipe`` too, behind all others.
+    """Make the current directory's modules importable for the script ``recpipe`` too, after all others.
 
-    ``python -m recpipe`` has them in front. ``python -P`` and ``PYTHONSAFEPATH`` leave them out.
+    ``python -m recpipe`` puts them first. ``python -P`` and ``PYTHONSAFEPATH`` leave them out.
     """
     here = str(Path.cwd())
     if not (sys.flags.safe_path or here in sys.path or "" in sys.path):
@@ -84,7 +84,8 @@ def _several() -> bool:
 
 
 def _end_at_once(argv: Sequence[str]) -> NoReturn:
-    """One of several processes: after an error it must not wait for threads that wait for its peers."""
+    """``main`` in one of several processes; after an error it must not wait for threads that wait for its
+    peers."""
     try:
         status = _guarded(argv)
     except SystemExit as stop:
@@ -157,7 +158,8 @@ def _dispatch(argv: Sequence[str]) -> int:
             "key=value (see --help)"
         )
     if _several():
-        # One that waits for another's message could not hear SIGTERM any more, by which torchrun ends it.
+        # torchrun ends processes by SIGTERM; one that waits for another's message could not react to a
+        # handler.
         _run_hydra(argv)
         return 0
     from recpipe.tasks.compare_run import interrupt_on_sigterm
@@ -242,7 +244,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
     sys.argv[1:] = argv = hydra_words(argv)
     TorchrunLauncher.environment = dict(os.environ)
     if "task=compare" in argv:
-        # The comparison itself runs no plugin: knobs are handed on to the rows that have theirs.
+        # The comparison itself runs no plugin: it hands knobs on to the rows that have the plugin.
         argv = [f"+{word}" if word.startswith("plugins.") else word for word in argv]
         sys.argv[1:] = argv
     decorate = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)
@@ -280,7 +282,7 @@ def _set(value: str | None) -> None:
 
 @contextmanager
 def _stopping() -> Iterator[None]:
-    """Out of a run with its user's error, also written into its recpipe.log."""
+    """Write a user's error in the block into the run's recpipe.log and carry it through Hydra."""
     from recpipe.common.console import append_to_log
 
     try:

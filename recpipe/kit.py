@@ -1,7 +1,7 @@
 """Building blocks for plugins, public and versioned with ``recpipe.plugin.API``: batches, rows, stores,
 ranks.
 
-What a plugin needs beside the contract (``recpipe.plugin``), and all of core that it may import.
+A plugin may import from core what is here, in ``recpipe.plugin`` (the contract) and in ``recpipe.testing``.
 """
 
 from recpipe.backend.host import processor

@@ -35,10 +35,9 @@ from recpipe.tables.quantized import check_quantized
 
 
 class PlacedLoader:
-    """Yields a loader's batches when their rows are there. Can be iterated again, once for each epoch.
+    """Yields a loader's batches once their rows are in device memory. Iterate it once for each epoch.
 
-    The batch that it has yielded must have been trained (forward, backward, step) before the next one is
-    asked for.
+    Each batch must have been trained (forward, backward, step) before the next one is asked for.
     """
 
     def __init__(self, loader: TrainLoader, in_loop: InLoop) -> None:
@@ -62,14 +61,14 @@ class Placed:
 
     def __init__(self, model: PlacedModel, loader: PlacedLoader, kept: ExitStack) -> None:
         self.model: nn.Module = model.module
-        """The module that was given. ``parameters()`` are those of its dense part; tables update themselves
-        in the backward pass, and ``state_dict()`` has them under their names."""
+        """The module that was given. ``parameters()`` yields its dense part only: tables are updated in the
+        backward pass. ``state_dict()`` has the tables under their own names."""
         self.loader = loader
-        """In the place of the loader that was given."""
+        """Use it instead of the loader that was given."""
         self._end = weakref.finalize(self, kept.close)
 
     def close(self) -> None:
-        """Release the tables, with their memory and files. Twice is once."""
+        """Release the tables, their memory and their files. Calling it again does nothing."""
         self._end()
 
     def __enter__(self) -> Placed:
@@ -82,7 +81,8 @@ class Placed:
 def place(
     composed: DictConfig, directory: Path, model: nn.Module, data: GivenBatches, outer: ExitStack
 ) -> Placed:
-    """``recpipe.place``, its overrides composed; ``directory``, for scratch files, goes with ``outer``."""
+    """``recpipe.place`` with composed overrides; ``outer`` removes ``directory``, which holds scratch
+    files."""
     cfg = Recipe.of(composed)
     if Process.current().world > 1:
         raise UserError("recpipe.place works in one process; several ranks train by recpipe.train")
@@ -115,7 +115,8 @@ def place(
 
 
 def _refuse_what_needs_a_run(cfg: Recipe, assembly: Assembly) -> None:
-    """``UserError`` for shards, and for plugins that take part in what is the user's own here."""
+    """``UserError`` for sharded tables, and for plugins with parts in the training loop, which is the user's
+    here."""
     if is_sharded(cfg.tiers, assembly):
         raise UserError("recpipe.place keeps tables in tiers and not in shards: train by recpipe.train")
     callbacks = {owned.origin.plugin for owned in assembly.callbacks}

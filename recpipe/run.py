@@ -1,7 +1,7 @@
 """A whole run, top to bottom: the recipe becomes data, tables, model, pipeline, training and a report.
 
-Read this file first. Each line that matters is a call into the folder of that name:
-``data`` -> ``plugin`` -> ``tables`` -> ``model`` -> ``pipeline`` -> Lightning -> ``report``.
+Read this file first. Each line that matters calls into one room: ``data`` -> ``plugin`` -> ``tables`` ->
+``model`` -> ``pipeline`` -> ``training`` -> ``report``.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def run(composed: DictConfig, directory: Path, command_line: Sequence[str] | Non
     """Carry out the recipe's task in ``directory``; returns the content of report.json (or compare.json,
     assembly.json).
 
-    ``command_line``: its overrides, where it started the run and Hydra has made the log's handlers.
+    ``command_line``: the overrides, if the command line started the run; Hydra has then set up the log.
     """
     return carry_out(composed, directory, command_line=command_line).report
 
@@ -148,7 +148,7 @@ def run_on(
     log.info(f"{dataset.size('train'):,} samples to train, {dataset.size('eval'):,} held out")
     steps = trainer_config.steps(dataset.num_batches("train", cfg.data.batch_size))
 
-    # 3. The model with its tables still to be placed, and where the batches have their ids.
+    # 3. The model, with tables still to be placed, and where its ids are in a batch.
     L.seed_everything(cfg.seed, verbose=False)
     require_inputs(cfg, dataset, ranks, device)
     unplaced = Unplaced.of(cfg, dataset, device, given.model)
@@ -179,7 +179,7 @@ def run_on(
 
     require_memory(cfg, dataset, tables, called.module, described, ranks, device)
 
-    # 5. Tables in their tiers, and fronts where the model had its collections. A rank that only holds rows
+    # 5. Tables in their tiers; fronts replace the model's collections. A rank that only holds rows
     # serves them here.
     reset_peak_rss()
     log.info("building %d tables: %s", len(tables.tables), readable_bytes(tables.total_bytes))
@@ -240,7 +240,7 @@ def run_on(
         embeddings.write_back()
         written_back = perf_counter()
 
-        # 8. What it did: the figures first, since whatever comes after them can fail.
+        # 8. The report: figures first, since what comes after them can fail.
         report = summarize(
             cfg,
             dataset,
@@ -260,17 +260,19 @@ def run_on(
                 profiler.complete(report, model_config, files)
                 files.write_json("report.json", report.to_dict())
         if leads and stopped is None:
-            # Here, not above: training does not wait for what only reports need.
+            # Imported here, so that training does not wait for what only reports need.
             from recpipe.report import terminal
 
             terminal.print_result(report.to_dict(), run_dir.path)
         if cfg.task.export_parameters:
             target = Path(cfg.task.export_parameters)
             export_parameters(target, model, writes=leads)
-        if not (given.keeps and ranks.world == 1):  # predictions of several ranks would take all of them
+        # With several ranks, all would have to take part in a prediction.
+        if not (given.keeps and ranks.world == 1):
             open_tiers.close()
         content = report.to_dict()
-        if leads and stopped is None and given.files:  # whoever stops a run does not wait for plots
+        # A user who stops a run does not want to wait for plots.
+        if leads and stopped is None and given.files:
             log.info("writing the report")
             from recpipe.report import html
 

@@ -161,7 +161,8 @@ def test_the_examples_own_tests_pass(fresh: Path, tmp_path: Path) -> None:
 
 
 def test_requirements_agree_with_the_doctor_and_the_stub() -> None:
-    from recpipe.tasks.doctor import REQUIREMENTS, TRIPLES, minor
+    from recpipe.common.versions import TRIPLES
+    from recpipe.tasks.doctor import REQUIREMENTS, minor
 
     for (torch, _), name in REQUIREMENTS.items():
         lines = (ROOT / name).read_text(encoding="utf-8").splitlines()

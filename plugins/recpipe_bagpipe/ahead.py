@@ -1,4 +1,4 @@
-"""The oracle in a thread of its own: reads batches ahead of training and plans them."""
+"""Runs the oracle in a separate thread, which reads batches ahead of training and plans them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from recpipe_bagpipe.oracle import OraclePlan, Rows
 
 S = TypeVar("S")
 Lookups = tuple[Rows, ...]
-"""Per trainer, the rows that its share of a batch looks up."""
+"""For each trainer, the rows that its share of a batch looks up."""
 
 
 def slack(lookahead: int, cleanup: int, around: int) -> int:
-    """Planned batches that may wait to be asked for; ``around`` other streams read from this one, each a
-    window ahead of training and what it lets wait itself."""
+    """How many planned batches may wait to be asked for. ``around`` other streams read from this one; each
+    reads a window ahead of training and lets some planned batches wait too."""
     return 2 * cleanup + around * (lookahead + 3 * cleanup + 2)
 
 
 class Ahead(Generic[S]):
-    """One stream of batches: ``batches`` is what training gets, ``steps`` what is made of the plans.
+    """One stream of batches: ``batches`` yields them to training, ``steps`` yields what is made of their
+    plans.
 
-    The two are read by different threads. Planning starts with the first batch that is asked for.
+    Different threads read the two. Planning starts when the first batch is asked for.
     """
 
     def __init__(
@@ -36,9 +37,9 @@ class Ahead(Generic[S]):
         slack: int,
     ) -> None:
         self.slack = slack
-        """Planned batches that wait to be asked for; the oracle then pauses."""
+        """How many planned batches may wait to be asked for before the oracle pauses."""
         self.peak_bytes = 0
-        """Most bytes of batches that waited here at a time."""
+        """The most bytes of batches that have waited here at the same time."""
         self._source, self._lookups, self._plan, self._step = source, lookups, plan, step
         self._changed = threading.Condition()
         self._read: deque[Batch] = deque()
@@ -50,7 +51,7 @@ class Ahead(Generic[S]):
         self._fault: BaseException | None = None
 
     def batches(self) -> Iterator[Batch]:
-        """The batches of the source, in order; raises what reading or planning raised."""
+        """The batches of the source, in order; raises the errors of reading and planning."""
         threading.Thread(target=self._run, name="recpipe-oracle", daemon=True).start()
         try:
             while (batch := self._next_batch()) is not None:
@@ -61,7 +62,7 @@ class Ahead(Generic[S]):
                 self._changed.notify_all()
 
     def steps(self, accept: Callable[[S], bool]) -> Iterator[S]:
-        """Steps that have not been taken yet, up to the first that is not accepted; waits for them."""
+        """The next steps, up to the first that is not accepted; waits for them."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._steps or self._done)

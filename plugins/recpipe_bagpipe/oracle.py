@@ -1,9 +1,9 @@
-"""The oracle: from the rows that coming batches look up to what every batch fetches, holds and lets go.
+"""The oracle: plans, from the rows that future batches look up, what every batch fetches, holds and evicts.
 
-A pure function of the stream: no processes, no clock, nothing but numpy. The protocol is the paper's
-(BagPipe, SOSP 2023, sections 3 and 4), with its prefetch gate made explicit: a batch's rows may be
-fetched after the cleanup round that was the last one when the oracle announced the batch. A row that the
-batch fetches was written in that round or earlier, and the rows on their way fit the budget.
+It is a pure function of the stream, without processes or clocks, in numpy alone. The protocol is the paper's
+(BagPipe, SOSP 2023, sections 3 and 4), with an explicit prefetch gate: a batch's rows may be fetched after
+the cleanup round that was the last one when the oracle announced the batch. Rows that the batch fetches were
+written in that round or earlier, and the rows being fetched fit the budget.
 
 A row's time to live is the last batch of the window that looks it up. Batch numbers start at 0.
 """
@@ -23,7 +23,7 @@ from recpipe.plugin import UserError
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.uint64]
-"""Of each row a set of trainers: bit t is trainer t."""
+"""A set of trainers for each row: bit t stands for trainer t."""
 MAX_TRAINERS = 64
 NONE: Rows = np.empty(0, np.int64)
 
@@ -34,14 +34,14 @@ class HandoverPlan:
 
     rows: Rows
     source: Rows
-    """The trainer that each row comes from, its lowest holder."""
+    """The trainer that each row comes from: its lowest holder."""
     new: Mask
-    """Who gets it."""
+    """The trainers that get each row."""
 
 
 @dataclass(frozen=True)
 class OraclePlan:
-    """What one batch does; the same on every trainer. Masks and flags are per row of ``rows``."""
+    """The plan of one batch, the same on every trainer. Masks and flags are per row of ``rows``."""
 
     number: int
     rows: Rows
@@ -49,25 +49,27 @@ class OraclePlan:
     users: Mask
     """Trainers that look the row up in this batch."""
     holders: Mask
-    """Trainers that hold a replica of it while the batch trains; users are among them."""
+    """Trainers that hold a replica of the row while the batch trains; users are among them."""
     fetch: Rows
-    """Positions in ``rows`` of those that nobody held: their holders fetch them from the store."""
+    """Positions in ``rows`` of rows that no trainer held; their holders fetch them from the store."""
     fetch_after: int
     """The fetch is allowed once the cleanup round before batch ``fetch_after`` has been made: the gate."""
     handover: HandoverPlan
     ttl: Rows
-    """The last batch, as far as the window shows, that looks the row up; at least ``number``."""
+    """The last batch in the window that looks the row up; at least ``number``."""
     critical: NDArray[np.bool_]
-    """Held by several trainers and looked up by the next batch too: its update must reach all before it."""
+    """Whether several trainers hold the row and the next batch looks it up too; then its update must reach
+    all holders before that."""
     delayed: NDArray[np.bool_]
-    """Held by several trainers and not looked up by the next batch: its update may come one batch late."""
+    """Whether several trainers hold the row and the next batch does not look it up; then its update may come
+    one batch late."""
     expired: Rows
     """Rows that leave every cache in the cleanup round before this batch, sorted."""
     expired_holders: Mask
     writer: Rows
-    """Of each expired row the one trainer that writes it to the store."""
+    """The one trainer that writes each expired row to the store."""
     window: int
-    """L as it was in force: how many batches ahead are known, where the stream has as many."""
+    """The effective lookahead L: how many batches ahead are known, unless the stream ends."""
 
 
 def plan(
@@ -83,15 +85,15 @@ def plan(
     """Plans of the batches of ``stream``, in order.
 
     Args:
-        stream: per batch and trainer the global rows that the trainer's share looks up, with repeats.
+        stream: for each batch and trainer, the global rows that the trainer's share looks up, with repeats.
         lookahead: L: batches x + 1 .. x + L are known when x is planned (fewer at the stream's end).
-        cleanup: C: rows expire before batches 0, C, 2C, ...; more often where the budget shrinks the window.
+        cleanup: C: rows expire before batches 0, C, 2C, ...; more often if the budget shrinks the window.
         trainers: N. With several, updates of delayed rows come one batch late, and so do expiries.
-        slots: rows that each trainer can hold (None: as many as there are), those on their way and those
-            that wait for a cleanup included. The window adapts: divided by ``decrease`` when it does not
-            fit, longer by ``increase`` at each cleanup in which it did.
+        slots: how many rows each trainer can hold (None: all), including rows being fetched and rows that
+            wait for a cleanup. The window adapts: it is divided by ``decrease`` when it does not fit, and
+            grows by ``increase`` at each cleanup when it did.
 
-    Raises ``UserError`` for values without a meaning, and where the rows of a batch do not fit ``slots``.
+    Raises ``UserError`` for invalid values, and if the rows of a batch do not fit into ``slots``.
     """
     least = cleanup + (1 if trainers > 1 else 0)
     if cleanup < 1 or trainers < 1 or trainers > MAX_TRAINERS or increase < 1 or decrease < 2:
@@ -119,7 +121,8 @@ class _Known:
 
 
 class _Oracle:
-    """The window over the stream, and for every row who needs it, who holds it and until when."""
+    """The window over the stream and, for every row, which trainers need it, which hold it, and until
+    when."""
 
     def __init__(
         self,
@@ -135,7 +138,7 @@ class _Oracle:
         self.lookahead, self.cleanup = lookahead, cleanup
         self.increase, self.decrease = increase, decrease
         self.window = lookahead
-        """L as it is now."""
+        """The current L."""
         self.lag = 1 if trainers > 1 else 0
         self.number = 0
         self.round = 0
@@ -143,24 +146,24 @@ class _Oracle:
         self.coming: deque[_Known] = deque()
         """Announced batches from ``number`` on."""
         self.waiting: _Known | None = None
-        """A batch that was read and does not fit yet."""
+        """A batch that has been read but does not fit yet."""
         self.past: deque[tuple[int, Rows]] = deque()
         """Planned batches that may still have rows to expire."""
         self.ended = False
         self.kept = np.zeros(trainers, np.int64)
-        """Per trainer, the rows that it holds or will hold for announced batches."""
+        """For each trainer, how many rows it holds or will hold for announced batches."""
         kind = np.min_scalar_type((1 << trainers) - 1)
         self.last = np.full(0, -1, np.int32)
-        """Of every row, the last announced batch that looks it up; -1: none that counts."""
+        """For every row, the last announced batch that looks it up; -1: none."""
         self.need = np.zeros(0, kind)
-        """Trainers that hold the row or will for an announced batch."""
+        """For every row, the trainers that hold it or will hold it for an announced batch."""
         self.held = np.zeros(0, kind)
-        """Trainers that hold it."""
+        """For every row, the trainers that hold it."""
 
     def next(self) -> OraclePlan | None:
         """The plan of the next batch; None after the last one."""
         x = self.number
-        # A window that the budget has shrunk is cleaned up so much more often.
+        # A window that the budget has shrunk is cleaned up more often in proportion.
         due = x - self.round >= max(1, self.cleanup * self.window // self.lookahead) or x == 0
         expired = self._expire(x) if due else None
         self._announce(x)
@@ -177,7 +180,8 @@ class _Oracle:
     # -- the window --------------------------------------------------------------------------
 
     def _following(self) -> Rows:
-        """Rows of the batch after the one that is planned, announced or not: it decides what is critical."""
+        """The rows of the batch after the one being planned, announced or not; they decide which updates are
+        critical."""
         if self.coming:
             return self.coming[0].rows
         if self.waiting is None:
@@ -227,7 +231,7 @@ class _Oracle:
         self.held = np.concatenate((self.held, np.zeros(more, self.held.dtype)))
 
     def _new(self, batch: _Known) -> NDArray[np.int64]:
-        """Per trainer, the rows of ``batch`` that it does not need yet."""
+        """For each trainer, the rows of ``batch`` that it has not needed before."""
         new = batch.users & ~self.need[batch.rows].astype(np.uint64)
         return np.array([np.count_nonzero(new & np.uint64(1 << t)) for t in range(self.trainers)])
 
@@ -244,7 +248,7 @@ class _Oracle:
         self.waiting = None
 
     def _make_room(self, x: int, expired: Rows | None) -> Rows:
-        """Batch ``x`` itself does not fit: clean up at once; an error when that does not help."""
+        """Clean up at once because batch ``x`` itself does not fit; raise an error if that does not help."""
         assert self.waiting is not None
         more = self._expire(x)
         if self.window > 1:
@@ -261,7 +265,8 @@ class _Oracle:
     # -- a batch -----------------------------------------------------------------------------
 
     def _expire(self, x: int) -> Rows:
-        """The cleanup round before batch ``x``: rows whose last batch is over, and applied everywhere."""
+        """The cleanup round before batch ``x``: rows whose last batch is over and whose updates are applied
+        everywhere."""
         self.round = x
         gone = [NONE]
         while self.past and self.past[0][0] < x - self.lag:
@@ -286,7 +291,7 @@ class _Oracle:
         before = self.held[rows].astype(np.uint64)
         need = self.need[rows].astype(np.uint64)
         fetch = np.flatnonzero(before == 0)
-        # A row is fetched by all who need it as far as is known; who needs it later gets it from a peer.
+        # All trainers known to need a row fetch it; a trainer that needs it later gets it from a peer.
         holders = before | users
         holders[fetch] = need[fetch]
         moved = np.flatnonzero((before != 0) & (holders != before))
@@ -318,7 +323,7 @@ class _Oracle:
 
 
 def _nth_holder(holders: Mask, which: Rows, trainers: int) -> Rows:
-    """Of each set its member number ``which`` modulo its size, in ascending order."""
+    """The member of each set with number ``which`` modulo the set's size, in ascending order."""
     member = [(holders >> np.uint64(t)) & np.uint64(1) for t in range(trainers)]
     size = np.sum(member, axis=0, dtype=np.int64) if trainers else np.zeros(len(holders), np.int64)
     left = which % np.maximum(size, 1)

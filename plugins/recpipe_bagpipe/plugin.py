@@ -1,4 +1,4 @@
-"""BagPipe as a plugin: one trainer's lookahead policy, or the replicas of several; figures."""
+"""BagPipe as a plugin: the lookahead policy of a single trainer, or the replicas of several; figures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from recpipe_bagpipe.replicas import Replicas, replicas
 
 
 class BagPipe(Plugin):
-    """Reads batches ahead: rows that they need are there in time, others go back in bulk (SOSP 2023).
+    """Reads batches ahead: rows that they need arrive in time, others are written back in bulk (SOSP 2023).
 
     Exact: every batch sees every earlier update.
     """
@@ -56,7 +56,7 @@ class BagPipe(Plugin):
         """The cache of all tables, the stream it looks ahead in, and the report."""
         tables = PlannedTables(self, ctx.trainers)
         return Contribution(
-            # Whatever drops or reorders whole batches must have done so before they are planned.
+            # Plugins that drop or reorder whole batches must do so before they are planned.
             stream=[Link(tables.stream)],
             cache=[tables],
             report=[tables.figures],
@@ -64,25 +64,25 @@ class BagPipe(Plugin):
 
 
 class PlannedTables(Cache):
-    """Brings the policy of one trainer or the collection of several, and keeps it for the report."""
+    """Makes the policy of a single trainer or the collection of several, and keeps it for the report."""
 
     def __init__(self, knobs: BagPipe, trainers: int) -> None:
         self.knobs, self.trainers = knobs, trainers
-        # Of each group of tables:
+        # For each group of tables:
         self.policies: list[Lookahead] = []
         self.replicas: list[Replicas] = []
         self._parts: list[TierParts] = []
         self._bulk: list[BulkStore] = []
 
     def store(self, store: ColdStore) -> ColdStore:
-        """One trainer moves rows in bulk; several make rounds of their own."""
+        """The store in bulk for a single trainer; several trainers make their own rounds."""
         if self.trainers > 1:
             return store
         self._bulk.append(BulkStore(store, write_rows=max(65_536, store.layout.total_rows // 80)))
         return self._bulk[-1]
 
     def collection(self, parts: TierParts) -> TableCollection | None:
-        """Replicas where several ranks train."""
+        """Replicas if several ranks train."""
         self._parts.append(parts)
         if self.trainers == 1:
             return None
@@ -108,7 +108,7 @@ class PlannedTables(Cache):
         return policy
 
     def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Read and plan ahead, each group of tables in front of the one before."""
+        """Read and plan ahead; the stream of each group of tables reads from that of the previous one."""
         planners: Sequence[Replicas | Lookahead] = self.replicas or self.policies
         assert planners, "tables are built before batches are read"
         for number, planner in enumerate(planners, 1):
@@ -116,7 +116,7 @@ class PlannedTables(Cache):
         return batches
 
     def figures(self, run: RunFigures) -> dict[str, Figure]:
-        """What was moved and how far ahead."""
+        """The rows that were moved, and how far ahead."""
         if self.replicas:
             return _summed([tables.figures() for tables in self.replicas])
         policies, bulks = self.policies, self._bulk
@@ -128,7 +128,7 @@ class PlannedTables(Cache):
             "rows_expired": sum(p.evicted for p in policies),
             "rows_written": run.io.rows_written,
             "fetch_groups": sum(b.announced for b in bulks),
-            # What training read itself, beside the bulk reads.
+            # Rows that training read itself, beside the bulk reads.
             "critical_misses": run.io.rows_read - sum(b.background().rows_read for b in bulks),
             "lookahead_mean": window,
             "lookahead_least": min(p.window_least for p in policies),
@@ -139,6 +139,6 @@ class PlannedTables(Cache):
 
 
 def _summed(groups: Sequence[Mapping[str, int]]) -> dict[str, Figure]:
-    """Of all groups of tables; their number of replicas is the same."""
+    """The sum over all groups of tables; their number of replicas is the same."""
     total: dict[str, Figure] = {name: sum(group[name] for group in groups) for name in groups[0]}
     return total | {"replicas": groups[0]["replicas"]}

@@ -1,4 +1,4 @@
-"""One trainer: the oracle's plans as a cache policy of the tiers, and bulk reads ahead of them."""
+"""For a single trainer: the oracle's plans as a cache policy, with bulk reads in advance."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ COLD, RESIDENT, COMING = 0, 1, 2
 
 
 class Lookahead(CachePolicy):
-    """Rows stay while a batch of the window looks them up, and longer while slots last.
+    """Rows stay resident while a batch of the window looks them up, and longer if there are free slots.
 
-    Before every C-th batch the rows of batches up to 2C ahead that are neither resident nor on their way
-    are announced to ``bulk``; each then finds its slot with its batch. A slot is taken from the row that
-    was needed longest ago, never from one that a known batch needs. The prefetch gate is ``bulk``'s: a
-    row that was evicted and is announced again is found where its write waits.
+    Before every C-th batch, rows of batches up to 2C ahead that are neither resident nor being read are
+    announced to ``bulk``; a row gets its slot when its batch comes. Slots are taken from rows that were
+    needed longest ago, never from rows that a known batch needs. ``bulk`` is also the prefetch gate: a row
+    that was evicted and is announced again is found among its waiting writes.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Lookahead(CachePolicy):
         self.lookahead, self.cleanup = lookahead, cleanup
         self.increase, self.decrease = increase, decrease
         self.step = 0
-        """Batches planned, over all streams."""
+        """The number of batches planned, over all streams."""
         self.due = np.full(space.rows, -1, np.int32)
-        """Of each row the last known batch that looks it up, counted as ``step`` is."""
+        """For each row, the last known batch that looks it up, counted like ``step``."""
         self.state = np.zeros(space.rows, np.uint8)
         self.used = 0
         self.peak_bytes = self.announced_rows = self.evicted = 0
         self.window_sum, self.window_least = 0, lookahead
-        """Of the effective lookahead, over all batches."""
+        """The sum of the effective lookahead over all batches."""
         self._ahead: Ahead[OraclePlan] | None = None
         self._running: Ahead[OraclePlan] | None = None
         self._first = 0
@@ -56,9 +56,9 @@ class Lookahead(CachePolicy):
         self._victims: Slots = NOTHING.slots
         self._next = 0
         self._next_open = 0
-        """Before which batch others are learned of again."""
+        """The batch before which further batches are read next."""
         self._groups: deque[tuple[int, int]] = deque()
-        """Groups that ``bulk`` keeps: the last batch that each is for, and its number."""
+        """The groups that ``bulk`` keeps: the last batch that each is for, and the group's number."""
 
     # -- the stream --------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class Lookahead(CachePolicy):
         return self._ahead.batches()
 
     def _begin(self, rows: RowIds) -> OraclePlan:
-        """The plan of the batch that comes now, which looks up ``rows``."""
+        """The plan of the next batch, which looks up ``rows``."""
         restarts = self._ahead is not self._running
         if restarts:
             self._restart()
@@ -87,7 +87,7 @@ class Lookahead(CachePolicy):
         if number >= self._next_open or not self._opened:
             self._open(self._ahead, number)
         if restarts and not np.array_equal(self._opened[0].rows, distinct(rows)):
-            # Core still had the decisions for the stream's first batch, and has not asked again.
+            # Core already had the decisions for the stream's first batch and has not asked again.
             self._arrived(self._opened.popleft().rows)
             self._first -= 1
             number = 1
@@ -101,7 +101,7 @@ class Lookahead(CachePolicy):
         return made
 
     def _restart(self) -> None:
-        """A new stream: what was on its way for the old one is not awaited any more."""
+        """Begin a new stream; rows being read for the old one are not awaited any more."""
         for made in self._opened:
             self._arrived(made.rows)
         self._opened.clear()
@@ -111,7 +111,8 @@ class Lookahead(CachePolicy):
             self.bulk.retire(self._groups.popleft()[1])
 
     def _open(self, ahead: Ahead[OraclePlan], number: int) -> None:
-        """Learn of the batches up to two intervals ahead and read what they need, an interval at a time."""
+        """Take the plans of batches up to two intervals ahead and read what they need, one interval at a
+        time."""
         coming = list(ahead.steps(lambda p: p.number < number + 2 * self._interval(p)))
         self.peak_bytes = max(self.peak_bytes, ahead.peak_bytes)
         self._opened.extend(coming)
@@ -131,22 +132,22 @@ class Lookahead(CachePolicy):
                 self._groups.append((part[-1].number, self.bulk.announce(group)))
 
     def _interval(self, made: OraclePlan) -> int:
-        """Batches between two groups: fewer where the budget has shrunk the window."""
+        """The number of batches between two groups; fewer if the budget has shrunk the window."""
         return max(1, self.cleanup * made.window // self.lookahead)
 
     def _arrived(self, rows: Rows) -> None:
-        """``rows`` are not on their way any more, whether they were used or not."""
+        """Note that ``rows`` are not being read any more, whether they were used or not."""
         self.state[rows[self.state[rows] == COMING]] = COLD
 
     # -- the policy --------------------------------------------------------------------------
 
     def migrate(self, rows: RowIds) -> Placement:
-        """Nothing moves but what the batch misses."""
+        """Place nothing; only missed rows are placed, by ``admit``."""
         self._current = self._begin(rows)
         return NOTHING
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
-        """Every miss takes a free slot, or that of a row that no known batch needs."""
+        """Give every miss a free slot, or the slot of a row that no known batch needs."""
         assert self._current is not None
         fresh = np.arange(self.used, min(self.space.slots, self.used + len(misses)), dtype=np.int32)
         slots = np.concatenate((fresh, self._unneeded(len(misses) - len(fresh))))
@@ -169,7 +170,7 @@ class Lookahead(CachePolicy):
         while wanted > 0:
             slots = self._victims[self._next : self._next + wanted]
             self._next += len(slots)
-            # A batch that has become known since may need the row again.
+            # A batch that has become known since then may need the row again.
             free = slots[self.due[self.space.residents.row_of_slot[slots]] < self.step]
             found.append(free)
             wanted -= len(free)
@@ -181,7 +182,7 @@ class Lookahead(CachePolicy):
         return np.concatenate(found) if found else NOTHING.slots
 
     def _refresh(self, taken: list[Slots], size: int) -> None:
-        """List anew the ``size`` slots that were needed longest ago, but those ``taken`` for this batch."""
+        """List the ``size`` slots that were needed longest ago, without those ``taken`` for this batch."""
         due = self.due[self.space.residents.row_of_slot[: self.used]]
         due[np.concatenate(taken)] = self.step
         slots = np.flatnonzero(due < self.step).astype(np.int32)
@@ -191,7 +192,7 @@ class Lookahead(CachePolicy):
         self._next = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Since when nobody needs the row of each slot."""
+        """The last batch that needed the row in each slot."""
         rows = self.space.residents.row_of_slot
         return {"due": np.where(rows < 0, 0, self.due[rows] - self.step).astype(np.int32)}
 
@@ -201,10 +202,10 @@ class Lookahead(CachePolicy):
         within(state, "due", np.iinfo(np.int32).min, size=self.space.slots)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the residents; batch numbers start anew."""
+        """Continue with the resident rows; batch numbers start again."""
         rows = self.space.residents.row_of_slot
         used = rows >= 0
         self.used = int(used.sum())
         self.state[rows[used]] = RESIDENT
-        # Which batches need them is learned anew; the order of age stays.
+        # The batches that need them become known again; the order by age stays.
         self.due[rows[used]] = np.minimum(state["due"][used], -1)

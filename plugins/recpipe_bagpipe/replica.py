@@ -1,4 +1,4 @@
-"""One trainer's replicas: records in slots, and which row is in which."""
+"""One trainer's replicas: records in slots, and the row in each slot."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 from recpipe_bagpipe.steps import Rows
 
 NOWHERE = -1
-"""``slot_of`` of a row without a slot."""
+"""The ``slot_of`` a row without a slot."""
 
 
 class Replica:
-    """``slots`` records float32 [slots, width] of any tables' rows. Changed in the training thread, but for
-    the records of delayed rows, which nobody else looks at meanwhile."""
+    """``slots`` records float32 [slots, width] of any tables' rows. Only the training thread changes them,
+    except for records of delayed rows, which are not used meanwhile."""
 
     def __init__(self, slots: int, rows: int, width: int) -> None:
-        # Not zeroed: memory of slots that are never used is never touched.
+        # Not zeroed, so that memory of slots that are never used is never touched.
         self.records = torch.empty((slots, width))
         self._slot_of = np.full(rows, NOWHERE, np.int32)
         self._row_of = np.full(slots, -1, np.int64)
@@ -27,7 +27,7 @@ class Replica:
         self._free_count = slots
 
     def put(self, rows: Rows, records: torch.Tensor) -> None:
-        """``rows``, which are not here, get slots and ``records`` (float32 [n, width])."""
+        """Put ``rows``, which have no slots yet, and their ``records`` (float32 [n, width]) into slots."""
         left = self._free_count - len(rows)
         if left < 0:
             raise RuntimeError(
@@ -41,7 +41,7 @@ class Replica:
         self.records[torch.from_numpy(slots)] = records
 
     def slots(self, rows: Rows) -> torch.Tensor:
-        """Where ``rows`` are, int64 [n]; all must be here."""
+        """The slots of ``rows``, int64 [n]; all must have one."""
         found = self._slot_of[rows].astype(np.int64)
         missing = int((found < 0).sum())
         if missing:
@@ -53,7 +53,7 @@ class Replica:
         return self.records[self.slots(rows)]
 
     def release(self, rows: Rows) -> None:
-        """Give up the slots of ``rows``."""
+        """Free the slots of ``rows``."""
         slots = self.slots(rows).numpy()
         self._slot_of[rows] = NOWHERE
         self._row_of[slots] = -1
@@ -62,13 +62,13 @@ class Replica:
         self._free_count += len(slots)
 
     def mark(self, rows: Rows, writes: NDArray[np.bool_]) -> None:
-        """``rows`` change in this batch; ``writes``: whether this trainer is the one to write them."""
+        """Note that ``rows`` change in this batch; ``writes``: whether this trainer will write them."""
         slots = self.slots(rows).numpy()
         self._dirty[slots] = True
         self._writes[slots] = writes
 
     def flushed(self) -> Rows:
-        """Changed rows that this trainer has to write, sorted; none is dirty afterwards."""
+        """The changed rows that this trainer has to write, sorted; none is marked as changed afterwards."""
         rows = np.sort(self._row_of[self._dirty & self._writes])
         self._dirty.fill(False)
         return rows

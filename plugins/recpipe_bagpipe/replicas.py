@@ -1,4 +1,4 @@
-"""Tables of several trainers: each holds replicas of the rows that it is about to use."""
+"""Tables of several trainers; each holds replicas of the rows that it will use soon."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from recpipe_bagpipe.steps import Rows, Step, step_of
 from recpipe_bagpipe.sync import RowSync
 
 Oracle = Callable[[Iterator[Lookups]], Iterator[OraclePlan]]
-"""``oracle.plan`` with everything but the stream filled in."""
+"""``oracle.plan`` with all arguments set but the stream."""
 NONE: Rows = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
 class _Fetching:
-    """A batch whose gate is open; ``records`` (float32 [n, width]) are there once ``landed`` is."""
+    """A batch whose gate is open; ``records`` (float32 [n, width]) are valid once ``landed`` is done."""
 
     step: Step
     records: torch.Tensor
@@ -51,8 +51,8 @@ class _Fetching:
 class Replicas(RowCollection):
     """This trainer's replicas, driven by the oracle's plans of the stream that ``stream`` wraps.
 
-    ``cleanup`` is the oracle's interval, ``lookahead`` its window; ``early`` moves the prefetch gate by so
-    many batches and is for tests: anything but 0 is wrong.
+    ``cleanup`` is the oracle's interval, ``lookahead`` its window. ``early`` moves the prefetch gate by so
+    many batches; it is for tests, and any value but 0 is wrong.
     """
 
     whole_updates = "several trainers update some rows of a batch while the next one trains"
@@ -89,8 +89,8 @@ class Replicas(RowCollection):
     # -- the stream --------------------------------------------------------------------------
 
     def stream(self, source: Iterator[Batch], around: int = 0) -> Iterator[Batch]:
-        """The batches of ``source``, which are those of all trainers, read and planned ahead; ``around``
-        other streams read from this one."""
+        """The batches of ``source`` (whole batches of all trainers), read and planned ahead; ``around`` other
+        streams read from this one."""
         trainer, trainers = self._ranks.trainer, len(self._ranks.trainers)
         self._ahead = Ahead(
             source,
@@ -110,7 +110,7 @@ class Replicas(RowCollection):
     # -- a batch -----------------------------------------------------------------------------
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Rows of this trainer's share; with gradients enabled its backward updates the tables."""
+        """Rows of this trainer's share; with gradients enabled, the backward pass updates the tables."""
         bags = row_bags(self.tables, sparse)
         if torch.is_grad_enabled():
             step = self._begin()
@@ -132,9 +132,9 @@ class Replicas(RowCollection):
         if self._running is None:
             raise RuntimeError("bagpipe: a batch trains that did not come through the planned stream")
         number, self._next = self._next, self._next + 1
-        # The delayed rows of the batch before are in neither this batch nor this cleanup.
+        # The delayed rows of the previous batch are neither in this batch nor in this cleanup.
         self._wait(lambda: self.sync.join(number - 2))
-        # Where the budget is tight, rounds come in between too.
+        # If the budget is tight, there are also rounds in between.
         if number % self._cleanup == 0 or not self._opened or self._opened[0].step.cleanup.rows:
             self._clean(self._running, number)
         fetching = self._opened.popleft()
@@ -147,7 +147,8 @@ class Replicas(RowCollection):
         return step
 
     def _clean(self, ahead: Ahead[Step], number: int) -> None:
-        """The round before batch ``number``: expired rows go, rows of batches whose gate opens come."""
+        """The round before batch ``number``: write expired rows, and fetch rows of batches whose gate
+        opens."""
         more = self._early
 
         def opens(step: Step) -> bool:
@@ -180,7 +181,7 @@ class Replicas(RowCollection):
         self._peak_fetched = max(self._peak_fetched, under_way)
 
     def _update(self, step: Step, bags: RowBags, pooled: torch.Tensor) -> None:
-        """The backward pass: one optimizer step, from the gradients of all trainers."""
+        """The backward pass: one optimizer step from the gradients of all trainers."""
         self.sync.update(step, bags.gradients(pooled.contiguous(), self.tables.dim))
 
     def _wait(self, action: Callable[[], None]) -> None:
@@ -191,15 +192,15 @@ class Replicas(RowCollection):
     # -- rows as they are between two batches ------------------------------------------------
 
     def _read(self, rows: Rows) -> torch.Tensor:
-        """Records of distinct ``rows`` as the last batch left them, float32 [n, width]; every trainer calls
-        it, each with its own rows. What has changed is written first, and stays resident."""
+        """Records of distinct ``rows`` after the last batch, float32 [n, width]. Every trainer calls it, each
+        with its own rows. Changed rows are written first and stay resident."""
         self.sync.join()
         changed = self.replica.flushed()
         return torch.from_numpy(self.rounds.now(changed, self.replica.take(changed), rows))
 
     def _empty(self) -> None:
-        """Write what has changed and forget all rows, those under way included: the next batch must be the
-        first of a new stream, whose oracle knows of no resident row."""
+        """Write what has changed and forget all rows, including those being fetched. The next batch must be
+        the first of a new stream, whose oracle knows no resident rows."""
         self._read(NONE)
         self.replica.clear()
         self._opened.clear()
@@ -238,7 +239,7 @@ class Replicas(RowCollection):
         )
 
     def figures(self) -> dict[str, int]:
-        """For the plugin's part of the report; rows and bytes are those of all trainers together."""
+        """The plugin's figures for the report; rows and bytes are those of all trainers together."""
         waiting = 0 if self._running is None else self._running.peak_bytes
         return {
             "replicas": len(self._ranks.trainers),
@@ -263,7 +264,7 @@ class Replicas(RowCollection):
 
 
 class _Lookup(torch.autograd.Function):
-    """Pooling whose backward updates the replicas; the anchor makes autograd call it."""
+    """Pooling whose backward pass updates the replicas. The anchor makes autograd call it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tables: Replicas, step: Step, bags: RowBags) -> torch.Tensor:
@@ -280,7 +281,7 @@ class _Lookup(torch.autograd.Function):
 def replicas(
     parts: TierParts, *, lookahead: int, cleanup: int, increase: int = 1, decrease: int = 2
 ) -> Replicas | None:
-    """The collection of a rank that trains; None on one that only holds rows. Called on every rank.
+    """Make the collection of a rank that trains; None on a rank that only holds rows. Called on every rank.
 
     ``lookahead`` and ``cleanup`` are in batches, as ``oracle.plan`` takes them.
     """

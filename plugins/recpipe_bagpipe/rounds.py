@@ -1,4 +1,4 @@
-"""Rounds with the store, in a thread beside training: write-backs and prefetches."""
+"""Rounds of write-backs and prefetches with the store, in a thread beside training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RoundStore(Protocol):
         """Write ``records`` of ``write``, then read ``read`` into ``out``."""
 
     def close(self) -> None:
-        """End of all rounds."""
+        """End the rounds."""
 
     @property
     def cold_bytes(self) -> int:
@@ -34,17 +34,17 @@ class RoundStore(Protocol):
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes beside them."""
+        """Bytes of memory beside the records."""
 
 
 class Rounds:
-    """The store's rounds, one after the other, in the order in which every trainer asks for them."""
+    """The store's rounds, one after the other, in the order in which the trainers ask for them."""
 
     def __init__(self, store: RoundStore, times: TierTimes) -> None:
         self.store = store
         self.times = times
         self.counters = IoCounters()
-        """What training moved; evaluation and checkpoints are not in it."""
+        """What training moved, without evaluation and checkpoints."""
         self._worker = Worker("recpipe-io")
 
     def start(self, write: Rows, records: torch.Tensor, read: Rows, into: Records) -> Future[None]:
@@ -65,17 +65,19 @@ class Rounds:
         return self._worker.submit(job)
 
     def now(self, write: Rows, records: torch.Tensor, read: Rows) -> Records:
-        """A round of evaluation or of a checkpoint, after all that is queued: records of ``read``."""
+        """A round for evaluation or a checkpoint, after all that is queued; returns the records of
+        ``read``."""
         out = np.empty((len(read), self.store.layout.width), np.float32)
         self._worker.submit(lambda: self.store.exchange_rows(write, records.numpy(), read, out)).result()
         return out
 
     def check(self) -> None:
-        """Raise what a round raised."""
+        """Raise a round's error, if there was one."""
         self._worker.check()
 
     def close(self) -> None:
-        """After all that is queued, close the store; raises what a round raised, without waiting."""
+        """Close the store after all that is queued. If a round has failed, raise its error without
+        waiting."""
         try:
             self._worker.submit(self.store.close).result()
         finally:

@@ -1,7 +1,7 @@
-"""What one trainer has to do in a batch, from the plan that all trainers share.
+"""Derives what one trainer has to do in a batch from the plan that all trainers share.
 
-All lists of rows follow from the plan, which every trainer has: no row number is ever sent, and
-everybody knows which messages would be empty.
+All lists of rows follow from the plan, which every trainer has. So row numbers are never sent, and every
+trainer knows which messages would be empty.
 """
 
 from __future__ import annotations
@@ -15,50 +15,50 @@ from recpipe_bagpipe.oracle import OraclePlan
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.uint64]
-"""Of each row a set of trainers: bit t is trainer t."""
+"""A set of trainers for each row: bit t stands for trainer t."""
 
 
 @dataclass(frozen=True)
 class Sync:
-    """Rows of a batch whose gradients are added over the trainers, as one trainer sees them."""
+    """The rows of a batch whose gradients are added over the trainers, from one trainer's point of view."""
 
     held: Rows
-    """Rows that it holds, sorted, int64 [K]."""
+    """The rows that this trainer holds, sorted, int64 [K]."""
     send: tuple[Rows, ...]
-    """Per trainer: positions, among the rows it looks up, of the gradients that the other one needs; none
-    for itself."""
+    """For each trainer, the positions, among the rows that this trainer looks up, of the gradients that the
+    other one needs; empty for this trainer itself."""
     own: Rows
-    """Positions, among the rows it looks up, of the gradients that it keeps."""
+    """The positions, among the rows that this trainer looks up, of the gradients that it keeps."""
     used: tuple[Rows, ...]
-    """Per trainer: positions in ``held`` of the rows that the trainer looks up."""
+    """For each trainer, the positions in ``held`` of the rows that it looks up."""
     rows: int
-    """How many rows there are on all trainers together; 0: nobody sends anything."""
+    """How many rows there are on all trainers together; 0: nothing is sent."""
     copies: int
-    """Gradient rows sent, over all trainers."""
+    """How many gradient rows all trainers send."""
 
 
 @dataclass(frozen=True)
 class HandoverPart:
-    """Records that new holders get from a row's lowest holder, as one trainer sees them."""
+    """Records that new holders get from a row's lowest holder, from one trainer's point of view."""
 
     send: tuple[Rows, ...]
-    """Rows for each trainer."""
+    """The rows to send to each trainer."""
     receive: tuple[Rows, ...]
-    """Rows from each trainer."""
+    """The rows that come from each trainer."""
     copies: int
-    """Records sent, over all trainers; 0: nobody sends anything."""
+    """How many records all trainers send; 0: nothing is sent."""
 
 
 @dataclass(frozen=True)
 class Cleanup:
-    """Rows that leave the caches before a batch, as one trainer sees them."""
+    """Rows that leave the caches before a batch, from one trainer's point of view."""
 
     write: Rows
-    """Rows that it writes."""
+    """The rows that this trainer writes."""
     free: Rows
-    """Rows that it holds: ``write`` are among them."""
+    """The rows that this trainer holds, including ``write``."""
     rows: int
-    """Rows that all trainers together write."""
+    """How many rows all trainers together write."""
 
 
 @dataclass(frozen=True)
@@ -69,25 +69,25 @@ class Step:
     fetch_after: int
     """The cleanup round whose reads may bring this batch's rows."""
     mine: Rows
-    """Distinct rows of its share of the batch, sorted."""
+    """The distinct rows of this trainer's share of the batch, sorted."""
     fetch: Rows
-    """Rows that it fetches from the store."""
+    """The rows that this trainer fetches from the store."""
     fetched: int
-    """Rows that all trainers together fetch, each counted as often as it is fetched."""
+    """How many rows all trainers together fetch; a row counts each time it is fetched."""
     cleanup: Cleanup
     handover: HandoverPart
     local: Rows
-    """Rows that it alone holds, ..."""
+    """The rows that only this trainer holds."""
     local_at: Rows
-    """... and where they are in ``mine``."""
+    """The positions of these rows in ``mine``."""
     local_rows: int
-    """Rows with one holder, over all trainers."""
+    """How many rows of all trainers have one holder."""
     critical: Sync
     delayed: Sync
     held: Rows
-    """Rows of this batch, of anybody's share, that it holds, ..."""
+    """The rows of the whole batch that this trainer holds."""
     writes: NDArray[np.bool_]
-    """... and whether it is the one that writes them: the lowest holder."""
+    """Whether this trainer writes them, since it is their lowest holder."""
 
 
 def has(mask: Mask, trainer: int) -> NDArray[np.bool_]:
@@ -97,7 +97,7 @@ def has(mask: Mask, trainer: int) -> NDArray[np.bool_]:
 
 
 def lowest(mask: Mask, trainers: int) -> NDArray[np.int64]:
-    """The lowest trainer of each set; ``trainers`` where it is empty."""
+    """The lowest trainer of each set; ``trainers`` if it is empty."""
     found = np.full(len(mask), trainers, np.int64)
     for trainer in reversed(range(trainers)):
         found[has(mask, trainer)] = trainer
@@ -105,7 +105,7 @@ def lowest(mask: Mask, trainers: int) -> NDArray[np.int64]:
 
 
 def step_of(plan: OraclePlan, trainer: int, trainers: int) -> Step:
-    """The part of ``trainer``, one of ``trainers``, in ``plan``."""
+    """What ``plan`` means for ``trainer``, one of ``trainers``."""
     rows, users, holders = plan.rows, plan.users, plan.holders
     mine = rows[has(users, trainer)]
     holds = has(holders, trainer)
@@ -132,7 +132,7 @@ def step_of(plan: OraclePlan, trainer: int, trainers: int) -> Step:
 
 
 def _count(mask: Mask, trainers: int) -> int:
-    """Members of all sets together."""
+    """The number of members of all sets together."""
     return sum(int(has(mask, trainer).sum()) for trainer in range(trainers))
 
 

@@ -1,4 +1,4 @@
-"""Replicas kept equal: gradients to the holders of a row, records to its new holders."""
+"""Keeps replicas equal: sends gradients to the holders of a row, and records to its new holders."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from recpipe_bagpipe.worker import Worker
 
 @dataclass
 class SyncFigures:
-    """What the trainers told each other, all trainers together, but ``messages``, in which this one took
-    part. Rows of gradients count once for each batch, copies once for each receiver."""
+    """What all trainers together sent to each other. ``messages`` counts only those of this trainer. Rows of
+    gradients count once for each batch, copies once for each receiver."""
 
     local_rows: int = 0
     critical_rows: int = 0
@@ -32,7 +32,7 @@ class SyncFigures:
 
 
 class RowSync:
-    """Updates of one trainer's replicas. ``now`` carries what the next batch waits for, ``later``
+    """Updates of one trainer's replicas. The channel ``now`` carries what the next batch waits for, ``later``
     the rest."""
 
     def __init__(
@@ -48,7 +48,7 @@ class RowSync:
         self._pending: list[tuple[int, Future[None]]] = []
 
     def hand_over(self, handover: HandoverPart) -> None:
-        """Bring records from their lowest holder to new holders, before the batch that needs them."""
+        """Send records from their lowest holder to new holders, before the batch that needs them."""
         if not handover.copies:
             return
         received = np.concatenate(handover.receive)
@@ -61,14 +61,14 @@ class RowSync:
         figures.handover_bytes += handover.copies * self.replica.records.shape[1] * 4
 
     def update(self, step: Step, gradients: torch.Tensor) -> None:
-        """One optimizer step of all rows of a batch; ``gradients`` (float32 [U, D]) are those of
+        """Make one optimizer step for all rows of a batch; ``gradients`` (float32 [U, D]) are those of
         ``step.mine``. Delayed rows are updated in the background: see ``join``."""
         self.replica.mark(step.held, step.writes)
         if step.delayed.rows:
             work = self._summing(step.delayed, gradients, self._later)
             self._pending.append((step.number, self._worker.submit(work)))
         own = gradients[torch.from_numpy(step.local_at)]
-        # What the other trainers would have added: it turns -0.0 into 0.0.
+        # The other trainers would have added 0.0, which turns -0.0 into 0.0.
         self._apply(self.replica.slots(step.local), own + 0.0 if self._several else own)
         if step.critical.rows:
             self._summing(step.critical, gradients, self._now)()
@@ -80,11 +80,11 @@ class RowSync:
             self._pending.pop(0)[1].result()
 
     def close(self) -> None:
-        """Let the background thread end."""
+        """End the background thread."""
         self._worker.close()
 
     def _summing(self, sync: Sync, gradients: torch.Tensor, channel: Channel) -> Callable[[], None]:
-        """The work of exchanging and adding the rows' gradients, and of updating the rows held here."""
+        """The work that exchanges and adds the rows' gradients and updates the rows held here."""
         parts = [gradients[torch.from_numpy(at)].numpy() for at in sync.send]
         own = gradients[torch.from_numpy(sync.own)].numpy()
         slots = self.replica.slots(sync.held)
@@ -99,7 +99,7 @@ class RowSync:
         return work
 
     def _total(self, sync: Sync, came: list[NDArray[np.float32]]) -> torch.Tensor:
-        """Sums in the order of the trainers; one that does not use a row adds zero, as in core."""
+        """Sums in the order of the trainers; a trainer that does not use a row adds zero, as in core."""
         total = torch.zeros((len(sync.held), self.dim))
         for trainer, (used, part) in enumerate(zip(sync.used, came, strict=True)):
             addend = torch.zeros_like(total)

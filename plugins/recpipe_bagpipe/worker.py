@@ -1,4 +1,5 @@
-"""A thread that runs jobs in the order in which they were handed over, and that no exit waits for."""
+"""A thread that runs jobs in the order in which they were submitted, and that does not delay the process's
+exit."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ Job = Callable[[], None]
 class Worker:
     """One daemon thread and its queue.
 
-    A job may be a collective that a lost peer never enters; the thread of an executor would then keep
-    the process from ending, and the other ranks from noticing. After a job that raised, later ones are
-    not run: they raise the same.
+    A job may be a collective that a lost peer never enters. An executor's thread would then keep the process
+    from ending, and the other ranks from noticing. After a job that failed, later ones are not run but raise
+    the same error.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,18 +26,18 @@ class Worker:
         self._thread.start()
 
     def submit(self, job: Job) -> Future[None]:
-        """Queue ``job``; its result is None or what it raised."""
+        """Queue ``job``; the result is None or its error."""
         done: Future[None] = Future()
         self._jobs.put((job, done))
         return done
 
     def check(self) -> None:
-        """Raise what a job raised, if one did."""
+        """Raise a job's error, if one failed."""
         if self._fault is not None:
             raise self._fault
 
     def close(self) -> None:
-        """Let the thread end after what is queued; does not wait for it."""
+        """Let the thread end after its queue, without waiting for it."""
         self._jobs.put(None)
 
     def _run(self) -> None:

@@ -23,7 +23,7 @@ class ShuffleScheduler(L.Callback):
         self.ctx, self.prepared, self.scheduler, self.samples = ctx, prepared, scheduler, samples
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The loader may wait for decisions from now on; raises ``PluginError`` where none can be made."""
+        """From now on the loader may wait for decisions; raises ``PluginError`` if none can be made."""
         if self.scheduler.adapts and next(self.ctx.held_out(0), None) is None:
             raise PluginError(
                 "plugins.fae.schedule=true needs held-out samples, and the data has none; "
@@ -32,7 +32,8 @@ class ShuffleScheduler(L.Callback):
         self.scheduler.go()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Decide when a segment has ended: all trainers by the first one's loss, whatever its last bits."""
+        """Decide if a segment has ended. All trainers use the first one's loss, since losses may differ in
+        the last bits."""
 
         def agreed(loss: float) -> float:
             return float(pl_module.trainers.gather(np.array([loss]))[0][0])
@@ -40,7 +41,7 @@ class ShuffleScheduler(L.Callback):
         self.batch_done(pl_module.model, agreed)
 
     def batch_done(self, model: PlacedModel, agreed: Callable[[float], float] = float) -> None:
-        """One more batch was trained; ``agreed`` makes one loss of the trainers' losses."""
+        """Count a trained batch; ``agreed`` chooses one loss for all trainers."""
         scheduler, classes = self.scheduler, self.prepared.classes
         scheduler.trained += 1
         cold, hot = classes.batches(False), classes.batches(True)
@@ -73,7 +74,7 @@ class ShuffleScheduler(L.Callback):
         return total / seen
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """No decision will come: a waiting loader must not hang."""
+        """Release a waiting loader, since no decision will come."""
         self.scheduler.stop()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -85,7 +86,7 @@ class ShuffleScheduler(L.Callback):
         self.scheduler.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Rates, losses, the position in the epoch, and what that position means."""
+        """Rates, losses, the position in the epoch, and the order that the position refers to."""
         return self.scheduler.state_dict() | {"order": self._order()}
 
     def _order(self) -> dict[str, Any]:
@@ -97,7 +98,8 @@ class ShuffleScheduler(L.Callback):
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """``Damaged`` on what ``state_dict`` cannot have given, ``PluginError`` on another recipe's order."""
+        """``Damaged`` if the state cannot be a result of ``state_dict``, ``PluginError`` if it is for another
+        recipe's order."""
         mine = self._order()
         theirs = entries(dict.fromkeys(mine, bool | float | str), state.get("order"), "order")
         for name in ("rate", "schedule"):
@@ -114,5 +116,5 @@ class ShuffleScheduler(L.Callback):
         self.scheduler.check_state(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there, once ``check_state`` has let it pass."""
+        """Continue from a state that ``check_state`` has accepted."""
         self.scheduler.load_state_dict({k: v for k, v in state_dict.items() if k != "order"})

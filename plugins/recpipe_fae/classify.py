@@ -1,4 +1,4 @@
-"""Which samples are hot, and their batches: one bit per sample, read by seeking."""
+"""Classifies samples as hot or cold, one bit per sample, and makes the classes' batches."""
 
 from __future__ import annotations
 
@@ -16,36 +16,38 @@ from recpipe.plugin import Context, RowIds
 
 @dataclass(frozen=True)
 class Classes:
-    """The epoch's samples in two classes; ``packed[i]`` has the bits of the data module's batch i."""
+    """The epoch's samples in two classes; ``packed[i]`` has the bits for the data module's batch i."""
 
     packed: NDArray[np.uint8]
     ends: dict[bool, NDArray[np.int64]]
-    """For hot (True) and cold (False): samples of the class before each of the data module's batches."""
+    """For hot (True) and cold (False): how many samples of the class come before each of the data module's
+    batches."""
     batch_size: int
     lookups: int
     hot_lookups: int
 
     def samples(self, hot: bool) -> int:
-        """Samples of the class."""
+        """The number of samples of the class."""
         return int(self.ends[hot][-1])
 
     def batches(self, hot: bool) -> int:
-        """Mini-batches of the class, a short last one included."""
+        """The number of mini-batches of the class, including a short last one."""
         return -(-self.samples(hot) // self.batch_size)
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal classes of all samples."""
+        """A digest that is equal if all samples have equal classes."""
         return blake2b(self.packed.tobytes(), digest_size=16).hexdigest()
 
     def members(self, number: int, size: int, hot: bool) -> NDArray[np.int64]:
-        """Samples of the data module's batch ``number`` that are of the class."""
+        """The samples of the data module's batch ``number`` that are in the class."""
         bits = np.unpackbits(self.packed[number], count=size).astype(bool)
         return np.flatnonzero(bits == hot)
 
 
 def hot_samples(bags: Bags, found: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Samples whose every lookup is ``found`` (bool [L]) resident: bool [B]; one without lookups is hot."""
+    """Which samples have only lookups that are ``found`` (bool [L]) resident, bool [B]; a sample without
+    lookups is hot."""
     lengths = np.diff(bags.offsets)
     bag_of = np.repeat(np.arange(len(lengths)), lengths)
     hot = np.ones(bags.batch_size, bool)
@@ -54,7 +56,7 @@ def hot_samples(bags: Bags, found: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def classify(ctx: Context, hot_rows: RowIds) -> Classes:
-    """One full pass over the epoch."""
+    """Classify all samples in one full pass over the epoch."""
     bases = table_bases(ctx)
     resident = np.zeros(int(bases[-1]), bool)
     resident[hot_rows] = True

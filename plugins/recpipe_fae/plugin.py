@@ -17,7 +17,7 @@ from recpipe_fae.schedule import Scheduler
 class FAE(Plugin):
     """Hot rows stay resident; mini-batches hold only hot samples, or only cold ones (VLDB 2022).
 
-    Each update is that of its mini-batch, exactly; the order of samples is another.
+    Each update is exactly that of its mini-batch, but the order of samples differs.
     """
 
     api = (2, 0)

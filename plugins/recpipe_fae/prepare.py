@@ -1,4 +1,4 @@
-"""What FAE learns before training: the hot set and the samples' classes; made once, when first needed."""
+"""What FAE learns before training, once, when it is first needed: the hot set and the samples' classes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from recpipe_fae.classify import Classes, class_batches, classify
 from recpipe_fae.schedule import Scheduler, plan
 
 CHUNK = 65_536
-"""Rows that enter the hot set per batch, unless the first cold segment is too short for that."""
+"""How many rows enter the hot set per batch, unless the first cold segment is too short for that."""
 
 
 @dataclass(frozen=True)
 class HotRule:
-    """``threshold`` None: top K over all tables; else a row's least share of its table's lookups."""
+    """``threshold`` None: the top K rows over all tables. Otherwise it is the least share of its table's
+    lookups that makes a row hot."""
 
     sample: float
     threshold: float | None
@@ -35,7 +36,7 @@ def choose(counts: NDArray[np.int32], bases: RowIds, threshold: float | None, sl
 
 
 class Preparation:
-    """Profile, hot rows and classes of one run."""
+    """The profile, the hot rows and the classes of one run."""
 
     def __init__(self, ctx: Context, rule: HotRule) -> None:
         self.ctx, self.rule = ctx, rule
@@ -45,7 +46,7 @@ class Preparation:
         self._classes: Classes | None = None
 
     def prepare(self) -> None:
-        """Choose the hot rows, of each group at most as many as it has slots, and classify all samples."""
+        """Choose the hot rows, for each group at most as many as it has slots, and classify all samples."""
         start = time.perf_counter()
         bases = table_bases(self.ctx)
         profile = load_profile(self.ctx, self.rule.sample)
@@ -63,7 +64,7 @@ class Preparation:
         self.profile_seconds, self.classify_seconds = middle - start, time.perf_counter() - middle
 
     def rows_of(self, group: int) -> RowIds:
-        """The hot rows of a group, by their numbers in it."""
+        """The hot rows of a group, numbered within it."""
         own = group_rows(self.ctx, group)
         low, high = np.searchsorted(self.hot_rows, (own.start, own.stop))
         rows: RowIds = self.hot_rows[low:high] - own.start
@@ -71,7 +72,7 @@ class Preparation:
 
     @property
     def hot_bytes(self) -> int:
-        """Of the hot rows' records."""
+        """Bytes of the hot rows' records."""
         return sum(len(self.rows_of(n)) * group.record_bytes for n, group in enumerate(self.ctx.groups))
 
     @property
@@ -84,7 +85,7 @@ class Preparation:
 
 
 class HotTables(Cache):
-    """The hot set is resident; it is filled before the first hot mini-batch."""
+    """The cache whose resident rows are the hot set; it is filled before the first hot mini-batch."""
 
     def __init__(self, prepared: Preparation, scheduler: Scheduler) -> None:
         self.prepared, self.scheduler = prepared, scheduler
@@ -99,7 +100,7 @@ class HotTables(Cache):
 
 
 class HotAndCold(EpochOrder):
-    """Cold and hot mini-batches in the scheduler's segments; order is stable in each class."""
+    """Cold and hot mini-batches in the scheduler's segments; within a class, samples keep their order."""
 
     def __init__(self, prepared: Preparation, scheduler: Scheduler) -> None:
         self.prepared, self.scheduler = prepared, scheduler
@@ -109,7 +110,7 @@ class HotAndCold(EpochOrder):
         return classes.batches(False) + classes.batches(True)
 
     def batches(self, first: int) -> Iterator[Batch]:
-        """From number ``first`` on; waits where a segment's rate is not decided yet."""
+        """Mini-batches from number ``first`` on; waits if a segment's rate is not decided yet."""
         classes, ctx = self.prepared.classes, self.prepared.ctx
         readers: dict[bool, Iterator[Batch]] = {}
         position = number = 0

@@ -1,4 +1,4 @@
-"""The Shuffle Scheduler: which share of a class trains before the swap to the other one."""
+"""The Shuffle Scheduler: decides which share of a class trains before the other class's turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recpipe.kit import Damaged, entries, within
 from recpipe.plugin import PluginError
 
 FALLS = 4
-"""Falls of the held-out loss in a row after which the rate doubles."""
+"""After so many falls of the held-out loss in a row the rate doubles."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,11 @@ class Segment:
 
 
 def plan(rates: Sequence[float], cold: int, hot: int, final: float | None = None) -> list[Segment]:
-    """The epoch's segments at ``rates`` (percent, one per segment), then all others at ``final`` if given.
+    """The epoch's segments at ``rates`` (percent, one per segment), then the remaining ones at ``final``, if
+    given.
 
-    Cold and hot take turns, cold first. A segment takes its rate's share of its class; once one class
-    is used up, the rest of the other is one segment. Segments without a batch are left out.
+    Cold and hot take turns, cold first. A segment takes the share of its class given by its rate. Once one
+    class is used up, the rest of the other is one segment. Segments without a batch are left out.
     """
     sizes, done, segments = {False: cold, True: hot}, {False: 0.0, True: 0.0}, list[Segment]()
     kind = False
@@ -48,24 +49,24 @@ def plan(rates: Sequence[float], cold: int, hot: int, final: float | None = None
 
 
 class Scheduler:
-    """Rates as the held-out loss asks for; shared by the training thread and the loader's."""
+    """Adapts rates to the held-out loss; shared by the training thread and the loader's."""
 
     def __init__(self, rate: float, adapts: bool) -> None:
         self.start, self.adapts = rate, adapts
         self.rate = rate
         self.rates = [rate]
-        """The rate of each of this epoch's segments that has been decided."""
+        """The decided rates of this epoch's segments."""
         self.history: list[float] = [rate]
         self.losses: list[float] = []
         self.falls = 0
         self.swaps = 0
         self.trained = 0
-        """Batches of this epoch that were trained."""
+        """How many batches of this epoch have been trained."""
         self._stopped = False
         self._changed = threading.Condition()
 
     def observe(self, loss: float) -> float:
-        """The rate after a swap: halved when ``loss`` rose, doubled after four falls in a row."""
+        """Update the rate after a swap: halve it if ``loss`` rose, double it after four falls in a row."""
         if self.losses:
             if loss > self.losses[-1]:
                 self.rate, self.falls = max(1.0, self.rate / 2), 0
@@ -88,7 +89,7 @@ class Scheduler:
         """The epoch's segment ``number``, waiting for its rate; None after the last, or when stopped.
 
         ``start`` counts the batches before it. The last of them is in training when a loader that is one
-        batch ahead asks; where more are missing, the decision would wait for this very batch.
+        batch ahead asks. If more were missing, the decision would wait for this very batch.
         """
         if not self.adapts:
             return _at(plan([], cold, hot, self.start), number)
@@ -103,13 +104,13 @@ class Scheduler:
             return None if self._stopped else _at(plan(self.rates, cold, hot), number)
 
     def stop(self) -> None:
-        """Let a waiting loader go: no decision will come."""
+        """Release a waiting loader, since no decision will come."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     def go(self) -> None:
-        """Training starts: decisions will come."""
+        """Note that training starts, so that decisions will come."""
         with self._changed:
             self._stopped = False
 
@@ -118,7 +119,7 @@ class Scheduler:
         return {name: getattr(self, name) for name in _STATE}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """``Damaged`` on what cannot be ``state_dict()``'s result."""
+        """``Damaged`` if the state cannot be a result of ``state_dict()``."""
         found = entries(_STATE, state)
         for name in ("falls", "swaps", "trained"):
             within(found, name, 0)
@@ -127,7 +128,7 @@ class Scheduler:
                 raise Damaged(f"a rate is {rate}, not above 0 and at most 100")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Continue from a saved state."""
         for name, value in state.items():
             setattr(self, name, list(value) if isinstance(value, list) else value)
 
@@ -141,7 +142,7 @@ _STATE = {
     "swaps": int,
     "trained": int,
 }
-"""What a checkpoint has of a ``Scheduler``, and the types."""
+"""The entries of a ``Scheduler`` in a checkpoint, and their types."""
 
 
 def _at(segments: list[Segment], number: int) -> Segment | None:

@@ -1,4 +1,4 @@
-"""How stale a table's rows may be."""
+"""Bounds on how stale a table's rows may be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from recpipe_het.messages import Rows
 
 @dataclass(frozen=True)
 class Bounds:
-    """Rows ``bases[t]`` to ``bases[t + 1]`` (int64 [T + 1]) may miss ``updates[t]`` updates (int64 [T])."""
+    """Rows from ``bases[t]`` to ``bases[t + 1]`` (int64 [T + 1]) may lack up to ``updates[t]`` updates (int64
+    [T])."""
 
     bases: Rows
     updates: Rows
@@ -21,5 +22,6 @@ class Bounds:
         return self.updates[np.searchsorted(self.bases, rows, side="right") - 1]
 
     def part(self, index: int, holders: int) -> Bounds:
-        """The same by number within the part of holder ``index``, which has every ``holders``-th row."""
+        """The same bounds for rows numbered within the part of holder ``index``, which has every
+        ``holders``-th row."""
         return Bounds(-((index - self.bases) // holders), self.updates)

@@ -28,10 +28,10 @@ class Holder:
         self.applied = 0
         """Sum of ``versions``."""
         self.largest_staleness = 0
-        """Most updates that a trainer's line lacked when it was read without a pull."""
+        """The most updates that a trainer's line lacked when it was read without a pull."""
 
     def push(self, pushes: Sequence[Push]) -> None:
-        """Apply one round's pushes: a row's gradients are added in the order of ``pushes`` and make one
+        """Apply one round's pushes. A row's gradients are added in the order of ``pushes`` and make one
         optimizer step."""
         rows = distinct(np.concatenate([push.rows for push in pushes]))
         if not len(rows):
@@ -46,7 +46,8 @@ class Holder:
         self.store.scatter(rows, updated(self.optimizer, records, torch.from_numpy(total)).numpy())
 
     def pull(self, check: Check) -> Reply:
-        """The rows of ``check`` that its trainer lacks or has a copy of that is older than the bound."""
+        """The rows of ``check`` that its trainer lacks, or whose copy there is older than the bound
+        allows."""
         behind = self.versions[check.rows] - check.versions
         sent = (check.versions == ABSENT) | (behind > self.bounds.of(check.rows))
         self.largest_staleness = max(self.largest_staleness, int(behind[~sent].max(initial=0)))

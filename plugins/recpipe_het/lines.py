@@ -1,4 +1,4 @@
-"""The trainer's side: cached rows with the gradients that have not been pushed yet."""
+"""The trainer's side: cached rows with their gradients that have not been pushed yet."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from recpipe_het.messages import ABSENT, Check, Floats, Push, Reply, Rows
 
 
 class Lines:
-    """One trainer's cache. A batch is ``open`` -> (round with the holders) -> ``receive`` -> ``add``.
+    """One trainer's cache. The calls for a batch are ``open``, (a round with the holders), ``receive``,
+    ``add``.
 
-    ``make_policy`` gives an empty policy; ``width`` is that of a record. A line's view is what its
-    holder would hold if the line were pushed now and nobody else wrote.
+    ``make_policy`` gives an empty policy; ``width`` is that of a record. A line's view is what its holder
+    would have if the line were pushed now and no other trainer pushed.
     """
 
     def __init__(
@@ -39,12 +40,12 @@ class Lines:
         self.base = np.zeros((space.slots, width), np.float32)
         self.gradient = np.zeros((space.slots, dim), np.float32)
         self.pushed: Counter[str] = Counter()
-        """Rows pushed, by reason."""
+        """How many rows were pushed, by reason."""
         self.largest_pending = 0
         self._close()
 
     def _close(self) -> None:
-        """No batch is open."""
+        """Note that no batch is open."""
         self._rows: Rows = np.empty(0, np.int64)
         self._slots: Slots = np.empty(0, np.int32)
         self._loose = Push.of(self.dim, [])
@@ -52,7 +53,7 @@ class Lines:
     def open(self, rows: Rows, looked_up: Rows) -> tuple[Push, Check]:
         """Start a batch that looks up the distinct ``rows``; ``looked_up`` has them with repeats.
 
-        All rows are looked up before any is inserted, so that a batch cannot evict its own rows.
+        All rows are searched before any is inserted, so that a batch cannot evict its own rows.
         """
         slots = self.residents.slot_of(rows)
         hit = slots >= 0
@@ -65,8 +66,8 @@ class Lines:
         return push, Check(rows, versions)
 
     def due(self) -> Push:
-        """What must not wait: gradients without a line, and lines over their bound. All of them are of the
-        open batch, since those of earlier ones were pushed when it was opened."""
+        """What must be pushed now: gradients without a line, and lines over their bound. All of them belong
+        to the open batch, since those of earlier batches were pushed when it was opened."""
         loose, self._loose = self._loose, Push.of(self.dim, [])
         self.pushed["no_line"] += len(loose.rows)
         cached = self._slots >= 0
@@ -89,7 +90,8 @@ class Lines:
         self.version[slots] = ABSENT
 
     def receive(self, reply: Reply) -> Floats:
-        """Take the pulled records in; the batch's records as this trainer sees them, float32 [U, width]."""
+        """Store the pulled records; returns the batch's records from this trainer's view, float32 [U,
+        width]."""
         records = np.zeros((len(self._rows), self.width), np.float32)
         records[reply.positions] = reply.records
         slots = self._slots[reply.positions]
@@ -106,14 +108,15 @@ class Lines:
         return view
 
     def add(self, gradients: Floats) -> None:
-        """One local update of the open batch's rows, float32 [U, D]; what is ``due`` goes out next round."""
+        """Add one local update of the open batch's rows, float32 [U, D]; what is ``due`` is pushed in the
+        next round."""
         cached = self._slots >= 0
         slots = self._slots[cached]
         self.gradient[slots] += gradients[cached]
         self.updates[slots] += 1
         self.largest_pending = max(self.largest_pending, int(self.updates[slots].max(initial=0)))
         rows, loose = self._rows[~cached], gradients[~cached]
-        if len(self._loose.rows):  # of the same batch, so the same rows
+        if len(self._loose.rows):  # from the same batch, so they have the same rows
             self._loose = Push(rows, self._loose.updates + 1, self._loose.gradients + loose)
         else:
             self._loose = Push(rows, np.ones(len(rows), np.int64), loose)
@@ -125,7 +128,7 @@ class Lines:
         return Push.of(self.dim, [due, self._take(used, "flush")])
 
     def clear(self) -> None:
-        """Forget all lines, which have been flushed, and what the policy has learned."""
+        """Forget all lines, which must have been flushed, and what the policy has learned."""
         assert not self.updates.any(), "flush before clear"
         assert not len(self._loose.rows), "flush before clear"
         self._close()

@@ -1,4 +1,4 @@
-"""What trainers and holders tell each other in a round."""
+"""The messages between trainers and holders in a round."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
 ABSENT = -1
-"""Version of a row that the trainer has no record of."""
+"""The version of a row of which the trainer has no record."""
 
 
 @dataclass(frozen=True)
 class Push:
-    """Gradients of distinct rows. ``gradients`` float32 [n, D]; ``updates`` int64 [n]: how many local
-    updates each sums up."""
+    """Gradients of distinct rows. ``gradients`` float32 [n, D]; ``updates`` int64 [n]: how many local updates
+    are in each sum."""
 
     rows: Rows
     updates: Rows
@@ -24,7 +24,7 @@ class Push:
 
     @classmethod
     def of(cls, dim: int, parts: list[Push]) -> Push:
-        """``parts``, whose rows are distinct, in one."""
+        """Join ``parts``, whose rows are distinct."""
         none = np.empty(0, np.int64)
         return cls(
             np.concatenate([none, *(p.rows for p in parts)]),
@@ -43,7 +43,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Reply:
-    """Of a ``Check``, rows ``positions`` (int64 [m]) with versions and records (float32 [m, width])."""
+    """The answer to a ``Check``: versions and records (float32 [m, width]) of the rows at ``positions``
+    (int64 [m])."""
 
     positions: Rows
     versions: Rows

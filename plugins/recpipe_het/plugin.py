@@ -1,4 +1,4 @@
-"""HET as a plugin: tables of its own making, and figures for the report."""
+"""HET as a plugin: its own implementation of tables, and figures for the report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CACHES: dict[str, type[CachePolicy]] = {"lru": Lru, "lfu": Lfu, "lfuopt": LfuOpt
 
 
 class HET(Plugin):
-    """Rows are cached by each trainer and may be up to a bound of updates old (VLDB'22)."""
+    """Each trainer caches rows, which may lack a bounded number of updates (VLDB'22)."""
 
     api = (2, 0)
     alters = frozenset({Invariant.EXACT_GRADIENT})
@@ -61,14 +61,14 @@ class HET(Plugin):
 
 
 class CachedTables(Cache):
-    """Builds the tables, each group with versions and rounds of its own, and keeps them for the report."""
+    """Builds the tables, each group with its own versions and rounds, and keeps them for the report."""
 
     def __init__(self, cache: type[CachePolicy], bound: int, bounds: dict[str, int]) -> None:
         self.cache_type, self.bound, self.bounds = cache, bound, bounds
         self.groups: list[HetTables] = []
 
     def policy(self, space: RowSpace) -> CachePolicy:
-        """Of a trainer's lines."""
+        """The policy of a trainer's lines."""
         return self.cache_type(space)
 
     def collection(self, parts: TierParts) -> TableCollection:
@@ -106,8 +106,8 @@ class ServedRows(HeldRows):
 
 
 def figures(groups: Sequence[HetTables]) -> dict[str, Figure]:
-    """What was shipped, on this trainer, for all ``groups`` of tables. ``share_saved`` is against every
-    distinct row of every batch pulled and pushed. All trainers call this."""
+    """What this trainer shipped for all ``groups`` of tables. ``share_saved`` is relative to pulling and
+    pushing every distinct row of every batch. All trainers call this."""
     assert groups, "the report comes after the tables were built"
     totals = [tables.settle() for tables in groups]
     traffic = _together([_traffic(tables) for tables in groups])
@@ -120,7 +120,7 @@ def figures(groups: Sequence[HetTables]) -> dict[str, Figure]:
 
 
 def _together(groups: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Sums over the groups, and the largest of what is a largest."""
+    """Sums over the groups, or the maximum of figures that are maxima."""
     return {
         name: (max if name.startswith("largest") else sum)(figures[name] for figures in groups)
         for name in groups[0]

@@ -11,12 +11,13 @@ from recpipe.kit import distinct_slots, within
 from recpipe.plugin import CachePolicy, Placement, RowIds, RowSpace, Slots
 
 PERMANENT_USES = 10
-"""Uses (batches that look a row up) after which it is never evicted, as in HET's code."""
+"""After so many uses (batches that look it up) a row is never evicted, as in HET's code."""
 
 
 class LfuOpt(CachePolicy):
-    """Least frequently used, counted up to 10 uses: a row that reaches them stays for good. Among equals
-    the least recently used goes; when permanent rows fill the cache, misses are not admitted."""
+    """Least frequently used, with uses counted up to 10; a row that reaches this stays for good. Among rows
+    with equal counts the least recently used is evicted. If permanent rows fill the cache, misses are not
+    admitted."""
 
     def __init__(self, space: RowSpace) -> None:
         super().__init__(space)
@@ -25,7 +26,8 @@ class LfuOpt(CachePolicy):
         self.step = 0
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
-        """Put misses into empty slots, then where the least used rows are that this batch does not use."""
+        """Put misses into empty slots, then into the slots of the least used rows that this batch does not
+        use."""
         hits = distinct_slots(hits, self.space.slots)
         slots = self._least_used(len(misses), hits)
         touched = np.concatenate((hits, slots))
@@ -62,5 +64,5 @@ class LfuOpt(CachePolicy):
         within(state, "stamp", 0, state["step"] + 1, size=slots)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from those."""
+        """Continue from a saved state."""
         self.uses, self.stamp, self.step = state["uses"], state["stamp"], int(state["step"])

@@ -1,4 +1,5 @@
-"""Rounds in lockstep: every trainer pushes, then checks its rows; every holder applies, then answers."""
+"""Rounds of all ranks: every trainer pushes, then checks its rows; every holder applies the pushes, then
+answers."""
 
 from __future__ import annotations
 
@@ -26,25 +27,25 @@ class Write:
 
 @dataclass(frozen=True)
 class Totals:
-    """Of all ranks, when the last round began."""
+    """Totals over all ranks when the last round began."""
 
     made: int = 0
-    """Updates that trainers made."""
+    """How many updates trainers made."""
     applied: int = 0
-    """Updates that holders applied."""
+    """How many updates holders applied."""
     largest_staleness: int = 0
     """As in ``Holder``."""
 
 
 class Rounds:
-    """This rank's end of the rounds, and its holder where it holds rows. Made on every rank alike."""
+    """This rank's side of the rounds, with its holder if it holds rows. Every rank makes one."""
 
     def __init__(self, tables: TableSet, store: ColdStore, ranks: Ranks, bounds: Bounds) -> None:
         self.dim, self.width = tables.dim, tables.layout.width
         self.store, self.ranks = store, ranks
         self.channel = ranks.channel()
         self.made = 0
-        """Updates that this rank's trainer has made; the others learn it in the next round."""
+        """How many updates this rank's trainer has made; the next round tells the others."""
         self.totals = Totals()
         self.holder: Holder | None = None
         local = store.local if isinstance(store, HoldersStore) else store
@@ -57,7 +58,7 @@ class Rounds:
         self._reply = np.dtype([("at", "<i8"), ("version", "<i8"), ("record", "<f4", (self.width,))])
 
     def run(self, push: Push | None = None, check: Check | None = None, write: Write | None = None) -> Reply:
-        """One round; writes and pushes of all ranks are applied before its checks are answered."""
+        """Run one round. Writes and pushes of all ranks are applied before checks are answered."""
         reply, _ = self._round(self._packed(push, check, write), stop=False)
         return reply
 
@@ -73,7 +74,7 @@ class Rounds:
     def _packed(
         self, push: Push | None = None, check: Check | None = None, write: Write | None = None
     ) -> list[Items]:
-        """What a round sends, as it is sent."""
+        """The arrays that a round sends."""
         written = np.empty(0 if write is None else len(write.rows), self._write)
         if write is not None:
             written["row"], written["record"] = write.rows, write.records
@@ -86,7 +87,7 @@ class Rounds:
         return [written, pushed, checked]
 
     def _round(self, items: list[Items], *, stop: bool) -> tuple[Reply, bool]:
-        """The holders' answers, and whether a rank has said that no round follows."""
+        """Returns the holders' answers, and whether a rank has announced that no round follows."""
         parts = [self._by_holder(item) for item in items]
         sizes, totals, stopped = self._tell(parts, items, stop)
         writes, pushes, checks = (
@@ -100,7 +101,8 @@ class Rounds:
         return self._answer(checks, parts[2], totals[2]), stopped
 
     def _tell(self, parts: list[list[Rows]], items: list[Items], stop: bool) -> tuple[Rows, Rows, bool]:
-        """How many items of each kind come from each rank, [ranks, 3], and are sent in all, [3]."""
+        """Exchange how many items of each kind come from each rank, [ranks, 3], and are sent in total,
+        [3]."""
         applied, stale = (
             (0, 0) if self.holder is None else (self.holder.applied, self.holder.largest_staleness)
         )
@@ -111,7 +113,7 @@ class Rounds:
         return told[:, :3], told[:, 3:6].sum(axis=0), bool(told[:, 6].any())
 
     def _by_holder(self, items: Items) -> list[Rows]:
-        """Positions of the items that go to each rank; from here on their rows are numbered as there."""
+        """Positions of the items for each rank, whose rows are numbered as on that rank from here on."""
         parts: list[Rows] = [NONE] * self.channel.size
         if not isinstance(self.store, HoldersStore):
             parts[0] = np.arange(len(items))
@@ -124,7 +126,7 @@ class Rounds:
         return parts
 
     def _send(self, items: Items, parts: list[Rows], sizes: Rows, total: int) -> list[Items]:
-        """What came from each rank. Nothing is sent where no rank has anything to send."""
+        """Exchange items; returns what came from each rank. If no rank has any, nothing is sent."""
         if not total:
             return [items] * self.channel.size
         came = self.channel.exchange([_raw(items[part]) for part in parts], sizes.tolist())

@@ -1,4 +1,4 @@
-"""HET's tables: one trainer's cache over the rows of the holders."""
+"""HET's tables: one trainer's cache of the holders' rows."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from recpipe_het.rounds import Rounds, Totals, Write
 
 @dataclass
 class Shipped:
-    """What training asked for and what was shipped for it, on this trainer."""
+    """What training looked up on this trainer, and what was shipped for it."""
 
     lookups: int = 0
-    """Lookups, repeats included."""
+    """The number of lookups, including repeats."""
     checks: int = 0
-    """Distinct rows of the batches: what would be pulled and pushed without a cache."""
+    """The number of distinct rows in the batches, which would be pulled and pushed without a cache."""
     hits: int = 0
     rows_pulled: int = 0
     rows_pushed: int = 0
-    """Without those that were pushed only for an evaluation, a checkpoint or the report."""
+    """Rows pushed, without those pushed only for an evaluation, a checkpoint or the report."""
     largest_stale_pull: int = 0
-    """Largest difference of versions found by a pull of a cached row."""
+    """The largest difference of versions found when a cached row was pulled."""
 
 
 class HetTables(RowCollection):
-    """This trainer's cache. All trainers call alike: each training batch is one round."""
+    """This trainer's cache. All trainers make the same calls; each training batch is one round."""
 
     whole_updates = "a holder applies the gradients of several batches and trainers whenever they come"
 
@@ -59,9 +59,10 @@ class HetTables(RowCollection):
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Rows of this trainer's share; with gradients enabled its backward adds to the lines.
+        """Rows of this trainer's share; with gradients enabled, the backward pass adds to the lines.
 
-        Without gradients: what a checkpoint would hold. All lines are pushed first, and stay.
+        Without gradients, the rows are those that a checkpoint would have: all lines are pushed first, and
+        stay.
         """
         lookups = row_bags(self.tables, sparse)
         if torch.is_grad_enabled():
@@ -97,14 +98,15 @@ class HetTables(RowCollection):
         self.io.bytes_written += push.gradients.nbytes
 
     def _current(self, rows: Rows) -> Records:
-        """Records of distinct ``rows`` with all trainers' updates; not counted as training's traffic."""
+        """Records of distinct ``rows`` with all trainers' updates; this traffic is not counted as
+        training's."""
         out = np.empty((len(rows), self.tables.layout.width), np.float32)
         reply = self.rounds.run(self._flushed(), Check(rows, np.full(len(rows), ABSENT, np.int64)))
         out[reply.positions] = reply.records
         return out
 
     def _flushed(self) -> Push:
-        """All that is pending; what was due anyway counts as training's."""
+        """Take all pending gradients; those that were due anyway count as training's traffic."""
         due = self.lines.due()
         self._count_push(due)
         return Push.of(self.tables.dim, [due, self.lines.flush()])
@@ -117,7 +119,7 @@ class HetTables(RowCollection):
             self._empty = True
 
     def settle(self) -> Totals:
-        """Push everything; what all ranks have done so far. A call of all trainers."""
+        """Push everything; returns the totals of all ranks so far. All trainers call it."""
         self.rounds.run(self._flushed())
         self.rounds.run()
         return self.rounds.totals
@@ -153,7 +155,7 @@ class HetTables(RowCollection):
         self.settle()
 
     def close(self) -> None:
-        """Push what is pending, let the holders go, and release the store."""
+        """Push what is pending, release the holders, and close the store."""
         try:
             self.rounds.run(self._flushed())
             self.rounds.stop()
@@ -162,7 +164,7 @@ class HetTables(RowCollection):
 
 
 class _Lookup(torch.autograd.Function):
-    """Pooling whose backward adds to the lines; the anchor makes autograd call it."""
+    """Pooling whose backward pass adds to the lines. The anchor makes autograd call it."""
 
     @staticmethod
     def forward(

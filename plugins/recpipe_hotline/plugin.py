@@ -66,14 +66,14 @@ class Hotline(Plugin):
 
 
 class PopularTables(Cache):
-    """Brings the policy and keeps it for the report."""
+    """Makes the policies and keeps them for the report."""
 
     def __init__(self, learning: Learning, profiled: Context | None = None) -> None:
         self.learning = learning
         self.profiled = profiled
-        """Where the popularity profile comes from; None: start without one."""
+        """The source of the popularity profile; None: start without one."""
         self.policies: list[PopularRows] = []
-        """Of each group of tables."""
+        """The policy of each group of tables."""
 
     def policy(self, space: RowSpace) -> CachePolicy:
         """The policy for ``space``."""
@@ -88,11 +88,11 @@ class PopularTables(Cache):
 
 
 def figures(policies: Sequence[PopularRows], splitter: PopularFirst, run: RunFigures) -> dict[str, Figure]:
-    """What Hotline saved: shares of samples and lookups that were popular, traffic, and hidden fetches.
+    """Hotline's figures: shares of samples and lookups that were popular, traffic, and hidden fetches.
 
-    ``rows_not_moved`` would each have been fetched and written back without resident rows.
-    ``speedup_bound`` is (T_fetch + T_pop + T_non) / (max(T_fetch, T_pop) + T_non) with this run's times:
-    what hiding fetches behind popular micro-batches alone can give.
+    Each of ``rows_not_moved`` would have been fetched and written back without resident rows.
+    ``speedup_bound`` is (T_fetch + T_pop + T_non) / (max(T_fetch, T_pop) + T_non) with this run's times. It
+    bounds what hiding fetches behind popular micro-batches can gain.
     """
     fetch, pop, non = run.io.fetch_seconds, run.before_cold_seconds, run.after_cold_seconds
     hidden = max(0.0, fetch - run.io.wait_seconds)

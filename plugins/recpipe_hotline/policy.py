@@ -1,4 +1,4 @@
-"""Hotline's learning phase: which rows are popular, from sampled access counts."""
+"""Hotline's learning phase: finds popular rows by sampled access counts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Learning:
 
 
 class PopularRows(CachePolicy):
-    """Popular rows are resident: those with the highest access counts that the budget holds.
+    """Keeps popular rows resident: those with the highest access counts, as many as the budget holds.
 
     A row enters its slot from the slab, where a batch has just used it, so that migration reads
-    nothing from the store. While slots are empty, every such row gets one. Once they are full, rows
-    that the last learning found popular replace rows that it did not. After a learning the counts are
-    divided by ``decay``, so that old popularity fades.
+    nothing from the store. While slots are empty, every such row gets one. Once slots are full, rows that the
+    last learning found popular replace rows that it did not. After a learning the counts are divided by
+    ``decay``, so that old popularity fades.
     """
 
     def __init__(self, space: RowSpace, learning: Learning) -> None:
@@ -38,16 +38,17 @@ class PopularRows(CachePolicy):
         self.counts = np.zeros(space.rows, np.int32)
         self.popular = np.zeros(space.rows, bool)
         self.unpopular = NOTHING.slots
-        """Slots whose rows the last learning did not find popular, least used first."""
+        """Slots with rows that the last learning did not find popular, least used first."""
         self.slab = NOTHING.rows
-        """Rows of the last batch's slab."""
+        """The rows of the last batch's slab."""
         self.used = self.replaced = self.replaced_rows = 0
         self.batch = 0
         self.next_learning = learning.learn_batches
         self.learnings = 0
         self.hits = self.lookups = 0
         self.rows_kept = 0
-        """Distinct resident rows that batches used: without residents, each would have moved both ways."""
+        """How many distinct resident rows batches used. Without resident rows, each would have been fetched
+        and written back."""
         self._marks = np.zeros(space.slots, np.int32)
 
     def migrate(self, rows: RowIds) -> Placement:
@@ -61,7 +62,7 @@ class PopularRows(CachePolicy):
         return self._promote()
 
     def _learn(self) -> None:
-        """Find the popular rows; while slots are empty there is nothing to choose."""
+        """Find the popular rows. While slots are empty there is nothing to choose."""
         if self.used < self.space.slots:
             return
         interval = min(self.learning.relearn_every, round(self.batch * (self.learning.growth - 1)))
@@ -76,7 +77,8 @@ class PopularRows(CachePolicy):
         self.counts //= self.learning.decay
 
     def _promote(self) -> Placement:
-        """Slots for rows of the last slab: empty ones for any row, then unpopular ones for popular rows."""
+        """Give slots to rows of the last slab: empty slots to any row, then slots of unpopular rows to
+        popular ones."""
         empty = np.arange(self.used, min(self.space.slots, self.used + len(self.slab)), dtype=np.int32)
         rest = self.slab[len(empty) :]
         chosen = rest[self.popular[rest]][: len(self.unpopular) - self.replaced]
@@ -116,7 +118,7 @@ class PopularRows(CachePolicy):
             within(state, name, 0)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Continue from a saved state."""
         for name, value in state.items():
             setattr(self, name, value)
 
@@ -136,4 +138,4 @@ _STATE = (
     "rows_kept",
     "lookups",
 )
-"""What a checkpoint has of it."""
+"""The entries of the policy in a checkpoint."""

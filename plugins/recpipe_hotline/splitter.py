@@ -10,7 +10,7 @@ from recpipe.plugin import Split, Splitter
 
 
 class PopularFirst(Splitter):
-    """Samples whose rows are all resident go first: they train while the others' cold rows are fetched."""
+    """Puts samples whose rows are all resident first: they train while the others' cold rows are fetched."""
 
     def __init__(self, min_micro_batch: int) -> None:
         self.min_micro_batch = min_micro_batch
@@ -22,8 +22,8 @@ class PopularFirst(Splitter):
     def split(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split:
         """Popular samples, then the others, each in their own order.
 
-        One micro-batch when either would hold fewer than ``min_micro_batch`` samples: a small
-        matrix product costs more than the wait it hides.
+        If either would have fewer than ``min_micro_batch`` samples, the batch is not cut: a small matrix
+        product costs more than the wait it hides.
         """
         popular = np.flatnonzero(~needs_cold)
         others = np.flatnonzero(needs_cold)

@@ -1,7 +1,7 @@
-"""From a machine's measurements to the time of any shard: non-negative linear models of what it does.
+"""Predicts the time of any shard from a machine's measurements, by non-negative linear models of its work.
 
-Coefficients are fitted to relative errors (a short lookup matters as much as a long one). They are times
-per unit of work, so never negative, and that keeps them sane outside of the measured grid.
+Coefficients are fitted to relative errors, so that a short lookup matters as much as a long one. They are
+times per unit of work and never negative, which keeps predictions plausible outside of the measured grid.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from recpipe_neo.machine_profile import CollectiveSample, ExchangeSample, Lookup
 Vector = npt.NDArray[np.float64]
 DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 FOOTPRINTS = np.log2([2.0**16, 2.0**20, 2.0**22, 2.0**24, 2.0**26])
-"""Knots, bytes of rows that a rank touches in a step: its backward pass finds them in a cache, or not."""
+"""Knots, in bytes of rows that a rank touches in a step; they decide whether its backward pass finds them in
+a cache."""
 REUSES = np.log2([2.0**16, 2.0**20, 2.0**23, 2.0**26, 2.0**29])
-"""Knots, bytes that a rank touches until it meets a row again."""
+"""Knots, in bytes that a rank touches before it touches the same row again."""
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """What a rank looks up in one shard in a step."""
+    """The lookups of a rank in one shard in a step."""
 
     rows: float
     dim: float
@@ -35,11 +36,11 @@ class Lookup:
 
     @property
     def bytes(self) -> float:
-        """Of the distinct rows."""
+        """Bytes of the distinct rows."""
         return self.distinct * self.dim * 4
 
     def features(self, footprint: float) -> Vector:
-        """Work, among ``footprint`` bytes of rows that the rank touches in the step."""
+        """The amounts of work, given ``footprint`` bytes of rows that the rank touches in the step."""
         reuse = footprint * self.rows / max(self.distinct, 1e-9)
         step, life = _hats(footprint, FOOTPRINTS), _hats(reuse, REUSES)
         dims = np.array([1, self.dim])
@@ -60,13 +61,14 @@ class Exchange:
     """What a rank sends, receives and rearranges for a table in a step."""
 
     tables: float = 0
-    """Keys of the sharded batch; a table cut into columns counts once for each part."""
+    """The number of keys of the sharded batch; a table cut by columns counts once for each part."""
     ids_sent: float = 0
     ids_received: float = 0
     floats_sent: float = 0
     floats_received: float = 0
     parameters: float = 0
-    """Numbers of a replicated table, whose gradients are summed over the ranks and whose rows are updated."""
+    """The number of values of a replicated table: gradients are summed over the ranks, and all rows
+    updated."""
 
     def __add__(self, other: Exchange) -> Exchange:
         return Exchange(*(a + b for a, b in zip(self._values, other._values, strict=True)))
@@ -79,24 +81,26 @@ class Exchange:
         )  # fmt: skip
 
     def features(self) -> Vector:
-        """Work of each kind."""
+        """The amounts of work of each kind."""
         return np.array(self._values)
 
 
 def shared(kind: str, dim: float, parts: float, rows: float, samples: float, lookups: float) -> Exchange:
-    """What every rank does for a table of ``kind``, wherever its shards are; samples, lookups of one rank."""
+    """What every rank does for a table of ``kind``, wherever its shards are. Samples and lookups are those of
+    one rank."""
     if kind == DATA_PARALLEL:
         return Exchange(1, lookups, 0, samples * dim, 0, rows * dim)
     return Exchange(parts, lookups * parts, 0, 0, samples * dim, 0)
 
 
 def owned(dim: float, bags: float, lookups: float) -> Exchange:
-    """What the rank of a shard does besides; all ranks' bags, and the lookups that fall into the shard."""
+    """What the rank of a shard does in addition. Bags are those of all ranks; lookups are those in the
+    shard."""
     return Exchange(0, 0, lookups, bags * dim, 0, 0)
 
 
 class CostModel:
-    """Milliseconds of lookups and exchanges, fitted to a profile."""
+    """Predicts milliseconds of lookups and exchanges; fitted to a profile."""
 
     def __init__(self, profile: MachineProfile) -> None:
         self.machine = profile.machine
@@ -110,17 +114,17 @@ class CostModel:
         self._idle = _idle(profile.collectives)
 
     def lookup(self, work: Lookup, footprint: float) -> tuple[float, float]:
-        """Forward, and backward with update; the TBE's fixed costs are in ``fixed``."""
+        """Milliseconds of forward, and of backward with update; the TBE's fixed costs are in ``fixed``."""
         features = work.features(footprint)
         return float(features @ self._forward[1:]), float(features @ self._backward[1:])
 
     def exchange(self, kind: str, work: Exchange) -> Vector:
-        """Busy in input dist, forward and backward, float64 [3]; without ``fixed``."""
+        """Busy milliseconds in input dist, forward and backward, float64 [3], without ``fixed``."""
         times: Vector = self._exchange[kind][:, 1:] @ work.features()
         return times
 
     def fixed(self, kind: str) -> Vector:
-        """Busy in input dist, forward and backward of every step in which a table of ``kind`` takes part."""
+        """Busy milliseconds in input dist, forward and backward of every step with a table of ``kind``."""
         forward, backward = self._forward[0], self._backward[0]
         lookups = np.array([0.0, forward, 0.0 if kind == DATA_PARALLEL else backward])
         times: Vector = self._exchange[kind][:, 0] + lookups
@@ -131,14 +135,15 @@ class CostModel:
         return float(self._idle[name] @ (1.0, size))
 
     def _fit_exchange(self, samples: Sequence[ExchangeSample]) -> Vector:
-        """Coefficients [3, 1 + features]: what the lookups' own time leaves of each phase."""
+        """Coefficients [3, 1 + features] for the time of each phase that is left after the lookups' own
+        time."""
         work = np.array([np.concatenate([[1.0], _worked(s, self.machine.world).features()]) for s in samples])
         lookups = np.array([self._lookups(sample) for sample in samples])
         rows = []
         for phase, name in enumerate(("input", "forward", "backward")):
             total = np.array([getattr(sample, name) for sample in samples])
-            # Ids are exchanged in the input dist alone, pooled rows and gradients in the others alone; a
-            # replicated table's backward pass, which is no TBE's, depends on its ids too.
+            # Ids are exchanged only in the input dist, pooled rows and gradients only in the other phases; a
+            # replicated table's backward pass, which is not a TBE's, also depends on its ids.
             use = np.array([True, True, True, True, *[phase > 0] * 2, phase == 2])
             if phase == 2 or (phase == 1 and samples[0].sharding_type != DATA_PARALLEL):
                 use[2:4] = samples[0].sharding_type == DATA_PARALLEL
@@ -146,13 +151,13 @@ class CostModel:
         return np.array(rows)
 
     def _lookups(self, sample: ExchangeSample) -> Vector:
-        """Modelled ms of the lookups of a sample in input dist, forward and backward."""
+        """Predicted ms of a sample's lookups in input dist, forward and backward."""
         local = sample.sharding_type == DATA_PARALLEL
         ranks = 1 if local else self.machine.world
         rows_cut = sample.sharding_type in (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
         if not sample.owns and not local and not rows_cut:
             return np.zeros(3)
-        rows = sample.rows / self.machine.world  # those that are looked up
+        rows = sample.rows / self.machine.world  # only those that are looked up
         lookups = sample.lookups * ranks if sample.owns or local else 0.0
         distinct = rows * -np.expm1(-lookups / rows)
         work = Lookup(
@@ -166,13 +171,13 @@ class CostModel:
 
 
 def _sampled(sample: LookupSample) -> Vector:
-    """All tables' features behind a 1 for the call."""
+    """The features of all tables, preceded by a 1 for the call."""
     work = Lookup(sample.rows, sample.dim, sample.bags, sample.lookups, sample.distinct)
     return np.concatenate([[1.0], sample.tables * work.features(sample.tables * work.bytes)])
 
 
 def _worked(sample: ExchangeSample, world: int) -> Exchange:
-    """What the rank of a sample sends and receives."""
+    """What a sample's rank sends and receives."""
     size = (sample.rows, sample.samples, sample.lookups)
     one = shared(sample.sharding_type, sample.dim, sample.columns, *size)
     if sample.sharding_type != DATA_PARALLEL:
@@ -184,7 +189,7 @@ def _worked(sample: ExchangeSample, world: int) -> Exchange:
 
 
 def _idle(samples: Iterable[CollectiveSample]) -> dict[str, Vector]:
-    """For each collective (ms, ms per byte) of its elapsed time in which a rank is not busy."""
+    """For each collective, the elapsed time in which a rank is not busy, as (ms, ms per byte)."""
     groups: dict[str, list[CollectiveSample]] = {}
     for sample in samples:
         groups.setdefault(sample.collective, []).append(sample)
@@ -196,7 +201,7 @@ def _idle(samples: Iterable[CollectiveSample]) -> dict[str, Vector]:
 
 
 def _fit(features: Vector, times: Sequence[float]) -> Vector:
-    """Coefficients that make the relative errors small."""
+    """Coefficients with small relative errors."""
     scale = 1 / np.array(times)
     return _nnls(features * scale[:, None], np.ones(len(scale)))
 
@@ -224,6 +229,6 @@ def _nnls(a: Vector, b: Vector, sweeps: int = 3000) -> Vector:
 
 
 def _hats(value: float, knots: Vector) -> Vector:
-    """Weights, which sum to 1, of the ``knots`` next to log2 of ``value``, for linear interpolation."""
+    """Weights (with sum 1) of the ``knots`` next to log2 of ``value``, for linear interpolation."""
     at = float(np.clip(np.log2(max(value, 1.0)), knots[0], knots[-1]))
     return np.array([np.interp(at, knots, knot) for knot in np.eye(len(knots))])

@@ -1,4 +1,4 @@
-"""TorchRec's planner with measured costs: time of a shard, and of a step of a whole plan."""
+"""Measured costs for TorchRec's planner: the time of a shard, and of a step with a whole plan."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ MEASURED_AS = {
     ShardingType.GRID_SHARD.value: ShardingType.TABLE_ROW_WISE.value,
     ShardingType.TABLE_COLUMN_WISE.value: ShardingType.COLUMN_WISE.value,
 }
-"""Types that have no benchmark of their own, by the one with the same exchanges on each rank."""
+"""For sharding types without a benchmark, the type with the same exchanges on each rank."""
 SEQUENCES_AS = ShardingType.TABLE_WISE.value
-"""Rows that are not pooled come back as they are from whatever rank has them: no type adds them up."""
+"""Likewise for rows that are not pooled: the rank that has them sends them back, and no type sums them."""
 INPUT_EXCHANGES = 3
-"""All-to-alls of an input dist: sizes, lengths, ids."""
+"""The number of all-to-alls of an input dist: sizes, lengths, ids."""
 
 
 class TableCosts:
-    """What the shards of tables cost on one machine, by a cost model and the tables' statistics."""
+    """The costs of tables' shards on one machine, by a cost model and the tables' statistics."""
 
     def __init__(self, model: CostModel, stats: Mapping[str, FeatureStats], topology: Topology) -> None:
         self.model = model
@@ -46,12 +46,12 @@ class TableCosts:
 
     @staticmethod
     def measured_as(option: ShardingOption) -> str:
-        """The type whose exchanges were measured that ``option`` has."""
+        """The measured type with the same exchanges as ``option``."""
         kind: str = MEASURED_AS.get(option.sharding_type, option.sharding_type)
         return SEQUENCES_AS if not option.is_pooled and kind in ROW_TYPES else kind
 
     def know(self, options: Sequence[ShardingOption]) -> None:
-        """Take note of the options' tables, all of which compete for the caches."""
+        """Note the options' tables, all of which compete for the caches."""
         for option in options:
             if option.fqn not in self._touched:
                 rows, dim = option.tensor.shape
@@ -59,7 +59,7 @@ class TableCosts:
                 self._touched[option.fqn] = distinct * dim * 4
 
     def shard(self, option: ShardingOption, shard: Shard) -> Perf:
-        """Milliseconds that the shard's rank is busy with it, besides ``shared``."""
+        """Milliseconds that the shard's rank is busy with it, in addition to ``shared``."""
         (rows, dim), start = shard.size, shard.offset[0]
         local = option.sharding_type == DATA_PARALLEL
         samples = option.batch_size * (1 if local else self.world)
@@ -67,7 +67,7 @@ class TableCosts:
         bags = self._handed_out(option, samples, lookups)
         footprint = sum(self._touched.values()) / self.world
         forward, backward = self.model.lookup(Lookup(rows, dim, bags, lookups, distinct), footprint)
-        if local:  # its dense gradient and update are in ``shared``
+        if local:  # ``shared`` includes its dense gradient and update
             return Perf(forward, 0.0, 0.0, 0.0)
         exchange = self.model.exchange(self.measured_as(option), owned(dim, bags, lookups))
         return Perf(forward, exchange[1], backward, exchange[2], exchange[0])
@@ -105,13 +105,14 @@ class TableCosts:
         return np.array([exchange, idle("all_to_all", pooled), idle("all_to_all", pooled)])
 
     def _handed_out(self, option: ShardingOption, samples: float, lookups: float) -> float:
-        """Vectors of a table's rows for ``samples`` samples: one for each bag, or for each lookup."""
+        """The number of vectors that a table returns for ``samples`` samples: one for each bag, or for each
+        lookup."""
         return float(samples * len(option.input_lengths)) if option.is_pooled else lookups
 
     def _looked_up(
         self, option: ShardingOption, start: int, stop: int, samples: float
     ) -> tuple[float, float]:
-        """Lookups and distinct rows in rows ``start`` to ``stop`` of a table."""
+        """The numbers of lookups and of distinct rows in rows ``start`` to ``stop`` of a table."""
         found = [self.stats[name] for name in _feature_names(option) if name in self.stats]
         if found:
             totals = np.sum([stats.within(start, stop, samples) for stats in found], axis=0)
@@ -129,7 +130,7 @@ def _feature_names(option: ShardingOption) -> list[str]:
 
 
 class MeasuredEstimator(ShardEstimator):  # type: ignore[misc]
-    """Fills ``Shard.perf``, ms, from measurements of this machine in place of TorchRec's bandwidths."""
+    """Sets ``Shard.perf`` (ms) by measurements of this machine instead of TorchRec's bandwidths."""
 
     def __init__(
         self,
@@ -173,7 +174,8 @@ class MeasuredStep(PerfModel):  # type: ignore[misc]
         return ranks
 
     def _exchanges(self, plan: Sequence[ShardingOption]) -> list[tuple[str, list[ShardingOption]]]:
-        """The tables that share exchanges, of one collection and type, with what they are measured as."""
+        """The tables that share exchanges (of one collection and type), with the type that they are measured
+        as."""
         alike: dict[tuple[str, str], list[ShardingOption]] = {}
         for option in plan:
             alike.setdefault((option.path, option.sharding_type), []).append(option)
@@ -182,8 +184,8 @@ class MeasuredStep(PerfModel):  # type: ignore[misc]
     def rate(self, plan: list[ShardingOption]) -> float:
         """Milliseconds of a step.
 
-        Ranks wait for each other when pooled rows are exchanged and when the next batch's ids are; between
-        these, the slowest rank counts, or a host's cores when it has fewer than busy ranks.
+        Ranks wait for each other when pooled rows and when the next batch's ids are exchanged. Between these,
+        the slowest rank counts, or the host's cores if it has fewer cores than busy ranks.
         """
         ranks = self.busy(plan)
         waiting = np.zeros(3)

@@ -1,4 +1,4 @@
-"""What a machine's embedding operations cost, as measured; kept as a JSON file for later runs."""
+"""A machine's profile: measured costs of embedding operations, saved as a JSON file for later runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEMA = 1
 class LookupSample:
     """``tables`` equal tables in one TBE; bags, lookups and distinct rows are of each table.
 
-    ``forward`` and ``backward`` (which updates the rows) are ms for all tables that a rank is busy.
+    ``forward`` and ``backward`` (which updates the rows) are the ms that a rank is busy with all tables.
     """
 
     tables: int
@@ -40,7 +40,7 @@ class LookupSample:
 
 @dataclass(frozen=True)
 class CollectiveSample:
-    """One collective over all ranks, each with ``bytes`` of input: ms from call to end, and ms busy."""
+    """One collective over all ranks, each with ``bytes`` of input: elapsed ms, and busy ms."""
 
     collective: str
     bytes: int
@@ -50,10 +50,11 @@ class CollectiveSample:
 
 @dataclass(frozen=True)
 class ExchangeSample:
-    """A step of a small sharded collection: ms busy in input dist, forward and backward.
+    """A step of a small sharded collection: busy ms in input dist, forward and backward.
 
-    All lookups are of shards on rank 0: it ``owns`` them; the other ranks only send and receive.
-    ``samples`` and ``lookups`` (of each table) are of one rank, ``columns`` the parts of a table by columns.
+    All lookups are in shards on rank 0, which ``owns`` them; the other ranks only send and receive.
+    ``samples`` and ``lookups`` (of each table) are those of one rank; ``columns`` is the number of
+    column-wise parts of a table.
     """
 
     sharding_type: str
@@ -71,7 +72,7 @@ class ExchangeSample:
 
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 SHARDINGS = ("table_wise", "column_wise", "row_wise", "table_row_wise", "data_parallel")
-"""What is measured, by TorchRec's names."""
+"""The measured sharding types, by TorchRec's names."""
 _ABOVE_ZERO = (
     *("forward", "backward", "input", "elapsed", "tables", "rows", "dim", "columns", "bytes", "samples"),
     *("world", "local_world", "cores", "threads"),
@@ -81,12 +82,12 @@ Sample = TypeVar("Sample", LookupSample, CollectiveSample, ExchangeSample)
 
 @dataclass(frozen=True)
 class Machine:
-    """What the measurements hold for; another machine or version measures anew."""
+    """The machine and versions that measurements are valid for; others measure again."""
 
     processor: str
     cores: int
     threads: int
-    """Of torch on each rank."""
+    """The number of torch's threads on each rank."""
     torch_version: str
     fbgemm_version: str
     torchrec_version: str
@@ -113,7 +114,7 @@ class Machine:
         )
 
     def file(self, folder: Path) -> Path:
-        """Where its profile is kept."""
+        """The file of its profile."""
         text = json.dumps(asdict(self), sort_keys=True)
         return folder / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
@@ -129,7 +130,7 @@ class MachineProfile:
 
     @classmethod
     def least(cls, passes: Sequence[MachineProfile]) -> MachineProfile:
-        """Of each sample its least times in several passes of the same benchmarks."""
+        """The least times of each sample in several passes of the same benchmarks."""
         first = passes[0]
         return cls(
             first.machine,
@@ -148,12 +149,12 @@ class MachineProfile:
         )
 
     def text(self) -> str:
-        """As JSON."""
+        """The profile as JSON."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
 
     @classmethod
     def parse(cls, text: str, source: str) -> MachineProfile:
-        """Out of JSON from ``source``; raises ``UserError`` when it is not one of ours."""
+        """Parse JSON from ``source``; raises ``UserError`` if it is not a profile."""
         try:
             found = parse_json(text)
             schema = entries({"schema": int}, found)["schema"]
@@ -168,7 +169,7 @@ class MachineProfile:
         return profile
 
     def check(self) -> None:
-        """``Damaged`` where a benchmark is missing, or a figure is one that nobody can have measured."""
+        """``Damaged`` if a benchmark is missing or a figure is impossible."""
         measured = {s.collective for s in self.collectives}, {s.sharding_type for s in self.exchanges}
         if not self.lookups or measured != (set(COLLECTIVES), set(SHARDINGS)):
             raise Damaged("it lacks a benchmark, or has one that is unknown")
@@ -178,7 +179,7 @@ class MachineProfile:
                     raise Damaged(f"a {type(sample).__name__} has {name}={value}")
 
     def save(self, folder: Path) -> Path:
-        """Write it into ``folder``, whole or not at all; raises ``UserError`` where that fails."""
+        """Write it into ``folder`` atomically; raises ``UserError`` if that fails."""
         file = self.machine.file(folder)
         draft = file.with_suffix(f".{os.getpid()}.tmp")
         try:

@@ -1,8 +1,8 @@
 """Micro-benchmarks of this machine: lookups, collectives, and steps of small sharded collections.
 
-All ranks run the same ones at once, after a barrier, so that contention of cores and memory is in them.
-On CPU a rank's time is the CPU time of its process: waiting for others is not work. On CUDA it is
-elapsed time.
+All ranks run the same benchmark at the same time, after a barrier, so that it includes contention for cores
+and memory. On a CPU a rank's time is its process's CPU time, since waiting for others is not work. On CUDA it
+is elapsed time.
 """
 
 from __future__ import annotations
@@ -25,36 +25,38 @@ from recpipe_neo.machine_profile import COLLECTIVES, CollectiveSample, LookupSam
 from recpipe_neo.steps import measure_exchanges
 
 TABLES = ((4, 100), (1, 5_000), (4, 5_000), (4, 100_000), (4, 300_000), (1, 1_000_000))
-"""Equal tables in one TBE, and their rows: resident in any cache to mostly missing all."""
+"""Numbers of equal tables in one TBE, and their rows: from sizes that fit any cache to sizes that mostly miss
+all."""
 DIMS = (16, 64)
 SKEWS = (0.0, 1.05)
 """Exponents of the ids' Zipf distribution."""
 SHAPES = ((512, 1), (4096, 1), (2048, 10), (512, 50), (4096, 10))
-"""Bags of each table, and lookups of each bag."""
+"""Numbers of bags of each table, and of lookups of each bag."""
 POOL = 2**20
-"""Ids drawn for a table size and skew; batches are stretches of them, so that rows recur as they do."""
+"""How many ids are drawn for a table size and skew. Batches are sections of them, so that rows recur
+naturally."""
 BYTES = (2**12, 2**16, 2**19, 2**22, 2**24)
 PASSES = 2
-"""Over everything, of which the faster time counts: other programs on the machine disturb for seconds."""
+"""Passes over all benchmarks. The faster time counts, since other programs may disturb for seconds."""
 REPEATS = 5
 CACHE = 2**24
-"""Bytes that are read before each timed part, as the rest of a training step would: it finds cold caches."""
+"""Bytes read before each timed part, so that it finds cold caches, as after the rest of a training step."""
 
 
 class Clock:
-    """Milliseconds on ``device``: elapsed, and those that this process is busy."""
+    """Measures milliseconds on ``device``: elapsed time, and time that this process is busy."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._other = torch.ones(CACHE // 4, device=device)
 
     def start(self) -> npt.NDArray[np.float64]:
-        """As ``read``, with caches full of other data."""
+        """Like ``read``, after filling the caches with other data."""
         self._other.sum()
         return self.read()
 
     def read(self) -> npt.NDArray[np.float64]:
-        """(elapsed, busy) since some moment, after all queued work."""
+        """(elapsed, busy) since a fixed moment, after all queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         elapsed = time.perf_counter()
@@ -63,10 +65,10 @@ class Clock:
 
 
 def measure(group: dist.ProcessGroup, device: torch.device, optimizer: EmbOptimType) -> MachineProfile:
-    """Run all benchmarks; every rank of ``group`` must call this, and gets the same profile.
+    """Run all benchmarks. Every rank of ``group`` must call this and gets the same profile.
 
-    ``optimizer``: the tables' fused one. Times are medians of a few repetitions, then the mean over the
-    ranks, then the least of the passes.
+    ``optimizer``: the tables' fused optimizer. A time is the median of a few repetitions, then the mean over
+    the ranks, then the minimum over the passes.
     """
     clock = Clock(device)
     random = np.random.default_rng(group.rank())
@@ -85,7 +87,8 @@ def measure(group: dist.ProcessGroup, device: torch.device, optimizer: EmbOptimT
 
 
 def zipf(random: np.random.Generator, rows: int, count: int, skew: float) -> npt.NDArray[np.int64]:
-    """``count`` ids in [0, rows), rank r drawn as about r ** -skew, popular ones scattered over the table."""
+    """``count`` ids in [0, rows). The id of popularity rank r has a probability of about r ** -skew; popular
+    ids are scattered over the table."""
     uniform = random.random(count)
     if skew == 0:
         rank = uniform * rows
@@ -102,11 +105,12 @@ def measure_lookups(
     optimizer: EmbOptimType,
     pools: Mapping[tuple[int, float], npt.NDArray[np.int64]],
 ) -> Iterator[LookupSample]:
-    """Forward and backward with update of TBEs over the grid above; ``pools``: ids by rows and skew."""
+    """Measure forward, and backward with update, of TBEs over the grid above; ``pools``: ids by rows and
+    skew."""
     for tables, rows in TABLES:
         for dim in DIMS:
             tbe = _tbe(tables, rows, dim, optimizer, clock.device)
-            # All ids of a small table recur in every batch: skew changes nothing.
+            # All ids of a small table recur in every batch, so that skew changes nothing.
             for skew in SKEWS[: 1 if rows < SHAPES[0][0] else None]:
                 for bags, lookups in SHAPES:
                     times, distinct = _lookup(group, clock, tbe, pools[rows, skew], (tables, bags, lookups))
@@ -126,7 +130,7 @@ def _tbe(
     tbe = SplitTableBatchedEmbeddingBagsCodegen(
         [(rows, dim, *place)] * tables, optimizer=optimizer, learning_rate=0.01, device=device
     )
-    tbe.init_embedding_weights_uniform(-0.1, 0.1)  # pages that were never written all read the same zeros
+    tbe.init_embedding_weights_uniform(-0.1, 0.1)  # pages that were never written share one page of zeros
     return tbe
 
 
@@ -156,7 +160,7 @@ def _lookup(
 
 
 def measure_collectives(group: dist.ProcessGroup, clock: Clock) -> Iterator[CollectiveSample]:
-    """Each collective at several sizes."""
+    """Measure each collective at several sizes."""
     world = group.size()
     for name in COLLECTIVES:
         for size in BYTES:
@@ -193,7 +197,7 @@ def _collective(
 def _mean(
     group: dist.ProcessGroup, clock: Clock, values: npt.NDArray[np.float64] | list[float]
 ) -> list[float]:
-    """Over the ranks."""
+    """The mean over the ranks."""
     total = torch.tensor(values, dtype=torch.float64, device=clock.device)
     dist.all_reduce(total, group=group)
     mean: list[float] = (total / group.size()).tolist()

@@ -1,4 +1,4 @@
-"""Which rank holds which shard: k-way number partitioning of the shards' costs (Neo, ISCA'22, greedy and
+"""Assigns shards to ranks: k-way number partitioning of the shards' costs (Neo, ISCA'22, greedy and
 Karmarkar-Karp heuristics), within each rank's memory."""
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from torchrec.distributed.planner.types import (
 
 
 def greedy(costs: Sequence[float], k: int, loads: Sequence[float] | None = None) -> list[int]:
-    """The part, 0 .. k - 1, of each cost: the largest first, each to the part with the least load so far.
+    """The part, 0 .. k - 1, of each cost. The largest cost comes first; each goes to the part with the least
+    load.
 
-    Longest processing time first (Graham, 1969). ``loads``: what the k parts hold before.
+    Longest processing time first (Graham, 1969). ``loads``: the loads of the k parts before.
     """
     heap = [(load, part) for part, load in enumerate(loads or [0.0] * k)]
     heapq.heapify(heap)
@@ -39,9 +40,9 @@ def greedy(costs: Sequence[float], k: int, loads: Sequence[float] | None = None)
 def karmarkar_karp(costs: Sequence[float], k: int, loads: Sequence[float] | None = None) -> list[int]:
     """The part, 0 .. k - 1, of each cost, by the largest differencing method (Karmarkar and Karp, 1982).
 
-    Every cost starts as a solution of its own: k loads, all but one 0. The two solutions with the
-    largest spread become one, the most loaded part of one joined to the least loaded of the other, until
-    one is left. ``loads``, what the k parts hold before, is one more such solution, whose parts keep
+    Every cost starts as a solution with k loads, of which all but one are 0. The two solutions with the
+    largest spread are joined, the most loaded part of one with the least loaded part of the other, until one
+    solution is left. ``loads``, the loads of the k parts before, is one more such solution, whose parts keep
     their numbers.
     """
     start = list(loads or [0.0] * k)
@@ -66,7 +67,7 @@ def karmarkar_karp(costs: Sequence[float], k: int, loads: Sequence[float] | None
 
 
 _Part = tuple[float, list[int], int]
-"""Load, items, and the part's number (-1 until it meets the part that keeps one)."""
+"""Load, items, and the part's number (-1 until it is joined with a part that has one)."""
 
 
 def _solution(number: int, parts: list[_Part]) -> tuple[float, int, list[_Part]]:
@@ -79,12 +80,12 @@ def _descending(costs: Sequence[float]) -> list[int]:
 
 
 def work(perf: Perf) -> float:
-    """All of a shard's cost. TorchRec's total leaves the input dist out, which its pipelines can hide."""
+    """A shard's whole cost. TorchRec's total leaves out the input dist, which its pipelines can hide."""
     return float(perf.total + perf.input_dist_comms)
 
 
 def rank_loads(plan: Sequence[ShardingOption], world: int) -> list[float]:
-    """Cost of the shards on each rank of a placed plan."""
+    """The cost of the shards on each rank of a placed plan."""
     loads = [0.0] * world
     for option in plan:
         for shard in option.shards:
@@ -99,19 +100,20 @@ class LargestLoad(PerfModel):  # type: ignore[misc]
         self.world = world
 
     def rate(self, plan: list[ShardingOption]) -> float:
-        """In the unit of the shards' ``perf``, ms."""
+        """The cost in the unit of the shards' ``perf``, ms."""
         return max(rank_loads(plan, self.world))
 
 
 class GreedyPartitioner(Partitioner):  # type: ignore[misc]
-    """Largest shard first, each to the least loaded rank that has room for it.
+    """Places the largest shard first, each on the least loaded rank that has room for it.
 
-    Only the shards of table-wise and column-wise options may go to any rank. The others' places come from
-    TorchRec's ``GreedyPerfPartitioner`` and their load counts. Raises ``PlannerError`` where it does not fit.
+    Only the shards of table-wise and column-wise options may go to any rank. TorchRec's
+    ``GreedyPerfPartitioner`` places the others, and their load counts. Raises ``PlannerError`` if something
+    does not fit.
     """
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
-        """``proposal`` with every shard's ``rank`` set; ``storage_constraint`` stays as it is."""
+        """``proposal`` with every shard's ``rank`` set; ``storage_constraint`` does not change."""
         fixed = [option for option in proposal if not _placed_freely(option)]
         shards = [shard for option in proposal if _placed_freely(option) for shard in option.shards]
         if fixed:
@@ -127,7 +129,7 @@ class GreedyPartitioner(Partitioner):  # type: ignore[misc]
 
 
 class KarmarkarKarpPartitioner(GreedyPartitioner):
-    """Largest differencing; the greedy placement where that is better, or where only that fits."""
+    """The largest differencing method, or the greedy placement if that is better or if only that fits."""
 
     def _places(self, shards: Sequence[Shard], loads: Sequence[float], room: Sequence[Storage]) -> list[int]:
         costs = [work(cast(Perf, shard.perf)) for shard in shards]
@@ -142,14 +144,15 @@ class KarmarkarKarpPartitioner(GreedyPartitioner):
 
 
 class BestPartitioner(Partitioner):  # type: ignore[misc]
-    """The placement that ``model`` rates best of those of several partitioners."""
+    """Takes, of several partitioners' placements, the one that ``model`` rates best."""
 
     def __init__(self, partitioners: Sequence[Partitioner], model: PerfModel) -> None:
         self.partitioners = partitioners
         self.model = model
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
-        """``proposal`` with every shard's ``rank`` set; raises ``PlannerError`` when none can place it."""
+        """``proposal`` with every shard's ``rank`` set; raises ``PlannerError`` if no partitioner can place
+        it."""
         rated: list[tuple[float, list[list[int | None]]]] = []
         failure: PlannerError | None = None
         for partitioner in self.partitioners:
@@ -174,7 +177,7 @@ def _placed_freely(option: ShardingOption) -> bool:
 
 
 def _room(capacity: list[Storage], placed: Sequence[ShardingOption]) -> list[Storage]:
-    """What is left of each rank's memory."""
+    """The free memory of each rank."""
     for option in placed:
         for shard in option.shards:
             rank = cast(int, shard.rank)
@@ -197,7 +200,7 @@ def _fits(shards: Sequence[Shard], parts: Sequence[int], room: Sequence[Storage]
 
 
 def _greedy_within(shards: Sequence[Shard], loads: Sequence[float], room: Sequence[Storage]) -> list[int]:
-    """By cost; where a large table then finds no room, by size, as TorchRec does."""
+    """Greedy placement by cost; if a large table then finds no room, by size, as in TorchRec."""
     try:
         return _first_fit(shards, loads, room, lambda shard: work(cast(Perf, shard.perf)))
     except PlannerError:

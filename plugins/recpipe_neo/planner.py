@@ -43,7 +43,7 @@ Sharders = list[ModuleSharder[nn.Module]]
 
 
 class PlanRecord(Prediction):
-    """What a planner predicted of the plan that it chose; filled on rank 0, which plans."""
+    """What a planner predicted for the plan that it chose; filled on rank 0, which plans."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -51,14 +51,15 @@ class PlanRecord(Prediction):
         self.step_ms: float | None = None
         """Predicted time of a step's embedding part, in ms of the planner's own cost model."""
         self.ranks: dict[int, dict[str, float]] = {}
-        """By rank and table: predicted ms of the table's shards on the rank."""
+        """The predicted ms of a table's shards on a rank, by rank and table."""
         self.sharding: dict[str, str] = {}
-        """Sharding type by table."""
+        """The sharding type of each table."""
         self.busy_ms: list[float] = []
-        """By rank, with the exchanges that all ranks share; of a measured plan only."""
+        """The predicted ms of each rank, including the exchanges that all ranks share; only for a measured
+        plan."""
 
     def log(self, *, best_plan: list[ShardingOption], **said: Any) -> None:
-        """TorchRec's hook: the chosen plan."""
+        """Called by TorchRec with the chosen plan."""
         super().log(best_plan=best_plan)
         self.ranks = {rank: {} for rank in range(said["topology"].world_size)}
         self.sharding = {option.name: option.sharding_type for option in best_plan}
@@ -83,14 +84,13 @@ def make_planner(
     record: PlanRecord | None = None,
     features: Mapping[str, Sequence[str]] | None = None,
 ) -> ShardingPlanner:
-    """The planner of ``kind``, one of ``PLANNERS``; its sharder should be core's ``TableSharder``.
+    """Make the planner of ``kind``, one of ``PLANNERS``; its sharder should be core's ``TableSharder``.
 
     ``constraints`` limit each table's sharding types and kernels. Column-wise options are cut at
-    ``min_partition`` columns. ``stats`` of features, see ``feature_stats``: without them, lookups are
-    expected as the constraints' ``pooling_factors`` say; TorchRec's own planner knows these alone.
-    ``features``: of each table, by its ``module_name``; None: every table has one, of its name.
-    ``profile_dir``: where ``measured`` keeps this machine's measurements. ``record`` is told what was
-    predicted.
+    ``min_partition`` columns. ``stats`` of features: see ``feature_stats``. Without them, the constraints'
+    ``pooling_factors`` give the expected lookups; TorchRec's own planner uses only those. ``features``: the
+    features of each table, by its ``module_name``; None: every table has one feature with its name.
+    ``profile_dir``: where ``measured`` keeps this machine's measurements. ``record`` gets the predictions.
     Raises ``UserError`` for an unknown kind, or when ``measured`` lacks its directory.
     """
     if kind not in PLANNERS:
@@ -120,7 +120,7 @@ def make_planner(
 
 
 class MeasuredPlanner(ShardingPlanner):  # type: ignore[misc]
-    """Plans by what lookups and exchanges take on this machine, measured once and kept.
+    """Plans by the times of lookups and exchanges on this machine, which are measured once and saved.
 
     Proposes whole and cut tables, places them by greedy and by largest differencing, and takes the plan
     with the lowest predicted step. Rank 0 plans; TorchRec sends the plan to the others.
@@ -146,7 +146,7 @@ class MeasuredPlanner(ShardingPlanner):  # type: ignore[misc]
     def collective_plan(
         self, module: nn.Module, sharders: Sharders, pg: dist.ProcessGroup | None = None
     ) -> ShardingPlan:
-        """Every rank of ``pg`` (the world's by default) must call this: all measure where nobody has yet."""
+        """Every rank of ``pg`` (by default all) must call this. If there is no profile yet, all measure."""
         group = pg or dist.group.WORLD
         assert group is not None, "planning for several ranks needs their process group"
         device = torch.device(self.topology.compute_device)
@@ -156,7 +156,8 @@ class MeasuredPlanner(ShardingPlanner):  # type: ignore[misc]
         return self._planner(self.profile).collective_plan(module, sharders, group)
 
     def plan(self, module: nn.Module, sharders: Sharders) -> ShardingPlan:
-        """Plan alone, by what an earlier run of as many ranks has measured; ``UserError`` where none has."""
+        """Plan alone, by the profile of an earlier run with the same number of ranks; ``UserError`` if there
+        is none."""
         if self.profile is None:
             optimizer = fused_optimizer(sharders)
             self.profile = saved_profile(self.profile_dir, self.topology.world_size, optimizer)
@@ -193,7 +194,7 @@ def fused_optimizer(sharders: Sharders) -> EmbOptimType:
 
 
 def saved_profile(folder: Path, world: int, optimizer: EmbOptimType) -> MachineProfile:
-    """The newest profile of ``world`` ranks; ``UserError`` where nobody has measured any."""
+    """The newest profile of ``world`` ranks; ``UserError`` if there is none."""
     files = sorted(folder.glob("profile-*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     profiles = (MachineProfile.parse(_text(file), str(file)) for file in files)
     for profile in profiles:
@@ -208,7 +209,8 @@ def saved_profile(folder: Path, world: int, optimizer: EmbOptimType) -> MachineP
 def load_or_measure(
     folder: Path, group: dist.ProcessGroup, device: torch.device, optimizer: EmbOptimType
 ) -> MachineProfile:
-    """Rank 0's profile of this machine, on every rank; measured by all, and saved, when it has none."""
+    """Rank 0's profile of this machine, on every rank; if there is none, all ranks measure one and it is
+    saved."""
     file = Machine.current(group, device, optimizer).file(folder)
     text = _text(file) if group.rank() == 0 and file.exists() else ""
     text = _from_first(text, group, device)
@@ -223,7 +225,7 @@ def load_or_measure(
 
 
 def _text(file: Path) -> str:
-    """What is in it; bytes that are no text are for the parser to refuse."""
+    """The file's text; bytes that are not text are replaced, so that the parser refuses them."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError as fault:
@@ -246,7 +248,8 @@ def _with_pooling(
     stats: Mapping[str, FeatureStats],
     features: Mapping[str, Sequence[str]] | None,
 ) -> Constraints:
-    """Measured pooling factors for TorchRec's analytic costs, where the user gave none; by table name."""
+    """The constraints by table name, with measured pooling factors for TorchRec's analytic costs if the user
+    gave none."""
     limits = dict(constraints)
     for name, of_table in (features or {module_name(feature): [feature] for feature in stats}).items():
         limit = limits.get(name, ParameterConstraints())

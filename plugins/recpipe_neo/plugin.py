@@ -1,4 +1,5 @@
-"""Neo as a plugin: where tables may lie, who plans it, and in which precision they are kept and sent."""
+"""Neo as a plugin: limits of placements, the planner, and the precision in which tables are stored and
+sent."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from recpipe_neo.split import ROW_TYPES
 from recpipe_neo.stats import feature_stats
 
 SAMPLED_BATCHES = 4
-"""From which the planners learn what is looked up."""
+"""How many batches the planners sample to learn what is looked up."""
 SHARDING_TYPES = tuple(t.value for t in ShardingType)
 
 
 class Neo(Plugin):
-    """Sharded tables, planned and sent at will (arXiv 2104.05158)."""
+    """Sharded tables with a choice of planners and precisions (arXiv 2104.05158)."""
 
     api = (2, 0)
 
@@ -57,7 +58,7 @@ class Neo(Plugin):
         self.alters = frozenset(altered)
 
     def contribute(self, ctx: Context) -> Contribution:
-        """The planner, and what tables are stored and sent in."""
+        """The planner, and the types in which tables are stored and sent."""
         for pattern in self.types:
             if not any(fnmatchcase(name, pattern) for name in ctx.tables):
                 raise PluginError(
@@ -86,10 +87,10 @@ class Limits:
     """Whether tables may not be split by rows: int8 has no reduce-scatter."""
     stochastic_rounding: bool | None
     parts: int
-    """How many column-wise parts a table may have where the recipe asks for some."""
+    """How many column-wise parts a table may have, if the recipe limits it."""
 
     def of(self, table: TableInfo) -> ParameterConstraints:
-        """The recipe's types; the first pattern that matches counts."""
+        """The sharding types of the recipe for a table; the first matching pattern counts."""
         said = next((t for pattern, t in self.types.items() if fnmatchcase(table.name, pattern)), None)
         types = list(said or SHARDING_TYPES)
         if self.whole_rows and table.pooled:
@@ -108,13 +109,13 @@ class Limits:
 
 
 class NeoPlanner(Planner):
-    """The planner for the run's data, with what it predicts as ``prediction``, where core looks for it."""
+    """Makes the planner for the run's data. ``prediction``, where core looks for it, has what it predicts."""
 
     def __init__(self, kind: str, ctx: Context, cache_dir: Path | None, limits: Limits) -> None:
         self.kind, self.ctx, self.cache_dir, self.limits = kind, ctx, cache_dir, limits
 
     def constrain(self, table: TableInfo) -> ParameterConstraints:
-        """The recipe's limits."""
+        """The recipe's limits for ``table``."""
         return self.limits.of(table)
 
     def make(self, topology: Topology, constraints: Mapping[str, ParameterConstraints]) -> ShardingPlanner:

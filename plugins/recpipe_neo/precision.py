@@ -1,4 +1,5 @@
-"""Fewer bits: between ranks (Neo, section 5.3) and in the tables; what does not work is refused."""
+"""Fewer bits between ranks (Neo, section 5.3) and in the tables; combinations that do not work are
+refused."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ TABLE_PRECISIONS = ("fp32", "fp16", "bf16")
 
 
 class LowPrecision(Quantizer):
-    """All tables in one type, and what travels in others.
+    """Stores all tables in one type, and sends rows and gradients in others.
 
-    ``wire``: precisions of rows and of their gradients; ``pooled``: of each table, whether its rows are
+    ``wire``: the precisions of rows and of their gradients; ``pooled``: for each table, whether its rows are
     summed by bag.
     """
 
@@ -24,7 +25,7 @@ class LowPrecision(Quantizer):
         self.table, self.wire, self.pooled = table, wire, tuple(pooled)
 
     def storage(self, table: TableInfo) -> str | None:
-        """None where it is float32: other plugins may have a say then."""
+        """None for float32, so that other plugins may decide."""
         return None if self.table == "fp32" else self.table
 
     def codecs(self) -> Mapping[tuple[CommOp, Direction], Any]:
@@ -33,7 +34,7 @@ class LowPrecision(Quantizer):
 
 
 def refuse_unsupported(device: str, table: str, stochastic_rounding: bool) -> None:
-    """``PluginError`` on what FBGEMM would ignore or fail at on ``device``."""
+    """``PluginError`` for what FBGEMM would ignore, or fail to do, on ``device``."""
     if device.startswith("cuda"):
         return
     if table == "bf16":

@@ -1,7 +1,7 @@
-"""Neo's order of work: cut the tables that are too costly for one rank, then place what there is.
+"""Neo's procedure: first cut the tables that are too costly for one rank, then place all parts.
 
-One table above the mean load per rank bounds every placement of whole tables from below, so that no
-heuristic helps: it must be split by rows or columns.
+A table that costs more than the mean load per rank limits every placement of whole tables, whatever the
+heuristic; it must be split by rows or columns.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ ROW_TYPES = (
     ShardingType.TABLE_ROW_WISE.value,
     ShardingType.GRID_SHARD.value,
 )
-"""Sharding types whose pooled rows are sums over ranks: a reduce-scatter."""
+"""Sharding types whose pooled rows are sums over ranks, which takes a reduce-scatter."""
 SPLITS = (*ROW_TYPES, ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 """Sharding types that cut a table into parts."""
 
 _WHOLE = (ShardingType.TABLE_WISE.value,)
 MOST_CUT = 8
-"""How many of the costliest tables a thorough proposer cuts at most."""
+"""The most tables, beginning with the costliest, that a thorough proposer cuts."""
 Plan = dict[str, ShardingOption]
-"""One option for each table, by the table's full name."""
+"""A plan: one option for each table, by the table's full name."""
 Tables = dict[str, list[ShardingOption]]
 """All of a table's options."""
 
 
 def cost(option: ShardingOption) -> float:
-    """Of all shards of ``option``, ms summed over the ranks."""
+    """The cost of all shards of ``option``, in ms summed over the ranks."""
     return sum(work(cast(Perf, shard.perf)) for shard in option.shards)
 
 
 class SplitProposer(Proposer):  # type: ignore[misc]
-    """Proposes whole tables, then tables cut where they exceed the mean load per rank.
+    """Proposes whole tables, then plans in which tables above the mean load per rank are cut.
 
-    The proposals, in this order: every table unsplit; cut by the cheapest option of each table; cut by one
-    sharding type alone, for each type (every type in a plan has exchanges of its own); with ``thorough``,
-    the costliest one, two, ... tables cut, and each table's cheapest option; then each of these with small
-    tables replicated where that is cheaper. The planner's performance model chooses.
+    The proposals are, in this order: every table unsplit; costly tables cut by their cheapest option; costly
+    tables cut by a single sharding type, for each type (every type in a plan has its own exchanges); with
+    ``thorough``, the costliest one, two, ... tables cut, and each table's cheapest option; then each of these
+    with small tables replicated if that is cheaper. The planner's performance model chooses.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SplitProposer(Proposer):  # type: ignore[misc]
         self.proposals: list[list[ShardingOption]] = []
 
     def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """Makes the proposals out of the options, whose ``perf`` is filled in."""
+        """Make the proposals from the options, whose ``perf`` is set."""
         tables: Tables = {}
         for option in search_space:
             tables.setdefault(option.fqn, []).append(option)
@@ -86,7 +86,7 @@ class SplitProposer(Proposer):  # type: ignore[misc]
     def split(self, whole: Plan, tables: Tables, kinds: Sequence[str]) -> Plan:
         """``whole`` with tables cut, the costliest first, until none exceeds the mean load per rank.
 
-        Cutting adds cost and so raises the mean. A table that no type of ``kinds`` cuts stays whole.
+        Cutting adds cost and so raises the mean. Tables that no type of ``kinds`` cuts stay whole.
         """
         plan = dict(whole)
         total = sum(map(self.cost, plan.values()))
@@ -106,7 +106,7 @@ class SplitProposer(Proposer):  # type: ignore[misc]
         return plan
 
     def replicate(self, plan: Plan, tables: Tables) -> Plan:
-        """``plan`` with data parallelism for the tables whose all-reduce costs less than their option."""
+        """``plan`` with data parallelism for tables whose all-reduce costs less than their option."""
         copies = {name: _of(tables[name], (ShardingType.DATA_PARALLEL.value,)) for name in plan}
         return {name: self._cheapest([option, *copies[name]]) for name, option in plan.items()}
 

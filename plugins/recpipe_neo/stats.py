@@ -1,4 +1,4 @@
-"""What sampled batches say about the tables' load: lookups and distinct rows, also of parts of a table."""
+"""Statistics of the tables' load in sampled batches: lookups and distinct rows, also for parts of a table."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class FeatureStats:
     """One feature's lookups in sampled global batches."""
 
     rows: Rows
-    """Looked-up rows, int64 [n], ascending; a row is there once for each batch that has it."""
+    """Looked-up rows, int64 [n], ascending; a row occurs once for each batch that has it."""
     counts: Rows
-    """How often that batch looks it up, int64 [n]."""
+    """How many times that batch looks the row up, int64 [n]."""
     batches: int
     samples: float
-    """Samples per batch."""
+    """The number of samples per batch."""
     growth: float
-    """Exponent of distinct rows over samples, from half a batch to a whole one: 0 (no new rows) to 1."""
+    """The exponent by which distinct rows grow with samples, from half a batch to a whole one: 0 (no new
+    rows) to 1."""
 
     @property
     def lookups_per_sample(self) -> float:
@@ -36,11 +37,12 @@ class FeatureStats:
 
     @property
     def distinct(self) -> float:
-        """Distinct rows per global batch."""
+        """The mean number of distinct rows per global batch."""
         return len(self.rows) / self.batches
 
     def within(self, start: int, stop: int, samples: float) -> tuple[float, float]:
-        """Lookups and distinct rows of rows ``start`` to ``stop`` that ``samples`` samples have."""
+        """The numbers of lookups and of distinct rows of ``samples`` samples in rows ``start`` to
+        ``stop``."""
         first, last = np.searchsorted(self.rows, (start, stop))
         ratio = samples / self.samples
         lookups = float(self.counts[first:last].sum()) / self.batches * ratio
@@ -49,10 +51,10 @@ class FeatureStats:
 
 
 def feature_stats(batches: Iterable[object]) -> dict[str, FeatureStats]:
-    """Statistics of every feature over a few global batches of equal size, whatever their type.
+    """Statistics of every feature over a few global batches of equal size and any type.
 
-    Of a feature that several parts of a batch have, the first one's.
-    Raises ``UserError`` when there is no batch, or none with a sample.
+    If several parts of a batch have a feature, the first one counts.
+    Raises ``UserError`` if there is no batch, or no batch has samples.
     """
     sizes: list[int] = []
     seen: dict[str, list[tuple[Rows, Rows, int]]] = {}

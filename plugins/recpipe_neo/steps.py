@@ -38,7 +38,7 @@ GENERATORS = {
     ShardingType.TABLE_ROW_WISE.value: table_row_wise(host_index=0),
     ShardingType.DATA_PARALLEL.value: data_parallel(),
 }
-"""Placements with all rows that are looked up on rank 0."""
+"""Placements in which all rows that are looked up are on rank 0."""
 SHAPES = (
     (1, 1_000, 16, 64, 1),
     (8, 1_000, 16, 64, 1),
@@ -47,14 +47,14 @@ SHAPES = (
     (8, 1_000, 16, 1024, 10),
     (8, 20_000, 64, 256, 1),
 )
-"""Tables, rows, dim, samples of each rank, lookups per bag."""
+"""The grid: tables, rows, dim, samples of each rank, lookups per bag."""
 REPEATS = 8
 
 
 def measure_exchanges(
     group: dist.ProcessGroup, clock: Clock, optimizer: EmbOptimType
 ) -> Iterator[ExchangeSample]:
-    """Steps of each sharding type: what rank 0 is busy with, and what the others are on average."""
+    """Measure steps of each sharding type: the busy time of rank 0, and the mean busy time of the others."""
     for kind in GENERATORS:
         for shape in SHAPES:
             mine = torch.zeros(2, 4, dtype=torch.float64, device=clock.device)
@@ -70,7 +70,7 @@ def measure_exchanges(
                     yield ExchangeSample(
                         kind, owns, tables, rows, dim, columns, samples, samples * pooling, *times
                     )
-    # Sharded modules are reference cycles. One with a DistributedDataParallel inside that outlives the
+    # Sharded modules have reference cycles. One with a DistributedDataParallel inside that outlives the
     # process group can abort the process at its exit.
     gc.collect()
 
@@ -105,7 +105,7 @@ def _step(
         begin = clock.start()
         pooled.backward(pooled.detach())
         for parameter in dense:
-            if parameter.grad is not None:  # an update of all rows, which fused optimizers do not need
+            if parameter.grad is not None:  # the update of all rows; fused optimizers do not need it
                 parameter.data.add_(parameter.grad, alpha=-0.01)
                 parameter.grad = None
         ends.append(clock.read() - begin)
@@ -136,7 +136,7 @@ def _sharded(
         world_size=group.size(),
         device_type=device.type,
     )
-    if kind == ShardingType.TABLE_ROW_WISE.value:  # its generator takes no kernel and leaves a dense one
+    if kind == ShardingType.TABLE_ROW_WISE.value:  # TorchRec's generator takes no kernel and sets a dense one
         for parameter in plan.values():
             parameter.compute_kernel = "fused"
     return sharder.shard(tables, plan, ShardingEnv.from_process_group(group), device)

@@ -1,4 +1,4 @@
-"""What rounding does to rows that are written back, from a sample of them."""
+"""Measures the effect of rounding on a sample of the rows that are written back."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from recpipe.plugin import Figure, RecordLayout, RowCodec
 
 B = TypeVar("B")
 EVERY = 8
-"""Of so many calls of ``encode`` one is looked at ..."""
+"""One in so many calls of ``encode`` is sampled."""
 ROWS = 32
-"""... and of it at most so many rows."""
+"""The most rows that are sampled in a call."""
 
 
 class Meter:
-    """Largest and mean difference of weights that training writes back; first values are not counted."""
+    """The largest and the mean rounding error of weights that training writes back; first values are not
+    counted."""
 
     def __init__(self) -> None:
         self.rows = self.values = self.calls = 0
@@ -28,18 +29,18 @@ class Meter:
         self._lock = threading.Lock()
 
     def begun(self, batches: Iterator[B]) -> Iterator[B]:
-        """``batches`` as they are: training asks for them."""
+        """Pass ``batches`` on unchanged; when they are asked for, training begins."""
         self._counts = True
         yield from batches
 
     def wants(self) -> bool:
-        """Whether this call is one of those that are looked at."""
+        """Whether to sample this call."""
         with self._lock:
             self.calls += self._counts
             return self._counts and self.calls % EVERY == 1
 
     def add(self, weights: NDArray[np.float32], kept: NDArray[np.float32]) -> None:
-        """Weights of some rows, float32 [n, dim], and what is kept of them."""
+        """Add weights of some rows, float32 [n, dim], and what the codec keeps of them."""
         errors = np.abs(kept.astype(np.float64) - weights)
         with self._lock:
             self.rows += len(weights)
@@ -49,7 +50,7 @@ class Meter:
             self.sum_of_sizes += float(np.abs(weights).sum())
 
     def figures(self) -> dict[str, Figure]:
-        """For the report."""
+        """The figures for the report."""
         values = max(1, self.values)
         return {
             "sampled_rows": self.rows,
@@ -60,7 +61,7 @@ class Meter:
 
 
 class Metered(RowCodec):
-    """``codec``, whose errors ``meter`` samples."""
+    """A wrapper of ``codec`` whose rounding errors ``meter`` samples."""
 
     def __init__(self, codec: RowCodec, layout: RecordLayout, meter: Meter) -> None:
         self.codec, self.layout, self.meter = codec, layout, meter

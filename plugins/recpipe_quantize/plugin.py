@@ -30,7 +30,8 @@ COLD: Mapping[str, Callable[[RecordLayout], RowCodec]] = {
     "bf16": Bf16Rows,
 }
 TYPES = ("fp32", "fp16", "bf16")
-"""Of tables, and of what travels; rows of int8 travel by ``neo``, whose planner keeps them whole."""
+"""The types of tables and of rows sent between ranks. int8 between ranks is offered by ``neo``, whose planner
+keeps rows whole."""
 WEIGHT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -54,7 +55,7 @@ class Quantize(Plugin):
         self.alters = frozenset(altered)
 
     def contribute(self, ctx: Context) -> Contribution:
-        """The quantizer and its figures; nothing where all is float32."""
+        """The quantizer and its figures; an empty contribution if all is float32."""
         if not self.alters:
             return Contribution()
         made = FewerBits(self, [table.pooled for table in ctx.tables.values()])
@@ -66,14 +67,15 @@ class Quantize(Plugin):
 
 
 class FewerBits(Quantizer):
-    """What the knobs say; ``pooled``: of each table, whether its rows are summed by bag."""
+    """The quantizer that the knobs describe; ``pooled``: for each table, whether its rows are summed by
+    bag."""
 
     def __init__(self, knobs: Quantize, pooled: list[bool]) -> None:
         self.knobs, self.pooled, self.tables = knobs, pooled, knobs.tables
         self.meter = Meter()
 
     def cold(self, layout: RecordLayout) -> RowCodec | None:
-        """The built-in codec, watched."""
+        """The built-in codec, with its errors metered."""
         if self.knobs.cold == "fp32":
             return None
         return Metered(COLD[self.knobs.cold](layout), layout, self.meter)
@@ -83,12 +85,12 @@ class FewerBits(Quantizer):
         return None if self.knobs.storage == "fp32" else self.knobs.storage
 
     def codecs(self) -> Mapping[tuple[Any, Direction], Any]:
-        """TorchRec's."""
+        """TorchRec's codecs."""
         return wire_codecs(*self.knobs.wire, self.pooled)
 
 
 def figures(knobs: Quantize, made: FewerBits, tables: Mapping[str, TableInfo]) -> dict[str, Figure]:
-    """Bytes before and after, of the tables that are quantized; and what rounding did on this rank."""
+    """Bytes of the quantized tables before and after, and the effect of rounding on this rank."""
     chosen = [table for name, table in tables.items() if fnmatchcase(name, knobs.tables)]
     rows = sum(table.rows for table in chosen)
     before = sum(table.rows * 4 * (table.dim + table.state) for table in chosen)

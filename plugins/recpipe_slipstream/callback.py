@@ -1,4 +1,4 @@
-"""Slipstream along the training loop: when snapshots are taken, and what follows from them."""
+"""Slipstream's callback in the training loop: takes snapshots and acts on them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from recpipe_slipstream.snapshot import Changes, changes, count_touches
 from recpipe_slipstream.threshold import SEARCHES, input_scores, stale_share
 
 FILLED = 0.01
-"""Hot rows have settled when a batch adds less than this share to them, or when no slot is empty."""
+"""Hot rows have settled if a batch adds less than this share to them, or if no slot is empty."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """The plugin's knobs with shares turned into batches; see its yaml."""
+    """The plugin's knobs, with shares converted to batches; see its yaml."""
 
     drop: float
     window: int
@@ -39,15 +39,15 @@ class Method:
 
 @dataclass
 class Totals:
-    """Sums over the batches trained so far, kept over a resume; seconds are of host time."""
+    """Sums over the batches trained so far, also before a resume; seconds are host time."""
 
     samples: int = 0
     hot: int = 0
     dropped: int = 0
     marked_hot: int = 0
-    """Hot inputs that the marks in force have classified, ..."""
+    """How many hot inputs the marks in force have classified."""
     marked_dropped: int = 0
-    """... and those of them that were left out."""
+    """How many of them were left out."""
     snapshots: int = 0
     threshold: float = 0.0
     sampled_inputs: int = 0
@@ -61,8 +61,9 @@ class Totals:
 class StaleInputs(L.Callback):
     """Opens windows, compares their snapshots, finds the threshold and marks rows.
 
-    ``batches(i)`` reads the epoch's batches from number i on; ``lookups``: of a batch, rows numbered over all
-    tables. Everything is decided by batch number, so that several trainers, and a resumed run, decide alike.
+    ``batches(i)`` reads the epoch's batches from number i on; ``lookups`` returns a batch's rows, numbered
+    over all tables. All decisions depend on batch numbers, so that several trainers and a resumed run decide
+    alike.
     """
 
     def __init__(
@@ -78,39 +79,39 @@ class StaleInputs(L.Callback):
         self.batches = batches
         self.seed = seed
         self.rows, self.dim = rows, dim
-        """Of all tables."""
+        """The number of rows of all tables."""
         self.classifier = InputClassifier(
             method.stale_lookups, lookups, seed if method.control == "random" else None
         )
         self.view: RowView | None = None
         self.totals = Totals()
         self.done = 0
-        """Batches trained."""
+        """How many batches have been trained."""
         self.next_window: int | None = method.start
-        """The first batch that the next window may begin with; None: there will be none."""
+        """The first batch at which the next window may begin; None: there will be no further window."""
         self.before: Mark | None = None
-        """S0 of the open window."""
+        """The snapshot S0 of the open window."""
         self.touches: NDArray[np.int64] = np.empty(0, np.int64)
-        """The window's lookups of each of S0's rows."""
+        """How many lookups each of S0's rows had in the window."""
         self._resident = 0
-        """Rows in slots after the last trained batch, ..."""
+        """How many rows were in slots after the last trained batch."""
         self._gained = 0
-        """... and how many of them that batch has added."""
+        """How many of them that batch has added."""
 
     # -- Lightning's hooks -------------------------------------------------------------------
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch, and do what is due before the next one."""
+        """Count the batch, and do the work that is due before the next one."""
         self.after_batch()
 
     def start(self, view: RowView) -> None:
-        """Go on after ``done`` batches, with the rows in ``view``."""
+        """Start, or continue after ``done`` batches, with the rows in ``view``."""
         self.view, self._resident = view, view.resident_count
 
     def after_batch(self) -> None:
-        """One more batch has been trained."""
+        """Handle a batch that has been trained."""
         view = self.view
         assert view is not None, "training has begun"
         before, self._resident = self._resident, view.resident_count
@@ -134,11 +135,11 @@ class StaleInputs(L.Callback):
     # -- blocks ------------------------------------------------------------------------------
 
     def _advance(self, view: RowView) -> None:
-        """Open a window, begin it or end it, when batch ``done`` is the next one."""
+        """Open, begin or end a window before batch ``done``."""
         window = self.classifier.window
         start = perf_counter()
         if window is None:
-            # Batch ``done`` may have been classified already, so a window begins one batch later.
+            # Batch ``done`` may have been classified already, so that a window begins one batch later.
             first = self.done + 1
             if self.next_window is None or first + 1 < self.next_window:
                 return
@@ -154,13 +155,13 @@ class StaleInputs(L.Callback):
         self.totals.snapshot_seconds += perf_counter() - start
 
     def _settled(self, view: RowView) -> bool:
-        """Whether hot rows have their slots: a window in which they still come would see few of them."""
+        """Whether hot rows have settled in their slots; a window before that would see few of them."""
         resident = self._resident
         full = resident == view.slots
         return resident > 0 and (full or self._gained < FILLED * resident)
 
     def _mark(self, view: RowView, window: tuple[int, int]) -> None:
-        """The window is over: take the second snapshot, find the threshold, mark rows."""
+        """End the window: take the second snapshot, find the threshold, mark rows."""
         assert self.before is not None
         before = self.before
         moved = changes(before.rows, view.moved(before), self.touches, self.method.min_touches)
@@ -168,7 +169,7 @@ class StaleInputs(L.Callback):
         every = self.method.snapshot_every
         self.next_window = None if every is None else window[0] + every
         if not len(moved.rows):
-            # The hot set was replaced meanwhile, as when another plugin's phase ends: try again.
+            # The hot set was replaced meanwhile, for example when another plugin's phase ended: try again.
             self.next_window = self.done
             return
         start = perf_counter()
@@ -215,7 +216,7 @@ class StaleInputs(L.Callback):
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """``Damaged`` on what cannot be ``state_dict()``'s result."""
+        """``Damaged`` if the state cannot be a result of ``state_dict()``."""
         found = entries(_STATE, state)
         within(found, "done", 0)
         before = found["before"]
@@ -236,7 +237,7 @@ class StaleInputs(L.Callback):
             raise Damaged("rows are not in order")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``'s result; knobs may differ, and count from here on."""
+        """Continue from ``state_dict()``'s result; knobs may differ, and the new ones count from here on."""
         self.done = state_dict["done"]
         self.next_window = state_dict["next_window"]
         window = state_dict["window"]
@@ -258,10 +259,11 @@ _STATE = {
     "totals": Totals,
 }
 _MARKS = {"first": int, "rows": NDArray[np.int64], "stale": NDArray[np.bool_], "total_rows": int}
-"""What a checkpoint has, and the types."""
+"""The entries in a checkpoint, and their types."""
 
 
 def batches_of(share: float, samples: int, batch_size: int) -> tuple[int, int]:
-    """(batches that are ``share`` of an epoch of ``samples``, at least 1; batches of that epoch)."""
+    """The number of batches in a ``share`` of an epoch of ``samples`` (at least 1), and in the whole
+    epoch."""
     epoch = max(1, ceil(samples / batch_size))
     return max(1, round(share * epoch)), epoch

@@ -1,4 +1,4 @@
-"""Slipstream's input classifier: which inputs of a batch are stale, in the loader's thread."""
+"""Slipstream's input classifier: finds a batch's stale inputs, in the loader's thread."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ COLD, HOT, STALE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Marks:
-    """Which rows are hot and which of them stale, from batch ``first`` on."""
+    """The hot rows, and which of them are stale, from batch ``first`` on."""
 
     first: int
     rows: RowIds
     """Hot rows, sorted, int64 [n]."""
     stale: NDArray[np.bool_]
-    """Of each of ``rows``, bool [n]."""
+    """Whether each of ``rows`` is stale, bool [n]."""
     total_rows: int
     codes: NDArray[np.uint8] = field(init=False, repr=False)
-    """COLD, HOT or STALE of every row there is, uint8 [total_rows]."""
+    """COLD, HOT or STALE for every row of all tables, uint8 [total_rows]."""
 
     def __post_init__(self) -> None:
         codes = np.zeros(self.total_rows, np.uint8)
@@ -43,8 +43,9 @@ class Marks:
 def classify(
     marks: Marks, bags: Bags, stale_lookups: int | None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """(hot [B], stale [B]) inputs. Hot: all lookups, one at least, find hot rows. Stale: hot, and at least
-    ``stale_lookups`` of its lookups (None: all) find stale rows."""
+    """Which inputs are hot [B] and which are stale [B]. An input is hot if it has lookups and all of them
+    find hot rows. It is stale if it is hot and at least ``stale_lookups`` of its lookups (None: all) find
+    stale rows."""
     code, sample = marks.codes[bags.rows], samples_of(bags)
     lookups = np.bincount(sample, minlength=bags.batch_size)
     cold = np.bincount(sample[code == COLD], minlength=bags.batch_size)
@@ -54,7 +55,7 @@ def classify(
 
 
 def at_random(hot: NDArray[np.bool_], stale: NDArray[np.bool_], seed: int, number: int) -> NDArray[np.bool_]:
-    """The control: as many hot inputs of batch ``number`` as are stale, but any of them, bool [B]."""
+    """The control: as many hot inputs of batch ``number`` as are stale, drawn at random, bool [B]."""
     drawn = np.random.default_rng((seed, number)).choice(np.flatnonzero(hot), int(stale.sum()), replace=False)
     chosen = np.zeros(len(hot), bool)
     chosen[drawn] = True
@@ -63,25 +64,25 @@ def at_random(hot: NDArray[np.bool_], stale: NDArray[np.bool_], seed: int, numbe
 
 @dataclass(frozen=True)
 class Seen:
-    """What the classifier did with one batch, until that batch has been trained."""
+    """What the classifier did with one batch; kept until that batch has been trained."""
 
     number: int
     rows: RowIds
-    """Global rows that the inputs that were kept look up, with repeats."""
+    """The global rows that the kept inputs look up, with repeats."""
     samples: int
     hot: int = 0
-    """Of them classified and found hot, ..."""
+    """How many inputs were classified as hot."""
     dropped: int = 0
-    """... and left out."""
+    """How many inputs were left out."""
     seconds: float = 0.0
 
 
 class InputClassifier:
     """Decides which inputs to keep. Batches are numbered from 0 in the order of training, over all epochs.
 
-    It runs one batch ahead of training: what is decided after batch b was trained is looked at from
-    batch b + 2 on, so that it never matters how far ahead the loader's thread happens to be. ``lookups``: of
-    a batch, rows numbered over all tables. ``random_seed``: leave out as many hot inputs, drawn at random.
+    It runs one batch ahead of training. A decision made after batch b was trained is used from batch b + 2
+    on, so that the progress of the loader's thread does not matter. ``lookups`` returns a batch's rows,
+    numbered over all tables. ``random_seed``: leave out as many hot inputs, but drawn at random.
     """
 
     def __init__(
@@ -94,19 +95,20 @@ class InputClassifier:
         self.lookups = lookups
         self.random_seed = random_seed
         self.window: tuple[int, int] | None = None
-        """Batches [first, end) whose inputs are all trained: two snapshots are taken around them."""
+        """The batches [first, end) between two snapshots, whose inputs are all trained."""
         self.marks: tuple[Marks, ...] = ()
-        """Those in force and those to come, by ``first``."""
+        """The marks in force and those for later, by ``first``."""
         self._seen: dict[int, Seen] = {}
 
     def in_force(self, number: int) -> Marks | None:
-        """The marks that batch ``number`` is classified by; None in a window and before the first ones."""
+        """The marks for batch ``number``; None in a window and before the first marks."""
         if self.window is not None and self.window[0] <= number < self.window[1]:
             return None
         return next((marks for marks in reversed(self.marks) if marks.first <= number), None)
 
     def keep(self, batch: Batch, number: int) -> NDArray[np.bool_] | None:
-        """Which inputs are not stale, bool [B]; None where all stay, as in a batch of stale inputs alone."""
+        """Which inputs are not stale, bool [B]; None if all are kept, which includes a batch with only stale
+        inputs."""
         start = perf_counter()
         marks, bags = self.in_force(number), self.lookups(batch)
         if marks is None:
@@ -124,5 +126,5 @@ class InputClassifier:
         return ~stale if dropped else None
 
     def trained(self, number: int) -> Seen:
-        """What was done with batch ``number``, which has been trained now."""
+        """What was done with batch ``number``, which has now been trained."""
         return self._seen.pop(number)

@@ -1,4 +1,4 @@
-"""The hot set that Slipstream brings where no other plugin decides which rows are resident."""
+"""The hot set that Slipstream uses if no other plugin decides which rows are resident."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from recpipe.plugin import Cache, CachePolicy, Context, RowSpace
 
 
 class HotTables(Cache):
-    """The rows with the most lookups in a sample of the epoch, as many as fit; they never change."""
+    """Keeps the rows with the most lookups in a sample of the epoch resident, as many as fit; they never
+    change."""
 
     fallback = True
 

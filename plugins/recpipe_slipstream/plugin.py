@@ -14,14 +14,14 @@ from recpipe_slipstream.threshold import SEARCHES
 class Slipstream(Plugin):
     """Leaves out inputs whose popular rows have stopped changing (2024).
 
-    Not exact: what is left out makes no update at all, neither of rows nor of the dense part.
+    Not exact: inputs that are left out update neither rows nor the dense part.
     """
 
     api = (2, 0)
     conflicts: Mapping[str, str] = {
         "het": "het's tables are not tiers, so slipstream finds no resident rows to compare"
     }
-    # Records must be weights first, and ids the data module's own: inputs are sampled from there.
+    # Records must begin with weights, and ids must be the data module's own: inputs are sampled from there.
     relies_on = frozenset({Invariant.TABLE_LAYOUT, Invariant.ID_SPACE})
     alters = frozenset({Invariant.EXACT_GRADIENT, Invariant.SAMPLE_SET, Invariant.BATCH_SIZE})
 
@@ -67,7 +67,7 @@ class Slipstream(Plugin):
             self.alters = frozenset()
 
     def contribute(self, ctx: Context) -> Contribution:
-        """The filter with its callback, and a hot set for where no other plugin has one."""
+        """The skipper with its callback, and a hot set in case no other plugin has one."""
         window, epoch = batches_of(self.window, ctx.epoch_samples, ctx.batch_size)
         hot_set = HotTables(ctx)
         if self.drop == 0:
@@ -107,7 +107,7 @@ def _wrong(knob: str, value: object, remedy: str) -> PluginError:
 
 
 def figures(callback: StaleInputs | None) -> dict[str, Figure]:
-    """What was left out, and by which threshold; all 0 where the plugin is off (None)."""
+    """What was left out, and the threshold; all 0 if the plugin is off (None)."""
     totals = callback.totals if callback else Totals()
     marks = callback.classifier.marks[-1:] if callback else ()
     return {

@@ -1,4 +1,5 @@
-"""Slipstream's part in a batch: stale inputs are left out and, if asked for, stale rows out of its update."""
+"""Slipstream's skipper: leaves stale inputs out of a batch and, if asked for, stale rows out of its
+update."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from recpipe_slipstream.classifier import STALE
 
 
 class Stale(Skipper):
-    """Leaves stale inputs out, as ``inputs`` decides between batches."""
+    """Leaves out the inputs that ``inputs`` classifies as stale."""
 
     def __init__(self, inputs: StaleInputs) -> None:
         self.inputs = inputs
 
     def begin(self, view: RowView) -> None:
-        """The first batch is about to be read."""
+        """Start, before the first batch is read."""
         self.inputs.start(view)
 
     def keep(self, batch: Batch, number: int) -> NDArray[np.bool_] | None:
@@ -30,7 +31,7 @@ class Stale(Skipper):
 
 
 class Frozen(Stale):
-    """The strict variant: a stale row keeps its every bit while its mark is in force."""
+    """The strict variant: a stale row keeps every bit while its mark is in force."""
 
     def update(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
         """Which rows are not stale."""

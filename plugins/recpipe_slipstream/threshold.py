@@ -1,4 +1,4 @@
-"""Slipstream's sampling block: the threshold under which the wanted share of hot inputs is stale."""
+"""Slipstream's sampling block: finds the threshold with which the wanted share of hot inputs is stale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recpipe_slipstream.snapshot import Changes
 
 Scores = NDArray[np.float32]
 BAND = 0.08
-"""The authors' search accepts a sampled share within this of the wanted one."""
+"""The authors' search accepts a sampled share that differs from the wanted one by at most this."""
 
 
 def samples_of(bags: Bags) -> NDArray[np.int64]:
@@ -20,11 +20,11 @@ def samples_of(bags: Bags) -> NDArray[np.int64]:
 
 
 def input_scores(changes: Changes, bags: Bags, stale_lookups: int | None) -> Scores:
-    """For each hot input of a batch the least threshold above which it is stale, float32 [hot inputs].
+    """For each hot input of a batch, the threshold above which it is stale, float32 [hot inputs].
 
     That is the alpha-th smallest change among its rows, alpha = ``stale_lookups`` (None: all of its
-    lookups, so the largest change). Infinite where no threshold makes it stale. An input is hot when it
-    looks up hot rows only, one at least.
+    lookups, so the largest change). It is infinite if no threshold makes the input stale. An input is hot if
+    it has lookups, all of hot rows.
     """
     sample, change = samples_of(bags), changes.of(bags.rows)
     lookups = np.bincount(sample, minlength=bags.batch_size)
@@ -38,15 +38,17 @@ def input_scores(changes: Changes, bags: Bags, stale_lookups: int | None) -> Sco
 
 
 def stale_share(scores: Scores, threshold: float) -> float:
-    """Share of sampled hot inputs that ``threshold`` makes stale; never falls as it grows. 0 without any."""
+    """The share of sampled hot inputs that ``threshold`` makes stale; it does not fall as the threshold
+    grows. 0 without inputs."""
     return float(np.mean(scores < np.float32(threshold))) if len(scores) else 0.0
 
 
 def quantile_threshold(scores: Scores, drop: float) -> float:
-    """The threshold whose share of stale inputs is nearest to ``drop``; the smaller one of two as near.
+    """The threshold whose share of stale inputs is nearest to ``drop``; of two equally near ones, the
+    smaller.
 
-    Between two neighbouring scores every threshold decides alike, so the middle of each gap (and 0, which
-    drops nothing) are all that need be tried.
+    All thresholds between two neighbouring scores give the same result, so only the middle of each gap (and
+    0, which drops nothing) is tried.
     """
     distinct, counts = np.unique(scores[np.isfinite(scores)], return_counts=True)
     if drop <= 0 or not len(distinct):
@@ -59,7 +61,7 @@ def quantile_threshold(scores: Scores, drop: float) -> float:
 
 
 def bisected_threshold(scores: Scores, drop: float) -> float:
-    """The authors' search: at most 25 halvings of [0, 0.1]; 0, which drops nothing, where all fail."""
+    """The authors' search: at most 25 halvings of [0, 0.1]. If all fail, 0, which drops nothing."""
     low, high = 0.0, 0.1
     for _ in range(25):
         threshold = (low + high) / 2

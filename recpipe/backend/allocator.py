@@ -1,7 +1,8 @@
-"""The memory allocators told to keep what a training step frees, in huge pages: the next step wants it again.
+"""Makes the memory allocators keep what a training step frees, in huge pages, since the next step needs it
+again.
 
 By default glibc returns every block above a threshold to the kernel, and the next step faults its pages in
-anew.
+again.
 """
 
 from __future__ import annotations
@@ -19,23 +20,22 @@ _SETTINGS = {
 }
 """Parameters of mallopt(3) by name: number and value.
 
-Three arenas: one each for the two threads that train, so that each core finds in its cache what it has just
-freed, and one that all others share, so that memory does not grow with their number.
+There are three arenas. The two threads that train have one each, so that a core finds in its cache what it
+has just freed. All other threads share the third, so that memory does not grow with their number.
 """
 _KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""Of oneDNN and of torch's layer above it: how many kernels, each for one size of its inputs, they keep."""
+"""Variables of oneDNN and of torch's layer above it: how many kernels they keep, one for each input size."""
 _KERNELS = "512"
-"""Half of their defaults. A step of a deep DLRM takes 30 to 40; batches of ever new sizes fill the caches, at
-a quarter of a MiB or more each."""
+"""Half of the defaults. A step of a deep DLRM uses 30 to 40 kernels. Batches of ever new sizes fill the
+caches, with a quarter of a MiB or more per kernel."""
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""torch's switch: blocks of 2 MiB and more are advised to be huge pages. Read at its first such block."""
+"""torch's switch: blocks of 2 MiB and more ask for huge pages. It is read at the first such block."""
 _applied: list[str] = []
 
 
 def tune_allocator() -> None:
-    """Apply the settings where the system has them and the user has set none of their variables.
-
-    To be called before torch allocates.
+    """Apply the settings if the system has them and the user has set none of their variables. Call it before
+    torch allocates memory.
     """
     if _applied or platform.libc_ver()[0] != "glibc":
         return
@@ -45,22 +45,21 @@ def tune_allocator() -> None:
     for name, (number, value) in _SETTINGS.items():
         if library.mallopt(number, value):
             _applied.append(f"{name}={value}")
-    # A parent process of ours may have set it.
+    # A parent process of recpipe may have set it.
     if _on_advice() and os.environ.setdefault(_HUGE_PAGES, "1") == "1":
         _applied.append(f"{_HUGE_PAGES}=1")
 
 
 def bound_kernel_caches() -> None:
-    """Let oneDNN and torch keep fewer matrix kernels; a user's own settings stay.
-
-    To be called before torch is loaded.
+    """Make oneDNN and torch keep fewer matrix kernels; a user's own settings stay. Call it before torch is
+    loaded.
     """
     for name in _KERNEL_CACHES:
         os.environ.setdefault(name, _KERNELS)
 
 
 def _on_advice() -> bool:
-    """Whether the kernel gives huge pages to those who ask."""
+    """Whether the kernel gives huge pages on request."""
     try:
         return "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:

@@ -1,4 +1,5 @@
-"""Which kernels pay on this machine: each beside torch's own way, at a model's sizes; takes seconds, once."""
+"""Measures which kernels are faster than torch's own on this machine at a model's sizes; takes seconds,
+once."""
 
 from __future__ import annotations
 
@@ -25,22 +26,24 @@ from recpipe.backend.convert import convert
 from recpipe.backend.host import Notebook
 
 SMALLEST = 16
-"""Samples of the smallest batch measured; from there in steps of four up to the run's own batch."""
+"""Samples of the smallest batch measured. Further sizes are four times as large each, up to the run's own
+batch."""
 ROUNDS = 5
-"""Interleaved, of which the median counts."""
+"""Interleaved rounds; the median counts."""
 SHORTEST = 0.002
-"""Seconds that the repetitions of a round take at least."""
+"""Least seconds that the repetitions of a round take together."""
 MARGIN = 1.02
-"""A part is converted where it is so much faster: less cannot be told from noise."""
+"""A part is converted if it is so many times faster; smaller differences could be noise."""
 Run = Callable[[], object]
 
 
 def calibrated(model: nn.Module, batch: int, threads: Iterable[int], folder: Path) -> Choices:
-    """Choices for the parts of ``model`` (as it is or converted) at batches up to ``batch`` samples.
+    """Choices for the parts of ``model``, which may be converted already, for batches of up to ``batch``
+    samples.
 
-    ``threads``: of torch, as the run sets them. What ``folder`` keeps of this machine is taken from there;
-    what is missing is measured and kept; an empty one gets what this process has measured before. The model
-    is not run, and no random number is drawn.
+    ``threads``: torch's threads in the run. Known choices for this machine are read from ``folder``; missing
+    ones are measured and saved there. If it is empty, it gets what this process has measured before. The
+    model is not run, and the state of random numbers does not change.
     """
     notebook = Notebook(folder)
     wanted = sorted(parts(model))
@@ -58,7 +61,7 @@ def calibrated(model: nn.Module, batch: int, threads: Iterable[int], folder: Pat
 
 
 def sizes(batch: int) -> list[int]:
-    """Batch sizes that are measured for a run with batches of ``batch`` samples."""
+    """The batch sizes to measure for a run with batches of ``batch`` samples."""
     found, size = [], batch
     while size > SMALLEST:
         found.append(size)
@@ -67,7 +70,8 @@ def sizes(batch: int) -> list[int]:
 
 
 def parts(model: nn.Module) -> set[str]:
-    """Signatures of what a conversion may change in ``model``, outermost chains only."""
+    """Signatures of the parts of ``model`` that a conversion may change; of nested chains only the
+    outermost."""
     found: set[str] = set()
     dims = {module.D for module in model.modules() if isinstance(module, SparseArch)}
     inside: set[nn.Module] = set()
@@ -90,7 +94,7 @@ def parts(model: nn.Module) -> set[str]:
 
 
 def measure(part: str, samples: int, choices: Choices) -> str:
-    """The faster way through ``part`` (see ``recpipe.backend.choices``) at so many samples."""
+    """The faster choice for ``part`` (see ``recpipe.backend.choices``) with so many samples."""
     torch.manual_seed(0)
     kind, numbers = part.split(" ", 1)
     if kind == "linear":
@@ -107,7 +111,8 @@ def measure(part: str, samples: int, choices: Choices) -> str:
 
 
 def medians(runs: Sequence[Run], rounds: int = ROUNDS) -> list[float]:
-    """Seconds of each, median over interleaved rounds; each round takes SHORTEST or one call."""
+    """Seconds of each run, as the median over interleaved rounds. A round lasts SHORTEST seconds or one
+    call."""
     times: list[list[float]] = [[] for _ in runs]
     once = [min(_seconds(run, 1) for _ in range(2)) for run in runs]
     count = max(1, int(SHORTEST / max(min(once), 1e-9)))
@@ -125,13 +130,13 @@ def _seconds(run: Run, count: int) -> float:
 
 
 def _step(module: nn.Module, inputs: Sequence[Any]) -> None:
-    """Forward and backward with gradients of inputs and parameters."""
+    """Run the forward and the backward pass, with gradients of inputs and parameters."""
     out = module(*inputs)
     torch.autograd.grad(out, [*inputs, *module.parameters()], torch.ones_like(out))
 
 
 def _made(kind: str, numbers: str, samples: int) -> tuple[nn.Module, list[torch.Tensor]]:
-    """A module of a signature's sizes, and inputs of so many samples."""
+    """A module with a signature's sizes, and inputs of so many samples."""
 
     def rows(*shape: int) -> torch.Tensor:
         return torch.randn(samples, *shape, requires_grad=True)
@@ -155,7 +160,7 @@ def _made(kind: str, numbers: str, samples: int) -> tuple[nn.Module, list[torch.
 
 @contextmanager
 def _training_alone() -> Iterator[None]:
-    """Random numbers, threads and grad mode are left as they were."""
+    """Restore random numbers, threads and grad mode after the block."""
     threads = torch.get_num_threads()
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():

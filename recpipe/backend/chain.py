@@ -1,4 +1,4 @@
-"""Chains of linear layers and ReLU, found in modules as they are at the moment of a call."""
+"""Finds chains of linear layers and ReLU in modules, at the time of a call."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torchrec.modules.mlp import MLP, Perceptron
 from recpipe.backend.dense import Layer
 
 Step = list[Layer] | nn.Module
-"""A chain, or a module that is called as it is."""
+"""A step: a chain, or a module that is called as it is."""
 CHAINS = (nn.Linear, Perceptron, MLP, nn.Sequential)
-"""Modules that may be chains of linear layers, or hold some."""
+"""Modules that may be chains of linear layers or contain some."""
 _RELUS = (torch.relu, torch.relu_, nn.functional.relu, torch.Tensor.relu)
 
 
 class Converted(partial[Any]):
-    """What stands in a converted module's ``forward``: a function of the back end, with the module."""
+    """The ``forward`` of a converted module: a function of the back end and the module."""
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -62,7 +62,7 @@ def steps(module: nn.Module) -> list[Step]:
 
 
 def whole(module: nn.Module) -> list[Layer] | None:
-    """The chain that ``module`` is and nothing else."""
+    """The chain, if ``module`` consists of exactly one."""
     match steps(module):
         case [list() as layers]:
             return layers
@@ -70,7 +70,7 @@ def whole(module: nn.Module) -> list[Layer] | None:
 
 
 def signature(layers: list[Layer]) -> str:
-    """The chain's sizes: "13-512r-16" with r for ReLU, and x after sizes of layers without bias."""
+    """The chain's sizes, such as "13-512r-16": r stands for ReLU, and x for a layer without bias."""
     parts = [str(layers[0].linear.in_features)]
     for linear, relu in layers:
         parts.append(f"{linear.out_features}{'' if linear.bias is not None else 'x'}{'r' if relu else ''}")

@@ -1,4 +1,4 @@
-"""Which kernel is the faster one, as measured: a plain dict, to be stored and used again bit for bit."""
+"""Measured choices between kernels, in a plain dict that can be saved and reused exactly."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from math import log
 import torch
 
 Choices = dict[str, dict[str, dict[str, str]]]
-"""What was measured: of a kernel's signature, by threads, by samples, the faster of two.
+"""Measured choices: for a kernel's signature, threads and samples, the faster of two ways.
 
-{"linear 512-256": {"2": {"64": "addmm", "2048": "onednn"}}}: keys are strings as JSON has them.
+{"linear 512-256": {"2": {"64": "addmm", "2048": "onednn"}}}: keys are strings, as in JSON.
 """
 FIRST_SHARES = {"cores 1.0": 1.0, "cores 0.9": 0.9, "cores 0.8": 0.8}
-"""What the first core takes of an equal share of a batch, where cores share it."""
+"""The first core's fraction of an equal share of a batch, if cores share it."""
 ANSWERS = ("addmm", "onednn", "plain", "cpu", "openmp", *FIRST_SHARES)
-"""Of a linear layer ``addmm`` or ``onednn``; of a part of a model ``plain`` (as it is) or ``cpu``; of a whole
-model ``openmp`` (threads share its operators) or cores (they share its samples)."""
+"""For a linear layer, ``addmm`` or ``onednn``; for a part of a model, ``plain`` (unchanged) or ``cpu``; for a
+whole model, ``openmp`` (threads share its operators) or a fraction (cores share its samples)."""
 
 
 class Chooser:
-    """Looks up ``choices``; what was not measured takes torch's own way.
+    """Looks up ``choices``; for what was not measured, torch's own way is taken.
 
-    Of several batch sizes measured, the nearest by ratio counts. Without ``measured_only``, a part of a
-    model is converted at every size; with it, where that was measured to be faster.
+    Of several measured batch sizes, the nearest by ratio counts. With ``measured_only``, a part of a model is
+    converted only where that was measured to be faster; without it, at every size.
     """
 
     def __init__(self, choices: Mapping[str, Mapping[str, Mapping[str, str]]], measured_only: bool) -> None:
@@ -32,15 +32,15 @@ class Chooser:
         self._known: dict[tuple[str, int, int], str | None] = {}
 
     def onednn(self, inputs: int, outputs: int, samples: int) -> bool:
-        """Whether a linear layer of these widths goes to oneDNN's own operator at so many samples."""
+        """Whether to use oneDNN's own operator for a linear layer of these widths with so many samples."""
         return self._faster(linear_signature(inputs, outputs), samples) == "onednn"
 
     def pays(self, part: str, samples: int) -> bool:
-        """Whether to take the back end's way through a part with this signature."""
+        """Whether to use the back end for a part with this signature."""
         return not self.measured_only or self._faster(part, samples) == "cpu"
 
     def first_share(self, model: str, samples: int) -> float | None:
-        """What the first core takes of an equal share of so many samples; None where cores do not pay."""
+        """The first core's fraction of an equal share of so many samples; None if cores are not faster."""
         return FIRST_SHARES.get(self._faster(model, samples) or "")
 
     def _faster(self, signature: str, samples: int) -> str | None:

@@ -1,11 +1,11 @@
-"""A finished model made faster on a CPU: its parameters, names, hooks and results stay what they are.
+"""Makes a finished model faster on a CPU. Its parameters, names, hooks and results stay the same.
 
     convert(model, choices)   # in place; revert(model) takes it back
 
-Modules get a ``forward`` of their own, as an attribute of the object, beside that of their class. It takes
-the back end's way where the module runs on float32 [B, N] in the CPU's memory (or under autocast to
-bfloat16), and that of the class in all other cases: for other shapes, types, devices and empty
-batches, while a program is traced, and where a hook wants to see what a member gets or gives.
+Module objects get an attribute ``forward``, which precedes that of their class. It uses the back end if the
+module runs on float32 [B, N] in the CPU's memory (or under autocast to bfloat16). In all other cases it calls
+the class's: for other shapes, types, devices and empty batches, while a program is traced, and if a hook
+watches the inputs or outputs of a member.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from recpipe.tables.room import has_room, marked
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _COLLECTION = "sparse_arch.embedding_bag_collection"
-"""Of a DLRM."""
+"""A function for DLRM's modules."""
 
 
 def convert(
@@ -47,10 +47,11 @@ def convert(
     choices: Mapping[str, Mapping[str, Mapping[str, str]]] | None = None,
     measured_only: bool = False,
 ) -> None:
-    """Convert ``model`` in place by what ``recpipe.backend.calibrate.calibrated`` has measured.
+    """Convert ``model`` in place by the ``choices`` that ``recpipe.backend.calibrate.calibrated`` has
+    measured.
 
-    With ``measured_only`` (``trainer.backend=auto``) a part is converted at the sizes and threads where that
-    was measured to be faster; without (``cpu``) always. Same ``choices``, same bits.
+    With ``measured_only`` (``trainer.backend=auto``) a part is converted only at sizes and threads for which
+    that was measured to be faster; without it (``cpu``), always. The same ``choices`` give the same bits.
     """
     chooser = Chooser(choices or {}, measured_only)
     for module in model.modules():
@@ -67,20 +68,20 @@ def revert(model: nn.Module) -> None:
 
 
 def roomy_paths(model: nn.Module) -> set[str]:
-    """Paths of the collections before whose rows the interaction of a DLRM in ``model`` writes."""
+    """Paths of the collections whose rows need room in front, for the interaction of a DLRM in ``model``."""
     found = (path for path, module in model.named_modules() if type(module) is DLRM)
     return {f"{path}.{_COLLECTION}" if path else _COLLECTION for path in found}
 
 
 def precision() -> torch.dtype | None:
-    """What matrices are multiplied in here: float32, bfloat16 under autocast to it; None: anything else."""
+    """The type of matrix products here: float32, or bfloat16 under autocast; None: any other."""
     if not torch.is_autocast_enabled("cpu"):
         return torch.float32
     return torch.bfloat16 if torch.get_autocast_dtype("cpu") == torch.bfloat16 else None
 
 
 def _runs(module: nn.Module) -> bool:
-    """Whether ``module`` is called in a program that nobody traces."""
+    """Whether ``module`` is called normally, and not being traced."""
     return (
         not any_global_hook()
         and not torch.compiler.is_compiling()
@@ -101,12 +102,12 @@ def _fits(x: Any, ndim: int = 2, *types: torch.dtype) -> bool:
 
 
 def _as_it_is(module: nn.Module, *inputs: Any) -> Any:
-    """What the module's class does."""
+    """Call the ``forward`` of the module's class."""
     return type(module).forward(module, *inputs)
 
 
 def _chains(module: nn.Module, chooser: Chooser, input: Any) -> Any:
-    """Of a linear layer, a ``Perceptron``, an ``MLP`` or a ``Sequential``."""
+    """The ``forward`` of a linear layer, a ``Perceptron``, an ``MLP`` or a ``Sequential``."""
     dtype = precision()
     if dtype is None or not _runs(module):
         return _as_it_is(module, input)
@@ -121,7 +122,7 @@ def _chains(module: nn.Module, chooser: Chooser, input: Any) -> Any:
             sizes = ((layer.linear.in_features, layer.linear.out_features) for layer in step)
             x = chain(x, step, [chooser.onednn(*size, len(x)) for size in sizes], dtype)
         else:
-            # What the members' own forwards do; none of them has a hook.
+            # This does what the members' own forwards do; none of them has a hook.
             for layer in step:
                 x = nn.functional.linear(x, layer.linear.weight, layer.linear.bias)
                 x = torch.relu(x) if layer.relu else x
@@ -141,7 +142,7 @@ def _pays(step: Any, x: Any, chooser: Chooser, dtype: torch.dtype) -> bool:
 
 
 def _interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_features: Any) -> Any:
-    """Of ``InteractionArch``."""
+    """The ``forward`` of ``InteractionArch``."""
     dense, sparse = dense_features, sparse_features
     if (
         _runs(module)
@@ -156,7 +157,7 @@ def _interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_feat
 
 
 def _cross_net(module: Any, chooser: Chooser, input: Any) -> Any:
-    """Of ``LowRankCrossNet``."""
+    """The ``forward`` of ``LowRankCrossNet``."""
     parameters = [*module.W_kernels, *module.V_kernels, *module.bias]
     if (
         _runs(module)
@@ -172,7 +173,7 @@ def _cross_net(module: Any, chooser: Chooser, input: Any) -> Any:
 
 
 def _factorization_machine(module: Any, chooser: Chooser, embeddings: Any) -> Any:
-    """Of ``FactorizationMachine``, which joins the tensors of a list that often has one."""
+    """The ``forward`` of ``FactorizationMachine``, which joins a list of tensors; often there is only one."""
     fits = precision() is torch.float32 and all(type(x) in _PLAIN_TENSORS for x in embeddings)
     if fits and _runs(module):
         flat = _flat(embeddings)
@@ -183,7 +184,7 @@ def _factorization_machine(module: Any, chooser: Chooser, embeddings: Any) -> An
 
 
 def _deep_fm(module: Any, chooser: Chooser, embeddings: Any) -> Any:
-    """Of ``DeepFM``: one tensor is not joined with nothing, which would copy it."""
+    """The ``forward`` of ``DeepFM``; a single tensor is not joined, which would copy it."""
     if _runs(module) and len(embeddings) == 1 and _fits(embeddings[0]):
         return module.dense_module(embeddings[0])
     return _as_it_is(module, embeddings)
@@ -195,7 +196,8 @@ def _flat(tensors: Any) -> torch.Tensor:
 
 
 def _fm_interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_features: Any) -> Any:
-    """Of ``FMInteractionArch``: features are joined once for both parts, and not cut apart before."""
+    """The ``forward`` of ``FMInteractionArch``: features are joined once for both parts, without being split
+    before."""
     members = module.deep_fm, module.fm
     if (
         _runs(module)
@@ -211,9 +213,10 @@ def _fm_interaction(module: Any, chooser: Chooser, dense_features: Any, sparse_f
 
 
 def _sparse(module: Any, chooser: Chooser, features: Any) -> Any:
-    """Of DLRM's ``SparseArch``: pooled rows that are in its order already are not cut apart and joined again.
+    """The ``forward`` of DLRM's ``SparseArch``. Pooled rows that are already in its order are not split and
+    joined again.
 
-    Their room, if they have it, goes on to the interaction.
+    If they have room in front, it is passed on to the interaction.
     """
     if not _runs(module):
         return _as_it_is(module, features)

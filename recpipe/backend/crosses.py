@@ -1,4 +1,4 @@
-"""TorchRec's factorization machine and low-rank cross net on a CPU, with fewer passes over their rows."""
+"""TorchRec's factorization machine and low-rank cross net on a CPU, with fewer passes over their inputs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The dense part of a model on a CPU, forward and backward, with no copy or gather that it does not need.
+"""The dense part of a model on a CPU, forward and backward, without unnecessary copies and gathers.
 
-The arithmetic is that of torch's and TorchRec's modules; sums come in another order. A step through
-autograd's own operators spends more time between the matrix products than this does: gradients of ReLU get
-memory of their own, the interaction's triangle is taken out and put back by pairs of index lists, features
-are joined twice.
+The arithmetic is that of torch's and TorchRec's modules, but the order of sums differs. With autograd's own
+operators, a step spends more time between the matrix products: gradients of ReLU get new memory, the
+interaction's triangle is extracted and put back by pairs of index lists, and features are joined twice.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from recpipe.common.phases import phase
 from recpipe.tables.room import widened
 
 LEAK = 1e-30
-"""Slope of the ReLU below 0 in bfloat16."""
+"""The slope below 0 of the leaky ReLU that is used in bfloat16."""
 SERIAL = 2
-"""Up to so many threads, torch's ``index_select``, which uses one, is as fast as its ``gather``."""
+"""Up to so many threads, torch's single-threaded ``index_select`` is as fast as its ``gather``."""
 Gradients = tuple[torch.Tensor | None, ...]
 
 
@@ -34,7 +33,7 @@ class Layer(NamedTuple):
 
 
 def mlp(x: torch.Tensor, layers: Sequence[nn.Linear], ends_in_relu: bool, dtype: torch.dtype) -> torch.Tensor:
-    """``chain`` of ``layers`` with ReLU between them, and at the end if ``ends_in_relu``; all by oneDNN."""
+    """``chain`` of ``layers`` with ReLU between them (and at the end if ``ends_in_relu``), all by oneDNN."""
     last = len(layers) - 1
     made = [Layer(layer, number < last or ends_in_relu) for number, layer in enumerate(layers)]
     return chain(x, made, [True] * len(made), dtype)
@@ -57,9 +56,10 @@ def chain(
 def interact(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Tensor:
     """Dot products of all pairs of features (Naumov et al., 2019), ordered as TorchRec does.
 
-    ``bottom`` is the dense vector [B, D]; ``pooled`` float32 [B, F * D] or [B, F, D]. With ``room`` for the
-    dense vector in front, which is then written there, it is [B, (1 + F) * D], or a [B, F, D] that
-    ``room.has_room``. Returns [B, D + F (F + 1) / 2] of bottom's type: the dense vector, then the products.
+    ``bottom`` is the dense vector [B, D]; ``pooled`` float32 [B, F * D] or [B, F, D]. With ``room``, the
+    dense vector is written in front of the rows: ``pooled`` is then [B, (1 + F) * D], or a [B, F, D] for
+    which ``room.has_room``. Returns [B, D + F (F + 1) / 2] of bottom's type: the dense vector, followed by
+    the products.
     """
     out: torch.Tensor = _Interaction.apply(bottom, pooled, room)  # type: ignore[no-untyped-call]
     return out
@@ -75,8 +75,8 @@ def _affine(
         out = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
         return out.relu_() if relu else out
     # The operator that TorchInductor emits: it adds the bias as it writes, where ``addmm`` first copies it.
-    # Its ReLU makes zeros of NaN, which must be seen; its leaky one does not. In bfloat16, where a pass over
-    # the output is slow, that is worth a leak of nothing.
+    # Its ReLU turns NaN into 0, which would hide it; its leaky ReLU does not. In bfloat16, where a pass over
+    # the output is slow, a negligible slope is accepted for that.
     leaky = ("leaky_relu", [LEAK], "") if low and relu else ("none", [], "")
     out = seams.linear_pointwise(x, weight, bias, *leaky)
     return out.relu_() if relu and not low else out
@@ -87,7 +87,7 @@ def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     by_mkl = torch.get_float32_matmul_precision() == "highest"
     if by_mkl or x.shape[1] <= gradient.shape[1] or x.dtype == torch.bfloat16 or torch.get_num_threads() == 1:
         return _float32(gradient.t() @ x)
-    # Shared out to threads, the product whose rows are more takes oneDNN up to a fifth less.
+    # With several threads, oneDNN computes the product with more rows up to a fifth faster.
     out = x.new_empty((gradient.shape[1], x.shape[1]))
     return out.copy_((x.t() @ gradient).t())
 
@@ -134,7 +134,8 @@ class _Chain(torch.autograd.Function):
             grads: list[torch.Tensor | None] = []
             for layer in reversed(range(count)):
                 if ctx.relus[layer]:
-                    # Into a hidden layer's own output, which is not wanted any more and still in the cache.
+                    # Written into a hidden layer's own output, which is not needed any more and still in the
+                    # cache.
                     own = layer + 1 < count and not kept
                     into = outputs[layer + 1] if own else torch.empty_like(gradient)
                     torch.ops.aten.threshold_backward.grad_input(
@@ -157,7 +158,7 @@ class _Interaction(torch.autograd.Function):
         with phase("interaction forward"):
             features = _joined(bottom, pooled.detach(), room)
             ctx.save_for_backward(bottom, pooled, features)
-            # pooled as [B, F, D] has the room before it, as [B, (1 + F) * D] inside.
+            # As [B, F, D], pooled has the room before it; as [B, (1 + F) * D], inside.
             ctx.inside = room and pooled.ndim == 2
             low = features.to(bottom.dtype)
             products = torch.bmm(low, low.transpose(1, 2)).flatten(1)
@@ -175,12 +176,12 @@ class _Interaction(torch.autograd.Function):
 
             return *differentiable(plain, (bottom, pooled), gradient), None
         with phase("interaction backward"), torch.autocast("cpu", enabled=False):
-            # In float32 under bfloat16 too: columns are taken faster, and the tables want float32.
+            # float32 also under bfloat16: columns are taken faster, and the tables need float32.
             both = _columns(gradient.float(), _symmetric(count, dim)).view(batch, count, count)
             both.diagonal(dim1=1, dim2=2).zero_()
             found = torch.bmm(both, features)
             to_bottom = gradient[:, :dim] + found[:, 0].to(gradient.dtype)
-            # The strides of the room stay in the gradient, so that nothing is copied: see room.widened.
+            # The gradient has the strides of the room, so that nothing is copied: see room.widened.
             flat = found if ctx.inside else found[:, 1:]
             return to_bottom, flat if pooled.ndim == 3 else flat.reshape(batch, -1), None
 
@@ -198,7 +199,7 @@ def _joined(bottom: torch.Tensor, pooled: torch.Tensor, room: bool) -> torch.Ten
 
 
 def _columns(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """values [B, N] at ``columns`` int64 [M] -> [B, M]."""
+    """The ``columns`` (int64 [M]) of values [B, N], as [B, M]."""
     if torch.get_num_threads() <= SERIAL:
         return torch.index_select(values, 1, columns)
     return values.gather(1, columns.expand(len(values), -1))
@@ -206,7 +207,7 @@ def _columns(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _triangle(count: int) -> torch.Tensor:
-    """Which of ``count`` x ``count`` products lie above the diagonal, by rows, int64."""
+    """Positions of the products above the diagonal among ``count`` x ``count``, row by row, int64."""
     row, column = torch.triu_indices(count, count, offset=1, device="cpu")
     found: torch.Tensor = row * count + column
     return found
@@ -216,7 +217,8 @@ def _triangle(count: int) -> torch.Tensor:
 def _symmetric(count: int, dim: int) -> torch.Tensor:
     """Column of the interaction's output for each of ``count`` x ``count`` products, int64 [count ** 2].
 
-    A product and its mirror image are one column; the diagonal, which is not there, is any.
+    A product and its mirror image have the same column. The diagonal is not in the output; its columns are
+    arbitrary.
     """
     row, column = torch.triu_indices(count, count, offset=1, device="cpu")
     where = torch.full((count, count), dim, device="cpu")

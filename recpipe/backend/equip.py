@@ -1,7 +1,6 @@
-"""What a placed model gets to be fast on this machine: converted parts, room for its interaction, cores.
+"""Makes a placed model fast on this machine: converted parts, room for its interaction, cores.
 
-The same for every run of a recipe, whatever its tiers and plugins are; a checkpoint has it, so that a resumed
-run rounds as before.
+Tiers and plugins do not change it. A checkpoint has it, so that a resumed run rounds as before.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ log = logging.getLogger(__name__)
 
 
 class Backend:
-    """The CPU back end of a run: ``kind`` as ``trainer.backend`` says, ``plain`` where there is none.
+    """The CPU back end of a run: ``kind`` is that of ``trainer.backend``, or ``plain`` for none.
 
-    ``choices``: of kernels, as ``calibrated`` gives them.
+    ``choices`` between kernels: the result of ``calibrated``.
     """
 
     def __init__(self, kind: str, model: PlacedModel, choices: Choices) -> None:
         self.kind, self.model, self._name = kind, model, ""
         self.choices: Choices = {}
         self.cores: Cores | None = None
-        """Those that share a batch."""
+        """The cores that share a batch."""
         self.beside: Beside | None = None
         """Threads for work on tables."""
         self._convert(choices)
 
     def share(self, count: int, sharing: Choices) -> None:
-        """Let ``count`` cores share batches by what ``measured_sharing`` has found for the model."""
+        """Let ``count`` cores share batches as ``measured_sharing`` has found best for the model."""
         (self._name,) = sharing
         self.choices = self.choices | sharing
         self.cores = self._made(count)
@@ -72,17 +71,17 @@ class Backend:
         return Cores(count, first_share) if count > 1 else None
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The state to save in a checkpoint."""
         cores = 1 if self.cores is None else self.cores.count
         return {"kind": self.kind, "choices": self.choices, "cores": cores}
 
     @staticmethod
     def check(state: Mapping[str, Any]) -> None:
-        """``Damaged`` on what cannot be ``state``'s result."""
+        """``Damaged`` if ``saved`` cannot be a result of ``state``."""
         checked(entries({"kind": str, "choices": dict[str, Any], "cores": int}, state, "backend")["choices"])
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on as the run that left ``state``, unless this one's recipe says otherwise."""
+        """Continue with the saved state, unless this run's recipe says otherwise."""
         if state["kind"] == self.kind != "plain":
             self._convert(checked(state["choices"]))
             if self.cores is not None:
@@ -106,10 +105,10 @@ def equip(
     trainers: Channel,
     cache_dir: Path,
 ) -> Backend:
-    """The back end of ``model``, on each of the ``trainers``, after it was found out whether ``batch`` can be
+    """Make the back end of ``model``, on each of the ``trainers``, after finding out whether ``batch`` can be
     trained in parts.
 
-    ``PluginError`` where there is a ``splitter`` and the model must have its batches whole.
+    ``PluginError`` if there is a ``splitter`` and the model needs whole batches.
     """
     kind = kind if device.type == "cpu" else "plain"
     threads, several = torch.get_num_threads(), trainers.size > 1
@@ -133,29 +132,29 @@ def equip(
     backend = Backend(kind, model, choices)
     if shares:
         backend.beside = Beside(threads - 1)
-    if cores > 1:  # measured on the converted model
+    if cores > 1:  # this is measured on the converted model
         backend.share(cores, measured_sharing(model, batch, batch_size, cache_dir))
     return backend
 
 
 def equip_loop(kind: str, model: PlacedModel, batch_size: int, device: torch.device, cache_dir: Path) -> None:
-    """Convert ``model`` for a loop of the user's own: no cores share its batches, and its pooled rows are in
-    the loop's graph, without room."""
+    """Convert ``model`` for a user's own loop. Cores do not share its batches, and its pooled rows are in the
+    loop's graph, without room."""
     if kind != "plain" and device.type == "cpu":
         choices = calibrated(model.module, batch_size, {torch.get_num_threads()}, cache_dir)
         convert(model.module, choices, measured_only=kind == "auto")
 
 
 def _of_first(trainers: Channel, measure: Callable[[], Choices]) -> Choices:
-    """The first trainer's choices, on all: those that share the cores must not measure at the same time, and
-    what is kept must be what was trained with."""
+    """The first trainer's choices, on all trainers: those that share the machine's cores must not measure at
+    the same time, and the saved choices must be those of the run."""
     own = json.dumps(measure() if trainers.index == 0 else {}).encode()
     first, *_ = trainers.gather(np.frombuffer(own, np.uint8))
     return checked(json.loads(first.tobytes()))
 
 
 def _alone(model: PlacedModel) -> bool:
-    """Whether nothing else wants cores or ranks in a step: neither lookups nor sharded tables nor ids of the
-    model's own making."""
+    """Whether nothing else uses cores or ranks in a step: neither threads for lookups, nor sharded tables,
+    nor ids that the model makes."""
     bound = len(model.bound) == len(model.fronts)
     return bound and model.embeddings.threads == 1 and not model.embeddings.each(SendsAhead)

@@ -1,4 +1,4 @@
-"""What measured choices hold for, and the file that keeps them for later runs on the same machine."""
+"""The machine that measured choices are valid for, and the file that keeps them for later runs."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _log = logging.getLogger("recpipe")
 
 @dataclass(frozen=True)
 class Host:
-    """A CPU with the libraries that compute on it; another one measures anew."""
+    """A CPU and the libraries that compute on it. Choices are measured again for another one."""
 
     processor: str
     cores: int
     instruction_set: str
-    """torch's, then what the environment allows oneDNN and MKL."""
+    """torch's vector instructions, then those that the environment allows oneDNN and MKL."""
     torch_version: str
     float32_matmul: str
-    """torch's precision setting, by which it takes MKL or oneDNN."""
+    """torch's precision setting, which decides between MKL and oneDNN."""
 
     @classmethod
     def current(cls) -> Host:
-        """This process's."""
+        """The host of this process."""
         allowed = (os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"))
         return cls(
             processor=processor(),
@@ -48,16 +48,16 @@ class Host:
         )
 
     def file(self, folder: Path) -> Path:
-        """Where its choices are kept; other versions of this program keep theirs elsewhere."""
+        """The file for its choices; other versions of recpipe use another one."""
         text = json.dumps([SCHEMA, asdict(self)], sort_keys=True)
         return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 class Notebook:
-    """What is known of this machine: kept in ``folder`` by earlier runs, and what this process adds.
+    """Choices known for this machine: those that earlier runs saved in ``folder``, and those of this process.
 
-    An empty folder gets what this process has measured before: runs that keep no files do not measure anew
-    each time, and so round alike.
+    An empty folder gets what this process has measured before, so that runs that keep no files do not measure
+    again each time and round alike.
     """
 
     _measured: ClassVar[dict[Host, Choices]] = {}
@@ -69,7 +69,7 @@ class Notebook:
         self.known = copy.deepcopy(self._there or self._measured.get(self.host, {}))
 
     def answer(self, signature: str, threads: int, samples: int, measure: Callable[[], str]) -> str:
-        """The faster way, measured where it is not known."""
+        """The faster way, measured if it is not known."""
         known = self.known.setdefault(signature, {}).setdefault(str(threads), {})
         if str(samples) not in known:
             if not Notebook._said:
@@ -79,14 +79,15 @@ class Notebook:
         return known[str(samples)]
 
     def keep(self) -> None:
-        """For later runs, of this process and of others."""
+        """Save the choices for later runs of this process and of others."""
         self._measured[self.host] = self.known
         if self.known != self._there:
             save(self.folder, self.host, self.known)
 
 
 def load(folder: Path, host: Host) -> Choices:
-    """What earlier runs have measured on ``host``, maybe nothing; ``UserError`` where the file is damaged."""
+    """Load what earlier runs have measured on ``host``; may be empty. ``UserError`` if the file is
+    damaged."""
     file = host.file(folder)
     try:
         text = file.read_text(encoding="utf-8")
@@ -106,7 +107,7 @@ def load(folder: Path, host: Host) -> Choices:
 
 
 def checked(choices: object) -> Choices:
-    """``choices`` out of a file or a checkpoint; ``Damaged`` where they are none."""
+    """Check ``choices`` from a file or a checkpoint; ``Damaged`` if they are invalid."""
     if not isinstance(choices, dict):
         raise Damaged("the choices are no table")
     for name, threads in choices.items():
@@ -122,7 +123,7 @@ def checked(choices: object) -> Choices:
 
 
 def save(folder: Path, host: Host, choices: Choices) -> None:
-    """Keep ``choices``, whole or not at all; where that fails, say so: the next run measures again."""
+    """Write ``choices`` atomically. If that fails, log it; the next run then measures again."""
     file = host.file(folder)
     draft = file.with_suffix(f".{os.getpid()}.tmp")
     try:
@@ -135,17 +136,17 @@ def save(folder: Path, host: Host, choices: Choices) -> None:
 
 
 def processor() -> str:
-    """The CPU's model, which Python itself does not know on Linux."""
+    """The CPU's model; on Linux, Python itself does not know it."""
     return _listed("model name") or platform.processor() or platform.machine()
 
 
 def made_by_intel() -> bool:
-    """Whether Intel made this CPU, as far as the system tells."""
+    """Whether Intel made this CPU, as far as the system says."""
     return _listed("vendor_id") == "GenuineIntel"
 
 
 def _listed(field: str) -> str | None:
-    """What Linux says of its first core."""
+    """Linux's entries for the first core."""
     listing = Path("/proc/cpuinfo")
     lines = listing.read_text(encoding="utf-8").splitlines() if listing.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), None)

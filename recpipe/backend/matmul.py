@@ -1,4 +1,4 @@
-"""Which kernels multiply matrices on a CPU, so that its vector units are used whoever made it."""
+"""Selects kernels that multiply matrices with the vector units of any maker's CPU."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from recpipe.backend.host import made_by_intel
 from recpipe.errors import UserError
 
 TOLERANCE = 1e-5
-"""Largest error of float32 kernels, relative to the product's norm: theirs is below 1e-6, bfloat16's 1e-3."""
+"""Largest accepted error relative to the product's norm: float32 kernels are below 1e-6, bfloat16's are at
+1e-3."""
 
 
 @contextmanager
 def vector_units(device: torch.device) -> Iterator[None]:
-    """Inside, float32 matrices are multiplied by oneDNN on CPUs that Intel did not make.
+    """In the block, oneDNN multiplies float32 matrices on CPUs that Intel did not make.
 
-    There MKL takes its AVX2 path, at half the speed of AVX-512; on Intel's own it is up to a third faster
-    than oneDNN at a few hundred samples. torch hands float32 products to oneDNN under the precision "medium",
-    which also permits bfloat16: oneDNN may make use of that where the CPU has units for it. So one product is
-    made and compared; where it was rounded, MKL stays. A precision that the user has set, and products on a
-    GPU, are left alone.
+    On those, MKL takes its AVX2 path, at half the speed of AVX-512. On Intel's CPUs it is up to a third
+    faster than oneDNN at a few hundred samples. torch passes float32 products to oneDNN under the precision
+    "medium", which also permits bfloat16, and oneDNN may use that if the CPU has units for it. So one product
+    is computed and compared; if it was rounded, MKL stays. A precision set by the user, and products on a
+    GPU, are not changed.
     """
     before = torch.get_float32_matmul_precision()
     if device.type != "cpu" or before != "highest" or not has_onednn() or made_by_intel():
@@ -40,7 +41,7 @@ def vector_units(device: torch.device) -> Iterator[None]:
 
 @cache
 def _error(precision: str) -> float:
-    """Of a float32 product against float64, relative to its norm, under the ``precision`` that is set."""
+    """The error of a float32 product relative to the norm of the float64 one, under ``precision``."""
     random = torch.Generator().manual_seed(0)
     left, right = (torch.randn(shape, generator=random) for shape in ((256, 512), (512, 256)))
     exact = left.double() @ right.double()
@@ -48,7 +49,7 @@ def _error(precision: str) -> float:
 
 
 def float32_matmul() -> str:
-    """What multiplies float32 matrices on the CPU at this moment, for the report."""
+    """The library that multiplies float32 matrices on the CPU now, for the report."""
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
         return "oneDNN" if _error(precision) <= TOLERANCE else "oneDNN, rounded to bfloat16"
@@ -67,7 +68,7 @@ def has_bfloat16_units() -> bool:
 
 
 def require_bfloat16_units(device: torch.device) -> None:
-    """``UserError`` on a CPU that would emulate bfloat16: with AVX2 alone, at 0.08 of float32's speed."""
+    """``UserError`` on a CPU that would emulate bfloat16; with only AVX2 that has 0.08 of float32's speed."""
     if device.type == "cpu" and not has_bfloat16_units():
         raise UserError(
             "model.precision=bfloat16: this CPU has no bfloat16 units (avx512_bf16, amx_bf16), so that "

@@ -1,7 +1,7 @@
-"""Whether cores that share a batch's samples are faster than threads that share every operator: measured.
+"""Measures whether cores that share a batch's samples are faster than threads that share every operator.
 
-What is timed is a step of the model itself, both ways, over tables that stand in for its own and are thrown
-away. Nothing of the run is trained, fetched or moved.
+It times a step of the model itself both ways, with temporary tables in place of its own. Nothing of the run
+is trained, fetched or moved.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.specs import TableSet
 
 STAND_IN_BYTES = 64 << 20
-"""Of all tables that are looked up while a step is timed: more than a cache holds, and made in no time."""
+"""The size of all tables together while a step is timed: more than a cache holds, but quickly made."""
 LEARNING_RATE = 1e-12
 MARGIN = 1.1
-"""Cores share a batch where that is so much faster: a run also reads and plans, which takes turns at Python
-with them and is not in the time measured."""
+"""Cores share a batch if that is so many times faster. A run also reads and plans, which competes for Python
+with the cores and is not in the measured time."""
 NOISE = 1.02
-"""The first core takes less than an equal share where that is so much faster again."""
+"""The first core takes less than an equal share if that is again so many times faster."""
 ROUNDS = 9
 SMALLEST = 128
-"""Samples of the smallest batch that is timed; smaller ones are not shared."""
+"""Samples of the smallest batch that is timed; cores do not share smaller ones."""
 
 
 def measured_sharing(model: PlacedModel, batch: Any, size: int, folder: Path) -> Choices:
-    """The faster way through steps of ``model``, as it is or converted, with up to ``size`` samples.
+    """The faster way for steps of ``model``, which may be converted, with up to ``size`` samples.
 
-    ``batch``: one like those that will be trained. Known ways are taken from ``folder`` and measured ones
-    kept there, as by ``calibrated``.
+    ``batch``: a batch like those of the training. Known choices are read from ``folder`` and new ones saved
+    there, as in ``calibrated``.
     """
     threads, notebook = torch.get_num_threads(), Notebook(folder)
     name, trial = signature(model, batch), _Trial(model)
@@ -62,7 +62,8 @@ def measured_sharing(model: PlacedModel, batch: Any, size: int, folder: Path) ->
 
 
 def signature(model: PlacedModel, batch: Any) -> str:
-    """A name for models that take as long: of the same modules and sizes, with as many ids to look up."""
+    """A name for models that take equally long: with the same modules and sizes and the same number of
+    ids."""
     ids = count_ids(model.inputs.each(batch)) // max(1, batch_size(batch))
     modules = [(path, type(module).__qualname__) for path, module in model.module.named_modules()]
     shapes = [(name, tuple(p.shape)) for name, p in model.dense_parameters().items()]
@@ -75,14 +76,14 @@ def signature(model: PlacedModel, batch: Any) -> str:
 
 
 class _Trial:
-    """Steps of ``model`` over tables that stand in for its own."""
+    """Steps of ``model`` with temporary tables in place of its own."""
 
     def __init__(self, model: PlacedModel) -> None:
         self.model = model
 
     @cached_property
     def tables(self) -> dict[TableCollection, ResidentCollection]:
-        """What stands in for each group's collection: its tables, with fewer rows."""
+        """The replacement of each group's collection: the same tables with fewer rows."""
         groups, cpu = self.model.embeddings.tables.groups, torch.device("cpu")
         rows = max(1, STAND_IN_BYTES // sum(len(g.tables.tables) * g.tables.record_bytes for g in groups))
         roomy = roomy_paths(self.model.module)
@@ -120,7 +121,7 @@ class _Trial:
         accumulate(self.model, StagedBatch(batch), StepTimes(), cores, lookups)
 
     def _ids(self, batch: Any) -> GroupIds:
-        """Within the rows of the tables that stand in."""
+        """Ids within the rows of the temporary tables."""
         each = zip(self.model.inputs.each(batch), self.tables.values(), strict=True)
         return tuple(None if ids is None else _within(ids, own.tables) for ids, own in each)
 
@@ -134,7 +135,8 @@ def _within(ids: KeyedJaggedTensor, tables: TableSet) -> KeyedJaggedTensor:
 
 
 def _with_rows(tables: TableSet, most: int) -> TableSet:
-    """``tables`` with fewer rows, which learn next to nothing: however many steps, the loss stays finite."""
+    """``tables`` with fewer rows and almost no learning, so that the loss stays finite after any number of
+    steps."""
     cut = tuple(replace(table, rows=min(table.rows, most), first=None) for table in tables.tables)
     return replace(tables, tables=cut, optimizer=replace(tables.optimizer, lr=LEARNING_RATE))
 

@@ -1,8 +1,8 @@
 """A checkpoint's MANIFEST.json: every file's size and digest, so that what is read is what was written.
 
-What a checkpoint holds is said here and nowhere else: ``trainer.pt`` and files in ``tables``, all of them in
-the manifest, none of them a symbolic link. Names in the manifest are looked up among the files that are
-there; nothing follows them to another place.
+Only this module knows what a checkpoint may hold: ``trainer.pt`` and files in ``tables``, all of them in the
+manifest and none of them a symbolic link. Names in the manifest are compared with the existing files and
+never used as paths, so they cannot lead elsewhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAME = re.compile(rf"{re.escape(TRAINER)}|{TABLES}/(?!\.\.?$)[^/\0]+", re.DOTAL
 
 @dataclass(frozen=True)
 class Manifest:
-    """The file's content; ``files``: size in bytes and BLAKE2b digest by relative path."""
+    """The manifest's content; ``files``: size in bytes and BLAKE2b digest by relative path."""
 
     schema: int
     step: int
@@ -34,7 +34,7 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """``UserError`` where it makes no sense or is not of a whole checkpoint."""
+    """``UserError`` if it is invalid or the checkpoint is not complete."""
     file = directory / MANIFEST
     try:
         content = read_json(file)
@@ -96,7 +96,7 @@ def _regular_files(directory: Path) -> Iterator[str]:
 
 
 def seal(directory: Path, step: int) -> None:
-    """Flush all files to disk and write the manifest, last of all and in one step."""
+    """Flush all files to disk, then write the manifest atomically."""
     files = sorted(f for f in directory.rglob("*") if f.is_file())
     for file in files:
         sync(file)

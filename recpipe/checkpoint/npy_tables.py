@@ -1,6 +1,6 @@
-"""Tables of checkpoints from before there was one layout: ``<table>.weight.npy`` and ``<table>.state.npy``.
+"""Reads tables of earlier versions' checkpoints: ``<table>.weight.npy`` and ``<table>.state.npy``.
 
-They are read as matrices in one piece, like those in safetensors files; nothing writes them any more.
+They are read as matrices in one piece, like those in safetensors files. They are not written any more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WEIGHT, _STATE = weight_name(""), state_name("")
 
 
 def holds_npy(directory: Path) -> bool:
-    """Whether ``directory`` has such files; ``UserError`` where it has both kinds."""
+    """Whether ``directory`` has .npy files; ``UserError`` if it has both kinds."""
     found = any(directory.glob("*.npy"))
     if found and any(directory.glob("*.safetensors")):
         raise UserError(
@@ -32,9 +32,9 @@ def holds_npy(directory: Path) -> bool:
 
 
 def npy_tables(directory: Path) -> TensorFiles:
-    """What they hold, under the names that it has in safetensors files: no state of no columns.
+    """The matrices under their names in safetensors files; a state without columns is left out.
 
-    ``UserError`` on a file of anything else, and where a table lacks one of its two.
+    ``UserError`` for any other file, and if a table lacks one of its two files.
     """
     pieces = [_opened(file) for file in sorted(directory.glob("*.npy"))]
     weights, states = (
@@ -53,7 +53,7 @@ class _Array(Piece):
     """A .npy file with a float32 matrix."""
 
     start: int
-    """Where its values begin, in bytes."""
+    """The offset of its values, in bytes."""
 
     def rows(self, low: int, high: int) -> NDArray[np.float32]:
         """Its rows [low, high)."""
@@ -63,8 +63,8 @@ class _Array(Piece):
 
 
 def _opened(file: Path) -> _Array:
-    """Only what numpy has written of a float32 matrix is read: other types, orders of axes or of bytes would
-    scramble a table. Nothing is unpickled."""
+    """Open a .npy file. Only float32 matrices as numpy writes them are accepted, since other types, orders of
+    axes or of bytes would scramble a table. Nothing is unpickled."""
     try:
         with file.open("rb") as stream:
             shape, fortran, dtype = _header(stream)
@@ -81,10 +81,10 @@ def _opened(file: Path) -> _Array:
 
 
 def _header(stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether in Fortran order, type; ``ValueError`` where it is none."""
+    """Shape, whether in Fortran order, and type; ``ValueError`` if it is not a header."""
     if np.lib.format.read_magic(stream) != (1, 0):
         raise Damaged("not a .npy file of version 1.0")
     try:
         return np.lib.format.read_array_header_1_0(stream)
-    except Exception as fault:  # numpy parses it as Python source, with every fault that this can have
+    except Exception as fault:  # numpy parses it as Python source, which can raise any of these errors
         raise Damaged("its header makes no sense") from fault

@@ -1,7 +1,7 @@
 """Tables as files of a checkpoint: saved, opened and checked, loaded.
 
-They are safetensors files in the layout of ``torch.distributed.checkpoint``: one for each table where one
-process writes them (here), one or several for each rank where tables are sharded
+They are safetensors files in the layout of ``torch.distributed.checkpoint``: one for each table if one
+process writes them (here), or one or several for each rank if tables are sharded
 (``recpipe.tables.sharding.files``). Tables may be larger than memory.
 """
 
@@ -24,31 +24,32 @@ from recpipe.tables.saved_parts import Part, region_values, save_parts
 from recpipe.tables.specs import FILL_ROWS, state_name, weight_name
 
 Shapes = dict[str, tuple[int, int, int]]
-"""Per table: rows, dimension, width of the optimizer state."""
+"""For each table: rows, dimension, width of the optimizer state."""
 
 _REMEDY = "use the checkpoint's recipe"
 
 
 def save_tables(directory: Path, storage: TableCollection, shapes: Shapes) -> None:
-    """Write a file for each table, region by region, of which each is read once."""
+    """Write a file for each table, region by region; each region is read once."""
     for table, regions in groupby(storage.regions(), lambda region: region.table):
         part = Part(table, (0, 0), *shapes[table], map(storage.read, regions))
         save_parts(table_file(directory, table), [part])
 
 
 def read_along(storage: TableCollection) -> None:
-    """Take part in ``save_tables`` on a rank that writes nothing: reading tables takes all trainers."""
+    """Take part in ``save_tables`` on a rank that writes nothing, since reading tables needs all trainers."""
     for region in storage.regions():
         storage.read(region)
 
 
 def table_file(directory: Path, table: str) -> Path:
-    """Where a whole table lies; any table's name is made safe."""
+    """The file of a whole table; its name is safe for any table's name."""
     return directory / f"{quote(table, safe='')}.safetensors"
 
 
 def open_tables(directory: Path) -> TensorFiles:
-    """What a checkpoint holds, whoever wrote it and when; ``UserError`` where that is not whole tables."""
+    """Open the tables of a checkpoint of any version and number of ranks; ``UserError`` if they are not
+    complete."""
     files = npy_tables(directory) if holds_npy(directory) else TensorFiles.sharded(directory)
     weight, state = weight_name(""), state_name("")
     for name, pieces in files.pieces.items():
@@ -60,13 +61,13 @@ def open_tables(directory: Path) -> TensorFiles:
 
 
 def check_tables(directory: Path, shapes: Shapes) -> TensorFiles:
-    """What ``directory`` holds; ``UserError`` unless that is the recipe's tables, all and no others."""
+    """Open the tables in ``directory``; ``UserError`` unless they are exactly the recipe's tables."""
     files = open_tables(directory)
     wanted: dict[str, tuple[tuple[int, int], ...]] = {}
     for table, (rows, dim, width) in shapes.items():
         weight = weight_name(table)
         wanted[weight] = ((rows, dim),)
-        if width:  # of rows that were cut, a state is repeated for each column
+        if width:  # if rows were cut, a state is repeated for each column
             cut = any(piece.shape[1] < dim for piece in files.pieces.get(weight, ()))
             wanted[state_name(table)] = ((rows, width), (rows, dim)) if cut else ((rows, width),)
     for name, allowed in wanted.items():
@@ -88,7 +89,7 @@ def load_regions(files: TensorFiles, storage: TableCollection, shapes: Shapes) -
 
 
 def saved_weights(directory: Path) -> dict[str, Streamed]:
-    """The weights of every table in ``directory``, float32 [rows, D], whatever wrote them."""
+    """The weights of every table in ``directory``, float32 [rows, D], in any layout."""
     files, suffix = open_tables(directory), weight_name("")
     return {
         name.removesuffix(suffix): (files.shape(name), _blocks(files, name))

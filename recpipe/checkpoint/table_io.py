@@ -1,4 +1,4 @@
-"""Checkpoints as directories: written whole under another name, then renamed; tables beside the rest.
+"""Checkpoints as directories, written under another name and then renamed; tables are beside the rest.
 
     step-00000040.ckpt/
       MANIFEST.json            written last: every file's size and BLAKE2b digest
@@ -8,8 +8,8 @@
                                is 0), whatever tier the rows were in: a file for each table, <t>.safetensors,
                                or, where tables are sharded, each rank's own parts of them
 
-A directory is whole when it has a manifest. It is written as ``.ckpt.partial`` and renamed at the end;
-a kill at any moment leaves the checkpoint of before or the new one whole, under one of the two names.
+A directory with a manifest is complete. It is written as ``.ckpt.partial`` and renamed at the end. After a
+kill at any moment, either the earlier checkpoint or the new one is complete, under one of the two names.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from recpipe.tables.collection import TableCollection
 SUFFIX = ".ckpt"
 PARTIAL = ".partial"
 MODEL = "model"
-"""Key of trainer.pt; older checkpoints lack it."""
+"""A key of trainer.pt; older checkpoints lack it."""
 OWN = "recpipe"
-"""Its key for what Lightning does not know."""
+"""The key of trainer.pt for what Lightning does not know."""
 _NAMES = (f"*{SUFFIX}", f"*{SUFFIX}{PARTIAL}")
 
 
 class TableCheckpointIO(CheckpointIO):
-    """Lightning's door for saving and loading, for directories that hold the tables too."""
+    """Lightning's interface for saving and loading, for directories that also have the tables."""
 
     def __init__(
         self,
@@ -63,12 +63,13 @@ class TableCheckpointIO(CheckpointIO):
         self.writes = writes
         """Whether this rank writes files; the others take part in reading the tables."""
         self.check = check
-        """Raises ``UserError`` or ``Damaged`` on a trainer.pt that the run cannot go on from."""
+        """Raises ``UserError`` or ``Damaged`` if the run cannot go on from a trainer.pt."""
         self.model = model
-        """What ``recpipe.load`` makes the model by, plain values alone; None: it has to be told."""
+        """Plain values from which ``recpipe.load`` can make the model; None: its caller must pass the
+        model."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write ``path`` atomically; it is durable on return, on the rank that writes."""
+        """Write ``path`` atomically; on the rank that writes, it is on the disk on return."""
         final = Path(path)
         partial = final.with_name(final.name + PARTIAL)
         try:
@@ -91,7 +92,7 @@ class TableCheckpointIO(CheckpointIO):
         sync(final.parent)
 
     def _save_tables(self, directory: Path) -> None:
-        """Sharded tables are written by their ranks, others by the rank that writes."""
+        """Write the tables: sharded tables by their ranks, others by the rank that writes."""
         ranks = self.storage.offers(SavedByRanks)
         if ranks is not None:
             ranks.save_tables(directory)
@@ -103,10 +104,10 @@ class TableCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Check everything, then load the tables and return the rest: a refusal leaves tables as they are.
+        """Check everything, then load the tables and return the rest. If a check fails, tables are unchanged.
 
-        Which rows are resident is known first: these are loaded into their slots, and not by way of a cold
-        tier that may keep fewer bits of them.
+        The placement is restored first, so that resident rows are loaded directly into their slots and not
+        through a cold tier that may keep fewer bits.
         """
         directory = Path(path)
         trainer = open_checkpoint(directory)
@@ -131,12 +132,13 @@ class TableCheckpointIO(CheckpointIO):
 
 
 def holds_checkpoint(directory: Path) -> bool:
-    """Whether a whole checkpoint lies in ``directory``."""
+    """Whether ``directory`` is a complete checkpoint."""
     return any((d / MANIFEST).is_file() for name in _NAMES for d in directory.glob(name))
 
 
 def newest(directory: Path) -> Path:
-    """The newest whole checkpoint in ``directory`` (or ``directory`` itself); ``UserError`` without one."""
+    """The newest complete checkpoint in ``directory`` (or ``directory`` itself); ``UserError`` if there is
+    none."""
     if (directory / MANIFEST).is_file():
         return directory
     found = [d for name in _NAMES for d in directory.glob(name) if (d / MANIFEST).is_file()]
@@ -163,7 +165,7 @@ def open_checkpoint(directory: Path) -> dict[str, Any]:
 
 @contextmanager
 def naming(directory: Path) -> Iterator[None]:
-    """Within it, what is ``Damaged`` is trainer.pt."""
+    """In the block, a ``Damaged`` error names trainer.pt."""
     try:
         yield
     except (OSError, Damaged) as fault:
@@ -174,6 +176,6 @@ def naming(directory: Path) -> Iterator[None]:
 
 
 def _discard(directory: Path) -> None:
-    """Remove a checkpoint, its manifest first: what a kill leaves of it is not taken for a whole one."""
+    """Remove a checkpoint, its manifest first, so that the rest after a kill does not look complete."""
     (directory / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(directory, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A checkpoint's trainer.pt: plain values, tensors and numpy arrays, read back without pickle's powers."""
+"""A checkpoint's trainer.pt: plain values, tensors and numpy arrays, read without executing pickled code."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from recpipe.common.saved import Damaged, entries
 
 
 def save_trainer(content: dict[str, Any], file: Path) -> None:
-    """``torch.save``, with the OSError of a file that cannot be written."""
+    """``torch.save``, which raises the OSError of a file that cannot be written."""
     with file.open("wb") as stream:
         try:
             torch.save(plain(content), stream)
         except RuntimeError as fault:
-            # torch then trips over its own half-written archive, which hides the reason.
+            # torch then raises another error about its half-written archive, which hides the reason.
             if isinstance(fault.__context__, OSError):
                 raise fault.__context__ from None
             raise
 
 
 def load_trainer(file: Path) -> dict[str, Any]:
-    """What ``save_trainer`` wrote; ``Damaged`` where it is no such file."""
+    """Read what ``save_trainer`` wrote; ``Damaged`` if it is not such a file."""
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as fault:  # whatever bytes that are no pickle lead to, as pickle's documentation says
+    # The errors that bytes other than a pickle can raise, by pickle's documentation.
+    except Exception as fault:
         reason = str(fault).strip().partition("\n")[0][:200]
         raise Damaged(f"it cannot be read ({type(fault).__name__}: {reason})") from fault
     entries({"global_step": int}, loaded)

@@ -1,7 +1,7 @@
-"""What a run says: the same timed lines on the terminal and in recpipe.log, and bars on a terminal.
+"""A run's output: the same timed lines on the terminal and in recpipe.log, and progress bars on a terminal.
 
 Lines go through the logger "recpipe"; ``conf/train.yaml`` hands them to ``Screen`` and ``LogFile``. Of
-several processes rank 0 alone says more than warnings (``quiet.quiet_libraries``).
+several processes, only rank 0 prints more than warnings (``quiet.quiet_libraries``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from recpipe.common.shared_state import Shared
 
 LOG_FILE = "recpipe.log"
 LINE_SECONDS = 10.0
-"""Between the lines of a ``Meter``."""
+"""Seconds between the lines of a ``Meter``."""
 REDRAW_SECONDS = 0.2
-"""Between its redraws on a terminal: one costs as much as a small model's optimizer."""
+"""Seconds between a ``Meter``'s redraws on a terminal; one costs as much as a small model's optimizer
+step."""
 _BAR_WIDTH = 20
 _WITH_BAR = 80
 """Columns that a terminal must have for a bar beside the text."""
@@ -37,7 +38,7 @@ log = logging.getLogger("recpipe")
 
 
 class Lines(logging.Formatter):
-    """``12:34:56  message``; warnings say that they are; of a record that is ``plain``, the message alone."""
+    """Formats ``12:34:56  message``. Warnings are marked as such; a record that is ``plain`` has no time."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s  %(message)s", "%H:%M:%S")
@@ -47,14 +48,14 @@ class Lines(logging.Formatter):
         return record.getMessage() if getattr(record, "plain", False) else super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Its first line, without a traceback."""
+        """The text without a traceback."""
         if record.levelno >= logging.WARNING:
             record.message = f"{record.levelname.lower()}: {record.message}"
         return super().formatMessage(record)
 
 
 class Screen(logging.Handler):
-    """Prints on what ``sys.stdout`` is at the time, which is above the bars while there are any."""
+    """Prints to the current ``sys.stdout``; while there are bars, lines appear above them."""
 
     def __init__(self, stream: None = None) -> None:
         super().__init__()
@@ -76,18 +77,19 @@ class Output(Console):
     """Standard output; a reader that has gone away does not end the run here either."""
 
     def on_broken_pipe(self) -> None:
-        """Say no more. rich would exit, before all reports are written."""
+        """Stop printing. rich would exit the process, before all reports are written."""
         self.quiet = True
         nobody_reads()
 
 
 def nobody_reads() -> None:
-    """Whatever is still printed goes nowhere, and does not fail."""
+    """Discard further output, so that printing does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class LogFile(logging.FileHandler):
-    """recpipe.log, made with its first line. A disk that refuses it costs the run its log, nothing else."""
+    """Writes recpipe.log, which is created with its first line. If it cannot be written, the run goes on
+    without it."""
 
     def __init__(self, filename: str) -> None:
         super().__init__(filename, encoding="utf-8", delay=True)
@@ -102,11 +104,11 @@ class LogFile(logging.FileHandler):
         """Append one line."""
         try:
             super().emit(record)
-        except OSError:  # from opening the file; what goes wrong later comes to handleError by itself
+        except OSError:  # opening the file failed; later errors go to handleError by themselves
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say once that the file cannot be written."""
+        """Warn once that the file cannot be written."""
         fault = sys.exception()
         if not isinstance(fault, OSError):
             super().handleError(record)
@@ -116,27 +118,27 @@ class LogFile(logging.FileHandler):
             print(f"warning: {why}", file=sys.stderr)
 
     def close(self) -> None:
-        """Close the file; a line that the disk has refused is not tried again."""
+        """Close the file; a line that could not be written is not tried again."""
         with suppress(OSError):
             super().close()
 
 
 _run: ContextVar[object] = ContextVar("recpipe_run", default=None)
-"""Whose lines are said in this thread; None: in a thread that does not know, so that all hear them."""
+"""The run whose lines this thread logs; None: not known, so that the handlers of all runs get them."""
 _silent: ContextVar[bool] = ContextVar("recpipe_silent", default=False)
-"""Whether nothing is to be drawn on the terminal."""
+"""Whether drawing on the terminal is switched off."""
 
 
 @contextmanager
 def heard(directory: Path | None, screen: bool = True) -> Iterator[None]:
-    """Within it a run that Hydra did not start is heard as others are: on the terminal, where ``screen``,
-    and in recpipe.log in ``directory``, where there is one.
+    """In the block, a run that Hydra did not start logs as others do: on the terminal if ``screen``, and into
+    recpipe.log in ``directory`` if one is given.
 
-    Of two runs in threads of one process each hears its own lines, and those of both runs' worker threads.
+    If two runs share a process, each logs its own lines and those of both runs' worker threads.
     """
     root = logging.getLogger()
     for left in [h for h in root.handlers if isinstance(h, Screen | LogFile)]:
-        root.removeHandler(left)  # of a run in this process that Hydra did start, and that has ended
+        root.removeHandler(left)  # of an earlier run in this process that Hydra started
         left.close()
     handlers: list[logging.Handler] = [Screen()] if screen else []
     if directory is not None:
@@ -166,11 +168,11 @@ def _alone() -> Iterator[None]:
 
 
 alone = Shared(_alone)
-"""Within it lines do not go to the handlers of the program around, which would say them once more."""
+"""In the block, lines do not go to the surrounding program's handlers, which would print them again."""
 
 
 def show(draw: Callable[[Console], None], console: Console | None = None) -> None:
-    """Print what ``draw`` draws, in colours where the console has them, and plainly into recpipe.log."""
+    """Print what ``draw`` draws, in colours if the console has them, and as plain text into recpipe.log."""
     out = console or Output()
     if not _silent.get():
         draw(out)
@@ -180,7 +182,7 @@ def show(draw: Callable[[Console], None], console: Console | None = None) -> Non
 
 
 def append_to_log(text: str) -> None:
-    """Into recpipe.log alone, as it is: what has been shown in another form."""
+    """Append ``text`` as it is to recpipe.log alone, after it has been shown in another form."""
     record = log.makeRecord(
         log.name, logging.INFO, __file__, 0, text.rstrip("\n"), (), None, extra={"plain": True}
     )
@@ -190,15 +192,15 @@ def append_to_log(text: str) -> None:
 
 
 def on_terminal() -> bool:
-    """Whether output can be redrawn; not in files and pipes, notebooks, and on TERM=dumb."""
+    """Whether output can be redrawn, unlike in files, pipes and notebooks, and with TERM=dumb."""
     return sys.stdout.isatty() and not Output().is_dumb_terminal
 
 
 class Meter:
-    """How far a long piece of work is: a bar on a terminal, a line every ``LINE_SECONDS`` elsewhere.
+    """Shows the progress of long work: a bar on a terminal, a line every ``LINE_SECONDS`` elsewhere.
 
-    ``first``: the share of the work that was done before. Ask ``due`` as often as you like, and ``show``
-    when it says so. Used in a with statement, which takes the bar away.
+    ``first``: the share of the work that was done before. Call ``due`` as often as you like, and ``show``
+    when it is true. Use it in a with statement, which removes the bar.
     """
 
     def __init__(self, first: float = 0.0) -> None:
@@ -213,7 +215,7 @@ class Meter:
         return perf_counter() - self._shown >= pause
 
     def show(self, share: float, text: str) -> None:
-        """Show ``text`` and the time left; ``share`` of the work, in [0, 1], is done."""
+        """Show ``text`` and the time left; ``share``, in [0, 1], of the work is done."""
         self._shown = perf_counter()
         if share > self._first:
             left = (self._shown - self._began) * (1 - share) / (share - self._first)
@@ -224,7 +226,7 @@ class Meter:
             _bars.draw(self._task, share, text)
 
     def close(self) -> None:
-        """Take the bar away; again: nothing."""
+        """Remove the bar. Calling it again does nothing."""
         if self._task is not None:
             _bars.remove(self._task)
         self._task = None

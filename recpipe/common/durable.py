@@ -1,4 +1,4 @@
-"""What is written is on the disk."""
+"""Makes sure that what was written is on the disk."""
 
 from __future__ import annotations
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BUSY_OTHERS = 0.1
-"""Share of the machine from which on a measurement says that others took it."""
+"""Share of the machine from which on a measurement reports that other programs used it."""
 _STAT = Path("/proc/stat")
 _IDLE = slice(3, 5)
-"""Columns ``idle`` and ``iowait``."""
+"""The columns ``idle`` and ``iowait``."""
 _GUESTS = slice(0, 8)
-"""Without ``guest`` and ``guest_nice``, which ``user`` and ``nice`` contain."""
+"""The columns to add, without ``guest`` and ``guest_nice``, which ``user`` and ``nice`` include."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Processor seconds since the machine started: of all its processors, and of this process."""
+    """Processor seconds since the machine started, of all its processors and of this process."""
 
     busy: float
     total: float
@@ -26,7 +26,7 @@ class Load:
 
     @classmethod
     def now(cls) -> Load | None:
-        """None where the system does not tell."""
+        """The current figures, or None if the system does not offer them."""
         try:
             first = _STAT.read_text(encoding="ascii").partition("\n")[0].split()[1:]
         except OSError:
@@ -36,8 +36,8 @@ class Load:
         return cls(sum(columns) - sum(columns[_IDLE]), sum(columns), time.process_time())
 
     def others_since(self, earlier: Load | None) -> float | None:
-        """Share of all processors' time since ``earlier`` that neither this process had nor was idle; other
-        virtual machines' time (``steal``) included."""
+        """The share of all processors' time since ``earlier`` that was neither idle nor this process's. It
+        includes other virtual machines' time (``steal``)."""
         total = 0.0 if earlier is None else self.total - earlier.total
         if earlier is None or total <= 0:
             return None

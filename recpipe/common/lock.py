@@ -1,4 +1,5 @@
-"""Lock files: the system frees one when its owner ends, however it ends; meanwhile the file names it."""
+"""Lock files. The system frees one when its owner ends, even if it is killed; until then the file names the
+owner."""
 
 from __future__ import annotations
 
@@ -11,18 +12,18 @@ from contextlib import suppress
 from pathlib import Path
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
-"""What ``flock`` fails with on a file system that has no locks."""
+"""Error numbers of ``flock`` on a file system without locks."""
 
 
 class Taken(Exception):
-    """Another process holds the lock; the message says which, as far as the file tells."""
+    """Another process holds the lock. The message names it, if the file does."""
 
 
 class LockFile:
     """An exclusive lock on the file ``name`` (in the directory ``dir_fd``, if given), until ``release``.
 
-    The file is made where there is none; a symbolic link is not followed. Raises ``Taken``, and OSError
-    where the file cannot be made or locked.
+    The file is created if it is missing; symbolic links are not followed. Raises ``Taken``, and OSError if
+    the file cannot be created or locked.
     """
 
     def __init__(self, name: str | Path, dir_fd: int | None = None) -> None:
@@ -39,16 +40,16 @@ class LockFile:
                 taken = fault.errno in (errno.EWOULDBLOCK, errno.EACCES)
                 owner = os.pread(self._fd, 500, 0).decode(errors="replace").strip()
                 if not taken:
-                    self.remove()  # nobody can hold it
+                    self.remove()  # without locks nobody can hold it
                 self.release()
                 if taken:
                     raise Taken(owner or "a process that has not said which") from fault
                 raise
-            self.release()  # a file that its owner has just removed
+            self.release()  # its owner has just removed the file
 
     def _name_owner(self) -> None:
         text = f"{this_process()}\n".encode()
-        with suppress(OSError):  # a full disk: the lock holds all the same
+        with suppress(OSError):  # the disk is full, but the lock is held
             os.ftruncate(self._fd, os.pwrite(self._fd, text, 0))
 
     def _is_current(self) -> bool:
@@ -59,15 +60,15 @@ class LockFile:
         return os.path.samestat(there, os.fstat(self._fd))
 
     def remove(self) -> None:
-        """Delete the file; this process goes on holding its lock."""
+        """Delete the file; this process keeps the lock."""
         if self._is_current():
             os.unlink(self._name, dir_fd=self._dir_fd)
 
     def release(self) -> None:
-        """Let others have it; the file stays unless ``remove`` came first."""
+        """Release the lock; the file stays unless ``remove`` was called."""
         os.close(self._fd)
 
 
 def this_process() -> str:
-    """This process in words: its id, its machine, the time."""
+    """A description of this process: its id, its machine, the time."""
     return f"process {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%dT%H:%M:%S%z')}"

@@ -1,4 +1,5 @@
-"""Directories that recpipe has made, told from a user's own by a marker in them: it removes no others."""
+"""Directories that recpipe has made. A marker file tells them from a user's own, which recpipe never
+removes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _TEXT = "recpipe made this directory and removes it.\n"
 
 
 def make_directory(path: Path) -> None:
-    """Make ``path`` and what is missing above it, each with a marker in it; OSError where that fails."""
+    """Make ``path`` and its missing parents, each with a marker in it; OSError if that fails."""
     if path.is_dir():
         return
     if not path.parent.is_dir():
@@ -24,13 +25,13 @@ def make_directory(path: Path) -> None:
     except FileExistsError:
         if not path.is_dir():
             raise
-        return  # another rank was first
+        return  # another rank has made it
     (path / MARKER).write_text(_TEXT)
 
 
 def remove_made(path: Path) -> None:
-    """Remove ``path`` and what is above it, as far up as they have a marker and nothing else in them."""
-    with suppress(OSError):  # not there, or another rank was first
+    """Remove ``path`` and its parents, as long as they have a marker and nothing else in them."""
+    with suppress(OSError):  # it does not exist, or another rank has removed it
         while [file.name for file in path.iterdir()] == [MARKER]:
             (path / MARKER).unlink()
             path.rmdir()
@@ -38,10 +39,10 @@ def remove_made(path: Path) -> None:
 
 
 def scratch_directory(parent: Path, name: str) -> Path:
-    """A new directory ``name-*`` in the run directory ``parent``, for its maker to remove whole.
+    """Make a new directory ``name-*`` in the run directory ``parent``; the caller removes it.
 
-    Those that killed runs left there are removed first: ``parent`` is one run's at a time. UserError where
-    it cannot be made.
+    Directories that killed runs have left there are removed first, since ``parent`` belongs to one run at a
+    time. UserError if it cannot be made.
     """
     for left in parent.glob(f"{name}-*"):
         if (left / MARKER).is_file():

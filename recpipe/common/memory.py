@@ -1,4 +1,4 @@
-"""Memory of this machine: how much there is, how much is free, and a line for what cannot fit."""
+"""Memory of this machine: how much there is, how much is free, and a one-line error for what cannot fit."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def there(device: torch.device) -> int:
-    """Bytes that this process could take on ``device``; on a CPU its share of swap space counts as well.
+    """Bytes that this process could allocate on ``device``; on a CPU its share of swap space counts as well.
 
-    What is free now, and at most an equal share of the whole for each rank of this machine: the others may
-    not have taken theirs yet.
+    This is what is free now, but at most the whole divided by the number of ranks on this machine, since the
+    others may not have taken their share yet.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -28,7 +28,7 @@ def there(device: torch.device) -> int:
 
 
 def _host() -> tuple[int, int]:
-    """Free and whole memory, both with swap: the machine's, or this container's where that is less."""
+    """Free and total memory with swap, of the machine or of this container if it has less."""
     try:
         rows = (line.split() for line in MEMINFO.read_text().splitlines())
         info = {row[0].rstrip(":"): int(row[1]) << 10 for row in rows}
@@ -40,13 +40,13 @@ def _host() -> tuple[int, int]:
         used = int((CGROUPS / "memory.current").read_text())
         rows = (line.split() for line in (CGROUPS / "memory.stat").read_text().splitlines())
         cached = int({row[0]: row[1] for row in rows}["file"])
-    except (OSError, ValueError, KeyError):  # no limit ("max"), or no cgroup of the second version
+    except (OSError, ValueError, KeyError):  # no limit ("max"), or no cgroup v2
         return free, whole
     return min(free, limit - used + cached), min(whole, limit)
 
 
 def require(needs: Mapping[str, int], device: torch.device, remedy: str) -> None:
-    """``UserError`` with ``remedy`` unless the bytes of ``needs``, by what they are for, could be had."""
+    """``UserError`` with ``remedy`` unless there is room for ``needs``: bytes by what they are for."""
     wanted, free = sum(needs.values()), there(device)
     if wanted <= free:
         return

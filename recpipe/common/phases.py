@@ -1,4 +1,4 @@
-"""The parts of a training step by name, as ``task=profile`` times them; free when nobody profiles."""
+"""The named parts of a training step, as ``task=profile`` times them. They cost nothing without a profile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 PREFIX = "recpipe: "
-"""Of the ranges' names in a trace."""
+"""Prefix of the ranges' names in a trace."""
 PHASES = (
     "input",
     "embedding forward",
@@ -21,19 +21,19 @@ PHASES = (
     "embedding backward and update",
     "dense optimizer",
 )
-"""In the order of a step. A phase inside of another one does not count to it: "dense" is what a model does
-beside its layers and interactions. What a step takes beyond their sum is overhead."""
+"""The phases in the order of a step. A phase inside another one does not count as part of it: "dense" is what
+a model does beside its layers and interactions. The rest of a step's time is overhead."""
 BACKWARD = {
     "embedding forward": "embedding backward and update",
     **{f"{part} forward": f"{part} backward" for part in ("interaction", "MLP", "dense")},
 }
-"""Where the gradients of what a phase has computed are made."""
+"""The phase that computes the gradients of another phase's results."""
 _OFF = nullcontext()
 _watched = False
 
 
 def watch(on: bool) -> None:
-    """Whether all threads record ranges from now on: while torch's profiler runs."""
+    """Switch the recording of ranges on or off, in all threads; it is on while torch's profiler runs."""
     global _watched
     _watched = on
 
@@ -44,7 +44,8 @@ def watched() -> bool:
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """A range of this name in the trace, where one is made; on a GPU it waits for its kernels."""
+    """In the block, record a range of this name if a trace is being made; on a GPU it waits for its
+    kernels."""
     return _range(name) if _watched else _OFF
 
 

@@ -1,4 +1,4 @@
-"""Plain values, tensors and numpy arrays as bytes that are read back without pickle's powers."""
+"""Plain values, tensors and numpy arrays as bytes that can be read without executing pickled code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def packed(value: Any) -> NDArray[np.uint8]:
 
 
 def unpacked(content: NDArray[np.uint8]) -> Any:
-    """The inverse of ``packed``; nothing but plain values comes out, whoever has sent the bytes."""
+    """The inverse of ``packed``. Only plain values come out, whoever has sent the bytes."""
     return restored(torch.load(io.BytesIO(content.tobytes()), weights_only=True))
 
 
@@ -41,7 +41,7 @@ def plain(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """The inverse of ``plain`` for arrays; ``Damaged`` on one that is none."""
+    """The inverse of ``plain`` for arrays; ``Damaged`` if a tagged value is not an array."""
     if isinstance(value, dict):
         if value.keys() == {_ARRAY}:
             return _array(value[_ARRAY])

@@ -1,4 +1,4 @@
-"""Settings that must be made before torch is imported: quiet libraries, and threads that wait politely."""
+"""Settings to make before torch is imported: less output from libraries, and threads that do not spin."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ NOISE = (
     r".*You are using `torch.load` with `weights_only=False`.*",
     r".*TypedStorage is deprecated.*",
 )
-"""Warnings about things that recpipe does on purpose."""
+"""Warnings to hide: they are about things that recpipe does on purpose."""
 _LEVELS = {
     "lightning.pytorch": logging.WARNING,
     "lightning.fabric": logging.WARNING,
     "torchrec": logging.WARNING,
     "fbgemm_gpu": logging.WARNING,
-    # Its planner warns of every replicated table, and of a way to make topologies that is new in 1.8.
+    # TorchRec's planner warns about every replicated table, and about a way to make topologies new in 1.8.
     "torchrec.distributed": logging.ERROR,
     "torch.fx._symbolic_trace": logging.ERROR,
 }
 
 
 def quiet_libraries() -> None:
-    """Warnings about user mistakes stay; banners, deprecations inside libraries and known noise go."""
-    # Torch's profiler says on stderr that it starts and stops.
+    """Hide banners, deprecations inside libraries and known noise; warnings about user mistakes stay."""
+    # Torch's profiler prints on stderr that it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # FBGEMM reports every library that it loads through the root logger.
     logging.getLogger().setLevel(logging.WARNING)
-    # Of several processes (torchrun) the first one tells; warnings are heard from all of them.
+    # Of several processes (torchrun) only the first one prints info; all of them print warnings.
     leads = os.environ.get("RANK", "0") == "0"
     logging.getLogger("recpipe").setLevel(logging.INFO if leads else logging.WARNING)
     for name, level in _LEVELS.items():
@@ -71,20 +71,21 @@ def _quieted() -> Iterator[None]:
 
 
 quieted = Shared(_quieted)
-"""``quiet_libraries`` within a block; after it the program has its own logging and warnings again."""
+"""``quiet_libraries`` for a block; afterwards the program has its own logging and warnings again."""
 
 
 def _worth_saying(record: logging.LogRecord) -> bool:
-    """Not TorchRec's line, through the root logger, for each data-parallel table of a plan."""
+    """Whether to print a record; TorchRec logs a line for each data-parallel table of a plan to the root
+    logger."""
     return not record.getMessage().startswith("Sharding spec not found")
 
 
 def calm_threads() -> None:
     """Let OpenMP threads spin for microseconds, not milliseconds, before they sleep at a barrier.
 
-    The loader and the I/O thread share the cores with torch's threads. A thread that spins while its
-    partner waits for a core holds that core up: a backward pass of 2 ms was measured at 1,200 ms on
-    2 busy cores. Read by libgomp when torch loads it; a user's own setting stays.
+    The loader and the I/O thread share the cores with torch's threads. A thread that spins keeps its core
+    from the thread that it waits for: a backward pass of 2 ms took 1,200 ms on 2 busy cores. libgomp reads
+    the setting when torch loads it; a user's own setting is kept.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")

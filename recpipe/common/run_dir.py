@@ -1,7 +1,7 @@
-"""The directory of a run: this run's alone while it lasts.
+"""The directory of a run, which no other run can use at the same time.
 
-``run.lock`` in it is held from before the first file is written to the end. The system frees it when the
-process ends, however it ends, so that the directory of a killed run can be used again. Of several
+``run.lock`` in it is held from before the first file is written until the run ends. The system frees it when
+the process ends, even if it is killed, so that the directory of a killed run can be used again. Of several
 processes that torchrun started, rank 0 holds it for all.
 """
 
@@ -23,17 +23,17 @@ from recpipe.errors import ThroughHydra, UserError, shown
 
 log = logging.getLogger(__name__)
 JOB_FILE = "job.json"
-"""What is known of the end of a sweep's job, in its folder; ``exit_status`` null: it has not ended."""
+"""The file in the folder of a sweep's job that tells how it ended; ``exit_status`` null: it has not ended."""
 LOCK = "run.lock"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""What a write fails with where the disk or the quota is full."""
+"""Error numbers of a write when the disk or the quota is full."""
 ELSEWHERE = "choose another run directory, hydra.run.dir=DIRECTORY (from Python: output=DIRECTORY)"
 
 
 class RunDir:
-    """The directory ``path``, made where it is missing and held until ``close``.
+    """The directory ``path``, created if it is missing and held until ``close``.
 
-    UserError where another run holds it, with that one's process id, or where nothing can be written.
+    UserError if another run holds it (with its process id), or if nothing can be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,33 +65,33 @@ class RunDir:
         self._end.callback(lock.remove)
 
     def at_end(self, action: Callable[[], object]) -> None:
-        """Have ``action`` carried out when the run ends, also after an error."""
+        """Call ``action`` when the run ends, also after an error."""
         self._due = True
         self._end.callback(action)
 
     def let_go(self) -> None:
-        """Let other runs have the directory now, if nothing is left in it that the run's end removes."""
+        """Release the directory now, unless something is left in it to remove when the run ends."""
         if not self._due:
             self.close()
 
     def close(self) -> None:
-        """Carry out what is due and let other runs have the directory. Twice is once."""
+        """Carry out the actions of ``at_end`` and release the directory. Calling it again does nothing."""
         self._end.close()
 
 
 def unwritable(what: str | Path, fault: OSError, remedy: str = ELSEWHERE) -> UserError:
-    """That ``what``, files of a run, cannot be written, and why, in one line with the remedy."""
+    """A one-line error: ``what``, files of a run, cannot be written, why, and the remedy."""
     free = "free space, or " if fault.errno in FULL else ""
     return UserError(f"cannot write {shown(what, 300)}: {fault.strerror}; {free}{remedy}")
 
 
 _taken_early: dict[Path, RunDir] = {}
-"""Directories taken before Hydra wrote there, whose run has not begun."""
+"""Directories taken before Hydra writes there, whose runs have not begun yet."""
 
 
 @contextmanager
 def hold(path: Path) -> Iterator[RunDir]:
-    """The run directory ``path``, held within the block."""
+    """Hold the run directory ``path`` in the block."""
     run_dir = _taken_early.pop(path, None) or RunDir(path)
     try:
         yield run_dir
@@ -100,10 +100,10 @@ def hold(path: Path) -> Iterator[RunDir]:
 
 
 class TakeRunDir(Callback):
-    """Takes the run directory before Hydra writes its own files there; ``hold`` then gives it."""
+    """Takes the run directory before Hydra writes its own files there; ``hold`` returns it later."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Called by Hydra for a run that is no job of a sweep."""
+        """Called by Hydra for a run that is not a job of a sweep."""
         path = Path(os.path.abspath(str(OmegaConf.select(config, "hydra.run.dir"))))  # noqa: PTH100 as Hydra
         try:
             _taken_early[path] = RunDir(path)
@@ -112,7 +112,7 @@ class TakeRunDir(Callback):
             raise ThroughHydra(error) from error
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Called by Hydra for a sweep, whose jobs each take their own."""
+        """Called by Hydra for a sweep; its jobs take their own directories."""
         path = Path(str(OmegaConf.select(config, "hydra.sweep.dir")))
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -123,9 +123,9 @@ class TakeRunDir(Callback):
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Around Hydra: its files that cannot be written are told in one line; in the end no directory is held.
+    """Around Hydra: report in one line if it cannot write its files, and release all directories in the end.
 
-    The run has other errors of the system for itself, but for a full disk, which is nobody's fault.
+    The run handles other errors of the system itself, except for a full disk, which can happen anywhere.
     """
     try:
         yield

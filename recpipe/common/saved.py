@@ -1,7 +1,7 @@
-"""Values read back from a file, checked before they are used: files are cut off, edited and made by others.
+"""Checks for values read from a file before they are used: a file may be truncated, edited or from elsewhere.
 
-Each check raises ``Damaged`` with the place in the file, the value and what belongs there; whoever opened the
-file adds its name and the remedy.
+Each check raises ``Damaged`` with the place in the file, the value and what belongs there. The caller, who
+knows the file, adds its name and the remedy.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 
 T = TypeVar("T")
 LARGEST_JSON = 256 * 2**20
-"""Bytes: a plan of a million shards has fewer."""
+"""Most bytes of a JSON file; a plan of a million shards has fewer."""
 
 
 class Damaged(ValueError):
-    """What was read cannot be what was written."""
+    """The value read cannot be what was written."""
 
 
 def read_json(file: Path) -> Any:
-    """The content of a JSON file; ``OSError`` or ``ValueError`` where there is none."""
+    """The content of a JSON file; ``OSError`` or ``ValueError`` if it cannot be read or parsed."""
     with file.open("rb") as stream:
         text = stream.read(LARGEST_JSON + 1)
     if len(text) > LARGEST_JSON:
@@ -38,7 +38,7 @@ def read_json(file: Path) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; ``ValueError`` where it is none, is nested too deeply or has NaN."""
+    """The value of a JSON text; ``ValueError`` if it is not JSON, is nested too deeply or has NaN."""
     try:
         return json.loads(text, parse_constant=_no_number)
     except RecursionError:
@@ -50,13 +50,15 @@ def _no_number(name: str) -> None:
 
 
 def typed_as(kind: type[T], value: object, where: str = "") -> T:
-    """``value`` as a ``kind``: dataclasses out of mappings with exactly their fields, tuples out of lists."""
+    """``value`` converted to ``kind``: mappings with exactly its fields become a dataclass, lists become
+    tuples."""
     found: T = _typed(kind, value, where)
     return found
 
 
 def entries(hints: Mapping[str, Any], value: object, where: str = "") -> dict[str, Any]:
-    """The keys of ``hints`` out of a mapping, each of its type; other keys are left out."""
+    """The entries of a mapping whose keys are in ``hints``, checked against their types; other keys are left
+    out."""
     found = _mapping(value, where)
     lacking = next((key for key in hints if key not in found), None)
     if lacking is not None:
@@ -65,7 +67,7 @@ def entries(hints: Mapping[str, Any], value: object, where: str = "") -> dict[st
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:
-    """``value`` as ``hint`` says; ``where`` is its place in the file."""
+    """``value`` converted to the type ``hint``; ``where`` is its place in the file."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
@@ -94,7 +96,7 @@ def _fits(hint: Any, origin: Any, args: tuple[Any, ...], value: object) -> bool:
     if hint is int:
         return type(value) is int
     if hint is float:
-        # Neither NaN nor infinite; an int that no float can hold is none either.
+        # Not NaN, not infinite, and not an int too large for a float.
         return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
     return isinstance(value, type(None) if hint is None else hint)
 
@@ -140,10 +142,10 @@ def _fields(cls: Any) -> tuple[dict[str, Any], set[str]]:
 
 
 def like(model: object, value: Any, where: str) -> None:
-    """``Damaged`` unless ``value`` is built as ``model`` is: equal keys, types, dtypes, tensor shapes.
+    """``Damaged`` unless ``value`` has the structure of ``model``: equal keys, types, dtypes, tensor shapes.
 
-    Arrays may have another length and lists another number of items. Where the model has None, or an
-    object of another kind, any value will do.
+    Lengths of arrays and lists may differ. If ``model`` has None or an object of another kind at a place, any
+    value is accepted there.
     """
     if isinstance(model, dict):
         found = _mapping(value, where)
@@ -165,7 +167,7 @@ def like(model: object, value: Any, where: str) -> None:
 
 
 def tensor(value: object, dtype: torch.dtype, shape: tuple[int, ...], where: str) -> None:
-    """``Damaged`` unless ``value`` is such a tensor, with values of its own in host memory."""
+    """``Damaged`` unless ``value`` is a tensor of this type and shape with its values in host memory."""
     if not isinstance(value, torch.Tensor) or (
         (value.dtype, tuple(value.shape)) != (dtype, shape)
         or (value.layout, value.device.type) != (torch.strided, "cpu")
@@ -176,7 +178,7 @@ def tensor(value: object, dtype: torch.dtype, shape: tuple[int, ...], where: str
 def within(
     state: Mapping[str, Any], name: str, least: int, stop: int | None = None, size: int | None = None
 ) -> None:
-    """``Damaged`` unless ``state[name]``, a number or an array of ``size``, lies in [least, stop)."""
+    """``Damaged`` unless ``state[name]``, a number or an array of ``size``, is in [least, stop)."""
     values = np.asarray(state[name])
     if size is not None and values.shape != (size,):
         raise Damaged(f"{name} has {len(values)} values, not {size}")
@@ -185,7 +187,8 @@ def within(
 
 
 def residents(state: Mapping[str, Any], name: str, slots: int, rows: int) -> None:
-    """``Damaged`` unless ``state[name]`` has one of ``rows`` rows or -1 for each slot, and no row twice."""
+    """``Damaged`` unless ``state[name]`` has for each slot a row number below ``rows`` or -1, and no row
+    twice."""
     within(state, name, -1, rows, size=slots)
     used = state[name][state[name] >= 0]
     if len(np.unique(used)) < len(used):
@@ -205,7 +208,7 @@ def _inside(where: str, key: object) -> str:
 
 
 def _short(value: object) -> str:
-    """On one line, and not long."""
+    """``value`` as a short text on one line."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}"
     return reprlib.repr(value).replace("\n", " ")[:80]

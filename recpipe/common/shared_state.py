@@ -1,4 +1,4 @@
-"""State of the whole process that several runs in it may want at a time."""
+"""State of the whole process that several runs in it may need at the same time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from threading import Lock
 
 
 class Shared:
-    """What ``make`` sets up: done by the first to come, undone by the last to go, in whatever thread."""
+    """State that ``make`` sets up. The first user, in any thread, sets it up; the last one undoes it."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -18,7 +18,7 @@ class Shared:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Within it, the state is set up."""
+        """In the block, the state is set up."""
         with self._lock:
             if not self._inside:
                 self._made = self._make()

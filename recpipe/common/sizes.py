@@ -10,7 +10,7 @@ from recpipe.errors import UserError, shown
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 _MOST = 2.0**62
-"""Bytes that no machine has; more overflows."""
+"""A number of bytes that no machine has; larger ones would overflow."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Amount:
 
     @classmethod
     def parsed(cls, text: object, key: str) -> Amount:
-        """From ``1048576``, ``64MiB``, ``1.5 GB`` or a share such as ``10%``.
+        """Parse ``1048576``, ``64MiB``, ``1.5 GB`` or a share such as ``10%``.
 
-        ``key`` is the recipe's name for it, used in the ``UserError`` for anything else.
+        ``key`` is the recipe's key, which the ``UserError`` for any other text names.
         """
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([a-zA-Z]*|%)\s*", str(text))
         unit = found.group(2).lower() if found else "?"

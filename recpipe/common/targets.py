@@ -1,7 +1,7 @@
-"""Objects of a user's choice: ``_target_: package.Class`` in a recipe, with its arguments beside it.
+"""Makes objects of a user's choice: ``_target_: package.Class`` in a recipe, with arguments beside it.
 
-The only place that makes them. A recipe can name any importable class, so what is made here comes from the
-user's own yaml and command line; plugins contribute objects, not names.
+This is the only place that makes them. Since a recipe can name any importable class, only the user's own yaml
+and command line may have a ``_target_``; plugins contribute objects, not names.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 def make(kind: type[T], chosen: Mapping[str, Any], key: str) -> T:
-    """The object that ``chosen`` asks for, of class ``kind``.
+    """Make the object that ``chosen`` describes, which must be a ``kind``.
 
-    Raises ``UserError`` that names ``key``, where in the recipe it stands, for anything else.
+    Raises ``UserError`` for anything else, naming its ``key`` in the recipe.
     """
     if "_target_" not in chosen:
         raise UserError(f"{key}={dict(chosen)}: say which class, {key}={{_target_: package.Class, ...}}")
@@ -37,9 +37,9 @@ def make(kind: type[T], chosen: Mapping[str, Any], key: str) -> T:
 
 
 def made_within(value: Any, key: str) -> Any:
-    """``value``, a plain one of a recipe, with an object in place of each mapping that has a ``_target_``.
+    """``value``, a plain value of a recipe, with each mapping that has a ``_target_`` replaced by the object.
 
-    Raises ``UserError`` that names ``key``.
+    Raises ``UserError``, naming ``key``.
     """
     if not _has_target(value):
         return value
@@ -60,7 +60,7 @@ def _has_target(value: Any) -> bool:
 
 
 def _reason(fault: BaseException) -> str:
-    """What went wrong at the root, in one line."""
+    """The root cause of an error, in one line."""
     while fault.__cause__ is not None:
         fault = fault.__cause__
     return " ".join(str(fault).split()) or type(fault).__name__

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, some in several pieces: checked when opened, read in blocks."""
+"""Tensors in safetensors files, possibly in several pieces; checked when opened, read in blocks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from recpipe.errors import UserError
 
 FLOAT32 = ("F32",)
 FLOATS = ("F32", "F16", "BF16", "F64")
-"""Types that a float32 is made of."""
+"""Types that can be converted to float32."""
 INT64 = "I64"
 SHARDING = "DCP_SHARDING_INFO"
-"""Where ``torch.distributed.checkpoint`` writes each piece's place in its tensor."""
+"""The metadata key under which ``torch.distributed.checkpoint`` writes each piece's place in its tensor."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Piece:
 
     file: Path
     name: str
-    """Of its tensor."""
+    """The name of its tensor."""
     place: tuple[int, ...]
-    """Its first index along each axis."""
+    """Its offset along each axis of the tensor."""
     shape: tuple[int, ...]
 
     def rows(self, low: int, high: int) -> NDArray[np.float32]:
-        """Its rows [low, high), if it is of a matrix."""
-        # Opened for these rows alone: what is read stays in memory until it is closed.
+        """Its rows [low, high), if it is part of a matrix."""
+        # Opened anew for these rows: what has been read stays in memory until the file is closed.
         with safe_open(self.file, framework="pt") as opened:
             found: torch.Tensor = opened.get_slice(self.name)[low:high]
         return found.to(torch.float32).numpy()
@@ -48,7 +48,7 @@ class _Place:
 
 
 class TensorFiles:
-    """What the files hold, by name; every tensor is whole."""
+    """The tensors in the files by name; every tensor is complete."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self.pieces: dict[str, list[Piece]] = {}
@@ -58,16 +58,17 @@ class TensorFiles:
 
     @classmethod
     def sharded(cls, directory: Path) -> TensorFiles:
-        """Float32 matrices in the safetensors files of ``directory``, each in one or several of them.
+        """Open the float32 matrices in the safetensors files of ``directory``, each in one or several files.
 
-        Raises ``UserError`` on a file that is none, on another type, and where pieces are missing or overlap.
+        Raises ``UserError`` if a file is not safetensors, for other types, and if pieces are missing or
+        overlap.
         """
         files = sorted(directory.glob("*.safetensors"))
         return cls.matrices(directory, (piece for file in files for piece in _matrices_in(file)))
 
     @classmethod
     def matrices(cls, directory: Path, pieces: Iterable[Piece]) -> TensorFiles:
-        """Matrices of these ``pieces``; ``UserError`` where some are missing or overlap."""
+        """Matrices of these ``pieces``; ``UserError`` if some are missing or overlap."""
         found = cls(pieces)
         for name, parts in found.pieces.items():
             rows, columns = found.shape(name)
@@ -80,7 +81,7 @@ class TensorFiles:
 
     @classmethod
     def single(cls, file: Path, types: tuple[str, ...] = FLOATS) -> TensorFiles:
-        """One file with whole tensors of ``types``; ``UserError`` where it is none."""
+        """Open one file with whole tensors of ``types``; ``UserError`` if it is not such a file."""
         try:
             return cls(_opened(file, types))
         except (OSError, SafetensorError, ValueError) as fault:
@@ -91,7 +92,7 @@ class TensorFiles:
         return self._shapes[name]
 
     def whole(self, name: str) -> torch.Tensor:
-        """A tensor that is in one piece."""
+        """Read a tensor that is in one piece."""
         (piece,) = self.pieces[name]
         with safe_open(piece.file, framework="pt") as opened:
             found: torch.Tensor = opened.get_tensor(name)
@@ -120,7 +121,7 @@ def _matrices_in(file: Path) -> Iterator[Piece]:
 
 
 def no_table_file(file: Path, fault: Exception) -> UserError:
-    """What is said of a checkpoint's file that holds no table, or not the whole of one."""
+    """The error for a checkpoint's file that has no table, or not a whole one."""
     return UserError(f"{file} is no table file of a checkpoint ({fault}): resume from another checkpoint")
 
 

@@ -1,4 +1,4 @@
-"""Safetensors files written in parts: the tensors may be larger than memory."""
+"""Writes safetensors files in parts, so that tensors may be larger than memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 Streamed = tuple[tuple[int, ...], Iterable[NDArray[np.float32]]]
 """A float32 tensor: its shape, and its rows in blocks."""
 Put = Callable[[str, int, NDArray[Any]], None]
-"""Write values of the tensor of that name, from its value of that number on, counted row by row."""
+"""Writes values of the named tensor, beginning at the value with this number, counted row by row."""
 _TYPES = {True: ("I64", "<i8"), False: ("F32", "<f4")}
-"""By whether a tensor is of whole numbers: its type in the header, and in memory."""
+"""The type in the header and in memory, for tensors of floats (False) and of whole numbers (True)."""
 
 
 @contextmanager
@@ -27,10 +27,11 @@ def new_tensors(
     metadata: Mapping[str, str] | None = None,
     whole_numbers: Collection[str] = (),
 ) -> Iterator[Put]:
-    """A new ``file`` with tensors of these names and ``shapes``; within it, what writes their values.
+    """Make a new ``file`` with tensors of these names and ``shapes``; the block gets a function that writes
+    their values.
 
-    Those named in ``whole_numbers`` are int64, all others float32. Values are written at once and to their
-    place, in any order of tensors and rows; OSError where they cannot be. All have to be.
+    Those named in ``whole_numbers`` are int64, all others float32. Values are written at once to their
+    places, in any order of tensors and rows; OSError if that fails. All values must be written.
 
     The format: the header's length in 8 bytes, the header as JSON, the data.
     """

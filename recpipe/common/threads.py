@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def using_threads(count: int) -> Iterator[None]:
-    """torch's operators that this thread calls use so many."""
+    """In the block, torch's operators called by this thread use so many threads."""
     before = torch.get_num_threads()
     if count == before:
         yield
@@ -23,11 +23,11 @@ def using_threads(count: int) -> Iterator[None]:
 
 
 def one_thread() -> AbstractContextManager[None]:
-    """torch's operators keep to the thread that calls them."""
+    """In the block, torch's operators run in the calling thread alone."""
     return using_threads(1)
 
 
 def keep_to_one_core() -> None:
-    """torch's operators keep to this thread, which is new, for as long as it lives."""
-    torch.get_num_threads()  # else the thread's first operator would take the number of all threads again
+    """Make torch's operators run in this new thread alone for as long as it lives."""
+    torch.get_num_threads()  # otherwise the thread's first operator would reset the number of threads
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Whether parts of a table cover all of it, and nothing twice."""
+"""Checks that parts of a table cover all of it without overlaps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Part = tuple[int, int, int, int]
 
 
 def tiles(parts: Iterable[Part], rows: int, columns: int) -> bool:
-    """Whether every one of ``rows`` x ``columns`` values lies in exactly one of ``parts``."""
+    """Whether each of ``rows`` x ``columns`` values is in exactly one of ``parts``."""
     area = 0
     reached: list[Part] = []
     for part in sorted(p for p in parts if p[2] and p[3]):

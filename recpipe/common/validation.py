@@ -1,4 +1,4 @@
-"""Values of a recipe against types: pydantic judges; one line says key, value and what it must be.
+"""Checks a recipe's values against types with pydantic; a one-line error has key, value and what it must be.
 
 Types are plain hints. Limits stand beside them: ``Annotated[int, Interval(ge=1)]``, from ``annotated_types``.
 """
@@ -22,7 +22,7 @@ from recpipe.errors import UserError, did_you_mean, nearest_or_all, shown
 
 T = TypeVar("T")
 NAME_MAX, PATH_MAX = 255, 4096 - 256
-"""Bytes of a file's name and of a path, which leaves room for the names that a run adds to it."""
+"""Most bytes of a file's name and of a path, leaving room for the names that a run adds."""
 _NAMES = {"string": "str", "int_from_float": "int", "dict": "a mapping"}
 
 
@@ -46,7 +46,7 @@ def _usable(text: str) -> str:
 
 @cache
 def one_of(*names: str) -> AfterValidator:
-    """For ``Annotated[str, one_of("a", "b")]``: one of ``names``; the message has the nearest."""
+    """One of ``names``, for ``Annotated[str, one_of("a", "b")]``; the error suggests the nearest name."""
 
     def check(value: str) -> str:
         if value not in names:
@@ -57,13 +57,13 @@ def one_of(*names: str) -> AfterValidator:
 
 
 Count = Annotated[int, Interval(ge=0, le=2**63 - 1)]
-"""How many of something: at least 0."""
+"""A count, at least 0."""
 Positive = Annotated[int, Interval(ge=1, le=2**63 - 1)]
-"""How many of something: at least 1."""
+"""A count, at least 1."""
 Text = Annotated[str, BeforeValidator(_spelled)]
-"""A name. The command line reads ``2024`` as a number: it is one too."""
+"""A name. A number is accepted too, since the command line reads ``2024`` as one."""
 FilePath = Annotated[Text, AfterValidator(_usable)]
-"""A path that this machine's file names allow, whether it is there or not."""
+"""A path that this machine allows, whether it exists or not."""
 
 
 @cache
@@ -75,12 +75,13 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 def fitted(hint: Any, value: object, key: str) -> Any:
-    """``value``, as yaml or the command line gave it, as type ``hint``; else ``UserError`` names ``key``.
+    """``value``, from yaml or the command line, converted to type ``hint``; otherwise ``UserError``, naming
+    ``key``.
 
-    A list is a tuple where the type asks for one; numbers are finite.
+    A list becomes a tuple if the type asks for one; numbers must be finite.
     """
     try:
-        # As JSON, which has yaml's types: strict pydantic then takes its lists for tuples.
+        # Through JSON, which has yaml's types: strict pydantic then accepts lists as tuples.
         return _adapter(hint).validate_json(json.dumps(value, default=str))
     except ValidationError as fault:
         raise UserError(_told(fault, hint, value, key)) from None
@@ -89,8 +90,8 @@ def fitted(hint: Any, value: object, key: str) -> Any:
 def typed(cls: type[T], values: object, section: str) -> T:
     """The dataclass ``cls`` filled from the mapping ``values``, the recipe's ``section``.
 
-    Raises ``UserError`` that names the key and the value for an unknown, missing or unfit one. A field whose
-    type is a dataclass is filled likewise.
+    Raises ``UserError``, naming key and value, if one is unknown, missing or unsuitable. A field whose type
+    is a dataclass is filled in the same way.
     """
     values = mapping(values, section)
     hints = get_type_hints(cls, include_extras=True)
@@ -110,7 +111,7 @@ def typed(cls: type[T], values: object, section: str) -> T:
 
 
 def typed_part(cls: type[T], values: object, section: str) -> tuple[T, dict[str, Any]]:
-    """``typed`` of those keys that are fields of ``cls``, and the other ones, which somebody else reads."""
+    """``typed`` for the keys that are fields of ``cls``, and the remaining keys, which are read elsewhere."""
     values = mapping(values, section)
     own = {f.name for f in fields(cast(Any, cls))}
     found = typed(cls, {key: value for key, value in values.items() if key in own}, section)
@@ -120,7 +121,7 @@ def typed_part(cls: type[T], values: object, section: str) -> tuple[T, dict[str,
 def chosen(kinds: Mapping[str, type[T]], values: object, section: str, also: Iterable[str] = ()) -> T:
     """The dataclass that ``values["name"]`` names among ``kinds``, filled from ``values``.
 
-    ``also``: names that somebody else types, for the message about an unknown one.
+    ``also``: further valid names, for the message about an unknown one.
     """
     values = mapping(values, section)
     if "name" not in values:
@@ -137,12 +138,13 @@ def mapping(values: object, section: str) -> Mapping[str, Any]:
 
 
 def no_value(key: str) -> UserError:
-    """For a key that must be set and is not."""
+    """The error for a key that must be set and is not."""
     return UserError(f"{key} has no value in this recipe: set it, {key}=VALUE")
 
 
 def nearest_key(word: str, words: Sequence[str]) -> str:
-    """A hint: the nearest whole key, else a key whose last part is the last part of ``word``; or nothing."""
+    """A hint with the nearest whole key, or else a key that ends with the last part of ``word``; may be
+    empty."""
     if hint := did_you_mean(word, words):
         return hint
     last = word.rpartition(".")[2]
@@ -153,7 +155,7 @@ def _told(fault: ValidationError, hint: Any, value: object, key: str) -> str:
     errors = fault.errors(include_url=False)
     if errors[0]["type"] == "json_invalid":
         return f"{key}={_value(value)}: holds bytes that are no UTF-8 text"
-    # A union's members each have an error: those count that got furthest into the value.
+    # Each member of a union has an error; take those that got furthest into the value.
     places = [_place(value, error["loc"]) for error in errors]
     deepest = max(places, key=len)
     there = [error for error, place in zip(errors, places, strict=True) if place == deepest]
@@ -167,7 +169,7 @@ def _told(fault: ValidationError, hint: Any, value: object, key: str) -> str:
 
 
 def _phrase(errors: Sequence[ErrorDetails], optional: bool, value: object) -> str:
-    """What is wrong, behind ``key=value``."""
+    """What is wrong, to follow ``key=value``."""
     unfit = [error for error in errors if not _wants_type(error)]
     if unfit:
         own = [str(error["ctx"]["error"]) for error in unfit if error["type"] == "value_error"]
@@ -183,7 +185,7 @@ def _wants_type(error: ErrorDetails) -> bool:
 
 
 def _place(value: object, location: Sequence[int | str]) -> list[int | str]:
-    """The keys and indices among ``location``, which has a union's members in between."""
+    """The keys and indices in ``location``, which also has the names of a union's members."""
     found: list[int | str] = []
     at: Any = value
     for step in location:
@@ -197,7 +199,7 @@ def _place(value: object, location: Sequence[int | str]) -> list[int | str]:
 
 
 def _value(value: object) -> str:
-    """As yaml writes it, in short."""
+    """``value`` as yaml writes it, shortened."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return shown(value)

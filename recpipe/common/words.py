@@ -1,4 +1,4 @@
-"""A user's words for a model of their own, made into what Hydra composes: ``model._target_=X model.k=v``."""
+"""Translates a user's words for their own model (``model._target_=X model.k=v``) into what Hydra composes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from recpipe.errors import UserError, shown
 
 CUSTOM = "custom"
-"""The option of ``model=`` that has recpipe's own keys for any class."""
+"""The option of ``model=`` for any class, with the keys that recpipe itself reads."""
 _DIRECTORY = ("--config-dir", "-cd")
 _PATH = ("--config-path", "-cp")
 _NAME = ("--config-name", "-cn")
@@ -19,14 +19,14 @@ _NAME = ("--config-name", "-cn")
 def for_hydra(
     words: Sequence[str], built_in: Collection[str], installed: Callable[[], Collection[str]]
 ) -> list[str]:
-    """``words`` with ``model=custom`` where ``model._target_`` is all that chooses a model, and with
-    ``++model.KEY`` for ``model.KEY`` where the model may have any keys: one that is not of ``built_in``.
+    """Add ``model=custom`` to ``words`` if only ``model._target_`` chooses the model, and replace
+    ``model.KEY`` by ``++model.KEY`` if the model is not one of ``built_in`` and may have any keys.
 
-    ``installed`` tells which models packages offer; looked up where it matters.
+    ``installed`` returns the models that packages offer; it is called only if that matters.
 
-    Hydra refuses a plain ``model.KEY=`` whose key no yaml has. Where a yaml of the user's own may choose the
-    model, any key is let through: the typed recipe then refuses unknown ones. Applied twice, it changes
-    nothing. Raises ``UserError`` where both a class and a model that has one are asked for.
+    Hydra refuses a plain ``model.KEY=`` whose key no yaml has. If a user's own yaml may choose the model, any
+    key is let through, and the typed recipe refuses unknown ones later. Applying the function twice changes
+    nothing more. Raises ``UserError`` if the words ask for a class and also for a model that has one.
     """
     words = _anchored(words)
     if not any(word.lstrip("+").startswith("model.") for word in words):
@@ -41,7 +41,7 @@ def for_hydra(
                 f"model={shown(classed)} and {shown(targets[0])} each choose a model: leave one of them out"
             )
     if targets and not chosen and not _given(words, *_PATH, *_NAME):
-        # Among the overrides: Hydra's parser wants them in one piece.
+        # Placed among the overrides: Hydra's parser wants them in one piece.
         words.insert(words.index(targets[0]), f"model={CUSTOM}")
     own_yaml = _given(words, *_DIRECTORY, *_PATH, *_NAME, "hydra.searchpath", "+hydra.searchpath")
     if not (targets or own_yaml or len(known) < len(chosen)):
@@ -50,13 +50,14 @@ def for_hydra(
 
 
 def opened(words: Sequence[str], section: str) -> list[str]:
-    """``words`` with ``++SECTION.KEY`` for ``SECTION.KEY``: a key that no yaml has is let through."""
+    """Replace ``SECTION.KEY`` by ``++SECTION.KEY`` in ``words``, so that Hydra accepts a key that no yaml
+    has."""
     start = f"{section}."
     return [f"++{word}" if word.startswith(start) and "=" in word else word for word in words]
 
 
 def named(words: Sequence[str], group: str) -> Iterator[str]:
-    """What ``group=a`` and ``group=a,b`` name."""
+    """The options that ``group=a`` or ``group=a,b`` name."""
     for word in words:
         if word.lstrip("+").startswith(f"{group}="):
             override = OverridesParser.create().parse_override(word)
@@ -69,9 +70,9 @@ def _given(words: Sequence[str], *names: str) -> bool:
 
 
 def _anchored(words: Sequence[str]) -> list[str]:
-    """``words`` whose ``--config-path`` starts at the current directory, as ``--config-dir`` does.
+    """Make ``--config-path`` in ``words`` relative to the current directory, as ``--config-dir`` is.
 
-    Hydra would look beside recpipe's own files.
+    Hydra would take it relative to recpipe's own files.
     """
     made: list[str] = []
     for word in words:

@@ -1,4 +1,4 @@
-"""Recipes: where the yaml is, how it composes, and one clear line for each way it can fail to."""
+"""Composes recipes: finds the yaml, composes it, and explains each way of failing in one line."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, is_offered, offered
 
 CONFIG_NAME = "train"
 HYDRA = Version("1.3")
-"""``version_base`` of recpipe's yaml."""
+"""The ``version_base`` of recpipe's yaml."""
 DEEPEST = 20
-"""Levels of an override's value; OmegaConf recurses over them."""
+"""Most levels of nesting in an override's value; OmegaConf recurses over them."""
 LONGEST_LINE = 1000
-"""Characters of what Hydra says, which echoes values whole."""
+"""Most characters of a message of Hydra, which echoes whole values."""
 _composing = RLock()
 
 
@@ -55,7 +55,7 @@ def conf_dir() -> Path:
 
 
 class FrameworkPath(SearchPathPlugin):
-    """Keeps the framework's yaml within reach where ``--config-path`` has put a user's in its place."""
+    """Keeps recpipe's own yaml on the search path if ``--config-path`` replaces it by a user's."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         own = f"file://{conf_dir()}"
@@ -72,11 +72,11 @@ def register() -> None:
 
 
 def compose(overrides: Sequence[str] = ()) -> DictConfig:
-    """The recipe that ``python -m recpipe *overrides`` would run; ``recpipe.run.run`` carries it out.
+    """Compose the recipe that ``python -m recpipe *overrides`` would run; ``recpipe.run.run`` carries it out.
 
     Hydra's state in this process (``GlobalHydra``, ``HydraConfig``) is neither used nor changed, so that a
-    program that runs under Hydra itself may call it. Raises ``UserError`` with one line that names the
-    override and the nearest right one.
+    program that runs under Hydra itself may call it. Raises a one-line ``UserError`` with the override and
+    the nearest right one.
     """
     register()
     check_overrides(overrides)
@@ -88,10 +88,9 @@ def compose(overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def hydra_words(words: Sequence[str]) -> list[str]:
-    """``words`` as Hydra is to get them: a model of the user's own may have any keys
-    (``recpipe.common.words``).
+    """Change ``words`` for Hydra so that a user's own model may have any keys (``recpipe.common.words``).
 
-    So may a data source of an installed package, whose typed keys the recipe is held against.
+    So may an installed package's data source; its keys are checked later against their types.
     """
     models = {file.stem for file in (conf_dir() / "model").glob("*.yaml")} - {CUSTOM}
     if any(is_offered("data", source) for source in named(words, "data")):
@@ -100,7 +99,7 @@ def hydra_words(words: Sequence[str]) -> list[str]:
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
-    """As ``hydra.compose``, without the singleton that ``hydra.initialize`` makes."""
+    """Like ``hydra.compose``, without the singleton that ``hydra.initialize`` makes."""
     setup_globals()  # resolvers, such as ${now:}
     with _hydra_version():
         loader = ConfigLoaderImpl(create_config_search_path(str(conf_dir())))
@@ -112,9 +111,11 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
 
 @contextmanager
 def _hydra_version() -> Iterator[None]:
-    """Hydra's behaviour as recpipe's yaml expects it; a program around may have chosen an older one.
+    """In the block, Hydra behaves as recpipe's yaml expects; a surrounding program may have chosen an older
+    version.
 
-    What ``@hydra.main`` has noted of that program (its name) is not ours, and comes back at the end too.
+    What ``@hydra.main`` has stored about that program, such as its name, is put aside and restored at the
+    end.
     """
     base, job = VersionBase.instance(), JobRuntime.instance()
     with _composing:
@@ -127,8 +128,8 @@ def _hydra_version() -> Iterator[None]:
 
 
 def check_overrides(words: Sequence[str]) -> None:
-    """Refuse what Hydra would meet with a traceback: a group's option that is no name, nests or digits
-    without end. Words of ``words`` that are no overrides (``-m``, ``--cfg job``) are left alone."""
+    """Refuse words for which Hydra would print a traceback: a group's option that is not a name, very deep
+    nesting, very long numbers. Words that are not overrides (``-m``, ``--cfg job``) are not checked."""
     for word in words:
         if word.startswith("-") or not ("=" in word or word.startswith("~")):
             continue
@@ -143,7 +144,7 @@ def check_overrides(words: Sequence[str]) -> None:
         options = value if isinstance(value, list) else [value]
         if override.is_sweep_override() or all(o is None or isinstance(o, str) for o in options):
             continue
-        if "." in override.key_or_group:  # a key in the recipe, and no group
+        if "." in override.key_or_group:  # a key in the recipe, not a group
             continue
         known = choices().get(override.key_or_group)
         if known is not None:
@@ -177,7 +178,7 @@ def check(recipe: DictConfig) -> None:
 
 
 def active_plugins(recipe: DictConfig) -> dict[str, dict[str, Any]]:
-    """``plugins:`` as plain values: name -> knobs, in the order of the command line."""
+    """``plugins:`` in plain values: name -> knobs, in the order of the command line."""
     node = recipe.get("plugins")
     if node is not None and not isinstance(node, DictConfig):
         raise UserError(
@@ -197,7 +198,8 @@ def _knobs(name: str, knobs: Any) -> dict[str, Any]:
 
 
 def plain_values(config: DictConfig) -> dict[str, Any]:
-    """The recipe as dicts, lists and scalars, keys as text, interpolations resolved; nothing is missing."""
+    """The recipe as dicts, lists and scalars, with text keys and resolved interpolations; no value may be
+    missing."""
     with readable_errors(()):
         content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     named = _named(content)
@@ -206,7 +208,7 @@ def plain_values(config: DictConfig) -> dict[str, Any]:
 
 
 def _named(node: Any) -> Any:
-    """``node`` with text for keys, as JSON has them; yaml's may be numbers."""
+    """``node`` with keys as text, as in JSON; yaml's may be numbers."""
     if isinstance(node, dict):
         return {str(key): _named(value) for key, value in node.items()}
     return [_named(item) for item in node] if isinstance(node, list) else node
@@ -231,14 +233,14 @@ def readable_errors(overrides: Sequence[str]) -> Iterator[None]:
 
 
 def _parse_fault(text: str) -> str:
-    """The parser's complaint without its grammar; what usually mends it."""
+    """The parser's message without its grammar, and the usual remedy."""
     lines = [line for line in text.splitlines() if not line.startswith(("Error parsing", "See http"))]
     why = (lines or [text])[0].partition(" expecting ")[0]
     return f"{why}. Write key=value, and quote values that hold commas, equal signs, brackets or spaces"
 
 
 def choices() -> dict[str, set[str]]:
-    """Options of every config group, the plugins' and Hydra's launchers among them: group -> names."""
+    """The options of every config group, including plugins and Hydra's launchers: group -> names."""
     register()
     roots = [conf_dir(), *package_confs()]
     found: dict[str, set[str]] = {}
@@ -253,7 +255,7 @@ def choices() -> dict[str, set[str]]:
 
 
 def _missing(group: str, option: str) -> str:
-    """``data=nope`` and ``+plugin=nope``: the nearest option of the group."""
+    """The message for ``data=nope`` and ``+plugin=nope``, with the nearest option of the group."""
     if group in GROUPS and option in offered(group):
         return (
             f"{WORDS[group]} '{option}' is installed but brings no conf/{group}/{option}.yaml; "
@@ -267,7 +269,8 @@ def _missing(group: str, option: str) -> str:
 
 
 def _bad_key(fault: Exception, overrides: Sequence[str]) -> str:
-    """``trainer.max_stepz=3``: the nearest key of the recipe; anything else: what Hydra says, in one line."""
+    """The message for ``trainer.max_stepz=3``, with the nearest key of the recipe; otherwise Hydra's message
+    in one line."""
     text = str(fault)
     found = re.search(
         r"Could not (override|delete from config)\W+'?([^'\s]+?)'?( does not exist)?(\.\s|\s|$)", text
@@ -286,7 +289,7 @@ def _bad_key(fault: Exception, overrides: Sequence[str]) -> str:
 
 
 def _known_keys(overrides: Sequence[str]) -> list[str]:
-    """Every dotted key of the recipe, and the config groups; with ``overrides`` where they compose."""
+    """Every dotted key of the recipe, and the config groups; composed with ``overrides`` if that works."""
     groups = [folder.name for folder in conf_dir().iterdir() if folder.is_dir()]
     for tried in (list(overrides), []):
         try:
@@ -305,7 +308,7 @@ def _dotted(node: Any, prefix: str) -> Iterator[str]:
 
 
 def _one_line(fault: BaseException) -> str:
-    """What Hydra says, without its indented detail, as one line."""
+    """Hydra's message in one line, without its indented details."""
     text = str(fault)
     if text.startswith("Error merging override") and fault.__cause__ is not None:
         text += f": {fault.__cause__}"

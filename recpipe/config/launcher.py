@@ -1,4 +1,4 @@
-"""The keys of ``hydra/launcher=torchrun``, by which a recipe composes; the launcher is among the tasks."""
+"""The keys of ``hydra/launcher=torchrun``, which composing needs; the launcher itself is among the tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ NAME = "torchrun"
 
 @dataclass
 class TorchrunConf:
-    """``hydra.launcher``: what each job's torchrun is told, and what a failed job means for the sweep."""
+    """``hydra.launcher``: the settings of each job's torchrun, and the effect of a failed job on the
+    sweep."""
 
     _target_: str = "hydra_plugins.recpipe.TorchrunLauncher"
     nproc_per_node: int = 1
@@ -21,5 +22,5 @@ class TorchrunConf:
 
 
 def register() -> None:
-    """Let recipes choose it; calling it again changes nothing."""
+    """Make the launcher available to recipes; calling it again changes nothing."""
     ConfigStore.instance().store(group="hydra/launcher", name=NAME, node=TorchrunConf, provider="recpipe")

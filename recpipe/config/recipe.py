@@ -1,6 +1,6 @@
-"""The whole recipe, typed and checked in one place before anything starts; later code takes these values.
+"""The whole recipe, typed and checked in one place before anything starts; later code uses these values.
 
-A section with a ``name`` (data, model, task) is typed by the class that stands under that name.
+The ``name`` of a section (data, model, task) selects the class for its type.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ TASKS: dict[str, type[TaskConfig]] = {
 }
 """recpipe's own tasks by name."""
 Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
-"""What NumPy, torch and Python all take."""
+"""A seed that NumPy, torch and Python all accept."""
 
 
 @dataclass(frozen=True)
 class Compose:
-    """``compose``: which plugin fills a slot that two of them want; None: no choice made."""
+    """``compose``: which plugin fills a slot that two of them want; None: no choice."""
 
     prefer: dict[str, Text | None]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A composed config as values. Keys of no section are the user's own, for interpolations."""
+    """A composed config as typed values. Keys outside of the sections are the user's own, for
+    interpolations."""
 
     data: DataConfig
     model: ModelConfig | UserModel
@@ -54,18 +55,19 @@ class Recipe:
     topology: Topology
     task: TaskConfig
     compare: CompareConfig | None
-    """Set for task=compare alone."""
+    """Set only for task=compare."""
     compose: Compose
     seed: int
     resume: str | None
     plugins: Mapping[str, Mapping[str, Any]]
-    """Knobs by plugin, in the order of the command line; the plugins themselves check them."""
+    """Knobs by plugin, in the order of the command line; each plugin's knobs are checked when it is
+    loaded."""
     values: dict[str, Any]
-    """All of it as plain values, interpolations resolved; for the report."""
+    """The whole recipe in plain values with resolved interpolations, for the report."""
 
     @classmethod
     def of(cls, config: DictConfig) -> Recipe:
-        """``config`` as ``compose`` gives it; ``UserError`` that names the first wrong key."""
+        """Type and check ``config``, a result of ``compose``; ``UserError`` names the first wrong key."""
         values = plain_values(config)
         section = values.get
         task = parse_task(_present(values, "task"))
@@ -92,7 +94,7 @@ class Recipe:
 
 
 def parse_task(values: object) -> TaskConfig:
-    """The ``task`` section, typed; one that an installed package offers has further keys of its own."""
+    """The typed ``task`` section; a task of an installed package has further keys of its own."""
     section = mapping(values, "task")
     if section.get("name") in [*TASKS] or not is_offered("task", section.get("name")):
         return chosen(TASKS, section, "task", also=offered("task"))

@@ -1,4 +1,4 @@
-"""``conf/task``, typed: what every task has, and what one alone has."""
+"""``conf/task``, typed: the keys of every task, and those of each one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recpipe.common.validation import Count, FilePath, Positive, Text
 from recpipe.training.config import TrainerConfig
 
 MOST_RANKS = 1024
-"""Processes that a comparison starts on one machine."""
+"""Most processes that a comparison starts on one machine."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class TaskConfig:
     name: str
     export_parameters: FilePath | None = None
     nudge: bool = False
-    """Whether every first weight is moved to a neighbouring float32."""
+    """Whether to move every first weight to a neighbouring float32."""
 
 
 @dataclass(frozen=True)
 class PlanConfig(TaskConfig):
-    """``conf/task/plan.yaml``; ``ranks`` None: those that run."""
+    """``conf/task/plan.yaml``; ``ranks`` None: as many as are running."""
 
     ranks: Positive | None = None
 
@@ -37,12 +37,12 @@ class ProfileConfig(TaskConfig):
     """``conf/task/profile.yaml``."""
 
     warmup: Count = 20
-    """Steps before any is timed."""
+    """Steps before timing begins."""
     steps: Positive = 30
-    """Steps that are timed without the profiler, and again so many with it."""
+    """Steps timed without the profiler; the same number follows with it."""
 
     def shortened(self, trainer: TrainerConfig) -> TrainerConfig:
-        """``trainer`` for the steps that are needed, in as many epochs as that takes, and nothing else."""
+        """``trainer`` reduced to the needed steps, in as many epochs as that takes, without anything else."""
         steps = self.warmup + 2 * self.steps
         only = replace(trainer, checkpoint_every=None, logger=None, callbacks=[])
         return replace(only, max_steps=steps, max_epochs=steps)

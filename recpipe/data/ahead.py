@@ -1,4 +1,4 @@
-"""Reading ahead of what takes the batches, for sources that are slow at times."""
+"""Reads batches in advance, for sources that are slow at times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recpipe.data.batch import Batch
 def read_ahead(batches: Iterator[Batch], depth: int) -> Iterator[Batch]:
     """``batches`` in their order, up to ``depth`` (at least 1) of them read in advance by one thread.
 
-    A fault of the source comes out in the place of its batch. When this iterator is closed or dropped,
+    A fault of the source is raised when its batch would have come. When this iterator is closed or dropped,
     the thread ends after the batch that it is reading.
     """
     reader = ThreadPoolExecutor(1, "recpipe-reader")

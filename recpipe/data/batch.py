@@ -12,9 +12,9 @@ from recpipe.errors import DataError
 
 @dataclass
 class Batch:
-    """B >= 0 samples: dense float32 [B, D], sparse ids (KJT of F features x B bags), labels float32 [B].
+    """B >= 0 samples: dense float32 [B, D], sparse ids (a KJT of F features x B bags), labels float32 [B].
 
-    Checked once, here, where it is made. Follows TorchRec's ``Pipelineable``: ``to``,
+    Shapes and types are checked once, when a batch is made. Follows TorchRec's ``Pipelineable``: ``to``,
     ``pin_memory`` and ``record_stream`` move all three parts together.
     """
 
@@ -42,15 +42,14 @@ class Batch:
 
     @property
     def dense_features(self) -> torch.Tensor:
-        """``dense`` by TorchRec's name, float32 [B, max(1, D)]: a constant 1 where there is no column.
-
-        TorchRec's models take one at the least.
+        """``dense`` under TorchRec's name, float32 [B, max(1, D)]. TorchRec's models need at least one
+        column; without any, this is a column of ones.
         """
         return self.dense if self.dense.shape[1] else self.dense.new_ones((self.size, 1))
 
     @property
     def sparse_features(self) -> KeyedJaggedTensor:
-        """``sparse`` by TorchRec's name."""
+        """``sparse`` under TorchRec's name."""
         return self.sparse
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
@@ -73,10 +72,10 @@ class Batch:
 
 @dataclass
 class BatchShare(Batch):
-    """One trainer's share of a batch, read without the rest of it; it may hold no sample."""
+    """One trainer's share of a batch, read without the rest of it; it may be empty."""
 
     total: int
-    """Samples of the whole batch, at least 1."""
+    """Number of samples of the whole batch, at least 1."""
 
     @classmethod
     def of(cls, batch: Batch, total: int) -> BatchShare:

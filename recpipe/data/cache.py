@@ -1,4 +1,4 @@
-"""Preparing a source once: streamed into a cache directory, found again at the next run."""
+"""Prepares a source once: streams it into a cache directory, where the next run finds it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """Files of one format, read once from front to back.
+    """Files of one format, read once from beginning to end.
 
     ``blocks`` yields cleaned samples, each time with the share of the input read so far, in [0, 1];
-    ``rejected_rows`` is final when it ends. ``recipe`` holds all settings that its output depends on.
+    ``rejected_rows`` is final when ``blocks`` ends. ``recipe`` holds all settings that the samples depend on.
     """
 
     schema: Schema
@@ -53,7 +53,7 @@ _chosen: ContextVar[Path | None] = ContextVar("recpipe_cache_dir", default=None)
 
 @contextmanager
 def cached_in(directory: Path | None) -> Iterator[None]:
-    """Within it ``directory`` is the ``default_cache_dir`` of this thread; None: the usual one."""
+    """In the block, ``directory`` is this thread's ``default_cache_dir``; None: the usual one."""
     token = _chosen.set(directory)
     try:
         yield
@@ -62,7 +62,8 @@ def cached_in(directory: Path | None) -> Iterator[None]:
 
 
 def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/recpipe``, by default ``~/.cache/recpipe``; within ``cached_in`` another place."""
+    """``$XDG_CACHE_HOME/recpipe``, by default ``~/.cache/recpipe``; in a ``cached_in`` block its
+    directory."""
     chosen = _chosen.get()
     if chosen is not None:
         return chosen
@@ -80,10 +81,10 @@ def cache_key(source: Source) -> str:
 
 
 def prepare(source: Source, cache_dir: Path | None = None) -> Path:
-    """The directory with the prepared ``source``, written now or found whole from an earlier run.
+    """The directory with the prepared ``source``, written now or found complete from an earlier run.
 
-    Written under a temporary name and renamed when whole: a killed run leaves nothing that looks valid.
-    Processes that want the same data wait for the first one (a file lock) and use its result.
+    It is written under a temporary name and renamed when complete, so that a killed run leaves nothing that
+    looks valid. Processes that want the same data wait for the first one (by a file lock) and use its result.
     """
     root = cache_dir or default_cache_dir()
     target = root / f"data-{cache_key(source)}"
@@ -145,7 +146,7 @@ def _write(source: Source, target: Path) -> None:
 
 @contextmanager
 def _lock(target: Path, wait: bool = True) -> Iterator[None]:
-    """Hold ``target``'s lock file; the system frees it when the holder ends, however it ends."""
+    """Hold ``target``'s lock file. The system frees it when the process ends, even if it is killed."""
     with target.with_suffix(".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,8 +159,9 @@ def _lock(target: Path, wait: bool = True) -> Iterator[None]:
 
 
 def _remove_stale(root: Path) -> None:
-    """Delete what killed runs left: a temporary directory whose lock nobody holds."""
-    for temporary in root.glob(f"data-{'[0-9a-f]' * 24}.tmp"):  # named by ``cache_key``: nobody else's
+    """Delete what killed runs have left: temporary directories whose lock nobody holds."""
+    # Named by ``cache_key``, so it belongs to nobody else.
+    for temporary in root.glob(f"data-{'[0-9a-f]' * 24}.tmp"):
         try:
             with _lock(temporary, wait=False):
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Validation of columns (the first bad row named, or bad rows left out and counted) and of batches' ids."""
+"""Checks columns (naming the first bad row, or counting and leaving out bad rows) and batches' ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RowChecks:
     def require(
         self, valid: NDArray[np.bool_], column: str, value_of: Callable[[int], object], remedy: str
     ) -> None:
-        """Mark the rows where ``valid`` (bool [n]) is false as bad; ``value_of(row)`` is what a row holds."""
+        """Mark rows where ``valid`` (bool [n]) is false as bad; ``value_of(row)`` returns the row's value."""
         self.good &= valid
         if valid.all():
             return
@@ -36,7 +36,7 @@ class RowChecks:
     def require_finite(
         self, values: NDArray[np.floating], column: str, value_of: Callable[[int], object]
     ) -> NDArray[np.float32]:
-        """``values`` [n] as float32, in which dense values are kept; bad where that is no finite number."""
+        """``values`` [n] as float32, the type of dense values; rows whose value is not finite are bad."""
         with np.errstate(over="ignore"):
             stored = values.astype(np.float32)
         finite = np.isfinite(values)
@@ -54,10 +54,10 @@ class RowChecks:
 
 
 def require_ids(sparse: KeyedJaggedTensor, rows: Sequence[int]) -> None:
-    """Raise ``DataError`` on an id in ``sparse`` (host memory) that is not in its table; ``rows``: of the
-    tables of its features, in their order.
+    """Raise ``DataError`` for an id in ``sparse`` (in host memory) that is not in its table. ``rows``: the
+    number of rows of each feature's table, in the features' order.
 
-    FBGEMM would either look up row 0 in its place or read what is not its memory.
+    FBGEMM would either look up row 0 instead or read foreign memory.
     """
     ids, batch = sparse.values().numpy(), sparse.stride()
     if not len(ids):
@@ -71,7 +71,7 @@ def require_ids(sparse: KeyedJaggedTensor, rows: Sequence[int]) -> None:
 
 
 def unknown_id(found: int, feature: str, rows: int) -> DataError:
-    """The error of an id that is not in its table of ``rows``."""
+    """The error for an id that is not in its table of ``rows`` rows."""
     return DataError(
         f"id {found} of feature {feature} is not in its table of {rows} rows; raise the table's rows or "
         "hash the ids"

@@ -22,14 +22,15 @@ Int64 = NDArray[np.int64]
 class MultiHot:
     """One multi-hot feature of n samples: sample i holds ``values[offsets[i]:offsets[i + 1]]``.
 
-    values int32, offsets int64 [n + 1]; ``offsets[0]`` need not be 0, nor need all values be theirs.
+    values int32, offsets int64 [n + 1]. ``offsets[0]`` need not be 0, and there may be values beyond the last
+    offset.
     """
 
     values: Int32
     offsets: Int64
 
     def trimmed(self) -> MultiHot:
-        """The same bags with just their own values, offsets from 0."""
+        """The same bags with only their own values and offsets that begin at 0."""
         return MultiHot(self.values[self.offsets[0] : self.offsets[-1]], self.offsets - self.offsets[0])
 
 
@@ -89,7 +90,7 @@ class BatchMaker:
         self._ones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, columns: Columns) -> Batch:
-        """A batch of copies: it outlives the arrays (or files) behind ``columns``."""
+        """A batch of copies, which outlives the arrays (or files) behind ``columns``."""
         sparse = self._mixed(columns) if self.multi_hot else self._one_hot(columns)
         dense = torch.from_numpy(np.array(columns.dense, np.float32))
         return Batch(dense, sparse, torch.from_numpy(np.array(columns.labels, np.float32)))

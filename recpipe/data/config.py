@@ -15,14 +15,14 @@ from recpipe.plugin.errors import PluginLoadError
 from recpipe.plugin.offers import entry, imported, is_offered, offered, origin_of
 
 Rows = Annotated[int, Interval(ge=2, le=2**31 - 1)]
-"""Rows of a table; row 0 is that of missing ids."""
+"""Number of rows of a table; row 0 is for missing ids."""
 
 
 @dataclasses.dataclass
 class DataConfig:
-    """What every source has.
+    """The keys that every source has.
 
-    ``read_ahead``: batches that a thread of its own reads in advance; 0: the loader's thread reads one.
+    ``read_ahead``: how many batches a separate thread reads in advance; 0: the loader's thread reads one.
     """
 
     name: str = "?"
@@ -32,10 +32,10 @@ class DataConfig:
 
 @dataclasses.dataclass
 class SamplesConfig(DataConfig):
-    """Of sources of which recpipe makes the batches.
+    """The keys of sources whose samples recpipe puts into batches.
 
-    ``eval_fraction`` in [0, 1): the later share of the samples, held out. ``last_batch``: an epoch's short
-    last batch is trained (``keep``) or left out (``drop``).
+    ``eval_fraction`` in [0, 1): the share of the samples, the latest ones, that is held out. ``last_batch``:
+    train an epoch's short last batch (``keep``) or leave it out (``drop``).
     """
 
     eval_fraction: Annotated[float, Interval(ge=0.0, lt=1.0)] = 0.2
@@ -44,7 +44,7 @@ class SamplesConfig(DataConfig):
 
 @dataclasses.dataclass
 class SyntheticConfig(SamplesConfig):
-    """Generated data: ``samples`` in all (both splits), ``tables`` null for the built-in 26."""
+    """Generated data: ``samples`` counts both splits; ``tables`` null means the built-in 26."""
 
     name: str = "synthetic"
     samples: Positive = 1_000_000
@@ -81,7 +81,7 @@ class CriteoConfig(FileConfig):
 
 @dataclasses.dataclass
 class NpyConfig(CriteoConfig):
-    """TorchRec's .npy triples: ids are taken as they are, unless ``hash_ids``: ids % rows."""
+    """TorchRec's .npy triples. Ids are taken as they are; with ``hash_ids``, as ids % rows."""
 
     name: str = "npy"
     batch_size: Positive = 2048
@@ -118,7 +118,7 @@ class ParquetConfig(FileConfig):
 
 @dataclasses.dataclass
 class GivenConfig(DataConfig):
-    """Data that a caller in Python brings; ``batch_size`` is that of the batches, where they come made."""
+    """Data that a caller in Python brings; for ready-made batches, ``batch_size`` is their size."""
 
     name: str = "given"
 
@@ -149,7 +149,7 @@ def installed_source(name: str) -> tuple[Callable[[Any, int], object], type[Data
     """The function that opens an installed package's data source, and the class of its recipe.
 
     The function's first parameter is annotated with that class, a dataclass derived from ``DataConfig``.
-    Raises ``PluginError`` where it is not, or cannot be imported.
+    Raises ``PluginError`` if it is not, or if the function cannot be imported.
     """
     ep = entry("data", name, offered("data"))
     function = imported("data", ep)
@@ -157,13 +157,13 @@ def installed_source(name: str) -> tuple[Callable[[Any, int], object], type[Data
     if not callable(function) or not (isinstance(kind, type) and issubclass(kind, DataConfig)):
         raise PluginLoadError(
             f"data source {origin_of(ep)}: '{ep.value}' must be a function (config: C, seed: int) -> "
-            "Dataset, where C is a dataclass derived from recpipe.data.config.DataConfig; correct it"
+            "Dataset, where C is a dataclass derived from recpipe.kit.DataConfig; correct it"
         )
     return function, kind
 
 
 def _annotation(function: object) -> object:
-    """The type of the first parameter; None where that cannot be told."""
+    """The type of the first parameter, or None if it cannot be told."""
     try:
         hints = get_type_hints(function)
     except (NameError, TypeError):  # a name that only type checkers import; no function

@@ -1,4 +1,4 @@
-"""What samples hold, as one number each: to tell whether two sets of samples are the same."""
+"""Hashes of samples, to tell whether two sets of samples are the same."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ UInt64 = NDArray[np.uint64]
 
 
 def sample_hashes(batch: object, ids: bool = True) -> UInt64:
-    """Of each sample of ``batch`` a hash of all that is its own, uint64 [B]; equal samples have equal ones.
+    """A hash of each sample's content, uint64 [B]; equal samples have equal hashes.
 
-    ``ids`` False: of its tensors alone. The order of the ids within a bag does not count.
+    ``ids`` False: the hash leaves ids out. The order of the ids within a bag does not matter.
     """
     size = batch_size(batch)
     total = np.zeros(size, np.uint64)
@@ -34,14 +34,14 @@ def sample_hashes(batch: object, ids: bool = True) -> UInt64:
 
 
 def _words(values: torch.Tensor) -> UInt64:
-    """The bytes of each row of ``values``, four in a word where they come in fours."""
+    """The bytes of each row of ``values``, as words of four bytes if their number is a multiple of four."""
     raw = values.detach().cpu().contiguous().view(torch.uint8).numpy()
     words: UInt64 = (raw if raw.shape[1] % 4 else raw.view(np.uint32)).astype(np.uint64)
     return words
 
 
 def _bags(leaf: JaggedTensor | KeyedJaggedTensor) -> UInt64:
-    """A hash of the ids, with their weights, of each bag: feature by feature."""
+    """A hash of each bag's ids and their weights, feature by feature."""
     lengths = leaf.lengths().cpu().numpy()
     own = mix64(leaf.values().cpu().numpy().astype(np.uint64) + np.uint64(1))
     weights = leaf.weights_or_none()
@@ -57,6 +57,6 @@ def _bags(leaf: JaggedTensor | KeyedJaggedTensor) -> UInt64:
 
 @lru_cache(maxsize=256)
 def _factors(number: int, width: int) -> UInt64:
-    """Odd numbers, others for each part of a batch."""
+    """Odd random factors, different ones for each part of a batch."""
     factors: UInt64 = mix64(np.arange(width, dtype=np.uint64) + np.uint64((number + 1) << 32)) | np.uint64(1)
     return factors

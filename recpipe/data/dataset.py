@@ -1,4 +1,4 @@
-"""What a data set is to the rest of recpipe: a schema, two splits, and batches from any position."""
+"""The interface of a data set: a schema, two splits, and batches from any position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recpipe.errors import DataError, UserError, shown
 
 SplitName = Literal["train", "eval"]
 LONGEST_NAME = 200
-"""Bytes, percent-encoded, of a sparse feature's name: a file system's 255 less what is put around it."""
+"""Most bytes of a sparse feature's percent-encoded name; file systems allow 255 with what is added to it."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class SparseFeature:
 class Schema:
     """The columns of a data set, in the order in which batches hold them.
 
-    ``DataError`` for the name of a sparse feature that cannot name a file too: tables have some of their own.
+    ``DataError`` if a sparse feature's name cannot be part of a file's name: tables are kept in files named
+    so.
     """
 
     dense: tuple[str, ...]
@@ -54,27 +55,33 @@ class Dataset(ABC):
 
     ``fingerprint`` identifies content and preparation (equal fingerprints, equal batches);
     ``rejected_rows`` counts input rows that ``data.on_bad_row=skip`` left out.
+
+    Threads: ``batches`` is called in the training thread. Its iterator of training batches is drawn from in
+    the loader's thread, or with ``data.read_ahead`` in a thread of its own; under sharded tables the training
+    thread draws an epoch's first batch. Iterators of held-out batches, and of batches that recpipe or a
+    plugin looks at before training, are drawn from in the training thread. One iterator serves one thread at
+    a time, but several may be in use at once: guard what they share.
     """
 
     schema: Schema | None
-    """Its columns; None: not known, as of batches of a type of the user's own."""
+    """The columns; None if they are not known, as for batches of a user's own type."""
     fingerprint: str
     rejected_rows: int = 0
     dropped_samples: int = 0
-    """Training samples that no epoch has, because ``data.last_batch=drop`` left their short batch out."""
+    """How many training samples ``data.last_batch=drop`` leaves out of every epoch."""
     gives_parts: bool = True
-    """Whether ``batches`` reads a ``part`` alone; else it gives whole batches whatever ``part`` is."""
+    """Whether ``batches`` can read just a ``part``; otherwise it ignores ``part`` and gives whole batches."""
     rereads: bool = True
-    """Whether reading the training samples again gives the same ones, and draws no random numbers."""
+    """Whether reading the training samples again gives the same samples and draws no random numbers."""
     read_ahead: int = 0
-    """Training batches that a thread of its own is to read in advance (``data.read_ahead``)."""
+    """How many training batches a separate thread reads in advance (``data.read_ahead``)."""
 
     def known_schema(self) -> Schema:
-        """``schema``, for whoever cannot do without; ``UserError`` where it is not known."""
+        """``schema`` for callers that need one; ``UserError`` if it is not known."""
         if self.schema is None:
             raise UserError(
                 "the data does not say its columns and the rows of their tables, which recpipe's own models "
-                "are made by: hand over a recpipe.data.given.GivenBatches(batches, schema=...), a path, or "
+                "are made by: hand over a recpipe.kit.GivenBatches(batches, schema=...), a path, or "
                 "batches together with a model of your own"
             )
         return self.schema
@@ -89,10 +96,10 @@ class Dataset(ABC):
     ) -> Iterator[Batch]:
         """Batches ``first``, ``first + 1``, ... of ``split``; the last one may be short, none is lost.
 
-        ``part`` (index, count): of each batch its ``part_of``, as a ``BatchShare``: the samples that
-        trainer ``index`` of ``count`` trains, with the bits that they have in the whole batch, and as many
-        shares as there are batches. Starting at ``first`` costs no more than starting at 0: resuming
-        seeks, it does not replay.
+        ``part`` (index, count): yields a ``BatchShare`` of each batch, the samples that trainer ``index`` of
+        ``count`` trains (``part_of``). They have the same bits as in the whole batch, and there are as many
+        shares as batches. Starting at ``first`` must cost no more than starting at 0, so that a resumed run
+        does not read again.
         """
 
     def num_batches(self, split: SplitName, batch_size: int) -> int:
@@ -100,13 +107,13 @@ class Dataset(ABC):
         return -(-self.size(split) // batch_size)
 
     def ids_per_bag(self, batch_size: int) -> float:
-        """Mean number of ids that a sample has of a feature (pooling factor), in the first training batch."""
+        """Mean number of ids per sample and feature (pooling factor) in the first training batch."""
         sparse = next(self.batches("train", batch_size)).sparse
         return float(sparse.values().numel() / (sparse.stride() * len(sparse.keys())))
 
 
 class NumberedDataset(Dataset):
-    """A data set that makes samples by their numbers, 0 to N - 1 in time order, training before held out."""
+    """A data set whose samples are made by number: 0 to N - 1 in time order, training samples first."""
 
     schema: Schema
 
@@ -116,7 +123,10 @@ class NumberedDataset(Dataset):
 
     @abstractmethod
     def samples_between(self, low: int, high: int) -> Batch:
-        """Samples ``low`` to ``high`` (excluded; none where they are equal) of both splits together."""
+        """Samples ``low`` to ``high`` (excluded), numbered over both splits; none if the two are equal.
+
+        Called in the thread that draws the batch (see ``Dataset``), for several iterators at the same time.
+        """
 
     def size(self, split: SplitName) -> int:
         """Number of samples in ``split``."""
@@ -125,7 +135,7 @@ class NumberedDataset(Dataset):
     def batches(
         self, split: SplitName, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
     ) -> Iterator[Batch]:
-        """As ``Dataset.batches``; of a ``part`` the other samples are not read."""
+        """As ``Dataset.batches``; with ``part``, the samples of other parts are not read."""
         start = 0 if split == "train" else self._eval_start
         end = start + self.size(split)
         for low in range(start + first * batch_size, end, batch_size):
@@ -139,7 +149,7 @@ class NumberedDataset(Dataset):
     def drop_short_batch(self, batch_size: int) -> None:
         """Leave a short last batch out of every training epoch; the held-out part stays whole.
 
-        ``DataError`` where no batch would be left.
+        ``DataError`` if no batch would be left.
         """
         self.dropped_samples = self.train_samples % batch_size
         self.train_samples -= self.dropped_samples
@@ -154,7 +164,7 @@ class NumberedDataset(Dataset):
 
 
 def train_size(samples: int, eval_fraction: float) -> int:
-    """How many of the first ``samples`` are for training; ``DataError`` where none would be left."""
+    """How many of ``samples`` are for training, from the first one on; ``DataError`` if that is none."""
     train = samples - round(samples * eval_fraction)
     if train < 1:
         raise DataError(f"data.eval_fraction={eval_fraction} leaves none of {samples} samples for training")

@@ -1,4 +1,4 @@
-"""Input files: which ones a ``data.path`` means, their text in blocks of whole lines, .npy arrays."""
+"""Input files: those that a ``data.path`` means, their text in blocks of whole lines, .npy arrays."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 def input_files(path: Any, suffixes: Sequence[str]) -> list[Path]:
     """The files that ``path`` (a file, a directory, or a list of both) means, in time order.
 
-    A directory's files come in natural order (day_2 before day_10), those with one of ``suffixes`` ("" for
-    none) alone; a list keeps its order. ``DataError`` for what does not exist or holds no file.
+    Of a directory, files with one of ``suffixes`` ("": no suffix) in natural order (day_2 before day_10). A
+    list keeps its order. ``DataError`` for a path that does not exist or holds no file.
     """
     if isinstance(path, (list, tuple)):
         return [file for item in path for file in input_files(item, suffixes)]
@@ -40,7 +40,7 @@ def input_files(path: Any, suffixes: Sequence[str]) -> list[Path]:
 
 
 def check_readable(file: Path) -> None:
-    """``DataError`` for a file that is empty or may not be read."""
+    """``DataError`` for a file that is empty or not readable."""
     try:
         with file.open("rb") as opened:
             if not opened.read(1):
@@ -50,10 +50,11 @@ def check_readable(file: Path) -> None:
 
 
 def map_npy(file: Path) -> NDArray[Any]:
-    """The array in a .npy file, mapped into memory; ``DataError`` for any other or a damaged file."""
+    """The array in a .npy file, mapped into memory; ``DataError`` for a damaged file or one of another
+    format."""
     try:
         return np.lib.format.open_memmap(file, mode="r")
-    except Exception as error:  # a header is parsed as Python: damaged, it raises whatever that can
+    except Exception as error:  # numpy parses a header as Python, so that a damaged one can raise many errors
         raise DataError(f"{file}: not a whole .npy file ({shown(error, 200)})") from error
 
 
@@ -63,12 +64,13 @@ def _natural(file: Path) -> list[tuple[bool, int, str]]:
 
 
 def line_blocks(file: Path, block_bytes: int) -> Iterator[tuple[bytes, float]]:
-    """Blocks of whole lines of a plain, .gz or .zst file, about ``block_bytes`` each, and the share read.
+    """Blocks of whole lines of a plain, .gz or .zst file, about ``block_bytes`` each, with the share read so
+    far.
 
     The last line may lack its newline. ``DataError`` for a truncated or damaged archive, and for a line that
     is longer than a block (the file is not text in lines).
     """
-    import pyarrow as pa  # prepared data do without
+    import pyarrow as pa  # imported here: prepared data need no pyarrow
 
     total = file.stat().st_size
     rest = b""

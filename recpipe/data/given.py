@@ -1,4 +1,4 @@
-"""A data set of batches that a caller in Python has made: a DataLoader's, a list's, of any type."""
+"""A data set of ready-made batches of any type from a caller in Python, such as a list or a DataLoader."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from recpipe.data.parts import leaves, tensors_in
 from recpipe.errors import UserError
 
 Batches = Iterable[Any] | Callable[[int], Iterator[Any]]
-"""Batches that can be had again: something that can be iterated anew, or a function of the epoch, from 0."""
+"""Batches that can be read repeatedly: an iterable, or a function of the epoch's number (from 0)."""
 
 
 class GivenBatches(Dataset):
-    """Batches as they come, each trained whole: ``trained`` in every epoch, ``held_out`` for evaluation.
+    """Ready-made batches, each trained whole: ``trained`` in every epoch, ``held_out`` for evaluation.
 
-    Their number is ``len(trained)``. Of something without a length, and of a function of the epoch, it is
-    ``steps``: epochs follow each other within the one that the run sees, until so many batches have come.
-    ``held_out`` must have a length.
+    An epoch has ``len(trained)`` batches. If ``trained`` has no length, or is a function of the epoch, an
+    epoch of the run has ``steps`` batches, for which ``trained`` is read as often as needed. ``held_out``
+    must have a length.
 
-    - Starting at batch n, as a resumed run does, reads n batches and leaves them out.
-    - ``fingerprint`` is a hash of the first batch's tensors and of the number of batches: of a DataLoader
-      that shuffles it is the same if torch's random numbers are. A run resumes on the same fingerprint alone.
-    - ``size`` counts the samples of lists; of anything else it is the number of batches times the samples
-      of the first, which a short last batch makes a little less.
+    - Starting at batch n, as a resumed run does, reads n batches and skips them.
+    - ``fingerprint`` is a hash of the first batch's tensors and of the number of batches: for a DataLoader
+      that shuffles, it is the same if torch's random numbers are. A run resumes only with the same
+      fingerprint.
+    - ``size`` counts the samples of a list. Otherwise it is the number of batches times the size of the
+      first, which is a little too much if the last batch is short.
 
     Every rank reads whole batches.
 
-    ``schema``: the columns, where batches are ``recpipe.data.batch.Batch``; recpipe's own models need it. Of
-    batches of a type of the user's own it is not known, and the tables check the ids.
+    ``schema``: the columns if batches are ``recpipe.kit.Batch``; recpipe's own models need it. For batches of
+    a user's own type it is None, and the tables check the ids.
     """
 
     gives_parts = False
@@ -83,17 +84,17 @@ class GivenBatches(Dataset):
         return self._lengths[split] * self.batch_size
 
     def num_batches(self, split: SplitName, batch_size: int) -> int:
-        """How many batches there are; they have their own size."""
+        """How many batches there are; ``batch_size`` has no effect."""
         return self._lengths[split]
 
     def ids_per_bag(self, batch_size: int) -> float:
-        """Mean number of ids of a bag in the first training batch; 0 where it holds none."""
+        """Mean number of ids per bag in the first training batch; 0 if it has no bags."""
         return self._ids_per_bag
 
     def batches(
         self, split: SplitName, batch_size: int, first: int = 0, part: tuple[int, int] | None = None
     ) -> Iterator[Any]:
-        """Batches ``first``, ``first + 1``, ... of ``split``, whole; those before are read, too."""
+        """Batches ``first``, ``first + 1``, ... of ``split``, whole; the ones before are read and skipped."""
         length, given = self._lengths[split], first
         for batch in islice(self._read(split), first, length):
             given += 1
@@ -114,12 +115,12 @@ class GivenBatches(Dataset):
                 return
 
     def _checked(self, batch: Any) -> Any:
-        """``batch``; ``UserError`` where it is not what the schema says."""
+        """Return ``batch``; ``UserError`` if it does not fit the schema."""
         if self.schema is None:
             return batch
         if not isinstance(batch, Batch):
             raise UserError(
-                f"a batch is a {type(batch).__name__}, and a schema is of recpipe.data.batch.Batch alone: "
+                f"a batch is a {type(batch).__name__}, and a schema describes recpipe.kit.Batch alone: "
                 "make it one, or leave the schema out"
             )
         names = [feature.name for feature in self.schema.sparse]
@@ -149,7 +150,7 @@ def _require_batches(source: Batches, what: str) -> Batches:
 def _length(source: Batches) -> int | None:
     try:
         return len(source)  # type: ignore[arg-type]
-    except TypeError:  # a DataLoader over an iterable has __len__, too
+    except TypeError:  # a DataLoader over an iterable has a __len__ that raises
         return None
 
 

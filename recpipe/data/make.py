@@ -1,4 +1,4 @@
-"""From a ``data`` node to a data set: the one place that decides which source reads what."""
+"""Opens the data set of a ``data`` node; the one place that decides which source reads what."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ log = logging.getLogger(__name__)
 def open_dataset(
     cfg: DictConfig | Mapping[str, Any] | DataConfig, seed: int, given: Dataset | None = None
 ) -> Dataset:
-    """The data set of a ``data`` node; files are prepared into the cache unless they are there already.
+    """Open the data set of a ``data`` node. Files are prepared into the cache unless that has been done
+    already.
 
-    ``seed`` matters for generated data alone; ``given`` is what a caller has brought, for ``data=given``.
-    ``UserError`` for a recipe or a file that cannot be used.
+    ``seed`` matters only for generated data. ``given`` is the data set that a caller brings for
+    ``data=given``. ``UserError`` for a recipe or a file that cannot be used.
     """
     config = parse_config(cfg)
     if isinstance(config, GivenConfig):
@@ -79,9 +80,7 @@ def _installed(config: DataConfig, seed: int) -> Dataset:
     function, _ = installed_source(config.name)
     dataset = function(config, seed)
     if not isinstance(dataset, Dataset):
-        raise UserError(
-            f"data={config.name} opens a {type(dataset).__name__}, not a recpipe.data.dataset.Dataset"
-        )
+        raise UserError(f"data={config.name} opens a {type(dataset).__name__}, not a recpipe.kit.Dataset")
     lacking = [name for name in get_type_hints(Dataset) if not hasattr(dataset, name)]
     if lacking:
         raise UserError(f"data={config.name}: {type(dataset).__name__} must set {', '.join(lacking)}")

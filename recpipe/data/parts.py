@@ -1,4 +1,4 @@
-"""What a batch of any type is made of: its size, its tensors, and where its ids lie."""
+"""What a batch of any type is made of: its size, its tensors, and where its ids are."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Place = tuple[str | int, ...]
 
 
 def find_ids(batch: object, features: Sequence[str]) -> tuple[Place, ...]:
-    """The ``KeyedJaggedTensor``s of ``batch`` that have ``features``: one, if one has them all; none, if some
-    feature is nowhere."""
+    """The ``KeyedJaggedTensor``s of ``batch`` that have ``features``. One is enough if it has them all; the
+    result is empty if a feature is not found."""
     found, missing = [], set(features)
     for place, ids in _jagged(batch, ()):
         keys = set(ids.keys())
@@ -30,19 +30,19 @@ def find_ids(batch: object, features: Sequence[str]) -> tuple[Place, ...]:
 
 
 def ids_at(batch: object, places: Sequence[Place]) -> KeyedJaggedTensor:
-    """The ids that lie at ``places``: the batch's own object, or several joined."""
+    """The ids at ``places``: the batch's own object, or several joined into one."""
     parts = [_at(batch, place) for place in places]
     return parts[0] if len(parts) == 1 else KeyedJaggedTensor.concat(parts)
 
 
 def in_order(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
-    """``ids`` with these features, in this order: itself, where it has no others."""
+    """``ids`` with these features, in this order; ``ids`` itself if that is what it has."""
     keys, wanted = ids.keys(), list(features)
     if keys == wanted:
         return ids
     first = keys.index(wanted[0])
     after = first + len(wanted)
-    if keys[first:after] == wanted:  # neighbours: cut out, and not copied
+    if keys[first:after] == wanted:  # neighbours can be cut out without a copy
         return ids.split([first, len(wanted), len(keys) - after])[1]
     return ids.permute([keys.index(name) for name in features])
 
@@ -71,7 +71,8 @@ def _jagged(value: object, place: Place) -> Iterator[tuple[Place, KeyedJaggedTen
 
 
 def batch_size(batch: object) -> int:
-    """Samples in ``batch``: those of its jagged tensors; without any, the length of its first tensor."""
+    """The number of samples in ``batch``, from its jagged tensors or, without any, the length of its first
+    tensor."""
     found = list(leaves(batch))
     jagged = {_stride(leaf) for leaf in found if not isinstance(leaf, torch.Tensor)}
     if len(jagged) > 1:
@@ -89,7 +90,7 @@ def batch_size(batch: object) -> int:
 
 
 def tensors_of(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of ``value`` that have fractions, each with its dotted path from ``name`` on."""
+    """The floating-point tensors of ``value``, each with its dotted path, which begins with ``name``."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield name or "values", value
@@ -122,7 +123,7 @@ def leaves(value: object) -> Iterator[torch.Tensor | JaggedTensor | KeyedJaggedT
 
 
 def tensors_in(leaf: torch.Tensor | JaggedTensor | KeyedJaggedTensor) -> list[torch.Tensor]:
-    """What one of ``leaves`` keeps: itself, or ids, lengths and weights."""
+    """The tensors in one of ``leaves``: itself, or its ids, lengths and weights."""
     if isinstance(leaf, torch.Tensor):
         return [leaf]
     weights = leaf.weights_or_none()
@@ -130,7 +131,7 @@ def tensors_in(leaf: torch.Tensor | JaggedTensor | KeyedJaggedTensor) -> list[to
 
 
 def attributes(value: object) -> dict[str, Any]:
-    """The attributes that a batch is made of, by name; none of a tensor or a plain value."""
+    """The attributes that a batch is made of, by name; empty for a tensor or a plain value."""
     if isinstance(value, torch.Tensor):
         return {}
     if hasattr(value, "_fields"):

@@ -31,7 +31,8 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Meta:
-    """What ``meta.json`` says; ``digest`` hashes all arrays, ``multi_hot`` names the features with bags."""
+    """The content of ``meta.json``. ``digest`` is a hash of all arrays, ``multi_hot`` names the features with
+    bags."""
 
     schema: Schema
     multi_hot: tuple[str, ...]
@@ -55,7 +56,7 @@ class Meta:
 
     @classmethod
     def read(cls, directory: Path) -> Meta:
-        """From ``directory/meta.json``; ``DataError`` where it is not this format."""
+        """Read ``directory/meta.json``; ``DataError`` if it is not in this format."""
         try:
             values: dict[str, Any] = json.loads((directory / "meta.json").read_text())
             sparse = tuple(SparseFeature(item["name"], int(item["rows"])) for item in values["sparse"])
@@ -113,7 +114,8 @@ class _NpyStream:
 class PreparedWriter:
     """Appends columns to a prepared data set in ``directory``; memory use does not grow with what is written.
 
-    The directory is whole after ``finish``: write to a temporary name and rename (see ``cache.prepare``).
+    The directory is complete only after ``finish``: write under a temporary name and rename (see
+    ``cache.prepare``).
     """
 
     def __init__(self, directory: Path, schema: Schema, multi_hot: Sequence[str] = ()) -> None:
@@ -148,7 +150,7 @@ class PreparedWriter:
         return self._label.rows
 
     def append(self, columns: Columns) -> None:
-        """Write the samples of ``columns`` behind those written before."""
+        """Write the samples of ``columns`` after those written before."""
         self._label.append(columns.labels)
         self._dense.append(columns.dense)
         self._ids.append(columns.ids)
@@ -170,7 +172,7 @@ class PreparedWriter:
 
 
 def bag_file(directory: Path, name: str, part: str) -> Path:
-    """Where a multi-hot feature's ``values`` or ``offsets`` lie; any feature name makes a safe file name."""
+    """The file of a multi-hot feature's ``values`` or ``offsets``; its name is safe for any feature name."""
     return directory / f"{quote(name, safe='')}.{part}.npy"
 
 
@@ -184,7 +186,7 @@ def _load(path: Path, dtype: DTypeLike, shape: tuple[int, ...] | None) -> NDArra
 
 
 def check_prepared(directory: Path, schema: Schema, multi_hot: Sequence[str]) -> None:
-    """``DataError`` where ``directory`` does not hold whole prepared data of ``schema``."""
+    """``DataError`` unless ``directory`` holds complete prepared data of ``schema``."""
     meta = Meta.read(directory)
     if meta.schema != schema or meta.multi_hot != tuple(multi_hot):
         raise DataError(f"{directory}: meta.json is of other features")
@@ -209,7 +211,7 @@ def _map(directory: Path, meta: Meta) -> Columns:
 class PreparedDataset(NumberedDataset):
     """A prepared directory as a data set; the operating system's page cache is the only cache.
 
-    ``fingerprint`` covers the arrays' content, the schema and ``eval_fraction``, and not where the files lie.
+    ``fingerprint`` covers the arrays' content, the schema and ``eval_fraction``, but not the files' location.
     """
 
     def __init__(self, directory: Path, eval_fraction: float) -> None:

@@ -1,4 +1,4 @@
-"""Samples of a batch of any type, picked by number: what micro-batches and ranks' shares are made by."""
+"""Selects samples of a batch of any type by number, for micro-batches and ranks' shares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def select(batch: T, samples: NDArray[np.int64]) -> T:
 
     A batch of B samples is anything made of tensors, ``KeyedJaggedTensor`` and ``JaggedTensor``: a dataclass,
     another object with attributes, a mapping, a list or a tuple, nested at will. Tensors whose first
-    dimension is B are cut, and all else is shared. A type that this does not suit brings a method
+    dimension is B are cut, and all else is shared. A type that needs something else has a method
     ``select(samples)`` of its own.
 
     Raises ``UserError`` for a batch whose parts do not agree on B.
@@ -36,8 +36,8 @@ def select(batch: T, samples: NDArray[np.int64]) -> T:
 def places_of(
     offsets: NDArray[np.int64], batch_size: int, samples: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where the ids of these ``samples`` (int64 [n]) lie among those of a batch, feature by feature, int64
-    [L], and the offsets of their bags.
+    """The positions of these samples' ids (``samples`` int64 [n]) among the ids of a batch, feature by
+    feature, int64 [L], and the offsets of their bags.
 
     ``offsets``: of all bags of the batch, feature by feature.
     """
@@ -51,7 +51,7 @@ def places_of(
 
 
 def between(batch: T, low: int, high: int) -> T:
-    """Samples [low, high) of ``batch``, as ``select`` gives them; tensors share their memory with it."""
+    """Samples [low, high) of ``batch``, as ``select`` gives them; tensors share the batch's memory."""
     size = batch_size(batch)
     if (low, high) == (0, size):
         return batch
@@ -64,7 +64,7 @@ def between(batch: T, low: int, high: int) -> T:
 def join(batches: Sequence[T]) -> T:
     """One batch of all samples of ``batches``, in order: the reverse of ``select``.
 
-    Tensors that have a sample in each row are put one below the other; what samples share is the first's.
+    Tensors with a row for each sample are concatenated; what all samples share is taken from the first batch.
     """
     sizes = [batch_size(batch) for batch in batches]
     joined: T = batches[0] if len(batches) == 1 else _joined(batches, sizes)
@@ -96,7 +96,7 @@ def _joined(parts: Sequence[Any], sizes: list[int]) -> Any:
 
 
 def _joined_ids(parts: Sequence[Any], sizes: list[int], keys: int) -> dict[str, torch.Tensor | None]:
-    """Key by key the ids of all parts, one after the other."""
+    """The ids of all parts, one part after the other within each key."""
     per_key = [part.lengths().view(keys, size) for part, size in zip(parts, sizes, strict=True)]
     counts = [lengths.sum(1).tolist() for lengths in per_key]
 
@@ -117,7 +117,7 @@ def _has_own(value: object) -> bool:
 
 
 class _Cut:
-    """``samples`` of a batch of ``size``."""
+    """Cuts ``samples`` out of a batch of ``size`` samples."""
 
     def __init__(self, samples: NDArray[np.int64], size: int) -> None:
         self.samples, self.size = samples, size
@@ -145,7 +145,7 @@ class _Cut:
         return value[self.index.to(value.device)]
 
     def _object(self, value: Any) -> Any:
-        """A copy with its attributes cut; no constructor runs, whose arguments nobody knows."""
+        """A copy with its attributes cut. Its constructor does not run, since its arguments are unknown."""
         parts = attributes(value)
         if not parts:
             return value
@@ -171,7 +171,7 @@ class _Cut:
 
 
 class _Range(_Cut):
-    """Samples that lie next to each other."""
+    """Cuts neighbouring samples out of a batch."""
 
     def __init__(self, low: int, high: int, size: int) -> None:
         super().__init__(np.arange(low, high), size)
@@ -181,7 +181,7 @@ class _Range(_Cut):
         return value[self.low : self.high]
 
     def _jagged(self, value: JaggedTensor | KeyedJaggedTensor) -> dict[str, torch.Tensor | None]:
-        """Of each key, the ids between two offsets."""
+        """The ids between two offsets, for each key."""
         keys = value.lengths().numel() // self.size
         if value.values().numel() == value.lengths().numel() and bool((value.lengths() == 1).all()):
             return self._one_hot(value, keys)
@@ -204,7 +204,7 @@ class _Range(_Cut):
         }
 
     def _one_hot(self, value: JaggedTensor | KeyedJaggedTensor, keys: int) -> dict[str, torch.Tensor | None]:
-        """As ``_jagged``, of bags with one id each: what most batches are made of, cut as a matrix."""
+        """As ``_jagged`` for bags of one id each, which most batches have: they are cut as a matrix."""
         count = keys * (self.high - self.low)
         weights = value.weights_or_none()
 

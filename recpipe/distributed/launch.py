@@ -1,4 +1,5 @@
-"""Runs of several processes: ``torchrun --nproc-per-node=N -m recpipe ...`` starts them, this joins them.
+"""Runs of several processes: ``torchrun --nproc-per-node=N -m recpipe ...`` starts them, this module joins
+them.
 
 Each process composes the same recipe. They agree on one output directory before Hydra makes it, then
 form a torch.distributed group. Only rank 0 prints and writes reports.
@@ -29,12 +30,12 @@ from recpipe.errors import UserError
 JOINING = timedelta(minutes=5)
 """How long a process waits for the others to start."""
 SILENCE = timedelta(hours=1)
-"""How long a rank waits for a message before it gives its peer up; a peer that dies is noticed at once."""
+"""How long a rank waits for a message before it gives up; a peer that dies is noticed at once."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """What torchrun told this process; alone: the only one."""
+    """What torchrun told this process; the default is a single process."""
 
     rank: int
     world: int
@@ -44,7 +45,7 @@ class Process:
 
     @classmethod
     def current(cls) -> Process:
-        """From the environment that torchrun sets."""
+        """Read from the environment that torchrun sets."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
         defaults = (0, 1, 0, 0)
         return cls(*(int(os.environ.get(n, d)) for n, d in zip(names, defaults, strict=True)))
@@ -61,7 +62,7 @@ class Topology:
     trainers: Annotated[list[Count], MinLen(1)] | None = None
 
     def roles(self, world: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Trainers and holders among ranks 0 .. world - 1, ascending."""
+        """The trainers and the holders among ranks 0 .. world - 1, both ascending."""
         everyone = range(world)
         holders = set(everyone if self.embedding_ranks is None else self.embedding_ranks)
         others = set(everyone) - holders
@@ -84,7 +85,7 @@ class Topology:
 
 @cache
 def _store() -> TCPStore:
-    """The key-value store that torchrun's agent keeps for its processes, over restarts."""
+    """The key-value store that torchrun's agent keeps for its processes; it survives restarts."""
     process = Process.current()
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(
@@ -98,23 +99,23 @@ def _store() -> TCPStore:
 
 
 _run = 0
-"""How many runs this process has begun; all ranks make the same ones."""
+"""How many runs this process has begun; it is the same on all ranks."""
 
 
 def begin_run() -> None:
-    """What the ranks say to each other from now on is of one more run."""
+    """Begin the next run: messages between the ranks belong to it from now on."""
     global _run
     _run += 1
 
 
 def _run_store() -> Store:
-    # Without the prefix a rank may read the gloo address of a group that has ended: that of an earlier run
+    # Without the prefix a rank may read the gloo address of a group that has ended, from an earlier run
     # of its process, or of a process that is dead.
     return PrefixStore(f"recpipe_attempt_{Process.current().attempt}_run_{_run}", _store())
 
 
 def agreed_arguments(argv: Sequence[str]) -> list[str]:
-    """``argv`` with one output directory for all ranks; the others than rank 0 fall silent."""
+    """``argv`` with one output directory for all ranks; all ranks but rank 0 stop printing."""
     if any(word in ("-m", "--multirun") for word in argv):
         raise UserError(
             "a sweep (-m) cannot run under torchrun: each of its processes would sweep. Start it without: "
@@ -133,7 +134,8 @@ def agreed_arguments(argv: Sequence[str]) -> list[str]:
 
 
 def first_to_say(message: str) -> bool:
-    """Whether no other rank has said ``message`` in this attempt: a user's error is told once."""
+    """Whether no other rank has printed ``message`` in this attempt, so that a user's error is printed
+    once."""
     digest = hashlib.blake2b(message.encode(), digest_size=16).hexdigest()
     return bool(_run_store().add(f"said_{digest}", 1) == 1)
 
@@ -152,7 +154,7 @@ def agreed_path(path: Path | None) -> Path | None:
 def require_same_data(fingerprint: str) -> None:
     """``UserError`` unless all ranks read the data of this ``fingerprint``.
 
-    With other files a rank would train shares of other batches, and may run out of them before the rest.
+    With different files a rank would train shares of different batches, and might run out of them early.
     """
     if Process.current().world == 1:
         return
@@ -166,9 +168,9 @@ def require_same_data(fingerprint: str) -> None:
 
 @contextmanager
 def joined(topology: Topology, emulation: Emulation, device: torch.device) -> Iterator[Ranks]:
-    """The run's processes as ``Ranks``; the group ends with the block, unless an error leaves it.
+    """The run's processes as ``Ranks``. The group ends with the block, but not after an error.
 
-    After an error nothing waits for the other ranks: this process must end, so that they notice.
+    After an error this process must end without waiting for the other ranks, so that they notice.
     """
     process = Process.current()
     trainers, holders = topology.roles(process.world)
@@ -181,7 +183,7 @@ def joined(topology: Topology, emulation: Emulation, device: torch.device) -> It
         yield Ranks()
         return
     if sys.platform == "linux" and int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == process.world:
-        # All ranks are on this machine: nobody else needs to reach them.
+        # All ranks are on this machine, so no other machine needs to reach them.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if dist.is_initialized():
         raise UserError(
@@ -199,6 +201,6 @@ def joined(topology: Topology, emulation: Emulation, device: torch.device) -> It
     yield Ranks(process.rank, process.world, trainers, holders, emulation, device)
     dist.barrier()
     dist.destroy_process_group()
-    from recpipe.seams import leave  # a run has imported TorchRec by now
+    from recpipe.seams import leave  # imported here: by now the run has imported TorchRec
 
     leave()

@@ -1,6 +1,6 @@
 """The processes of a run: who trains, who holds embedding rows, and the channels between them.
 
-One process is a group of one, so that nobody needs to ask how many there are. Several are started by
+A single process is a group of one, so that callers need not ask how many there are. Several are started by
 ``torchrun --nproc-per-node=N -m recpipe ...``; they talk through torch.distributed, gloo on CPUs and
 NCCL on GPUs.
 """
@@ -27,28 +27,29 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Emulation:
-    """A slower network than this machine's (``tiers.emulate``): added to every message between ranks."""
+    """A slower network than this machine's (``tiers.emulate``): a delay added to every message between
+    ranks."""
 
     latency_us: Annotated[
         float, Interval(ge=0, le=1e9), BeforeValidator(lambda value: 0.0 if value is None else value)
     ] = 0.0
-    """null: none."""
+    """null: no latency is added."""
     gbit_per_s: Annotated[float, Interval(ge=1e-6)] | None = None
-    """null: unlimited."""
+    """null: bandwidth is not limited."""
 
     @property
     def active(self) -> bool:
-        """Whether anything is added."""
+        """Whether any delay is added."""
         return self.latency_us > 0 or self.gbit_per_s is not None
 
     def seconds(self, size: int) -> float:
-        """Time that a message of ``size`` bytes takes on that network."""
+        """Seconds that a message of ``size`` bytes takes on the emulated network."""
         return self.latency_us * 1e-6 + (size * 8e-9 / self.gbit_per_s if self.gbit_per_s else 0.0)
 
 
 @dataclass
 class Traffic:
-    """What this rank sent to and received from other ranks through a channel; bytes of payload."""
+    """Payload bytes that this rank sent to and received from other ranks through a channel."""
 
     messages: int = 0
     bytes_sent: int = 0
@@ -66,9 +67,9 @@ class Ranks:
     holders: tuple[int, ...] = (0,)
     emulation: Emulation = field(default_factory=Emulation)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where payloads must lie for the backend: the CPU for gloo, this rank's GPU for NCCL."""
+    """The device of payloads: the CPU for gloo, this rank's GPU for NCCL."""
     channels: list[Channel] = field(default_factory=list, compare=False, repr=False)
-    """All that were made; for the report."""
+    """All channels that were made, for the report."""
 
     @property
     def trains(self) -> bool:
@@ -87,14 +88,14 @@ class Ranks:
 
     @property
     def part(self) -> tuple[int, int] | None:
-        """Which part of every batch this rank trains, as ``part_of`` counts them; None: all of it."""
+        """The part of every batch that this rank trains (see ``part_of``); None: all of it."""
         return (self.trainer, len(self.trainers)) if len(self.trainers) > 1 else None
 
     def channel(self, members: Sequence[int] | None = None) -> Channel:
-        """A channel of its own between ``members`` (None: all ranks).
+        """Make a new channel between ``members`` (None: all ranks).
 
-        Every rank of the run calls this, members or not, in the same order; calls on different channels
-        may then come from different threads at the same time.
+        Every rank of the run must call this in the same order, whether it is a member or not. Different
+        channels can be used from different threads at the same time.
         """
         chosen = tuple(range(self.world)) if members is None else tuple(members)
         group = None
@@ -114,14 +115,14 @@ class Ranks:
         return total
 
     def shares(self, low: int, high: int) -> list[slice]:
-        """[low, high) cut into one part for each trainer, in their order: sizes differ by at most 1."""
+        """Cut [low, high) into one part for each trainer, in their order; sizes differ by at most 1."""
         count = len(self.trainers)
         return [part_of(low, high, (index, count)) for index in range(count)]
 
 
 def part_of(low: int, high: int, part: tuple[int, int]) -> slice:
-    """Part (index, count) of [low, high) cut into ``count`` neighbouring ones: sizes differ by at most 1,
-    the larger ones come first, and some are empty where there are more parts than samples."""
+    """Cut [low, high) into ``count`` consecutive parts and return the one with ``index``. Sizes differ by at
+    most 1, larger parts come first, and some are empty if there are more parts than samples."""
     index, count = part
     size, extra = divmod(high - low, count)
     start = low + index * size + min(index, extra)
@@ -129,11 +130,11 @@ def part_of(low: int, high: int, part: tuple[int, int]) -> slice:
 
 
 class PeerLost(UserError):
-    """Another rank has died or left; its own message, if it had time for one, says why."""
+    """Another rank has died or left. That rank's own message, if it could print one, says why."""
 
 
 class Channel:
-    """Collectives between its members. All of them call the same methods in the same order."""
+    """Collectives between its members, all of which must call the same methods in the same order."""
 
     def __init__(
         self,
@@ -159,8 +160,8 @@ class Channel:
     def exchange(self, parts: Sequence[Array], sizes: Sequence[int] | None = None) -> list[Array]:
         """All to all: ``parts[i]`` goes to member i; returns what each member sent here, in their order.
 
-        All parts of all members have one dtype and one shape beyond the first axis. ``sizes`` are the
-        lengths of what will come; None: they are told first, by a message more.
+        All parts of all members have the same dtype and the same shape beyond the first axis. ``sizes`` are
+        the lengths of the parts that will arrive; None: an additional message tells them first.
         """
         assert len(parts) == self.size
         if self.size == 1:
@@ -187,7 +188,8 @@ class Channel:
         return [received[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
 
     def ordered_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of the members' ``values`` (float [n]), added in their order: the same bits on every member."""
+        """Sum of the members' ``values`` (float [n]), added in the members' order, so that every member gets
+        the same bits."""
         if self.size == 1:
             return values
         start = time.perf_counter()
@@ -218,7 +220,7 @@ class Channel:
 
     @contextmanager
     def _peers(self) -> Iterator[None]:
-        """Turn the backend's error for a connection that broke into ``PeerLost``."""
+        """Turn the backend's error for a broken connection into ``PeerLost``."""
         try:
             yield
         except RuntimeError as fault:

@@ -1,4 +1,4 @@
-"""How a model is called, whoever wrote it: a batch in, a loss and an output out."""
+"""Calls any model with a batch and gets a loss and an output."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from recpipe.model.loss import Loss, parse_loss, vector
 from recpipe.model.metrics import Kind
 
 LABELS = "labels"
-"""Where labels are, unless the recipe says otherwise."""
+"""The attribute of a batch that has the labels, unless the recipe names another."""
 _WRAPPERS = ("module", "_orig_mod")
-"""Where DistributedModelParallel, DistributedDataParallel and torch.compile keep the module they call."""
+"""Attributes in which DistributedModelParallel, DistributedDataParallel and torch.compile keep the module."""
 
 
 class Called:
-    """A module as training sees it: ``called(batch)`` gives the loss, 0-dim, and the module's output.
+    """A module as training calls it: ``called(batch)`` returns the 0-dim loss and the module's output.
 
-    ``forward`` gets the batch itself where it takes one argument that is no attribute of it, else the batch's
-    attributes by name. It returns ``(loss, output)``, as TorchRec's train pipelines take it, or an output
-    alone, of which ``loss`` then makes the loss over the batch's ``labels``.
+    If ``forward`` takes one argument that is not an attribute of the batch, it gets the batch itself;
+    otherwise it gets the batch's attributes by name. It returns ``(loss, output)``, as for TorchRec's train
+    pipelines, or an output alone, from which ``loss`` computes the loss for the batch's ``labels``.
     """
 
     def __init__(
@@ -40,23 +40,24 @@ class Called:
         self.module = module
         self.loss = loss
         self.labels = labels
-        """Dotted path of the labels in a batch; of several losses, that of what holds the labels by name."""
+        """Dotted path of the labels in a batch; with several losses, of the object that holds the labels by
+        name."""
         self.key = prediction
-        """Key, attribute or place of the prediction in the output; None: it is plain."""
+        """Key, attribute or position of the prediction in the output; None: recpipe finds it."""
         self.low_precision = low_precision
-        """Whether matrix products are in bfloat16."""
+        """Whether matrix products are computed in bfloat16."""
         self._parameters = _named_parameters(module)
 
     @classmethod
     def of(cls, module: nn.Module, config: UserModel) -> Called:
-        """``module`` as the recipe says; ``UserError`` for an unknown loss."""
+        """Make ``module`` callable as the recipe says; ``UserError`` for an unknown loss."""
         loss = parse_loss(config.loss)
         return cls(module, loss, config.labels, config.prediction, config.precision == "bfloat16")
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Any]:
-        """The loss, a mean over the batch's samples, and the module's output; of no sample the loss is 0.
+        """The loss, a mean over the batch's samples (0 without samples), and the module's output.
 
-        Raises ``UserError`` where batch, module, output and labels do not fit together.
+        Raises ``UserError`` if batch, module, output and labels do not fit together.
         """
         returned = self._forward(batch)
         own = _with_loss(returned)
@@ -66,10 +67,10 @@ class Called:
         return (torch.nan_to_num(loss) if _is_empty(batch) else loss), output
 
     def judge(self, batch: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-        """The loss, and the prediction and its labels, float32 [B] each, that quality is measured on.
+        """The loss, and the prediction and its labels for the quality figures, float32 [B] each.
 
-        None in their place where there is no prediction of one value for each sample, or no label of it, and
-        the recipe has not said which they are.
+        The latter are None if there is not one predicted value and label for each sample and the recipe does
+        not say which they are.
         """
         returned = self._forward(batch)
         own = _with_loss(returned)
@@ -84,7 +85,7 @@ class Called:
 
     @property
     def kind(self) -> Kind:
-        """What it predicts."""
+        """The kind of its prediction."""
         loss = self._predicted_loss()
         return "clicks" if loss is None else loss.kind
 
@@ -95,9 +96,9 @@ class Called:
         return self.prediction(returned if own is None else own[1])
 
     def prediction(self, output: Any) -> torch.Tensor:
-        """The output's logits, float32 [B] and detached, which quality is measured on.
+        """The output's logits for the quality figures, float32 [B] and detached.
 
-        Raises ``UserError`` that says what to return where it is not plain which tensor they are.
+        Raises ``UserError``, saying what to return, if it is unclear which tensor they are.
         """
         found = self._predicted(output).detach()
         loss = self._predicted_loss()
@@ -107,14 +108,14 @@ class Called:
         return found.float()
 
     def _predicted_loss(self) -> Loss | None:
-        """The loss of the prediction; None: it is not one of several."""
+        """The name of the prediction's loss; None if there is only one loss."""
         if isinstance(self.loss, Loss):
             return self.loss
         alone = next(iter(self.loss)) if len(self.loss) == 1 else None
         return self.loss.get(self.key or alone or "")
 
     def labels_of(self, batch: Any) -> torch.Tensor:
-        """The labels that the prediction is of, float32 [B]."""
+        """The prediction's labels, float32 [B]."""
         name = self.labels
         if isinstance(self.loss, Mapping):
             name = f"{name}.{self.key or next(iter(self.loss))}"
@@ -127,7 +128,8 @@ class Called:
             return self.module(batch) if arguments is None else self.module(**arguments)
 
     def _arguments(self, batch: Any) -> dict[str, Any] | None:
-        """Parts of the batch by the names of ``forward``'s parameters; None: it takes the batch itself."""
+        """Parts of the batch by the names of ``forward``'s parameters; None: ``forward`` takes the batch
+        itself."""
         required = [name for name, p in self._parameters.items() if p.default is p.empty]
         absent = [name for name in required if not _has(batch, name)]
         if len(required) <= 1 and len(absent) == len(required):
@@ -177,7 +179,7 @@ class Called:
         return found
 
     def _predicted(self, output: Any) -> torch.Tensor:
-        """The tensor of ``output`` that is the prediction."""
+        """The tensor in ``output`` that is the prediction."""
         found = output if self.key is None else _keyed(output, self.key)
         if isinstance(found, list | tuple) and self.key is None:
             # TorchRec's DLRMTrain: (loss, logits, labels).
@@ -203,7 +205,7 @@ _REMEDY = (
 
 
 def _with_loss(returned: Any) -> tuple[torch.Tensor, Any] | None:
-    """``(loss, output)`` where a module returns that."""
+    """``(loss, output)`` if a module returned that."""
     if isinstance(returned, list | tuple) and len(returned) == 2 and _is_scalar(returned[0]):
         return returned[0], returned[1]
     if _is_scalar(returned):
@@ -214,7 +216,7 @@ def _with_loss(returned: Any) -> tuple[torch.Tensor, Any] | None:
 
 
 def _is_empty(batch: Any) -> bool:
-    """Whether it holds no sample, as far as that can be told."""
+    """Whether the batch is known to have no samples."""
     try:
         return batch_size(batch) == 0
     except UserError:
@@ -226,7 +228,8 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _named_parameters(module: nn.Module) -> dict[str, Parameter]:
-    """Of ``forward``, but for ``*args`` and ``**kwargs``; those of the module inside of a wrapper."""
+    """The parameters of ``forward`` without ``*args`` and ``**kwargs``; for a wrapper, those of the module
+    inside."""
     while True:
         kinds = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
         found = {name: p for name, p in signature(module.forward).parameters.items() if p.kind not in kinds}
@@ -247,7 +250,7 @@ def _part(value: Any, name: str) -> Any:
 
 
 def _names(value: Any) -> list[str]:
-    """What parts ``value`` has."""
+    """The names of the parts of ``value``."""
     if isinstance(value, Mapping):
         return [*map(str, value)]
     return [name for name in dir(value) if not name.startswith("_") and _has(value, name)]

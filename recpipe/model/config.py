@@ -1,4 +1,4 @@
-"""``conf/model``, typed: recpipe's own models, and those that a user or an installed package brings."""
+"""``conf/model``, typed: recpipe's own models, and models of a user or an installed package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recpipe.plugin.offers import is_offered, offered
 Sizes = Annotated[list[Annotated[int, Interval(ge=1, le=2**31 - 1)]], MinLen(1)]
 """Widths of an MLP's layers."""
 Dimension = Annotated[int, Interval(ge=4, le=2**20), MultipleOf(4)]
-"""float32 values of a table's row; a multiple of 4, for FBGEMM's kernels."""
+"""Dimension of a table's rows (float32 values); a multiple of 4, for FBGEMM's kernels."""
 Precision = Annotated[str, one_of("float32", "bfloat16")]
 
 
@@ -29,7 +29,8 @@ def _importable(path: str) -> str:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """``conf/model``: sizes of hidden layers; the bottom MLP ends in ``embedding_dim``, the top one in 1."""
+    """``conf/model``: sizes of hidden layers. The bottom MLP's output has ``embedding_dim`` values, the top
+    one's has 1."""
 
     name: Annotated[str, one_of("dlrm", "dlrm_dcn")]
     embedding_dim: Dimension
@@ -40,9 +41,9 @@ class ModelConfig:
     pretrained: FilePath | None = None
     """A safetensors file to start from, as ``recpipe unshard`` writes it."""
     precision: Precision = "float32"
-    """What the dense part multiplies matrices in while it trains; weights stay float32."""
+    """The type of the dense part's matrix products in training; weights stay float32."""
     emulate_bfloat16: bool = False
-    """Whether bfloat16 is wanted on a CPU without units for it, too."""
+    """Whether to use bfloat16 also on a CPU without units for it."""
 
 
 BUILT_IN = {"dlrm": ModelConfig, "dlrm_dcn": ModelConfig}
@@ -51,17 +52,17 @@ BUILT_IN = {"dlrm": ModelConfig, "dlrm_dcn": ModelConfig}
 
 @dataclass(frozen=True)
 class ModelKeys:
-    """``conf/model/custom.yaml``: what recpipe itself reads of the section of any other model."""
+    """``conf/model/custom.yaml``: the keys that recpipe itself reads in the section of any other model."""
 
     name: Text = CUSTOM
     embedding_dim: Dimension | None = None
-    """Of the tables that recpipe makes; None: the model makes its own."""
+    """The dimension of the tables that recpipe makes; None: the model makes its own."""
     loss: Text | dict[str, Any] = "binary_cross_entropy"
     """A name of ``recpipe.model.loss``, a ``_target_`` with its arguments, or one of these for each label."""
     labels: Text = "labels"
     """Dotted path of the labels in a batch."""
     prediction: Text | None = None
-    """Key, attribute or place of the prediction in the model's output; None: it is plain."""
+    """Key, attribute or position of the prediction in the model's output; None: recpipe finds it."""
     pretrained: FilePath | None = None
     precision: Precision = "float32"
     emulate_bfloat16: bool = False
@@ -69,21 +70,22 @@ class ModelKeys:
 
 @dataclass(frozen=True)
 class UserModel(ModelKeys):
-    """A class of the user's own, or one that an installed package offers, with its arguments."""
+    """A class of the user or of an installed package, with its arguments."""
 
     target: str | None = None
-    """``model._target_``: the class's import path; None: the entry point ``name`` has it."""
+    """``model._target_``: the class's import path; None: the class is that of the entry point ``name``."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """The section's other keys, for the constructor."""
+    """The section's other keys, which are the constructor's arguments."""
 
     @property
     def said(self) -> str:
-        """How the recipe chose it, for messages."""
+        """How the recipe chose the model, for messages."""
         return f"model={self.name}" if self.target is None else f"model.{TARGET}={self.target}"
 
 
 def _others(group: str, name: object) -> bool:
-    """Whether ``model=name`` is no model of recpipe's own: an installed package's, or one that is given."""
+    """Whether ``model=name`` is not one of recpipe's own models, but an installed package's or a given
+    one."""
     return name == CUSTOM or is_offered(group, name)
 
 

@@ -14,14 +14,14 @@ META = torch.device("meta")
 
 
 def make_dlrm(sizes: DlrmSizes, device: torch.device, tables: torch.device = META) -> DLRM:
-    """The model of these ``sizes``, its dense part on ``device``; tables elsewhere than on the meta device
-    have no values yet.
+    """Make the model of these ``sizes``, with its dense part on ``device``. Tables that are not on the meta
+    device are uninitialized.
 
-    Without dense features the bottom MLP's input is one constant 1 (``Batch.dense_features``), and its output
-    one learned vector for all samples: its products with the pooled rows weigh each feature for itself.
+    Without dense features the bottom MLP's input is a constant 1 (``Batch.dense_features``), and its output
+    is one learned vector for all samples, whose products with the pooled rows weight each feature.
     """
     dim = sizes.embedding_dim
-    # A table's module cannot have every name that a table can.
+    # A module cannot have every name that a table can have.
     configs = [
         EmbeddingBagConfig(
             name=module_name(name), embedding_dim=dim, num_embeddings=rows, feature_names=[name]

@@ -1,4 +1,5 @@
-"""Losses by name, for models that return none: a mean over samples each, and logits of what it is made of."""
+"""Losses by name, for models that return none. Each is a mean over samples, and converts its input to
+logits."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from recpipe.model.metrics import Kind
 from recpipe.plugin.conf import TARGET
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From a prediction and labels to the mean loss of their samples, a 0-dim tensor."""
+"""Computes the mean loss of a prediction and labels, a 0-dim tensor."""
 
 
 def _unchanged(prediction: torch.Tensor) -> torch.Tensor:
@@ -32,7 +33,8 @@ def _of_two_classes(prediction: torch.Tensor) -> torch.Tensor:
 
 
 def _probability_loss(prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Not finite where a prediction is not; ``UserError`` for one that is no probability."""
+    """The loss of probabilities; not finite if a prediction is not. ``UserError`` for one that is no
+    probability."""
     if bool(((prediction < 0) | (prediction > 1)).any()):
         raise UserError(
             "model.loss=binary_cross_entropy_of_probabilities: the model's output is not within [0, 1]; "
@@ -45,7 +47,7 @@ def _probability_loss(prediction: torch.Tensor, labels: torch.Tensor) -> torch.T
 
 @dataclass(frozen=True)
 class Loss:
-    """One loss: its ``name`` for messages, its ``function``, and what makes logits of a prediction."""
+    """One loss: its ``name`` for messages, its ``function``, and the conversion of a prediction to logits."""
 
     name: str
     function: Function
@@ -53,12 +55,13 @@ class Loss:
     """``classes``: labels are class numbers [B], predictions [B, classes]; ``any``: the function checks."""
     logits: Callable[[torch.Tensor], torch.Tensor] = _unchanged
     kind: Kind = "clicks"
-    """What the prediction is, and so which figures of quality fit it; ``clicks``: where labels are 0/1."""
+    """The kind of prediction, which decides the figures of quality; ``clicks``: only if labels are 0/1."""
 
     def __call__(self, prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The mean loss of ``prediction`` [B], [B, 1] or [B, n] for ``labels`` of as many; 0 of no sample.
+        """The mean loss of ``prediction`` [B], [B, 1] or [B, n] for ``labels`` of the same number; 0 without
+        samples.
 
-        Raises ``UserError`` where the shapes do not fit.
+        Raises ``UserError`` if the shapes do not fit.
         """
         prediction, labels = self._fitted(prediction, labels)
         if not labels.shape[0]:
@@ -86,7 +89,7 @@ class Loss:
 
 
 def vector(tensor: torch.Tensor) -> torch.Tensor:
-    """[B] of [B, 1]; any other shape as it is."""
+    """Reshape [B, 1] to [B]; leave other shapes."""
     return tensor.squeeze(1) if tensor.dim() == 2 and tensor.shape[1] == 1 else tensor
 
 
@@ -102,7 +105,7 @@ LOSSES: dict[str, Loss] = {
         Loss("poisson", F.poisson_nll_loss, kind="counts"),
     )
 }
-"""``model.loss`` by name; poisson's prediction is the logarithm of the rate."""
+"""The values of ``model.loss``. The prediction of ``poisson`` is the logarithm of the rate."""
 
 
 def parse_loss(chosen: str | Mapping[str, Any]) -> Loss | dict[str, Loss]:

@@ -1,4 +1,4 @@
-"""From the recipe's model section to the module itself: its class, and the arguments that it asks for."""
+"""Makes the module of the recipe's model section: finds its class and the arguments that it takes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 def make_model(config: UserModel, schema: Schema, device: torch.device) -> nn.Module:
-    """The module that ``config`` names, its parameters on ``device`` but for those on the meta device.
+    """Make the module that ``config`` names. Its parameters are moved to ``device``, except those on the meta
+    device.
 
     The class, or the function that makes a module, is called with the recipe's ``arguments``, and with those
     of its other parameters that recpipe knows by name (``docs/guide/models.md``). The caller seeds the random
-    numbers. Raises ``UserError`` in one line where the class cannot be had or cannot be made.
+    numbers. Raises a one-line ``UserError`` if the class cannot be imported or made.
     """
     maker = _maker(config)
     arguments = {key: made_within(value, f"model.{key}") for key, value in config.arguments.items()}
@@ -55,7 +56,7 @@ def make_model(config: UserModel, schema: Schema, device: torch.device) -> nn.Mo
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """All parameters and buffers that are anywhere but on the meta device."""
+    """Move all parameters and buffers that are not on the meta device."""
     move: Callable[..., nn.Module] = module._apply
     move(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
@@ -66,7 +67,8 @@ def make_called(
     device: torch.device,
     given: nn.Module | None = None,
 ) -> Called:
-    """The model of the recipe, or the one ``given`` by a caller in Python, as training calls it."""
+    """Make the model of the recipe, or take the one ``given`` by a caller in Python, ready to be called by
+    training."""
     if given is not None:
         assert isinstance(config, UserModel), "whoever gives a model chooses model=custom"
         _move(given, device)
@@ -79,13 +81,13 @@ def make_called(
 
 
 class Known:
-    """What recpipe gives a constructor that asks for it by name."""
+    """The arguments that recpipe passes to a constructor that has parameters of these names."""
 
     def __init__(self, config: UserModel, schema: Schema, device: torch.device) -> None:
         self.config, self.schema, self.device = config, schema, device
 
     def offers(self) -> dict[str, Callable[[], Any]]:
-        """Makers of the arguments by the parameters' names."""
+        """The functions that make the arguments, by the parameters' names."""
         return {
             "schema": lambda: self.schema,
             "embedding_dim": self.dimension,
@@ -98,21 +100,21 @@ class Known:
         }
 
     def dimension(self) -> int:
-        """``model.embedding_dim``; ``UserError`` where it is not set."""
+        """``model.embedding_dim``; ``UserError`` if it is not set."""
         if self.config.embedding_dim is None:
             raise no_value("model.embedding_dim")
         return self.config.embedding_dim
 
     def dense_width(self) -> int:
-        """Columns of ``Batch.dense_features``."""
+        """The number of columns of ``Batch.dense_features``."""
         return max(1, len(self.schema.dense))
 
     def bags(self) -> EmbeddingBagCollection:
-        """A table for each sparse feature, summed, on the meta device."""
+        """A collection with a table for each sparse feature, summed by bag, on the meta device."""
         return EmbeddingBagCollection([EmbeddingBagConfig(**table) for table in self._tables()], device=_META)
 
     def sequences(self) -> EmbeddingCollection:
-        """A table for each sparse feature, a row for each id, on the meta device."""
+        """A collection with a table for each sparse feature and a row for each id, on the meta device."""
         return EmbeddingCollection([EmbeddingConfig(**table) for table in self._tables()], device=_META)
 
     def _tables(self) -> list[dict[str, Any]]:
@@ -131,7 +133,7 @@ _META = torch.device("meta")
 
 
 def _maker(config: UserModel) -> Callable[..., Any]:
-    """The class or function: an entry point's, or what ``_target_`` names."""
+    """The class or function of the entry point, or the one that ``_target_`` names."""
     if config.target is None and config.name == CUSTOM:
         raise UserError(f"model={CUSTOM}: say which class, model.{TARGET}=package.module.Class")
     if config.target is None:
@@ -150,7 +152,7 @@ def _maker(config: UserModel) -> Callable[..., Any]:
 def _completed(
     config: UserModel, maker: Callable[..., Any], offers: Mapping[str, Callable[[], Any]]
 ) -> dict[str, Any]:
-    """The arguments that the recipe does not set; ``UserError`` for those that are unknown or missing."""
+    """Add the arguments that the recipe does not set; ``UserError`` for unknown or missing ones."""
     parameters = _parameters(config, maker)
     takes = {name: p for name, p in parameters.items() if p.kind in _BY_NAME}
     for name in _RECPIPES.keys() & takes.keys():
@@ -177,13 +179,13 @@ def _completed(
 
 
 _RECPIPES = {f.name: f.default for f in fields(ModelKeys) if f.name != "embedding_dim"}
-"""Keys that recpipe reads itself and gives no constructor, with their defaults."""
+"""Keys that recpipe reads itself and does not pass to constructors, with their defaults."""
 
 
 def _refuse_shared(config: UserModel, name: str, parameter: Parameter) -> None:
-    """``UserError`` where a parameter has the name of a key of recpipe's own, and needs or may be meant by a
-    value: it would not get it."""
-    named = name == "name" and config.target is None  # by which an installed package's model was chosen
+    """``UserError`` if a parameter has the name of one of recpipe's own keys and needs a value, or one is set
+    that may be meant for it: the parameter would not get it."""
+    named = name == "name" and config.target is None  # ``name`` has chosen an installed package's model
     set_ = getattr(config, name) != _RECPIPES[name] and not named
     if set_ or parameter.default is Parameter.empty:
         raise UserError(
@@ -204,7 +206,8 @@ def _parameters(config: UserModel, maker: Callable[..., Any]) -> Mapping[str, Pa
 
 
 def _wanted(name: str, parameter: Parameter, config: UserModel) -> bool:
-    """Whether to give a known argument: a default stays where the recipe does not say the dimension."""
+    """Whether to pass a known argument. A parameter with a default keeps it if the recipe does not set the
+    dimension."""
     return not (
         name in _OF_DIMENSION and parameter.default is not Parameter.empty and config.embedding_dim is None
     )

@@ -1,4 +1,4 @@
-"""Quality of predictions, by what they predict (clicks: AUC, logloss, NE), and the memory probes."""
+"""Quality of predictions by their kind (clicks: AUC, logloss, NE), and the process's peak memory."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ Values = torch.Tensor | npt.NDArray[np.float32]
 
 
 Kind = Literal["clicks", "values", "counts"]
-"""What a prediction is: the logit of a 0/1 label, a value, or the logarithm of the rate of a count."""
+"""The kinds of predictions: the logit of a 0/1 label, a value, or the logarithm of a count's rate."""
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Figures on the held-out part; NaN where one is undefined or does not fit what is predicted."""
+    """Figures on the held-out part; NaN if one is undefined or does not fit the kind of prediction."""
 
     auc: float
-    """Area under the ROC curve ..."""
+    """Area under the ROC curve, for clicks."""
     logloss: float
-    """... in nats ..."""
+    """In nats, for clicks."""
     ne: float
-    """... and normalized entropy, of clicks."""
+    """Normalized entropy, for clicks."""
     loss: float = math.nan
-    """The model's own: a mean over batches, by their samples."""
+    """The model's own loss: a mean over batches, weighted by their samples."""
     mse: float = math.nan
     rmse: float = math.nan
     mae: float = math.nan
-    """Of values."""
+    """Mean squared error, for values."""
     poisson_deviance: float = math.nan
-    """Of counts, a mean over samples."""
+    """For counts; a mean over samples."""
 
 
 def auc(labels: Values, scores: Values) -> float:
@@ -83,14 +83,14 @@ def normalized_entropy(labels: Values, logits: Values) -> float:
 
 
 def quality(labels: Values, logits: Values) -> Quality:
-    """All three figures of ``logits`` [N] for 0/1 ``labels`` [N]."""
+    """AUC, logloss and NE of ``logits`` [N] for 0/1 ``labels`` [N]."""
     label, logit = _vectors(labels, logits)
     loss = logloss(label, logit)
     return Quality(auc(label, logit), loss, _normalized(loss, label))
 
 
 def judged(kind: Kind, labels: Values, predictions: Values) -> Quality:
-    """The figures that fit ``predictions`` [N] of ``labels`` [N]; none of clicks whose labels are not 0/1."""
+    """The figures that fit ``predictions`` [N] of ``labels`` [N]; for clicks, none if labels are not 0/1."""
     if kind == "clicks":
         label = torch.as_tensor(labels)
         return quality(labels, predictions) if bool(((label == 0) | (label == 1)).all()) else _NONE
@@ -108,8 +108,8 @@ _NONE = Quality(math.nan, math.nan, math.nan)
 
 
 def _poisson_deviance(counts: torch.Tensor, log_rates: torch.Tensor) -> float:
-    """Twice the mean log-likelihood that is lost to rates that equal the ``counts``; NaN with a count below
-    0."""
+    """Twice the mean loss of log-likelihood compared with rates equal to the ``counts``; NaN if a count is
+    negative."""
     if bool((counts < 0).any()):
         return math.nan
     lost = torch.xlogy(counts, counts) - counts * log_rates - counts + log_rates.exp()
@@ -136,8 +136,8 @@ def _vectors(labels: Values, scores: Values) -> tuple[torch.Tensor, torch.Tensor
 class BackgroundQuality:
     """Collects an evaluation's predictions, of a ``kind``, and computes their quality in a thread.
 
-    In a thread, because sorting millions of them takes seconds, in which a signal must be heard. It ends
-    with the process, whether or not it is done.
+    A thread is used because sorting millions of predictions takes seconds, in which signals must be handled.
+    The thread ends with the process, finished or not.
     """
 
     def __init__(self, kind: Kind = "clicks") -> None:
@@ -152,12 +152,12 @@ class BackgroundQuality:
         self._labels.append(_host_copy(labels))
 
     def add_loss(self, total: float, samples: float) -> None:
-        """One batch's loss, times its ``samples``."""
+        """Add one batch's loss, weighted by its ``samples``."""
         self._loss += total
         self._samples += samples
 
     def submit(self) -> Future[Quality]:
-        """Start computing the quality of all that was added since the last call."""
+        """Start to compute the quality of what was added since the last call."""
         loss = self._loss / self._samples if self._samples else math.nan
         self._loss, self._samples = 0.0, 0.0
         logits, self._logits = self._logits, []
@@ -204,7 +204,7 @@ def peak_rss_bytes() -> int:
 
 
 def reset_peak_rss() -> bool:
-    """Start ``peak_rss_bytes`` anew from the present size; False where the kernel does not allow it."""
+    """Reset ``peak_rss_bytes`` to the present size; False if the kernel does not allow it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

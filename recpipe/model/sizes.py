@@ -1,4 +1,4 @@
-"""Sizes of recpipe's own models as a checkpoint has them: plain values, by which the model is made again."""
+"""Sizes of recpipe's own models in a checkpoint: plain values from which the model can be made again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recpipe.model.config import ModelConfig, UserModel
 
 @dataclass(frozen=True)
 class DlrmSizes:
-    """A DLRM or DLRM_DCN; ``tables``: name and rows, in the order of the interaction."""
+    """The sizes of a DLRM or DLRM_DCN; ``tables``: names and rows, in the order of the interaction."""
 
     name: Literal["dlrm", "dlrm_dcn"]
     embedding_dim: int
@@ -33,7 +33,7 @@ class DlrmSizes:
 
     @classmethod
     def of(cls, config: ModelConfig, schema: Schema) -> DlrmSizes:
-        """Those of a recipe over the data's columns."""
+        """The sizes by a recipe and the data's columns."""
         return cls(
             "dlrm" if config.name == "dlrm" else "dlrm_dcn",
             config.embedding_dim,
@@ -46,10 +46,10 @@ class DlrmSizes:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers, text, lists and tuples alone."""
+        """The sizes as numbers, text, lists and tuples."""
         return asdict(self)
 
 
 def sizes_of(config: ModelConfig | UserModel, dataset: Dataset) -> dict[str, Any] | None:
-    """What a checkpoint notes of the model; None of one that is not recpipe's own."""
+    """The sizes to save in a checkpoint; None if the model is not one of recpipe's own."""
     return DlrmSizes.of(config, dataset.known_schema()).to_dict() if isinstance(config, ModelConfig) else None

@@ -1,4 +1,5 @@
-"""The class that ``model._target_`` names, and one line for each way in which it cannot be had."""
+"""Imports the class that ``model._target_`` names, with a one-line error for each way in which this can
+fail."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ LONGEST = 300
 
 
 def locate(path: str, key: str) -> Any:
-    """What ``package.module.Class`` names, its module imported; ``UserError`` names ``key``."""
+    """Import what ``package.module.Class`` names; ``UserError``, naming ``key``, if that fails."""
     found: Any = None
     name = ""
     for part in path.split("."):
@@ -33,7 +34,7 @@ def locate(path: str, key: str) -> Any:
 
 def _submodule(parent: Any, name: str, part: str, path: str, key: str) -> ModuleType:
     folders = getattr(parent, "__path__", [])
-    if folders and find_spec(f"{name}.{part}"):  # also of a folder without __init__.py
+    if folders and find_spec(f"{name}.{part}"):  # also for a folder without __init__.py
         return _imported(f"{name}.{part}", path, key)
     inside = [module.name for module in pkgutil.iter_modules(folders)]
     public = [word for word in dir(parent) if not word.startswith("_")]

@@ -1,8 +1,8 @@
-"""This machine's limits: matrix products, streaming and random rows, each measured in about a second.
+"""This machine's limits for matrix products, streaming and random rows, each measured in about a second.
 
-What is reported is the best of several repetitions, since a limit is what nothing disturbed: other
-programs can only make a measurement slower. Torch's own operators are measured, with the threads and the
-matmul setting that the process has, so that the limits are those of the run that measures.
+The best of several repetitions is reported, since other programs can only make a measurement slower. Torch's
+own operators are measured, with the process's threads and matmul setting, so that the limits are those of the
+run.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from recpipe.common.threads import one_thread
 
 BUFFER_BYTES = 2**28
-"""Of each of two buffers: 256 MiB, more than the last-level cache of most machines."""
+"""The size of each of two buffers: 256 MiB, more than the last-level cache of most machines."""
 REPEATS = 7
 LEAST_SECONDS = 0.1
 BAG = 16
-"""Rows added up in one bag of the gather: so many reads of rows for one write."""
+"""Rows summed in one bag of the gather: so many rows are read for each one written."""
 KINDS = (torch.float32, torch.bfloat16)
 PRODUCT_SECONDS = 0.02
-"""Matrices are doubled until one product takes so long ..."""
+"""Matrix sizes are doubled until one product takes so many seconds."""
 SIZES = (512, 1024, 2048, 4096, 8192)
-"""... or is the largest of these: three float32 matrices of 8192 x 8192 take 768 MiB."""
+"""Sizes to try at most; three float32 matrices of 8192 x 8192 take 768 MiB."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Machine:
     """Limits of one process's device, as measured."""
 
     threads: int
-    """Of torch's operators on a CPU."""
+    """The number of threads of torch's operators on a CPU."""
     gemm_flops_per_s: dict[str, float]
-    """By the matrices' data type; an addition and a multiplication are two operations."""
+    """Rates by the matrices' data type; an addition and a multiplication count as two operations."""
     copy_bytes_per_s: float
     """Read and written bytes together."""
     read_bytes_per_s: float
     row_bytes: int
     gather_bytes_per_s: float
-    """Of rows of ``row_bytes`` bytes read at random from ``BUFFER_BYTES``."""
+    """The rate for rows of ``row_bytes`` bytes read at random from ``BUFFER_BYTES``."""
     gather_bytes_per_s_one_thread: float
 
     @property
@@ -51,7 +51,7 @@ class Machine:
 
 
 def measure(row_bytes: int, device: torch.device) -> Machine:
-    """Measure ``device``; ``row_bytes``: of an embedding row's float32 weights.
+    """Measure ``device``; ``row_bytes``: the size of an embedding row's float32 weights.
 
     Takes 2 to 10 seconds and at most 768 MiB at a time.
     """
@@ -70,7 +70,7 @@ def measure(row_bytes: int, device: torch.device) -> Machine:
 def gemm_flops_per_s(kind: torch.dtype, device: torch.device) -> float:
     """The best rate of square products of matrices of type ``kind`` in several sizes.
 
-    Where bfloat16 has no units, the smallest size is slow enough to be the last.
+    Without units for bfloat16, already the smallest size is slow enough to be the last.
     """
     rate = 0.0
     for size in SIZES:
@@ -88,8 +88,8 @@ def gemm_flops_per_s(kind: torch.dtype, device: torch.device) -> float:
 
 
 def copy_bytes_per_s(source: torch.Tensor) -> float:
-    """Bytes read and written per second where ``source`` is copied."""
-    target = torch.ones_like(source)  # written once: its pages are there
+    """Bytes read and written per second when ``source`` is copied."""
+    target = torch.ones_like(source)  # written once so that its pages exist
     seconds = best_seconds(lambda: target.copy_(source), source.device)
     return 2 * source.numel() * source.element_size() / seconds
 
@@ -105,7 +105,7 @@ def gather_bytes_per_s(table: torch.Tensor) -> float:
 
 
 def best_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The fastest of ``REPEATS`` runs or as many as ``LEAST_SECONDS`` have room for."""
+    """The fastest of at least ``REPEATS`` runs; more if they take less than ``LEAST_SECONDS``."""
     times: list[float] = []
     while len(times) < REPEATS or sum(times) < LEAST_SECONDS:
         times.append(_seconds(run, device))

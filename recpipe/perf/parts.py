@@ -1,4 +1,4 @@
-"""Which part of a training step a module is, by the names that phases and floors have."""
+"""Assigns modules to the parts of a training step, named as phases and floors are."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ INTERACTIONS = (
     FactorizationMachine,
     FMInteractionArch,
 )
-"""TorchRec's modules in which features meet."""
+"""TorchRec's modules that combine features."""
 
 
 def part_name(module: nn.Module) -> str | None:
-    """``embedding``, ``interaction`` or ``MLP``; None of any other module: its own work is ``dense``."""
+    """``embedding``, ``interaction`` or ``MLP``; None for any other module, whose own work counts as
+    ``dense``."""
     if isinstance(module, Front):
         return "embedding"
     if isinstance(module, INTERACTIONS):
@@ -41,7 +42,7 @@ def part_name(module: nn.Module) -> str | None:
 
 
 def _is_mlp(module: nn.Module) -> bool:
-    """Whether it is a ``Sequential`` of linear layers and of modules without parameters."""
+    """Whether ``module`` is a ``Sequential`` of linear layers and modules without parameters."""
     if not isinstance(module, nn.Sequential):
         return False
     found = steps(module)
@@ -50,13 +51,15 @@ def _is_mlp(module: nn.Module) -> bool:
 
 
 class _Told(Converted):
-    """Stands in a module's ``forward`` while its part is told; a conversion by the back end stays one."""
+    """Replaces a module's ``forward`` while phases are recorded; a module converted by the back end stays
+    so."""
 
 
 def tell_parts(model: nn.Module) -> Callable[[], None]:
-    """From now on the forward pass of each part of ``model`` is in a phase of its name; returns what ends it.
+    """Record the forward pass of each part of ``model`` as a phase from now on; returns a function that ends
+    it.
 
-    No module may run at that moment.
+    No module may be running when it is called.
     """
     before: dict[nn.Module, Any] = {}
     for module in model.modules():

@@ -1,8 +1,8 @@
-"""The least time of each phase: its work over the machine's limits.
+"""The least time of each phase: its work divided by the machine's limits.
 
 The roofline model (Williams, Waterman, Patterson: "Roofline: an insightful visual performance model for
-multicore architectures", CACM 52(4), 2009): arithmetic and memory traffic overlap at best, so a phase takes
-no less than the longer of both. Phases follow one another, so the step's floor is their sum.
+multicore architectures", CACM 52(4), 2009): at best, arithmetic and memory traffic overlap, so a phase takes
+at least the longer of the two. Phases follow one another, so the step's floor is their sum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What torch's profiler saw of the steps: the phases of each, and the operators that took longest."""
+"""Evaluates a profile of torch's profiler: the phases of each step, and the operators that took longest."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from recpipe.common.phases import BACKWARD, PHASES, PREFIX
 STEP = f"{PREFIX}step"
 """The range of a whole step in the trace."""
 MICROSECONDS = 1e3
-"""In a millisecond."""
+"""Microseconds in a millisecond."""
 _GRADIENT = "autograd::engine::evaluate_function: "
-"""Of the names of events in which autograd runs one operation's backward."""
+"""Prefix of the names of events in which autograd runs one operation's backward."""
 OVERHEAD = "overhead"
-"""What a step takes beyond its phases."""
+"""The name of the time that a step takes beyond its phases."""
 
 
 @dataclass(frozen=True)
@@ -27,26 +27,26 @@ class ProfiledStep:
 
     ms: float
     phases: Mapping[str, float]
-    """By name; those of ``PHASES`` that the step went through."""
+    """Times by name, for those of ``PHASES`` that the step went through."""
 
 
 @dataclass
 class _Range:
-    """Of a phase, in microseconds."""
+    """The range of a phase, in microseconds."""
 
     phase: str
     start: float
     end: float
     own: float
-    """Without the phases inside of it."""
+    """Its time without the phases inside it."""
 
 
 def profiled_steps(events: Sequence[Any]) -> list[ProfiledStep]:
     """The steps among a profile's ``events``; a phase belongs to the step in which it starts, in its thread.
 
-    ``events``: as of ``torch.profiler.profile.events()``, each with ``name``, ``time_range`` (microseconds),
-    ``thread``, ``sequence_nr`` and ``device_type``: on a GPU each range is there a second time, as the device
-    saw it.
+    ``events``: as from ``torch.profiler.profile.events()``, with ``name``, ``time_range`` (microseconds),
+    ``thread``, ``sequence_nr`` and ``device_type``. On a GPU each range occurs a second time, as seen by the
+    device.
     """
     on_host = [e for e in events if e.device_type.name == "CPU"]
     steps = sorted((e for e in on_host if e.name == STEP), key=lambda e: e.time_range.start)
@@ -66,8 +66,8 @@ def profiled_steps(events: Sequence[Any]) -> list[ProfiledStep]:
 
 
 def _ranges(events: Iterable[Any]) -> list[_Range]:
-    """One thread's phases: those that the program tells, and each operation's backward pass, which belongs
-    to the phase in which the operation ran: they have one number (``sequence_nr``)."""
+    """One thread's phases: those that the program records, and the backward passes of operations. A backward
+    pass belongs to the phase in which its operation ran, which has the same ``sequence_nr``."""
     found: list[_Range] = []
     around: list[_Range] = []
     backward_of: dict[int, str | None] = {}
@@ -79,7 +79,7 @@ def _ranges(events: Iterable[Any]) -> list[_Range]:
         if event.name.startswith(_GRADIENT):
             name = backward_of.get(event.sequence_nr)
         elif event.sequence_nr >= 0:
-            # The last operation of a number is the one to be differentiated.
+            # Of operations with the same number, the last one is differentiated.
             backward_of[event.sequence_nr] = BACKWARD.get(around[-1].phase) if around else None
         if name in PHASES:
             if around:
@@ -90,7 +90,7 @@ def _ranges(events: Iterable[Any]) -> list[_Range]:
 
 
 def mean_step(steps: Sequence[ProfiledStep]) -> ProfiledStep:
-    """The mean of the steps, with ``OVERHEAD`` among the phases: they add up to the step."""
+    """The mean of the steps. With ``OVERHEAD`` the phases add up to the step."""
     names = [name for name in PHASES if any(name in step.phases for step in steps)]
     total = fmean(step.ms for step in steps)
     phases = {name: fmean(step.phases.get(name, 0.0) for step in steps) for name in names}
@@ -98,9 +98,9 @@ def mean_step(steps: Sequence[ProfiledStep]) -> ProfiledStep:
 
 
 def top_operators(profiler: torch.profiler.profile, steps: int, count: int = 10) -> list[dict[str, Any]]:
-    """The operators with the longest time of their own: ``name``, ``ms`` and ``calls`` per step.
+    """The operators with the longest self time: ``name``, and ``ms`` and ``calls`` per step.
 
-    On a GPU the time is the device's. Ranges of recpipe are no operators.
+    On a GPU the time is the device's. Ranges of recpipe are not counted as operators.
     """
     averages = [a for a in profiler.key_averages() if not a.key.startswith(PREFIX)]
     on_device = any(a.self_device_time_total for a in averages)

@@ -1,9 +1,9 @@
-"""What a model's dense part does for one batch, whoever wrote it: one step is run and its operators watched.
+"""Counts the work of any model's dense part for one batch, by running one step and watching its operators.
 
-Operations are those of the matrix products (and convolutions) that the modules ask for, by the formulas of
-``torch.utils.flop_counter``. Bytes are those of what a part keeps for its backward pass, of its parameters
-and its output, each once; in the backward pass the same once more, and the gradients of its parameters and
-inputs.
+Operations are those of the modules' matrix products (and convolutions), by the formulas of
+``torch.utils.flop_counter``. Bytes of a part's forward pass are those saved for its backward pass, of its
+parameters and its output, each once. The backward pass has the same bytes again, and the gradients of the
+part's parameters and inputs.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from recpipe.tables.tiers.placement import table_bags
 
 PARTS = ("interaction", "MLP", "dense")
 ROW_VALUE = 0.01
-"""Of all rows that are handed out: no tier is touched, and no rank asked."""
+"""The value of all rows that are handed out: no tier is used, and no other rank is asked."""
 
 
 class Traced:
-    """One step of ``model`` with ``batch``; nothing is trained, and the model is as before."""
+    """Runs one step of ``model`` with ``batch``; nothing is trained, and the model does not change."""
 
     def __init__(self, model: PlacedModel, batch: Any) -> None:
         self._trace = _Trace(model.module)
@@ -50,14 +50,14 @@ class Traced:
             torch.autograd.grad(loss, [*leaves, *model.trained()], allow_unused=True)
         numbers = {id(group): n for n, group in enumerate(model.embeddings.tables.groups)}
         self.late = defaultdict[int, list[Lookups]](list)
-        """By group: its lookups by ids that are not the batch's own."""
+        """For each group, its lookups by ids that are not the batch's own."""
         for front, rows in handed.items():
             for group in front.groups:
                 counted = [count_lookups([table_bags(group.tables, ids)]) for ids in rows.others]
                 self.late[numbers[id(group)]] += counted
 
     def work(self) -> dict[str, Work]:
-        """Of the phases of ``PARTS``."""
+        """The work of the phases of ``PARTS``."""
         return {f"{part} {way}": self._trace.work(part, way) for way in _WAYS for part in PARTS}
 
 
@@ -65,7 +65,7 @@ _WAYS = ("forward", "backward")
 
 
 class _Rows:
-    """Hands out rows of the right shape for whatever ids a front is called with, as leaves of the graph."""
+    """Hands out rows of the right shape for any ids that a front is called with, as leaves of the graph."""
 
     def __init__(self, front: Front, model: PlacedModel, batch: Any) -> None:
         self.front, self.own = front, model.ids_of(front, batch)
@@ -101,16 +101,17 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._part_of = {member: part for member, part in found.items() if part is not None}
         self._flops = defaultdict[tuple[str, str], float](float)
         self._kept = defaultdict[str, dict[int, int]](dict)
-        """By part and storage, its bytes."""
+        """The bytes by part and storage."""
         self._inputs = defaultdict[str, dict[int, int]](dict)
-        """Likewise those that have gradients."""
+        """The bytes of storages with gradients, by part and storage."""
         self._parameters = {_storage(p): _bytes(p) for p in module.parameters() if p.requires_grad}
         self._inside = ["dense"]
         self._numbers = [0]
-        """From which number on operations belong to ``_parts``: a module was entered or left."""
+        """The numbers from which on operations belong to ``_parts``; one for each time a module was entered
+        or left."""
         self._parts = ["dense"]
         self._alive: list[torch.Tensor] = []
-        """So that no storage's address is used again."""
+        """Tensors kept alive, so that no storage's address is reused."""
 
     def work(self, part: str, way: str) -> Work:
         kept = self._kept[part]
@@ -122,11 +123,11 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Converted modules run as their class does, as always where all modules have hooks."""
+        """Watch the block. Global hooks make converted modules run as their class does."""
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
             stack.callback(register_module_forward_hook(self._leave).remove)
-            for module in self._part_of:  # torch never quite forgets a hook of all modules that takes names
+            for module in self._part_of:  # torch keeps traces of a global hook that takes keyword arguments
                 stack.callback(module.register_forward_pre_hook(self._given, with_kwargs=True).remove)
             stack.enter_context(saved_tensors_hooks(self._save, lambda saved: saved))
             stack.enter_context(self)
@@ -153,7 +154,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(self._kept, parameter)
 
     def _given(self, module: nn.Module, arguments: Any, named: Any) -> None:
-        """Comes after ``_enter``."""
+        """Called after ``_enter``."""
         if self._inside[-1] != self._inside[-2]:
             for _, tensor in tensors_of((arguments, named)):
                 if tensor.requires_grad:
@@ -185,5 +186,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Without those that an expanded tensor repeats."""
+    """The bytes of a tensor, without those that an expanded tensor repeats."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

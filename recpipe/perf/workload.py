@@ -1,9 +1,9 @@
-"""What one training batch of a model must do, phase by phase: operations, and bytes that no cache can save.
+"""The work of one training batch of a model, phase by phase: operations, and bytes that no cache can save.
 
-Counted is what any implementation has to do, not what this one does: of the interaction's products those
-of distinct pairs, of an embedding row that a batch looks up many times one read. Matrix products alone count
-as operations. So the floor is a lower bound, as long as tables and activations exceed the caches; rows
-that stay in a cache from one batch to the next can be had faster.
+This counts what any implementation has to do, not what this one does: only the interaction's products of
+distinct pairs, and one read of an embedding row that a batch looks up many times. Only matrix products count
+as operations. The floor is thus a lower bound as long as tables and activations exceed the caches; rows that
+stay in a cache from one batch to the next can be read faster.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Work:
-    """What one phase must do for one batch."""
+    """The work of one phase for one batch."""
 
     flops: float = 0.0
-    """Of matrix products; an addition and a multiplication are two."""
+    """Operations of matrix products; an addition and a multiplication count as two."""
     streamed_bytes: float = 0.0
-    """Read and written one after the other."""
+    """Bytes read and written sequentially."""
     gathered_bytes: float = 0.0
-    """Of table rows, read and written at random."""
+    """Bytes of table rows, read and written at random."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Lookups:
     distinct_rows: float
 
     def __add__(self, other: Lookups) -> Lookups:
-        """Of the same batches in more tables."""
+        """The lookups of the same batches in the tables of both."""
         return Lookups(self.samples, self.lookups + other.lookups, self.distinct_rows + other.distinct_rows)
 
 
@@ -58,7 +58,8 @@ def count_lookups(batches: Sequence[IndexBags]) -> Lookups:
 
 
 def embedding_work(groups: Sequence[tuple[TableSet, Lookups]]) -> dict[str, Work]:
-    """Of the lookups in all groups of tables: rows read, handed out, and updated by their gradients."""
+    """The work of the lookups in all groups of tables: rows are read, handed out, and updated by their
+    gradients."""
     handed_out = read = updated = 0.0
     for tables, lookups in groups:
         rows = lookups.samples * len(tables.features) if tables.pooled else lookups.lookups
@@ -76,9 +77,9 @@ def dense_work(
 ) -> dict[str, Work]:
     """The MLPs' and the interaction's work in recpipe's own models, forward and backward, for ``samples``.
 
-    A layer's backward pass has two products of its forward's size, one for the weights' gradient and one
-    for the input's; the bottom MLP's first layer needs none of the latter. Without dense features the bottom
-    MLP runs for a constant, once a batch. Activations have two bytes under ``model.precision=bfloat16``.
+    A layer's backward pass has two products of its forward's size, one for the weights' gradient and one for
+    the input's; the bottom MLP's first layer needs only the former. Without dense features the bottom MLP
+    runs once per batch, for a constant. Activations have two bytes under ``model.precision=bfloat16``.
     """
     width, dim, vectors = (
         (2 if model.precision == "bfloat16" else 4),
@@ -114,9 +115,9 @@ def dense_work(
 
 
 def optimizer_work(optimizer: torch.optim.Optimizer) -> Work:
-    """One step: parameters read and written, gradients read, each tensor of state read and written.
+    """The work of one step: parameters and each tensor of state are read and written, gradients are read.
 
-    As its state is after a first step.
+    The optimizer's state must be that after a first step.
     """
     parameters = _bytes(p for group in optimizer.param_groups for p in group["params"])
     state = _bytes(t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))

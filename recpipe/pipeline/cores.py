@@ -1,13 +1,13 @@
-"""Parts of a batch on several cores, each of which takes its own samples through the whole dense part.
+"""Trains parts of a batch on several cores; each takes its own samples through the whole dense part.
 
-Where OpenMP shares out every operator, cores meet at the end of each, fetch what the others have just
-computed out of their caches, and wait while one looks up rows, updates tables or runs Python. Here they meet
-twice::
+With OpenMP, cores share every operator: they meet at the end of each, fetch what the others have just
+computed from their caches, and wait while one looks up rows, updates tables or runs Python. Here they meet
+only twice::
 
     this core     look up | forward, and all the way back | update the tables
     other cores   forward ........ | and all the way back ..................
 
-when the rows are there, and when the gradients of all rows are. The sums are those of the whole batch, in
+when the rows are looked up, and when the gradients of all rows are computed. Sums over the batch are made in
 another order, which is always the same for a given number of cores.
 """
 
@@ -22,9 +22,10 @@ from recpipe.common.threads import keep_to_one_core, one_thread
 
 T = TypeVar("T")
 FirstShare = Callable[[int], float | None]
-"""What the first core takes of an equal share of so many samples; None: cores do not share them."""
+"""For a number of samples, the first core's fraction of an equal share; None: cores do not share the
+batch."""
 ROWS = 16
-"""Shares are multiples of it: oneDNN's kernels take so many rows at a time."""
+"""Shares are multiples of this, the number of rows that oneDNN's kernels process at a time."""
 
 
 class Cores:
@@ -39,9 +40,9 @@ class Cores:
         self._others.shutdown()
 
     def shares(self, samples: int) -> list[int]:
-        """Where the cores' shares of ``samples`` end; one share where sharing does not pay.
+        """The ends of the cores' shares of ``samples``; one share if sharing is not faster.
 
-        The calling thread's core, which has the tables to itself, comes first.
+        The first share is the calling thread's, which alone works on the tables.
         """
         first = self._first_share(samples)
         if first is None:
@@ -52,11 +53,11 @@ class Cores:
         return [*(bound for bound in bounds if 0 < bound < samples), samples]
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """``work`` in another core's thread."""
+        """Run ``work`` in another core's thread."""
         return self._others.submit(work)
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Inside, this thread uses no core but its own."""
+        """In the block, this thread's operators use one core."""
         with one_thread():
             yield

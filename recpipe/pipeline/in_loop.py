@@ -1,8 +1,9 @@
-"""A step whose loop is the user's: ``loss, output = model(batch); loss.backward(); optimizer.step()``.
+"""A training step in the user's own loop: ``loss, output = model(batch); loss.backward(); optimizer.step()``.
 
-Between two batches the loader begins one and ends the other. In between the fronts hand out rows that are in
-the graph, so that the user's backward pass is also the tables'. Where a plugin cuts the batch, the module's
-``forward`` trains the micro-batches one after the other, and what it returns takes their gradients along.
+Between two batches the loader ends one and begins the next. During a batch the fronts hand out rows that are
+in the graph, so that the user's backward pass also updates the tables. If a plugin cuts the batch, the
+module's ``forward`` trains the micro-batches one after the other, and the loss that it returns carries their
+gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from recpipe.tables.lookups import BatchLookups, Part
 
 
 class _Whole(Part):
-    """A front's rows of a whole batch, in the graph."""
+    """A front's rows for a whole batch, in the graph."""
 
     def rows(self) -> list[torch.Tensor]:
         if self.leaves is None:
@@ -38,13 +39,13 @@ class InLoop:
         model.module.forward = self._called
 
     def undo(self) -> None:
-        """The module is called as before, on whoever has it."""
+        """Restore the module's own ``forward``."""
         del self.model.module.forward
 
     # -- between two batches -----------------------------------------------------------------
 
     def begin(self, staged: StagedBatch) -> None:
-        """``staged`` is the batch that the model is called with from now on."""
+        """From now on the model is called with the batch ``staged``."""
         self.staged = staged
         self._lookups = lookups = self.model.lookups(staged.batch, staged.plan, staged.sent, staged.ids)
         cut = len(staged.bounds) > 1
@@ -57,7 +58,7 @@ class InLoop:
             front.whole = _Whole(lookups, front, ids, 0, staged.size)
 
     def end(self) -> None:
-        """The batch has been trained."""
+        """End the batch, which has been trained."""
         assert self._lookups is not None, "begun"
         self.model.update_late(self._lookups)
         self.model.embeddings.update()
@@ -79,7 +80,8 @@ class InLoop:
         return self._in_parts(staged, self._lookups)
 
     def _in_parts(self, staged: StagedBatch, lookups: BatchLookups) -> Any:
-        """The micro-batches' forward and backward passes; the loss, and the outputs joined and detached."""
+        """Run the micro-batches' forward and backward passes; returns the loss, and the outputs joined and
+        detached."""
         dense = self.model.trained()
         total = [torch.zeros_like(p) for p in dense]
         losses, outputs, low = [], [], 0
@@ -128,7 +130,7 @@ def _detached(output: Any) -> Any:
 
 
 class _Deferred(torch.autograd.Function):
-    """A loss whose gradients have been computed: its backward pass hands them out and updates the tables."""
+    """A loss whose gradients are already computed: its backward pass assigns them and updates the tables."""
 
     @staticmethod
     def forward(

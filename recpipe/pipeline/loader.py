@@ -1,7 +1,7 @@
 """The pipeline in front of Lightning: a sized iterable of batches that are ready to train.
 
 While batch b trains, one worker thread reads batch b + 1, runs it through the plugins' chains, plans
-its tiers and starts fetching its rows. Nothing is drained and nothing is lost at the epoch's end.
+its tiers and starts fetching its rows. No batch is dropped at the epoch's end.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from recpipe.tables.inputs import GroupIds, Inputs, count_ids
 from recpipe.tables.tiers.batch import BatchPlan, Tiers
 
 WAITED = 1e-3
-"""Seconds of waiting for a batch from which on it counts as waited for."""
+"""A batch counts as waited for if training waited so many seconds for it."""
 SLOW = 8
-"""One batch in so many may be waited for before the next ones are read earlier."""
+"""If training waits for more than one batch in so many, the next ones are read earlier."""
 
 
 class TrainLoader:
-    """One epoch of staged training batches; ``first`` is where a resumed epoch goes on."""
+    """Yields one epoch of staged training batches; a resumed epoch begins at number ``first``."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class TrainLoader:
         self.source = source
         self.inputs = inputs
         self.tiers = tiers
-        """The tiers of all groups of tables; None where all rows are resident."""
+        """The tiers of all groups of tables; None if all rows are resident."""
         self.device = device
         self.ranks = ranks or Ranks()
         self.sends_ahead = sends_ahead
@@ -63,23 +63,23 @@ class TrainLoader:
         self.splitter = splitter
         self.first = 0
         self.handed_out = 0
-        """Batches handed to training over all epochs, those before a resume included."""
+        """How many batches training has got over all epochs, including those before a resume."""
         self.lookups = 0
-        """Ids handed to training, on this rank, since this loader was made."""
+        """How many ids training has got on this rank since this loader was made."""
 
     def __len__(self) -> int:
         return len(self.source)
 
     def end_epoch(self) -> None:
-        """The epoch's last batch has been trained; may be called again.
+        """End the epoch, whose last batch has been trained; may be called again.
 
-        ``PluginError`` where a plugin's order did not hold every sample once.
+        ``PluginError`` if a plugin's order did not have every sample once.
         """
         self.source.end_epoch()
 
     @property
     def _part(self) -> tuple[int, int] | None:
-        """This rank's part of every batch, where nothing in the run looks at whole batches."""
+        """This rank's part of every batch, if nothing in the run needs whole batches."""
         skips = self.sample_filter is not None and self.sample_filter.looks_at_batches
         unseen = not skips and self.splitter is None and self.tiers is None
         return self.ranks.part if unseen and self.source.gives_parts else None
@@ -102,10 +102,11 @@ class TrainLoader:
                 self.tiers.forget()
 
     def _planned(self, worker: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[StagedBatch]:
-        """Each batch as its turn comes; the next one is planned once this one's rows are on their way.
+        """Yield each batch in turn. The next batch is planned once this one's rows are being fetched.
 
-        Without tiers it is read while this one's tables are updated, or already in its backward pass as long
-        as training had to wait for more than one in ``SLOW``: two threads that run Python hold each other up.
+        Without tiers the next batch is read while this one's tables are updated, because two threads that run
+        Python slow each other down. If training had to wait for more than one batch in ``SLOW``, it is read
+        already during the backward pass.
         """
         upcoming, yielded, waits = cache(partial(worker.submit, self._stage, batches)), 0, 0
         staged = _waited(upcoming())
@@ -122,9 +123,9 @@ class TrainLoader:
             yielded, waits = yielded + 1, waits + (perf_counter() - asked > WAITED)
 
     def _linked(self, worker: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[StagedBatch]:
-        """Each batch with the one after it; the second after it is read while this one trains.
+        """Yield each batch with the next one; the one after that is read while this batch trains.
 
-        A fault in reading a batch comes out one batch early.
+        A fault in reading a batch is raised one batch early.
         """
         staged = self._stage(batches)
         pending = worker.submit(self._stage, batches)
@@ -165,8 +166,8 @@ class TrainLoader:
         return staged
 
     def _with_ids(self, staged: StagedBatch, batch: Any, each: GroupIds) -> StagedBatch:
-        """``staged`` with its ids in order, which are ``each`` if it is ``batch`` itself: here and not in the
-        training thread, which has more to do."""
+        """Set the ids of ``staged`` in order; they are ``each`` if it is ``batch`` itself. This is done here
+        because the training thread has more to do."""
         staged.ids = each if staged.batch is batch else self.inputs.each(staged.batch)
         return staged
 
@@ -230,8 +231,8 @@ class EvalLoader:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The batch, which is ``Pipelineable``, on ``device``; to a GPU through page-locked memory, without
-    waiting for the copy."""
+    """The batch, which must be ``Pipelineable``, on ``device``. The copy to a GPU goes through page-locked
+    memory and is not waited for."""
     if device.type == "cpu":
         return batch
     pinned = batch.pin_memory() if hasattr(batch, "pin_memory") else batch

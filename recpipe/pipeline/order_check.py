@@ -1,4 +1,4 @@
-"""Whether a plugin's order of an epoch holds every sample of the data once."""
+"""Checks that a plugin's order of an epoch has every sample of the data exactly once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from recpipe.plugin.feed import Feed
 
 _WHOLE = 2**64
 _contents: dict[str, int] = {}
-"""Of the training samples of data, by fingerprint: the sum of their hashes."""
+"""The sum of the training samples' hashes, by the data's fingerprint."""
 
 
 class OrderCheck:
     """Adds up what an ``EpochOrder`` hands out, and compares it with the data at the epoch's end.
 
-    Samples are compared by their content, so that it costs a pass over the data once in a process. Not
-    judged: an epoch that a resumed run began in its middle, one that ended early, and data that may read
-    differently the second time (``Dataset.rereads``).
+    Samples are compared by content, which costs one pass over the data per process. It does not check an
+    epoch that a resumed run began in the middle, an epoch that ended early, and data that may be different
+    when read again (``Dataset.rereads``).
     """
 
     def __init__(self, dataset: Dataset, size: int, plugin: str, order: EpochOrder) -> None:
@@ -32,13 +32,14 @@ class OrderCheck:
 
     @classmethod
     def of(cls, dataset: Dataset, batch_size: int, feed: Feed) -> OrderCheck | None:
-        """Of the order of ``feed``; None without one, or where its plugin says that it changes the set."""
+        """The check of the order of ``feed``; None if there is no order, or if its plugin declares that it
+        changes the set."""
         if feed.order is None or not feed.keeps_samples or not dataset.rereads:
             return None
         return cls(dataset, batch_size, feed.order.origin.plugin, feed.order.part)
 
     def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """``batches`` of an epoch, from its first one on."""
+        """Pass on the ``batches`` of an epoch, from its first one on, and count their samples."""
         self.batches = self.samples = self.content = 0
         self._ended = self._judged = False
         for batch in batches:
@@ -49,7 +50,7 @@ class OrderCheck:
         self._ended = True
 
     def end(self) -> None:
-        """The epoch has ended; ``PluginError`` where it was not all samples, each once."""
+        """End the epoch; ``PluginError`` if it did not have every sample once."""
         expected, there = len(self.order), self.dataset.size("train")
         if self._judged or not (self._ended or self.batches == expected):
             return

@@ -1,4 +1,4 @@
-"""Whether a model may be trained in parts of a batch: found out on a few samples before training."""
+"""Finds out on a few samples, before training, whether a model may be trained in parts of a batch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from recpipe.tables.front import Front, handing_out
 from recpipe.tables.lookups import same_ids
 
 SAMPLES = 64
-"""That are tried, at most."""
+"""Most samples that are tried."""
 TOLERANCE = 1e-4
-"""Largest difference of the losses, relative to the loss: in-batch negatives of halves differ by log 2."""
+"""Largest relative difference between the losses. With in-batch negatives, halves differ by log 2."""
 
 
 def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
     """Compare the loss of the first samples of ``batch`` with the losses of their halves.
 
-    Modules are in the modes, of training or evaluation, in which they will be trained. Nothing is trained;
-    buffers and random numbers are as before. ``most``: samples that tables can look up.
+    Modules must be in the training or evaluation modes in which they will be trained. Nothing is trained;
+    buffers and random numbers are restored. ``most``: how many samples the tables can look up.
     """
     count = min(SAMPLES, most, batch_size(batch)) // 2 * 2
     if count < 2:
@@ -47,7 +47,7 @@ def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
             return Parts(refused="the model keeps statistics of its batches (as BatchNorm does)")
     own_ids = not any(watch.others for watch in watches.values())
     allowed = TOLERANCE * max(abs(whole), 1e-3)
-    # A loss that is not finite is told by the first step, which names the tensor.
+    # If the loss is not finite, the first step reports it and names the tensor.
     if not math.isfinite(whole) or abs(whole - (first + second) / 2) <= allowed:
         return Parts(own_ids=own_ids)
     if abs(whole - (first + second)) <= allowed:
@@ -59,7 +59,7 @@ def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
 
 
 class _Watch:
-    """Looks at what a front is called with, and hands nothing out."""
+    """Watches the ids that a front is called with, and hands out no rows."""
 
     def __init__(self, front: Front, ids: KeyedJaggedTensor | None) -> None:
         assert ids is not None, "the front is bound"
@@ -75,7 +75,7 @@ class _Watch:
 
 @contextmanager
 def undone(model: PlacedModel) -> Iterator[None]:
-    """What a forward pass changes is as before afterwards."""
+    """Restore after the block what a forward pass changes."""
     state, buffers = torch.get_rng_state(), [buffer.clone() for buffer in model.module.buffers()]
     try:
         yield

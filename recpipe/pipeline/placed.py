@@ -26,19 +26,19 @@ from recpipe.tables.view import RowView
 
 @dataclass(frozen=True)
 class Parts:
-    """How the losses of a batch's parts make the batch's loss."""
+    """How the losses of a batch's parts are combined into the batch's loss."""
 
     sums: bool = False
-    """Whether they are added up; else their mean counts, weighted by samples."""
+    """True: they are added. False: their mean, weighted by samples, is taken."""
     refused: str | None = None
-    """Why they do not make it at all; None: they do."""
+    """Why they cannot be combined; None: they can."""
     own_ids: bool = True
-    """Whether the model looks rows up by the batch's ids alone, as far as the tried samples tell."""
+    """Whether the model looks up rows only by the batch's ids, as far as the tried samples show."""
 
 
 @dataclass(frozen=True)
 class LookedUp:
-    """A front's rows of a whole batch as they are, to be handed out."""
+    """A front's rows for a whole batch, to hand out without training."""
 
     front: Front
     ids: KeyedJaggedTensor
@@ -49,14 +49,15 @@ class LookedUp:
         return same_ids(sparse, self.ids, self.front)
 
     def rows(self) -> list[torch.Tensor]:
-        """Of each group."""
+        """The rows of each group."""
         return self.found
 
 
 def put_fronts(module: nn.Module, tables: ModelTables, embeddings: GroupedCollection) -> dict[str, Front]:
-    """Replace every collection in ``module`` by a front over its groups' ``embeddings``; by path.
+    """Replace every collection in ``module`` by a front over its groups' ``embeddings``; returns the fronts
+    by path.
 
-    A collection that stands in several places is replaced in all of them.
+    A collection that is used in several places is replaced in all of them.
     """
     fronts: dict[str, Front] = {}
     for path, collection in collections_of(module).items():
@@ -90,9 +91,9 @@ def saved_values(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class PlacedModel(nn.Module):
-    """What training and evaluation call. Its parameters are those of the dense part.
+    """The model that training and evaluation call. Its parameters are those of the dense part.
 
-    ``fronts``: as ``put_fronts`` gave them, of the module that ``called`` calls.
+    ``fronts``: the result of ``put_fronts`` for the module that ``called`` calls.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class PlacedModel(nn.Module):
         self.fronts, self.inputs = dict(fronts), inputs
         self.embeddings = embeddings
         self.parts = Parts()
-        """How the losses of parts of a batch make the batch's."""
+        """How the losses of parts of a batch are combined."""
         self._groups_of = {
             front: [n for n, group in enumerate(embeddings.tables.groups) if group.path == path]
             for path, front in self.fronts.items()
@@ -115,29 +116,30 @@ class PlacedModel(nn.Module):
         return self.called.predict(batch)
 
     def predict(self, batch: Any) -> torch.Tensor:
-        """``forward`` without gradients, for whoever has a trained model; ``DataError`` on an unknown id."""
+        """``forward`` without gradients, to use a trained model; ``DataError`` for an unknown id."""
         self.inputs.require_ids(self.inputs.each(batch))
         with torch.no_grad():
             scores: torch.Tensor = self(batch)
         return scores
 
     def dense_parameters(self) -> dict[str, nn.Parameter]:
-        """Everything that the dense optimizer trains; the tables train themselves in their backward pass."""
+        """Everything that the dense optimizer trains; tables are updated in their backward pass."""
         return dict(self.module.named_parameters())
 
     @cached_property
     def rows(self) -> RowView:
-        """The tables' rows, to be looked at between two batches."""
+        """A view of the tables' rows, for use between two batches."""
         return RowView(self.embeddings.tables, self.embeddings.collections)
 
     @cached_property
     def dense(self) -> list[nn.Parameter]:
-        """``dense_parameters`` without their names, found once: that takes as long as a small layer."""
+        """``dense_parameters`` without names. They are collected once, because that takes as long as a small
+        layer."""
         return list(self.dense_parameters().values())
 
     def trained(self) -> list[nn.Parameter]:
-        """The dense parameters that want gradients, as the module has them now: an owner of the loop may
-        freeze or exchange some."""
+        """The module's current dense parameters that require gradients; in a user's own loop some may be
+        frozen or exchanged."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
     def dense_state(self) -> dict[str, torch.Tensor]:
@@ -147,18 +149,19 @@ class PlacedModel(nn.Module):
     # -- the batch's own ids -----------------------------------------------------------------
 
     def ids_of(self, front: Front, batch: Any) -> KeyedJaggedTensor | None:
-        """What has the ids that ``front`` looks up in ``batch``, among others and in any order."""
+        """The object in ``batch`` that has the ids for ``front``, among others and in any order."""
         return self.inputs.among(batch, self._groups_of[front][0])
 
     @property
     def bound(self) -> list[Front]:
-        """The fronts whose ids the batch has; the others' are made by the model."""
+        """The fronts whose ids the batch has; the model makes the ids of the others."""
         return [f for f, groups in self._groups_of.items() if self.inputs.bound(groups[0])]
 
     def lookups(
         self, batch: Any, plan: BatchPlan | None, sent: Mapping[int, Any], each: GroupIds | None = None
     ) -> BatchLookups:
-        """``batch``'s lookups in all groups; ``sent``: what ``send`` gave for it; ``each``: its ids."""
+        """The lookups of ``batch`` in all groups. ``sent``: the result of ``send`` for it; ``each``: its
+        ids."""
         each = each or self.inputs.each(batch)
         made: dict[Front, list[GroupLookup]] = {}
         for front in self.bound:
@@ -180,7 +183,7 @@ class PlacedModel(nn.Module):
         return BatchLookups(made)
 
     def part(self, lookups: BatchLookups, batch: Any, low: int, high: int) -> dict[Front, Part]:
-        """What fronts hand out for ``batch``, samples [low, high) of the one that ``lookups`` are of."""
+        """What fronts hand out for ``batch``, which has samples [low, high) of the batch of ``lookups``."""
         ids: dict[Front, KeyedJaggedTensor] = {}
         for front in lookups.groups:
             own = self.ids_of(front, batch)
@@ -189,16 +192,18 @@ class PlacedModel(nn.Module):
         return lookups.part(ids, low, high)
 
     def train_part(self, rows: Mapping[Front, Part], batch: Any, share: float) -> torch.Tensor:
-        """What ``batch``, which is ``share`` of a whole one, adds to the whole one's loss, with ``rows``."""
+        """The contribution of ``batch``, a fraction ``share`` of a whole one, to the whole one's loss, with
+        ``rows``."""
         with handing_out(rows), phase("dense forward"):
             loss, _ = self.called(batch)
         return loss if share == 1 or self.parts.sums else loss * share
 
     def look_up(self, batch: Any) -> dict[Front, LookedUp]:
-        """All rows of ``batch`` as they are, without the model; all ranks take part where rows are shared.
+        """Look up all rows of ``batch`` without the model and without training. If rows are shared, all ranks
+        take part.
 
-        Front by front in one order, whatever order the model calls them in: a rank without samples does not
-        call it.
+        Fronts are looked up in a fixed order, not as the model calls them, because a rank without samples
+        does not call the model.
         """
         found = {}
         for front in self.bound:
@@ -208,7 +213,7 @@ class PlacedModel(nn.Module):
         return found
 
     def send(self, batch: Any, each: GroupIds | None = None) -> dict[int, Any]:
-        """Start to send the ids of ``batch``, which are ``each``, over the ranks; by group."""
+        """Start to send the ids ``each`` of ``batch`` over the ranks; returns what is being sent by group."""
         sent: dict[int, Any] = {}
         pairs = zip(self.embeddings.collections, each or self.inputs.each(batch), strict=True)
         for number, (collection, ids) in enumerate(pairs):
@@ -218,17 +223,17 @@ class PlacedModel(nn.Module):
         return sent
 
     def late_leaves(self) -> list[torch.Tensor]:
-        """Leaves of the graph that the step has made so far by looking up ids of the model's own making."""
+        """Leaves of the graph that this step has made for ids that the model makes."""
         return [leaf for front in self.fronts.values() for leaf in front.late_leaves()]
 
     def update_late(self, lookups: BatchLookups) -> None:
-        """The step of rows that the model looked up by ids of its own making, once ``lookups``, those of the
-        batch's ids, have had their backward pass."""
+        """Update the rows that the model looked up by ids that it makes, after the backward pass of
+        ``lookups``, which are those of the batch's ids."""
         with phase("embedding backward and update"):
             for front in self.fronts.values():
                 front.update_late(lookups.groups.get(front, ()))
 
     @property
     def late_calls(self) -> int:
-        """How often fronts were trained with ids that are not the batch's own."""
+        """How many times fronts were trained with ids that are not the batch's own."""
         return sum(front.late_calls for front in self.fronts.values())

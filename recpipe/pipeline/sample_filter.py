@@ -1,4 +1,4 @@
-"""Samples that a skipper leaves out of a batch before it is trained."""
+"""Leaves out samples of a batch, as a skipper decides, before the batch is trained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recpipe.tables.view import RowView
 
 
 class SampleFilter:
-    """Asks a skipper's ``keep`` about each batch; the rows of its ``update`` are ``RowFilter``'s."""
+    """Calls a skipper's ``keep`` for each batch; ``RowFilter`` calls its ``update``."""
 
     def __init__(self, skipper: Owned[BlamedSkipper], view: RowView) -> None:
         self._skipper, self._view = skipper, view
@@ -24,12 +24,12 @@ class SampleFilter:
 
     @classmethod
     def of(cls, skipper: Owned[BlamedSkipper] | None, view: RowView) -> SampleFilter | None:
-        """Of the run's skipper, which is shown ``view`` of the rows; None without one."""
+        """The filter of the run's skipper, which gets ``view`` of the rows; None without a skipper."""
         return None if skipper is None else cls(skipper, view)
 
     @property
     def looks_at_batches(self) -> bool:
-        """Whether the skipper wants to see batches, and not rows alone."""
+        """Whether the skipper looks at batches, not only at rows."""
         return self._skipper.part.keeps
 
     def begin_epoch(self, number: int) -> None:
@@ -40,8 +40,8 @@ class SampleFilter:
         self._begun = True
 
     def kept(self, batch: Any, size: int) -> tuple[Any, int]:
-        """``batch``, of so many samples, without those that are left out, and how many these are; all of it
-        where nothing would be left. ``PluginError`` on an answer that is no mask of the samples."""
+        """``batch``, of so many samples, without those left out, and how many were left out. If no sample
+        would be left, all are kept. ``PluginError`` if the answer is not a mask of the samples."""
         number, self._number = self._number, self._number + 1
         kept = self._skipper.part.keep(batch, number) if self.looks_at_batches else None
         if kept is None:

@@ -1,4 +1,5 @@
-"""A trainer's part of a batch: of every micro-batch its share, so that all trainers pass them together."""
+"""A trainer's part of a batch: its share of every micro-batch, so that all trainers go through them
+together."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from recpipe.distributed.ranks import Ranks
 
 @dataclass(frozen=True)
 class Share:
-    """Which samples of a batch one trainer trains, in which order and micro-batches."""
+    """The samples of a batch that one trainer trains, their order and micro-batches."""
 
     samples: NDArray[np.int64]
-    """Positions in the batch, int64 [n]; may be none."""
+    """Positions in the batch, int64 [n]; may be empty."""
     bounds: tuple[int, ...]
-    """Where its micro-batches end in ``samples``; some may be empty."""
+    """Where the micro-batches end in ``samples``; some may be empty."""
     cold_from: int
-    """Number of the first micro-batch of which a sample, of any trainer, needs cold rows."""
+    """Number of the first micro-batch in which a sample of any trainer needs cold rows."""
 
     @property
     def cold_first(self) -> int:

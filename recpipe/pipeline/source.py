@@ -1,4 +1,4 @@
-"""Where the loader has an epoch's training batches from."""
+"""The source of an epoch's training batches for the loader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from recpipe.plugin.feed import Feed
 
 
 class BatchSource:
-    """The training batches of ``dataset``, ``batch_size`` samples each, as the plugins' ``feed`` has them."""
+    """The training batches of ``dataset``, with ``batch_size`` samples each, in the order of the plugins'
+    ``feed``."""
 
     def __init__(self, dataset: Dataset, batch_size: int, feed: Feed | None = None) -> None:
         self.dataset = dataset
@@ -37,8 +38,8 @@ class BatchSource:
 
     @contextmanager
     def epoch(self, first: int, part: tuple[int, int] | None = None) -> Iterator[Iterator[Batch]]:
-        """An epoch's batches from number ``first`` on, before ``Feed.transform``; on leaving it they are not
-        read any further. ``part``: of each batch, as ``Dataset.batches`` has it."""
+        """In the block, an epoch's batches from number ``first`` on, before ``Feed.transform``; reading ends
+        with the block. ``part``: the part of each batch, as in ``Dataset.batches``."""
         batches = self._batches(first, part)
         try:
             yield self.feed.wrap_stream(batches)
@@ -47,15 +48,15 @@ class BatchSource:
                 batches.close()
 
     def end_epoch(self) -> None:
-        """The epoch's last batch has been trained; may be called again.
+        """End the epoch, whose last batch has been trained; may be called again.
 
-        ``PluginError`` where a plugin's order did not hold every sample once.
+        ``PluginError`` if a plugin's order did not have every sample once.
         """
         if self._check is not None:
             self._check.end()
 
     def _batches(self, first: int, part: tuple[int, int] | None) -> Iterator[Batch]:
-        """In the data's order or a plugin's."""
+        """The batches in the data's or a plugin's order."""
         if self.feed.order is not None:
             ordered = self.feed.order.part.batches(first)
             return ordered if self._check is None or first else self._check.watched(ordered)

@@ -1,4 +1,4 @@
-"""One training step up to the dense optimizer's update, whatever tiers, micro-batches and cores there are."""
+"""One training step up to the dense optimizer's update, with any tiers, micro-batches and cores."""
 
 from __future__ import annotations
 
@@ -31,35 +31,37 @@ def _nothing() -> None:
 
 @dataclass
 class StagedBatch:
-    """A batch as the pipeline hands it to training: on the device, planned, samples in micro-batch order."""
+    """A batch ready for training: on the device, planned, with samples in micro-batch order."""
 
     batch: Any
     plan: BatchPlan | None = None
-    """What it does to the tiers; None when all rows are resident."""
+    """Its plan for the tiers; None if all rows are resident."""
     bounds: tuple[int, ...] = ()
     """Where its micro-batches end; empty for one."""
     cold_from: int = 0
     """The first micro-batch that waits for cold rows."""
     total: int = 0
-    """Samples of the whole batch, of which ``batch`` is this rank's share (0: all of them)."""
+    """Number of samples of the whole batch, of which ``batch`` is this rank's share (0: ``batch`` is all of
+    it)."""
     consumed: int = 0
-    """Samples read for it, of which a plugin may have left some out (0: none)."""
+    """Number of samples read for it, of which plugins may have left some out (0: none were read for it)."""
     skipped: int = 0
-    """Those of them that a skipper has left out."""
+    """How many of them a skipper has left out."""
     alone: bool = True
     """Whether no other rank trains a share of it."""
     ids: GroupIds | None = None
-    """Its ids, group by group; None: nobody has put them in order yet."""
+    """Its ids for each group; None: they have not been put in order yet."""
     sent: Mapping[int, Any] = field(default_factory=dict)
-    """Its ids on their way to the ranks that hold their rows, by group; none where rows are not sharded."""
+    """Its ids being sent to the ranks that hold the rows, by group; empty if rows are not sharded."""
     stage_next: Callable[[], object] = _nothing
-    """Starts to read the batch after it; may be called again."""
+    """Starts to read the next batch; further calls return the same one."""
     next_is_slow: bool = False
-    """Whether reading that takes longer than the tables' update, as far as the batches before tell."""
+    """Whether reading the next batch takes longer than the tables' update, judged by earlier batches."""
     upcoming: StagedBatch | None = None
-    """The batch after it, whose ids are sent while this one trains; None at the epoch's end, or unsent."""
+    """The next batch, whose ids are sent while this one trains; None at the epoch's end or without sending
+    ahead."""
     size: int = 0
-    """Samples of ``batch`` (0: to be counted)."""
+    """Number of samples of ``batch`` (0: not counted yet)."""
 
     def __post_init__(self) -> None:
         self.size = self.size or batch_size(self.batch)
@@ -83,15 +85,15 @@ def accumulate(
     lookups: BatchLookups | None = None,
     beside: Beside | None = None,
 ) -> torch.Tensor:
-    """Forward and backward of one batch; returns the mean loss, detached.
+    """Run the forward and the backward pass of one batch; returns the mean loss, detached.
 
     On return the dense gradients are those of the mean loss over the whole batch, and the tables have made
-    their fused update (or begun it, ``beside``, whose ``finish`` waits for it). Where several ranks train,
-    loss and dense gradients are this rank's addends. On a CPU with one trainer, a loss that is not finite
-    leaves the tables as they were.
+    their fused update (or begun it, ``beside``, whose ``finish`` waits for it). If several ranks train, loss
+    and dense gradients are this rank's contributions to the sums. On a CPU with one trainer, a loss that is
+    not finite leaves the tables unchanged.
 
-    Every tier is looked up once, before any update. Micro-batches follow one another; with ``cores``
-    each is shared out among them. ``lookups``: of the batch in other tables than the model's own.
+    Every tier is looked up once, before any update. Micro-batches follow one another; with ``cores``, each is
+    shared among them. ``lookups``: the batch's lookups if they are in other tables than the model's own.
     """
     if lookups is None:
         lookups = model.lookups(staged.batch, staged.plan, staged.sent, staged.ids)
@@ -114,7 +116,7 @@ class _Step:
         self.looked_up = False
         self._late_calls = model.late_calls
         self._shared: list[tuple[list[_CorePart], list[Future[None]]]] = []
-        """What was shared out among the cores, and the ends of the other cores' parts."""
+        """The cores' parts, and the results of the other cores' parts."""
 
     def run(self) -> torch.Tensor:
         staged, bounds = self.staged, self.staged.bounds or (self.staged.size,)
@@ -127,15 +129,15 @@ class _Step:
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         trained = usable(staged, loss)
         added = self._adding_up()
-        # The tables' update leaves cores free; operators shared out to all cores would wait for the reader.
+        # The tables' update leaves cores free for the reader; operators that use all cores would wait for it.
         staged.stage_next()
-        staged.stage_next = _nothing  # which would hold all batches after this one, as long as this is held
+        staged.stage_next = _nothing  # it references all later batches
         if trained:
             self._update_tables()
         if added is not None:
             with phase("dense backward"):
                 added.result()
-            self._shared.clear()  # its parts hold this step
+            self._shared.clear()  # its parts reference this step
         self._count(started)
         return loss
 
@@ -148,7 +150,7 @@ class _Step:
     # -- rows --------------------------------------------------------------------------------
 
     def _look_up(self, shared: bool = False) -> None:
-        """What the first micro-batch needs; then the numbers of the next batch's ids go out."""
+        """Look up what the first micro-batch needs, then send the numbers of the next batch's ids."""
         staged = self.staged
         wait = staged.plan is not None and (not staged.bounds or staged.cold_from == 0)
         self.lookups.look_up(wait, shared, self.beside)
@@ -164,7 +166,7 @@ class _Step:
         return perf_counter()
 
     def _count(self, started: float) -> None:
-        """Host time, where there are micro-batches."""
+        """Add host time to the figures, if there are micro-batches."""
         if self.staged.bounds:
             elapsed = perf_counter() - started
             if self.lookups.cold_is_here:
@@ -187,7 +189,7 @@ class _Step:
     # -- the model ---------------------------------------------------------------------------
 
     def _micro_batch(self, low: int, high: int) -> torch.Tensor:
-        """Train samples [low, high); their addend of the batch's mean loss, detached."""
+        """Train samples [low, high); returns their contribution to the batch's mean loss, detached."""
         shares = [high - low]
         if self.cores is not None:
             shares = self.cores.shares(high - low)
@@ -206,7 +208,7 @@ class _Step:
         return loss.detach()
 
     def _nothing_trained(self) -> torch.Tensor:
-        """Of no sample. The tables' update comes all the same: other ranks wait for its messages."""
+        """A step without samples. It still updates the tables, since other ranks wait for the messages."""
         device = self.dense[0].device if self.dense else None
         return torch.zeros((), device=device)
 
@@ -215,13 +217,14 @@ class _Step:
         return self.model.part(self.lookups, batch, low, high), batch, high - low
 
     def _forward(self, parts: Mapping[Front, Part], batch: Any, samples: int) -> torch.Tensor:
-        """The addend of the batch's mean loss that these samples make."""
+        """These samples' contribution to the batch's mean loss."""
         return self.model.train_part(parts, batch, samples / self.staged.total)
 
     def _on_cores(self, cores: Cores, low: int, bounds: list[int]) -> torch.Tensor:
-        """Train the samples that end at ``bounds``, the first ones in this thread.
+        """Train the cores' shares, which end at ``bounds``; the first one in this thread.
 
-        On return all rows have their gradients; the dense parameters have them after ``_adding_up``.
+        On return the gradients of all rows are complete; those of the dense parameters are after
+        ``_adding_up``.
         """
         starts = [low, *bounds[:-1]]
         parts = [_CorePart(self, *part) for part in zip(starts, bounds, strict=True)]
@@ -243,7 +246,7 @@ class _Step:
         return loss
 
     def _adding_up(self) -> Future[None] | None:
-        """Another core adds up the dense gradients, in the order of the samples, whichever core was first."""
+        """Let another core add up the dense gradients, always in the order of the samples."""
         if self.cores is None or not self._shared:
             return None
 
@@ -259,22 +262,22 @@ class _Step:
     def _add(self, gradients: list[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self.dense, gradients, strict=True):
             if gradient is not None:
-                # Not in place: autograd may give one tensor for two parameters, or a single number for many.
+                # Not in place: autograd may return one tensor for two parameters, or an expanded one.
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 class _CorePart:
-    """One core's samples, and what comes of them."""
+    """One core's samples and their results."""
 
     def __init__(self, step: _Step, low: int, high: int) -> None:
         self.step, self.low, self.high = step, low, high
         self.rows_done: Future[torch.Tensor] = Future()
-        """The addend of the loss, as soon as all rows have their gradients."""
+        """The contribution to the loss, set when the gradients of all its rows are computed."""
         self.gradients: list[torch.Tensor | None] = []
-        """Of the dense parameters."""
+        """The gradients of the dense parameters."""
 
     def train(self) -> None:
-        """Forward and backward."""
+        """Run the forward and the backward pass."""
         try:
             self._train()
         except BaseException as fault:
@@ -304,7 +307,7 @@ class _CorePart:
             with phase("dense backward"):
                 found = torch.autograd.grad(loss, [*leaves, *self.step.dense], allow_unused=True)
         finally:
-            for hook in hooks:  # which hold their leaves, and are held by them
+            for hook in hooks:  # they and their leaves reference each other
                 hook.remove()
         self.gradients = list(found[len(leaves) :])
         if not self.rows_done.done():
@@ -312,6 +315,6 @@ class _CorePart:
 
 
 def usable(staged: StagedBatch, loss: torch.Tensor) -> bool:
-    """Whether to update from ``loss``. A GPU is not stopped at every step to look, nor are several ranks,
-    which must all do the same."""
+    """Whether to update from ``loss``. It is not checked on a GPU, which would have to wait, or with several
+    ranks, which must all do the same."""
     return loss.device.type != "cpu" or not staged.alone or math.isfinite(loss.item())

@@ -1,4 +1,4 @@
-"""Several trainers' dense gradients, losses and wishes to stop, added in one message."""
+"""Adds several trainers' dense gradients, losses and requests to stop in one message."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ _HOME = {
     "UserError": "recpipe.errors",
     "micro_batch_step": "recpipe.plugin.splitter",
 }
-"""Where each name is defined; imported when it is asked for, since some of it needs numpy."""
+"""The module that defines each name. It is imported when the name is first used: some modules need numpy."""
 
 __all__ = [
     "API",
@@ -106,7 +106,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The public name, from the file that defines it."""
+    """Import a public name from the module that defines it."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

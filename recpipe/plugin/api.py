@@ -52,69 +52,71 @@ class TableInfo:
     rows: int
     dim: int
     pooled: bool = True
-    """Whether its rows are summed by bag, or handed out one for each id (``EmbeddingCollection``)."""
+    """True: rows are summed by bag. False: one row for each id (``EmbeddingCollection``)."""
     features: tuple[str, ...] = ()
-    """Names of the features that look it up; empty where nobody has said."""
+    """Names of the features that look it up; empty if they are not known."""
     state: int = 0
-    """float32 values of optimizer state that each row has."""
+    """How many float32 values of optimizer state each row has."""
 
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """Tables whose rows have records of one size: they have one dimension, optimizer and collection."""
+    """Tables whose rows have records of one size: the same dimension, optimizer and collection."""
 
     tables: tuple[str, ...]
     record_bytes: int
     """Bytes of one row's record: its weights and its optimizer state."""
     slots: int
-    """Rows of theirs that ``tiers.resident_bytes`` holds."""
+    """How many of their rows ``tiers.resident_bytes`` holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What is known before any memory is taken."""
+    """What is known about the run before it allocates memory."""
 
     tables: Mapping[str, TableInfo]
     device: str
-    """As torch spells it: ``cpu``, ``cuda:0``."""
+    """The device in torch's spelling: ``cpu``, ``cuda:0``."""
     batch_size: int
     resident_bytes: int
     """Device memory for table rows, optimizer state included (``tiers.resident_bytes``)."""
     groups: Sequence[GroupInfo]
-    """The tables in groups, of which each has slots and a cache policy of its own. ``tables`` lists them in
-    this order, and so are their rows numbered."""
+    """The tables in groups. Each group has its own slots and cache policy. ``tables`` lists the tables in the
+    order of the groups, and rows are numbered in that order."""
     lookups: Callable[[Any], Bags]
-    """A batch's lookups by the rows' numbers among those of all tables, whatever type the batch has."""
+    """The rows that a batch of any type looks up, numbered over all tables."""
     seed: int
     data_fingerprint: str
-    """Equal for equal batches: the key for anything that a plugin caches about the data."""
+    """Identifies the data: equal fingerprints mean equal batches. Use it as the key of anything cached about
+    the data."""
     steps: int
     """Optimizer steps that the run is expected to take."""
     trainers: int = 1
     """Ranks that train; each takes its share of every batch."""
     cache_dir: Path | None = None
-    """Where what is learned about the data is kept between runs (profiles); None: nowhere."""
+    """Directory for what is learned about the data (profiles), kept between runs; None: nothing is kept."""
     epoch_samples: int = 0
     """Training samples of an epoch."""
     held_out: Callable[[int], Iterator[Batch]] = lambda first: iter(())
-    """As ``batches``, of the held-out part."""
+    """Like ``batches``, for the held-out part."""
     batches: Callable[[int], Iterator[Batch]] = lambda first: iter(())
     """``batches(first)``: an epoch's training batches from number ``first`` on, as the data module yields
-    them; every call reads anew, and seeks to ``first``."""
+    them; every call reads again from ``first``, without reading what comes before."""
 
 
 # -- data ------------------------------------------------------------------------------------
 class EpochOrder(ABC):
-    """Which samples make which batch of an epoch, in which order; its plugin alters SAMPLE_ORDER."""
+    """The order of an epoch's samples and how they are cut into batches; its plugin alters SAMPLE_ORDER."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Batches of an epoch; the same for every epoch."""
+        """The number of batches in an epoch, the same for every epoch."""
 
     @abstractmethod
     def batches(self, first: int) -> Iterator[Batch]:
-        """An epoch's batches from number ``first`` on; asked for in the loader's thread, one batch ahead
-        of training. Every sample of the epoch is in one batch, which core checks when the epoch ends."""
+        """An epoch's batches from number ``first`` on; called and drawn from in the loader's thread, one
+        batch ahead of training. Every sample of the epoch must be in exactly one batch; core checks this when
+        the epoch ends."""
 
 
 StreamWrapper = Callable[["Iterator[Batch]"], "Iterator[Batch]"]
@@ -128,17 +130,17 @@ Figure = float | int | str | list[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """What core measured, for a plugin's own figures; seconds are of host time."""
+    """What core measured, for a plugin's own figures. Seconds are host time."""
 
     steps: int
     samples: int
     lookups: int
     io: Io
-    """Traffic with the cold tier, with the time of its fetches and the training's waits for them."""
+    """Traffic with the cold tier, the time of its fetches, and how long training waited for them."""
     before_cold_seconds: float
-    """In micro-batches that needed no cold row, ..."""
+    """Seconds in micro-batches that needed no cold row; 0 without a splitter."""
     after_cold_seconds: float
-    """... and in those that did; both 0 where no splitter was active."""
+    """Seconds in micro-batches that needed cold rows; 0 without a splitter."""
 
 
 Reporter = Callable[[RunFigures], Mapping[str, Figure]]
@@ -148,7 +150,7 @@ Reporter = Callable[[RunFigures], Mapping[str, Figure]]
 class Link(Generic[P]):
     """A part of an ordered chain; ``before`` and ``after`` name plugins (``acme``) or parts (``acme.split``).
 
-    Naming a plugin that is not active orders nothing. Ties keep the order of ``+plugin=[a,b]``.
+    Names of plugins that are not active have no effect. Ties keep the order of ``+plugin=[a,b]``.
     """
 
     part: P
@@ -159,21 +161,21 @@ class Link(Generic[P]):
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """Every extension point, in the order data flows. Leave what you do not touch."""
+    """Every extension point, in the order in which data flows. Set only those that the plugin uses."""
 
     # data
     order: EpochOrder | None = None
-    """Slot: the order of an epoch's samples, instead of the data module's."""
+    """Slot: the order of an epoch's samples; it replaces the data module's."""
     stream: Sequence[Link[StreamWrapper]] = ()
-    """Chain: from one iterator of training batches to another; the first link is next to the data.
-    Runs in the loader's thread, on host memory, up to one batch ahead of training; so does ``batch``."""
+    """Chain: from one iterator of training batches to another; the first link gets the data module's. Like
+    ``batch``, it runs in the loader's thread, on host memory, up to one batch ahead of training."""
     batch: Sequence[Link[BatchTransform]] = ()
     """Chain: one training batch in, one out."""
     # tables
     planner: Planner | None = None
     """Slot: the TorchRec planner; shards the tables."""
     cache: Sequence[Cache] = ()
-    """Claims: which rows of a table are resident when; one owner for each table."""
+    """Claims: which rows of a table are resident at what time; one owner for each table."""
     # batches and rows
     splitter: Splitter | None = None
     """Slot: a batch cut into micro-batches that together make one exact update."""
@@ -187,7 +189,7 @@ class Contribution:
     """Chain: context managers around one optimizer step, the first link outermost."""
     # metrics and report
     callbacks: Sequence[L.Callback] = ()
-    """Fan-out: Lightning callbacks, all are called."""
+    """Fan-out: Lightning callbacks; all of them are called."""
     report: Sequence[Reporter] = ()
     """Fan-out: figures under ``plugins.<name>`` of report.json, asked for once, at the end of the run."""
 
@@ -198,29 +200,30 @@ class Plugin(ABC):
     api: ClassVar[tuple[int, int]] = API
     """The ``API`` that the plugin was written for; write the numbers, do not copy the name."""
     torchrec: ClassVar[str] = ""
-    """Versions it works with, such as ``>=1.6,<1.9``; empty: all that recpipe supports."""
+    """TorchRec versions it works with, such as ``>=1.6,<1.9``; empty: all that recpipe supports."""
     requires: tuple[str, ...] = ()
-    """Plugins that must run beside this one. Where knobs decide it, ``__init__`` sets this and the three
-    below on the object: conflicts are judged by what each plugin object says."""
+    """Plugins that must run beside this one. If this or one of the three below depends on knobs, set it on
+    the object in ``__init__``: conflicts are judged by the plugin objects."""
     conflicts: tuple[str, ...] | Mapping[str, str] = ()
-    """Plugins that this one cannot run with; as a mapping, each with the reason."""
+    """Plugins that this one cannot run with; a mapping gives the reason for each."""
     relies_on: frozenset[Invariant] = frozenset()
     alters: frozenset[Invariant] = frozenset()
-    """What a run with this plugin does not keep; one that alters nothing reproduces the run without it."""
+    """The invariants that a run with this plugin breaks. A plugin that alters nothing must reproduce the run
+    without it."""
 
     @abstractmethod
     def contribute(self, ctx: Context) -> Contribution:
-        """Return this plugin's parts; takes no memory to speak of, starts no work.
+        """Return this plugin's parts. It must not allocate much memory or start any work.
 
-        Called once per run. Where plugins claim the cache or the cold rows of some of a group's tables, or
-        store tables in fewer bits, all are called once more, with the groups as these claims make them, and
-        what they returned first is dropped.
+        Called once per run. If a plugin claims the cache or the cold rows of only some of a group's tables,
+        or stores tables in fewer bits, the groups change: then every plugin is called once more with the new
+        groups, and its first contribution is dropped.
         """
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Who a part came from, as shown in conflicts, listings and faults."""
+    """The plugin that a part came from, as shown in conflicts, listings and faults."""
 
     plugin: str
     distribution: str = "recpipe"

@@ -1,4 +1,4 @@
-"""All plugins of a run, merged: who owns what, and in which order."""
+"""All plugins of a run, merged: which plugin owns what, and the order of chains."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Assembly:
 
     plugins: tuple[Origin, ...]
     altered_by: Mapping[str, frozenset[Invariant]]
-    """What each plugin says that it alters."""
+    """The invariants that each plugin declares to alter."""
     feed: Feed
     splitter: Owned[Splitter] | None
     skipper: Owned[BlamedSkipper] | None
     planner: Owned[Planner] | None
     caches: Mapping[str, Owned[Cache]]
-    """By table; those that are missing nobody has claimed."""
+    """The cache of each table that a plugin has claimed."""
     quantizing: Quantizing
     step: Sequence[Owned[StepWrapper]]
     callbacks: Sequence[Owned[L.Callback]]
@@ -69,17 +69,17 @@ class Assembly:
 
     @property
     def altered(self) -> frozenset[Invariant]:
-        """What any plugin alters."""
+        """The invariants that at least one plugin alters."""
         return frozenset().union(*self.altered_by.values())
 
     @property
     def exact(self) -> bool:
-        """Whether the run must reproduce the one without plugins."""
+        """Whether the run must reproduce the run without plugins."""
         return not self.altered
 
     @contextmanager
     def around_step(self, batch: Batch) -> Iterator[None]:
-        """Every step wrapper, the first link outermost."""
+        """Enter every step wrapper, the first link outermost."""
         with ExitStack() as stack:
             for link in self.step:
                 stack.enter_context(link.part(batch))
@@ -131,7 +131,7 @@ def assemble(
     *,
     prefer: Mapping[str, str] | None = None,
 ) -> Assembly:
-    """Merge ``active`` by the five laws, before any memory is taken.
+    """Merge the contributions of ``active`` by the five laws, before memory is allocated.
 
     ``prefer`` maps a slot to the plugin that fills it (``compose.prefer``). Raises ``PluginConflict`` or
     ``PluginOrderError``.
@@ -177,7 +177,7 @@ def _replaced(owned: Owned[P], wrap: Callable[[Origin, P], P]) -> Owned[P]:
 
 
 def _blamed_caches(merged: Mapping[str, Owned[Cache]]) -> dict[str, Owned[Cache]]:
-    """One wrapper for each cache, so that its tables still share it."""
+    """Wrap each cache once, so that its tables still share it."""
     wrapped = {id(owner.part): _replaced(owner, BlamedCache) for owner in merged.values()}
     return {table: wrapped[id(owner.part)] for table, owner in merged.items()}
 
@@ -188,7 +188,7 @@ def _blamed_skipper(owned: Owned[Skipper], active: Active) -> Owned[BlamedSkippe
 
 
 def gather(active: Sequence[tuple[Origin, Plugin]], context: Context) -> Active:
-    """Each plugin's contribution to ``context``."""
+    """Call ``contribute(context)`` of each plugin."""
     gathered = []
     for origin, plugin in active:
         with blaming(origin, "contribute"):
@@ -201,11 +201,11 @@ def gather(active: Sequence[tuple[Origin, Plugin]], context: Context) -> Active:
 
 
 KINDS = {"planner": Planner, "splitter": Splitter, "skipper": Skipper, "quantizer": Quantizer}
-"""What fills each slot; ``cache`` has a list of ``Cache``."""
+"""The class of the part that fills each slot; ``cache`` takes a list of ``Cache``."""
 
 
 def _check_kinds(origin: Origin, contribution: Contribution) -> None:
-    """``PluginError`` on a part that is not of its kind."""
+    """``PluginError`` if a part is not an instance of its class."""
     parts = [(name, getattr(contribution, name), kind) for name, kind in KINDS.items()]
     parts += [("cache", each, Cache) for each in contribution.cache]
     for name, part, kind in parts:

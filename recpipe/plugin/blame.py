@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 @contextmanager
 def blaming(origin: Origin, part: str, elsewhere: Container[BaseException] = ()) -> Iterator[None]:
-    """Add the note to what the body raises, but for faults that came from ``elsewhere``."""
+    """Add the note to what the body raises, unless the fault is in ``elsewhere``."""
     try:
         yield
     except Exception as fault:
@@ -46,7 +46,7 @@ def blaming(origin: Origin, part: str, elsewhere: Container[BaseException] = ())
 
 
 def blame(origin: Origin, part: str, fn: Callable[..., R]) -> Callable[..., R]:
-    """``fn``, whose faults name the plugin."""
+    """``fn`` with faults that name the plugin."""
 
     def call(*args: object) -> R:
         with blaming(origin, part):
@@ -56,7 +56,7 @@ def blame(origin: Origin, part: str, fn: Callable[..., R]) -> Callable[..., R]:
 
 
 def blame_stream(origin: Origin, part: str, wrap: StreamWrapper) -> StreamWrapper:
-    """``wrap``, whose iterator's own faults name the plugin; those of its source do not."""
+    """``wrap`` with faults that name the plugin, except those that come from its source."""
 
     def call(source: Iterator[Batch]) -> Iterator[Batch]:
         upstream: list[BaseException] = []
@@ -75,7 +75,7 @@ def blame_stream(origin: Origin, part: str, wrap: StreamWrapper) -> StreamWrappe
 
 
 def blame_step(origin: Origin, part: str, wrap: StepWrapper) -> StepWrapper:
-    """``wrap``, whose faults on entry and exit name the plugin; those of the step itself do not."""
+    """``wrap`` with faults that name the plugin, except those of the step inside."""
 
     @contextmanager
     def call(batch: Batch) -> Iterator[None]:
@@ -149,7 +149,7 @@ class BlamedSplitter(Splitter):
         self.origin, self.splitter = origin, splitter
 
     def split(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split:
-        """As ``Splitter``; ``PluginError`` on a split that is none of the batch."""
+        """As ``Splitter``; ``PluginError`` if the result does not split the batch."""
         with blaming(self.origin, "splitter"):
             made = self.splitter.split(batch, needs_cold)
         wrong = wrong_split(made, len(needs_cold))
@@ -159,12 +159,12 @@ class BlamedSplitter(Splitter):
 
 
 class BlamedSkipper(Skipper):
-    """A skipper whose faults name the plugin, with what it brings."""
+    """A skipper whose faults name the plugin; it knows which methods the plugin overrides."""
 
     def __init__(self, origin: Origin, skipper: Skipper) -> None:
         self.origin, self.skipper = origin, skipper
         self.keeps = overridden(skipper, "keep")
-        """Whether it leaves samples out ..."""
+        """Whether it leaves samples out."""
         self.updates = overridden(skipper, "update")
         """... and rows out of updates."""
         self.looks = overridden(skipper, "begin")
@@ -184,8 +184,8 @@ class BlamedSkipper(Skipper):
 
 
 def blame_skipper(origin: Origin, plugin: Plugin, skipper: Skipper) -> BlamedSkipper:
-    """``skipper`` as core calls it; ``PluginError`` where it brings nothing, or its ``plugin`` does not say
-    what it alters."""
+    """Wrap ``skipper`` for core. ``PluginError`` if it overrides nothing, or if its ``plugin`` does not
+    declare what it alters."""
     blamed = BlamedSkipper(origin, skipper)
     if not blamed.keeps and not blamed.updates:
         raise PluginError(

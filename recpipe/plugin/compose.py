@@ -23,7 +23,7 @@ SLOTS = ("order", "splitter", "skipper", "planner")
 
 @dataclass(frozen=True)
 class Owned(Generic[P]):
-    """A part and who brought it; ``label`` is ``plugin`` or ``plugin.part``."""
+    """A part and the plugin that brought it; ``label`` is ``plugin`` or ``plugin.part``."""
 
     label: str
     origin: Origin
@@ -63,7 +63,7 @@ def keyed(name: str, wishes: Iterable[tuple[Origin, Mapping[K, P]]]) -> dict[K, 
 
 
 def cache_claims(tables: Sequence[str], plugins: Plugins) -> dict[str, Owned[Cache]]:
-    """Who owns the cache of which table; a fallback claim is for tables that nobody else has claimed."""
+    """The owner of each table's cache. A fallback claim gets the tables that no other plugin has claimed."""
     merged: dict[str, Owned[Cache]] = {}
     for fallback in (False, True):
         taken = frozenset(merged) if fallback else frozenset()
@@ -121,7 +121,7 @@ def chain(name: str, wishes: Iterable[tuple[Origin, Sequence[Link[P]]]]) -> list
 
 
 def _sorted(name: str, graph: Mapping[str, set[str]], order: Sequence[str]) -> list[str]:
-    """Topological order of ``graph`` (label -> its predecessors), ties as in ``order``."""
+    """Topological order of ``graph`` (label -> its predecessors); ties are in the order of ``order``."""
     sorter = TopologicalSorter(graph)
     try:
         sorter.prepare()

@@ -1,4 +1,5 @@
-"""Packages' yaml: where it lies, and what it may set: its own plugin's knobs, or its own section, alone."""
+"""Packages' yaml: where it is found, and the check that it sets only its own plugin's knobs or its own
+section."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, offered
 
 SCHEME = "recpipe-plugin"
 TARGET = "_target_"
-"""The key that has an object made of any importable class."""
+"""The key by which Hydra makes an object of any importable class."""
 SHOWN = 5
-"""Keys that a message names before it counts the rest."""
+"""How many keys a message names before it counts the rest."""
 
 
 def package_conf(ep: EntryPoint) -> Path | None:
-    """``conf`` in an entry point's top-level package, found without importing it; None: there is none."""
+    """The folder ``conf`` in an entry point's top-level package, found without importing it, or None."""
     try:
         spec = find_spec(ep.module.partition(".")[0])
     except (ImportError, ValueError):
@@ -35,7 +36,8 @@ def package_conf(ep: EntryPoint) -> Path | None:
 
 
 def package_confs() -> dict[Path, list[str]]:
-    """The ``conf`` folders of all packages that offer something, each with what that is: ``model/tower``."""
+    """The ``conf`` folders of all packages that offer something, and what each offers, such as
+    ``model/tower``."""
     owners: dict[Path, list[str]] = {}
     for kind in GROUPS:
         for name, ep in offered(kind).items():
@@ -46,7 +48,8 @@ def package_confs() -> dict[Path, list[str]]:
 
 
 class PluginSearchPath(SearchPathPlugin):
-    """Puts packages' yaml on Hydra's search path, behind the framework's: it adds, never shadows."""
+    """Puts packages' yaml on Hydra's search path after recpipe's own, so that it can add files but not
+    replace them."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder, offers in package_confs().items():
@@ -56,11 +59,11 @@ class PluginSearchPath(SearchPathPlugin):
 class PluginSource(FileConfigSource):
     """A package's ``conf`` folder, for Hydra; its provider is ``package`` and what the package offers.
 
-    ``plugin/NAME.yaml`` is there for the package's own plugins alone, and a yaml of a model, a data source or
-    a task that another package offers is not: none speaks for another. Each is refused where it sets anything
-    but ``plugins.NAME`` or its section, and any yaml where it has a ``_target_``, which is the user's to
-    write. All this happens when a recipe asks for the file: a package that is merely installed disturbs
-    nobody. Further options of any group are a user's to choose by name.
+    A package can configure only what it offers itself: ``plugin/NAME.yaml`` of its own plugins, and the yaml
+    of its own models, data sources and tasks. A file that sets anything but ``plugins.NAME`` or its own
+    section is refused, and so is any file with a ``_target_``, which only users may write. The check happens
+    when a recipe asks for the file, so that a package that is only installed disturbs nobody. A package may
+    add further options to any group; users choose them by name.
     """
 
     @staticmethod
@@ -117,7 +120,7 @@ def _refuse_foreign(folder: Path, kind: str, name: str) -> None:
 
 
 def _refuse_targets(loaded: ConfigResult, file: Path) -> None:
-    """``PluginError`` where a package's yaml would have objects of its choice made."""
+    """``PluginError`` if a package's yaml would have objects of its choice made."""
     if _mentions_target(OmegaConf.to_container(loaded.config, resolve=False)):
         raise PluginError(
             f"{file} has a {TARGET}, which a package's yaml may not: classes are chosen on the command line "
@@ -130,13 +133,14 @@ def _mentions_target(node: Any) -> bool:
         return any(map(_mentions_target, (*node, *node.values())))
     if isinstance(node, list):
         return any(map(_mentions_target, node))
-    return isinstance(node, str) and TARGET in node  # a resolver (oc.decode) makes mappings of text, too
+    # A resolver such as oc.decode can turn text into mappings.
+    return isinstance(node, str) and TARGET in node
 
 
 def knobs_in(folder: Path, name: str) -> dict[str, Any]:
-    """The knobs in ``folder/plugin/name.yaml``, interpolations as they are written.
+    """The knobs in ``folder/plugin/name.yaml``, with interpolations unresolved.
 
-    Raises ``PluginError`` that names the file and the keys where it sets anything else, and ``YAMLError``.
+    Raises ``PluginError``, naming file and keys, if it sets anything else, and ``YAMLError``.
     """
     who = f"plugin '{name}': {folder / PLUGIN / f'{name}.yaml'}"
     node, defaults = _read(folder, PLUGIN, name, who, _remedy(name))
@@ -163,7 +167,8 @@ def _listed(keys: list[str]) -> str:
 
 
 def _read(folder: Path, kind: str, name: str, who: str, remedy: str) -> tuple[dict[str, Any], list[str]]:
-    """What the yaml adds to a recipe, from its root on, and the entries of its defaults list."""
+    """What the yaml adds to a recipe, as a tree from the recipe's root, and the entries of its defaults
+    list."""
     try:
         loaded = FileConfigSource(kind, f"file://{folder}").load_config(f"{kind}/{name}")
     except (OSError, ValueError) as fault:
@@ -180,7 +185,7 @@ def _read(folder: Path, kind: str, name: str, who: str, remedy: str) -> tuple[di
 
 
 def _outside(node: Any, at: tuple[str, ...], own: tuple[str, ...]) -> Iterator[str]:
-    """Dotted keys of ``node``, which stands at ``at``, that are not in ``own``."""
+    """Dotted keys of ``node``, which is at ``at`` in the recipe, that are outside ``own``."""
     if at == own:
         return
     if isinstance(node, dict) and (node or at == own[: len(at)]):

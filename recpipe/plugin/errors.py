@@ -12,15 +12,15 @@ class PluginNotFound(PluginError):
 
 
 class PluginLoadError(PluginError):
-    """Installed, but its module cannot be imported or is not a plugin."""
+    """A plugin is installed, but its module cannot be imported or is not a plugin."""
 
 
 class PluginVersionError(PluginError):
-    """Written for another plugin API or another TorchRec."""
+    """A plugin was written for another plugin API or another TorchRec."""
 
 
 class PluginConflict(PluginError):
-    """Two plugins want one thing, or one needs what another takes away."""
+    """Two plugins want the same thing, or one needs what another takes away."""
 
 
 class PluginOrderError(PluginError):

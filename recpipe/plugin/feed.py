@@ -1,4 +1,4 @@
-"""What plugins do to training batches between the data and the loader."""
+"""What plugins do with training batches between the data and the loader."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Feed:
-    """The order of an epoch's samples, and what its batches pass through one after the other."""
+    """The order of an epoch's samples, and the chains that its batches pass through."""
 
     order: Owned[EpochOrder] | None = None
-    """None: the data's own."""
+    """The plugin's order; None: the data's own."""
     keeps_samples: bool = True
-    """Whether ``order`` must hold every sample once."""
+    """Whether ``order`` must have every sample exactly once."""
     stream: Sequence[Owned[StreamWrapper]] = ()
     batch: Sequence[Owned[BatchTransform]] = ()
 
     @property
     def is_data_itself(self) -> bool:
-        """Whether batches reach the loader as the data yields them."""
+        """Whether batches reach the loader unchanged."""
         return self.order is None and not self.stream and not self.batch
 
     def wrap_stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """``batches`` through the stream chain; the last link's iterator comes out."""
+        """Send ``batches`` through the stream chain and return the last link's iterator."""
         for link in self.stream:
             batches = link.part(batches)
         return batches
 
     def transform(self, batch: Batch) -> Batch:
-        """One batch through the batch chain."""
+        """Send one batch through the batch chain."""
         for link in self.batch:
             batch = link.part(batch)
         return batch

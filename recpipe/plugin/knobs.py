@@ -13,7 +13,8 @@ from recpipe.plugin.errors import PluginError
 
 
 def check_knobs(cls: type[Plugin], origin: Origin, knobs: Mapping[str, Any]) -> None:
-    """Refuse unknown, missing and mistyped knobs with the key, the value and what would be right."""
+    """Refuse unknown, missing and mistyped knobs; the message has the key, the value and what would be
+    right."""
     takes = {
         name: p
         for name, p in inspect.signature(cls).parameters.items()
@@ -42,7 +43,7 @@ def _check_type(hint: Any, value: object, key: str) -> None:
 
 
 def _hints(cls: type[Plugin]) -> dict[str, Any]:
-    """Types of the knobs; none where an annotation names what only type checkers can import."""
+    """Types of the knobs; empty if an annotation names what only type checkers import."""
     try:
         return get_type_hints(cls.__init__, include_extras=True)
     except NameError:

@@ -1,4 +1,4 @@
-"""From ``plugins:`` in the config to plugin objects: found by entry point, loaded only when named."""
+"""Makes the plugin objects of a recipe's ``plugins:``; found by entry point, imported only if named."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ def _check_versions(cls: type[Plugin], origin: Origin) -> None:
 
 
 def check_together(active: Mapping[str, Plugin]) -> None:
-    """Whole-plugin facts: requires, conflicts, and invariants relied on but altered.
+    """Check what plugins say about each other: requires, conflicts, and invariants that one needs and another
+    alters.
 
-    Asked of the plugin objects: knobs decide what some of them alter.
+    Takes plugin objects, not classes, because knobs may decide what a plugin alters.
     """
     for name, plugin in active.items():
         for other in plugin.requires:

@@ -6,7 +6,7 @@ import importlib.metadata as metadata
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint
 
-from recpipe.errors import did_you_mean
+from recpipe.errors import UserError, did_you_mean
 from recpipe.plugin.api import Origin
 from recpipe.plugin.errors import PluginConflict, PluginLoadError, PluginNotFound
 
@@ -17,15 +17,15 @@ GROUPS: Mapping[str, str] = {
     "data": "recpipe.data",
     "task": "recpipe.tasks",
 }
-"""Entry point groups by the config group in which a recipe names their members."""
+"""The entry point group for each config group."""
 WORDS: Mapping[str, str] = {PLUGIN: "plugin", "model": "model", "data": "data source", "task": "task"}
-"""What a member of each group is called in messages."""
+"""The word for a member of each group in messages."""
 
 
 def offered(kind: str) -> dict[str, EntryPoint]:
-    """What is installed of ``kind``, a key of ``GROUPS``, by name; nothing is imported.
+    """Installed entry points of ``kind`` (a key of ``GROUPS``) by name; nothing is imported.
 
-    Raises ``PluginConflict`` where two packages use one name.
+    Raises ``PluginConflict`` if two packages use one name.
     """
     found: dict[str, EntryPoint] = {}
     for ep in metadata.entry_points(group=GROUPS[kind]):
@@ -40,17 +40,17 @@ def offered(kind: str) -> dict[str, EntryPoint]:
 
 
 def is_offered(kind: str, name: object) -> bool:
-    """Whether ``name``, any value of a recipe, is that of something installed of ``kind``."""
+    """Whether something installed of ``kind`` has this ``name``, which may be any value of a recipe."""
     return isinstance(name, str) and name in offered(kind)
 
 
 def origin_of(ep: EntryPoint) -> Origin:
-    """Name, distribution and version of what an entry point names."""
+    """Name, distribution and version of an entry point."""
     return Origin(ep.name, ep.dist.name if ep.dist else "?", ep.dist.version if ep.dist else "?")
 
 
 def entry(kind: str, name: str, available: Mapping[str, EntryPoint]) -> EntryPoint:
-    """The one of ``available`` named so; raises ``PluginNotFound`` with the nearest name."""
+    """The entry point ``name`` of ``available``; raises ``PluginNotFound`` with the nearest name."""
     if name in available:
         return available[name]
     known = ", ".join(sorted(available)) or "none"
@@ -58,9 +58,11 @@ def entry(kind: str, name: str, available: Mapping[str, EntryPoint]) -> EntryPoi
 
 
 def imported(kind: str, ep: EntryPoint) -> object:
-    """What the entry point names; raises ``PluginLoadError`` where it cannot be imported."""
+    """Import what the entry point names; raises ``PluginLoadError`` if that fails."""
     try:
         return ep.load()
+    except UserError as fault:
+        raise PluginLoadError(f"{WORDS[kind]} {origin_of(ep)} cannot be imported: {fault}") from fault
     except Exception as fault:
         origin = origin_of(ep)
         raise PluginLoadError(

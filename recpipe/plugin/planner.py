@@ -1,4 +1,4 @@
-"""Sharding planners: on which rank each table lies, whole or cut."""
+"""Sharding planners: which rank holds each table, or each part of a table."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
 
 class Planner:
-    """Says where tables lie; a run that has one shards its tables, as ``tiers.sharded=true`` does.
+    """Decides where tables are placed. A run with a planner shards its tables, as ``tiers.sharded=true``
+    does.
 
-    All ranks call both methods; the plan is rank 0's. What a plan could not carry out (a type, kernel or
-    limit that TorchRec or FBGEMM would ignore) is refused before memory is taken. The rows of a rank's shards
-    may lie in tiers, under policies that decide from what they are shown (``Cache.by_shards``).
+    All ranks call both methods; rank 0's plan is used. A plan with a type, kernel or limit that TorchRec or
+    FBGEMM would ignore is refused before memory is allocated. A rank may keep the rows of its shards in
+    tiers, under policies that work on a part of the rows (``Cache.by_shards``).
 
-    Small tables on every rank, large ones cut by rows, whole::
+    A complete example, with small tables on every rank and large ones cut by rows::
 
         class BySize(Planner):
             def __init__(self, small: int) -> None:
@@ -31,17 +32,17 @@ class Planner:
     """
 
     def constrain(self, table: TableInfo) -> ParameterConstraints | None:
-        """Limits for where and how ``table`` may lie; None: no limits."""
+        """Limits on where and how ``table`` may be placed; None: no limits."""
         return None
 
     def make(
         self, topology: Topology, constraints: Mapping[str, ParameterConstraints]
     ) -> ShardingPlanner | None:
-        """The planner of the tables of all collections; None: TorchRec's own, under ``constraints``.
+        """The planner for the tables of all collections; None: TorchRec's own, under ``constraints``.
 
-        ``constraints`` (those of ``constrain``, with what this run cannot do left out), and the module that
-        is planned, name a table by ``recpipe.kit.module_name(table)``. Where the planner has an attribute
-        ``prediction`` (a ``recpipe.kit.Prediction``, handed to TorchRec's planner as its ``stats``),
+        ``constraints`` holds the results of ``constrain`` without what this run cannot do. It and the planned
+        module name a table by ``recpipe.kit.module_name(table)``. If the planner has an attribute
+        ``prediction`` (a ``recpipe.kit.Prediction``, given to TorchRec's planner as its ``stats``),
         ``task=plan`` shows the milliseconds that it predicts.
         """
         return None

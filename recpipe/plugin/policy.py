@@ -1,8 +1,8 @@
-"""Cache policies: which rows are resident when.
+"""Cache policies: which rows are resident at what time.
 
-A policy sees each batch once, in order, before it is trained, and answers with a ``Placement``. It moves
-nothing and takes nothing back: core carries placements out, keeps a journal of them, and knows who is
-resident.
+A policy sees each batch once, in order, before it is trained, and answers with a ``Placement``. It moves no
+rows and never has to undo anything: core carries placements out, keeps a journal of them, and knows which
+rows are resident.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ IN_STORE = -1
 
 
 class Residents:
-    """Who is resident, as it will be once every placement so far has been carried out; read only.
+    """Which rows are resident once every placement so far has been carried out; read only for policies.
 
-    Core writes it by ``put`` and ``empty``; who keeps rows in slots of its own making may use them too.
+    Core writes it by ``put`` and ``empty``. A plugin that keeps rows in slots of its own may use these too.
     """
 
     def __init__(self, rows: int, slots: int) -> None:
@@ -37,13 +37,13 @@ class Residents:
 
     @property
     def row_of_slot(self) -> RowIds:
-        """Of each slot the row that it holds, -1 where it is empty: int64 [slots], not to be written."""
+        """The row in each slot, or -1 if the slot is empty: int64 [slots], read only."""
         view = self._row_of_slot.view()
         view.flags.writeable = False
         return view
 
     def slot_of(self, rows: RowIds) -> Slots:
-        """Of each of ``rows`` the slot that it is in, -1 where it is not resident: int32 [n]."""
+        """The slot of each of ``rows``, or -1 if the row is not resident: int32 [n]."""
         slots: Slots = np.maximum(self._where[rows], IN_STORE)
         return slots
 
@@ -54,11 +54,11 @@ class Residents:
 
     @property
     def nbytes(self) -> int:
-        """DRAM of the maps: 4 bytes per row and 8 per slot."""
+        """Host memory of the maps: 4 bytes per row and 8 per slot."""
         return self._where.nbytes + self._row_of_slot.nbytes
 
     def put(self, slots: Slots, rows: RowIds) -> RowIds:
-        """Give ``slots`` to ``rows``; returns the rows that leave them (-1: the slot was empty)."""
+        """Put ``rows`` into ``slots``; returns the rows that were there (-1: the slot was empty)."""
         leaving = self._row_of_slot[slots]
         self._where[leaving[leaving >= 0]] = IN_STORE
         self._where[rows] = slots
@@ -66,7 +66,7 @@ class Residents:
         return leaving
 
     def empty(self, slots: Slots) -> RowIds:
-        """Take their rows from ``slots``; returns those rows (-1: the slot was empty)."""
+        """Empty ``slots``; returns the rows that were there (-1: the slot was empty)."""
         leaving = self._row_of_slot[slots]
         self._where[leaving[leaving >= 0]] = IN_STORE
         self._row_of_slot[slots] = -1
@@ -75,29 +75,31 @@ class Residents:
 
 @dataclass(frozen=True)
 class RowSpace:
-    """What a policy may know: the rows of its group of tables by number, and how many can be resident."""
+    """What a policy is told: how the rows of its group of tables are numbered, and how many can be
+    resident."""
 
     bases: RowIds
     """Number of each table's row 0, and of the row after the last: int64 [T + 1]."""
     slots: int
-    """Rows that ``tiers.resident_bytes`` holds."""
+    """How many rows ``tiers.resident_bytes`` holds."""
     group: int = 0
     """Number of the group of tables (``Context.groups``)."""
     residents: Residents = field(init=False, repr=False, compare=False)
-    """Who is resident now."""
+    """Which rows are resident now."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "residents", Residents(self.rows, self.slots))
 
     @property
     def rows(self) -> int:
-        """Rows of all tables together."""
+        """The number of rows of all tables together."""
         return int(self.bases[-1])
 
 
 @dataclass(frozen=True)
 class Placement:
-    """From this batch on, ``slots[i]`` holds ``rows[i]``; what was there before goes to the cold store."""
+    """From this batch on, ``slots[i]`` holds ``rows[i]``; the row that was there before goes to the cold
+    store."""
 
     slots: Slots
     """Distinct slots, int32 [P]."""
@@ -111,13 +113,13 @@ NOTHING = Placement(np.empty(0, np.int32), np.empty(0, np.int64))
 
 
 class CachePolicy(ABC):
-    """Decides placements, of one group of tables.
+    """Decides the placements for one group of tables.
 
-    All calls come from one thread, one batch ahead of training. Decisions must follow from the calls alone
-    (and the seed): every rank that trains takes the same ones. Core checks each placement when it is given,
-    and a wrong one ends the run with the plugin's name.
+    All calls come from one thread, one batch ahead of training. Decisions must depend on the calls and the
+    seed alone, because every rank that trains must make the same ones. Core checks each placement when it is
+    given, and a wrong one ends the run with the plugin's name.
 
-    Random replacement, whole::
+    A complete example, random replacement::
 
         class Random(CachePolicy):
             def __init__(self, space: RowSpace) -> None:
@@ -141,9 +143,9 @@ class CachePolicy(ABC):
         self.space = space
 
     def migrate(self, rows: RowIds) -> Placement:
-        """Called first, with all rows that the batch looks up (int64 [L], repeats included).
+        """Called first, with all rows that the batch looks up (int64 [L], with repeats).
 
-        Rows that the placement drops are looked up as cold ones in this batch.
+        Rows that this placement removes count as cold in this batch.
         """
         return NOTHING
 
@@ -158,14 +160,15 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later decisions depend on: numpy arrays, numbers, strings. Who is resident is not
-        part of it: core saves that.
+        """Everything that later decisions depend on: numpy arrays, numbers, strings. Core saves which rows
+        are resident, so that is not part of it.
 
-        The same names and types in every state, so that a new policy's tells what a saved one may hold.
+        Names and types must not change over time: the state of a new policy tells what a saved one may hold.
         """
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """``Damaged`` on what cannot be ``state_dict()``'s result; asked before anything is loaded.
+        """Raises ``Damaged`` if ``state`` cannot be a result of ``state_dict()``; called before anything is
+        loaded.
 
         A policy whose state has numbers of rows or slots checks their range here as well.
         """
@@ -179,37 +182,38 @@ class CachePolicy(ABC):
 
 
 class Cache(ABC):
-    """A plugin's claim of some tables' cache: it brings a ``CachePolicy`` for each group of them.
+    """A plugin's claim on the cache of some tables; it makes a ``CachePolicy`` for each group of them.
 
-    Groups are tables of one collection, dimension and optimizer. A claim of some of a group's tables makes
-    these a group of their own; tables that nobody claims are kept as ``tiers.policy`` says.
+    A group has the tables of one collection, dimension and optimizer. If a claim covers only some of a
+    group's tables, these become a group of their own. Tables that nobody claims are kept as ``tiers.policy``
+    says.
     """
 
     tables: str = "*"
-    """Pattern (as of file names) of the tables' names."""
+    """A pattern for the tables' names, as for file names."""
     fallback: bool = False
-    """Gives way to any other plugin's claim instead of conflicting with it."""
+    """Whether the claim gives way to any other plugin's instead of conflicting with it."""
     by_shards: bool = False
-    """Whether its policies decide from what they are shown alone, whatever rows these are. Where tables are
-    sharded, each rank then has policies of its own, for the shards that it holds; else they may not be."""
+    """Whether its policies also work on a part of the rows. If so, tables may be sharded, and each rank has
+    policies of its own for its shards; otherwise these tables cannot be sharded."""
 
     @abstractmethod
     def policy(self, space: RowSpace) -> CachePolicy:
-        """A new policy for the group ``space.group``; asked once for each, on every rank that trains.
+        """Make a policy for the group ``space.group``; called once for each group, on every rank that trains.
 
-        Of sharded tables it is asked for each part of the group that a rank looks up together, and
-        ``space`` numbers the rows of that part.
+        With sharded tables it is called for each part of the group that a rank looks up together; ``space``
+        then numbers the rows of that part.
         """
 
     def store(self, store: ColdStore) -> ColdStore:
-        """The group's cold store as the policy wants to reach it: itself, or one around it."""
+        """The cold store to use for the group: ``store`` itself, or a wrapper around it."""
         return store
 
     def collection(self, parts: TierParts) -> TableCollection | None:
-        """Tables of the plugin's own making instead of tiers under ``policy()``; None: tiers. Not asked
-        where tables are sharded.
+        """The plugin's own implementation of the tables, instead of tiers under ``policy()``; None: tiers.
+        Not called if tables are sharded.
 
-        Called on every rank, before ``policy``. Its ``forward`` gets this trainer's share of each batch, and
-        its backward makes the update, as a fused optimizer does.
+        Called on every rank, before ``policy``. The result's ``forward`` gets this trainer's share of each
+        batch, and its backward pass updates the rows, as a fused optimizer does.
         """
         return None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Direction = Literal["forward", "backward"]
 STORAGES = ("fp32", "fp16", "bf16")
-"""What ``Quantizer.storage`` may name."""
+"""The types that ``Quantizer.storage`` may name."""
 
 
 @dataclass(frozen=True)
@@ -31,30 +31,33 @@ class RecordLayout:
 class RowCodec(ABC):
     """Records of one layout in ``bytes_per_record`` bytes.
 
-    Stateless: equal records make equal bytes, whatever rows come with them, in any thread (several may call
-    at a time), on any rank. A codec that gives its own bytes again for the records that it has decoded lets a
-    resumed run go on bit by bit as the run it resumes; recpipe's own do.
+    A codec has no state: equal records give equal bytes, whichever records come with them, in any thread
+    (several may call at the same time), on any rank. A resumed run continues bit by bit if encoding a decoded
+    record gives the same bytes again, as recpipe's own codecs do.
 
-    A row is rounded each time it leaves the device: its slot, or the slab of rows that one batch needs.
+    A row is rounded each time it leaves device memory, that is its slot or the slab of rows that one batch
+    needs.
     """
 
     bytes_per_record: int
 
     @abstractmethod
     def encode(self, records: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Records float32 [n, width], written back, as uint8 [n, bytes_per_record]. Not to be changed."""
+        """Encode ``records`` float32 [n, width], on their way to the cold tier, as uint8 [n,
+        bytes_per_record]. It must not change ``records``."""
 
     @abstractmethod
     def decode(self, encoded: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
-        """The reverse, fetched: into ``out``, float32 [n, width]. Both are C-contiguous."""
+        """Decode uint8 [n, bytes_per_record] into ``out``, float32 [n, width]. Both are C-contiguous."""
 
 
 class Quantizer:
-    """Fewer bits in the cold tier, in the tables, or between ranks: three aspects, each with one owner for
-    each table (each collective), whoever owns the cache. What a method answers with None stays free for other
-    plugins. Its plugin alters EXACT_GRADIENT, and TABLE_LAYOUT where ``storage`` is not fp32.
+    """Stores rows in fewer bits in the cold tier or in the tables, or sends them in fewer bits between ranks.
+    Each of these three aspects has one owner for each table (or each collective), independent of who owns the
+    cache. If a method returns None, other plugins may own that aspect. Its plugin alters EXACT_GRADIENT, and
+    TABLE_LAYOUT where ``storage`` is not fp32.
 
-    Weights in the cold tier as float16, optimizer state exact, whole::
+    A complete example, with float16 weights and exact optimizer state in the cold tier::
 
         class Half(RowCodec):
             def __init__(self, layout: RecordLayout) -> None:
@@ -78,23 +81,24 @@ class Quantizer:
     """
 
     tables: str = "*"
-    """Pattern (as of file names) of the names of the tables that ``cold`` and ``storage`` are for."""
+    """A pattern, as for file names, for the tables that ``cold`` and ``storage`` apply to."""
 
     def cold(self, layout: RecordLayout) -> RowCodec | None:
-        """How records of ``layout`` lie in the cold tier; None: as they are, float32.
+        """The codec for records of ``layout`` in the cold tier; None: float32.
 
-        Asked once for each layout among the tables, on every rank. Tables whose codecs differ are groups of
-        their own.
+        Called once for each layout among the tables, on every rank. Tables with different codecs are in
+        different groups.
         """
         return None
 
     def storage(self, table: TableInfo) -> str | None:
-        """What stores a table's weights where they are looked up: ``fp32``, ``fp16`` or (on a GPU) ``bf16``;
-        None: fp32. Optimizer state stays float32."""
+        """The type of a table's weights in device memory: ``fp32``, ``fp16`` or (on a GPU) ``bf16``; None:
+        fp32. Optimizer state stays float32."""
         return None
 
     def codecs(self) -> Mapping[tuple[CommOp, Direction], QuantizedCommCodec[Any]]:
-        """One codec for each collective and direction between ranks; shards the tables where there are any.
+        """One codec for each collective and direction between ranks. If there are any, the tables are
+        sharded.
 
         A codec that no table of the model uses is refused.
         """

@@ -26,16 +26,16 @@ METHODS = ("cold", "storage", "codecs")
 
 @dataclass(frozen=True)
 class Quantizing:
-    """What the plugins' quantizers ask for; tables and collectives that are missing nobody wants."""
+    """What the plugins' quantizers ask for. Tables and collectives that are missing have no owner."""
 
     cold: Mapping[str, Owned[RowCodec]]
-    """By table. Tables of one owner whose records have one layout share a codec."""
+    """The codec of each table. Tables with one owner and one record layout share a codec."""
     storage: Mapping[str, Owned[str]]
-    """By table, what stores its weights; float32 too, where a plugin wants just that."""
+    """The storage type of each table that has an owner; it may be float32."""
     codecs: Mapping[tuple[CommOp, Direction], Owned[QuantizedCommCodec[Any]]]
 
     def owners(self) -> dict[str, dict[str, str]]:
-        """By table, the plugin of each of its aspects that a plugin owns."""
+        """For each table, its owned aspects and the plugin that owns each."""
         owners: dict[str, dict[str, str]] = {}
         for aspect, owned in (("cold", self.cold), ("storage", self.storage)):
             for table, owner in owned.items():
@@ -51,7 +51,7 @@ class BlamedCodec(RowCodec):
         self.bytes_per_record = codec.bytes_per_record
 
     def encode(self, records: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """As ``RowCodec``; ``PluginError`` on anything but as many bytes."""
+        """As ``RowCodec``; ``PluginError`` if the result has the wrong type or number of bytes."""
         with blaming(self.origin, "quantizer.cold.encode"):
             made = self.codec.encode(records)
         shape = (len(records), self.bytes_per_record)
@@ -69,7 +69,7 @@ class BlamedCodec(RowCodec):
 def quantizing(tables: Mapping[str, TableInfo], plugins: Plugins) -> Quantizing:
     """Merge the quantizers of ``plugins`` over ``tables``, by name.
 
-    ``PluginConflict`` where two want one thing, ``PluginError`` on a quantizer that is none.
+    ``PluginConflict`` if two want the same aspect, ``PluginError`` if a quantizer returns something invalid.
     """
     wanted = [(origin, c.quantizer) for origin, c in plugins if c.quantizer is not None]
     for origin, quantizer in wanted:

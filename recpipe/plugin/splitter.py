@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Split:
-    """A batch cut into micro-batches: samples in ``order``, ``bounds`` where each micro-batch ends.
+    """A batch cut into micro-batches: ``order`` lists the samples, ``bounds`` says where each micro-batch
+    ends.
 
-    ``order`` is a permutation of 0 .. B - 1 (int64 [B]); ``bounds`` grows and its last entry is B:
+    ``order`` is a permutation of 0 .. B - 1 (int64 [B]); ``bounds`` increases and ends with B:
     ``(n_popular, B)`` makes two micro-batches, the first one of samples ``order[:n_popular]``. Core rounds
-    all bounds but the last down to multiples of ``micro_batch_step``: samples above train with the next one.
+    all bounds but the last down to multiples of ``micro_batch_step``: the samples between train with the next
+    micro-batch.
     """
 
     order: NDArray[np.int64]
@@ -28,17 +30,17 @@ class Split:
 
 
 def micro_batch_step(batch_size: int) -> int:
-    """Samples that micro-batches of a ``batch_size`` come in multiples of: a sixteenth of it, rounded up.
+    """The step, in samples, between possible micro-batch sizes: a sixteenth of ``batch_size``, rounded up.
 
-    Matrix kernels are made, and kept, for each size of their inputs. With any size at all they grew to as
-    much memory as the rest of a small model's run.
+    Matrix kernels are made, and kept in memory, for each input size. Without steps they took as much memory
+    as the rest of a small model's run.
     """
     return -(-batch_size // 16)
 
 
 def wrong_split(split: object, samples: int) -> str:
-    """Why ``split`` does not cut a batch of so many ``samples``; empty where it does."""
-    import numpy as np  # which takes longer to import than all that ``import recpipe`` needs
+    """What is wrong with ``split`` for a batch of so many ``samples``; empty if nothing is."""
+    import numpy as np  # importing it takes longer than all that ``import recpipe`` needs
 
     if not isinstance(split, Split):
         return f"{type(split).__name__}, not a Split"
@@ -55,13 +57,13 @@ def wrong_split(split: object, samples: int) -> str:
 
 
 class Splitter(ABC):
-    """Cuts batches so that samples which need nothing from the cold tier train while the others' rows come.
+    """Cuts batches so that samples which need no cold rows train while the rows of the others are fetched.
 
     Core does the rest: the scale of the losses, one update per batch, fetches behind the micro-batches that
-    need nothing. ``split`` is called in the loader's thread, one batch ahead of training, with the whole
-    batch and the same on every trainer: it must decide the same there.
+    need nothing. ``split`` is called in the loader's thread, one batch ahead of training. Every trainer calls
+    it with the same whole batch and must get the same answer.
 
-    Warm samples first, whole::
+    A complete example, which trains warm samples first::
 
         class WarmFirst(Splitter):
             def split(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split:
@@ -72,5 +74,5 @@ class Splitter(ABC):
 
     @abstractmethod
     def split(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split:
-        """How to cut ``batch``; of each sample, ``needs_cold`` (bool [B]) says whether it looks up a row that
-        is not in device memory. All false where every row is resident."""
+        """How to cut ``batch``. ``needs_cold`` (bool [B]) says for each sample whether it looks up a row that
+        is not in device memory; if every row is resident, it is all false."""

@@ -1,1 +1,1 @@
-"""What a run leaves: report.json (record), the table on the terminal (terminal) and report.html (html)."""
+"""A run's report: report.json (record), the table on the terminal (terminal) and report.html (html)."""

@@ -16,36 +16,36 @@ SPEEDS = {
     "steady": "steady_samples_per_second",
     "end_to_end": "end_to_end_samples_per_second",
 }
-"""The three speeds of a run, and where its report has them; the first is the headline."""
+"""The three speeds of a run and their keys in its report; the first is the main one."""
 HEADLINE = "all_steps"
 
 
 @dataclass
 class RowResult:
-    """One row so far: the report of its first run, and what each run told."""
+    """One row so far: the report of its first run, and figures of each run."""
 
     name: str
     report: Mapping[str, Any] = field(default_factory=dict)
     speeds: dict[str, list[float | None]] = field(default_factory=lambda: {kind: [] for kind in SPEEDS})
-    """Of each counted round, by the names of ``SPEEDS``."""
+    """The speeds of each counted round, by the names of ``SPEEDS``."""
     quality: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """By number of the seed: the ``quality`` of the first run with it."""
+    """The ``quality`` of the first run with each seed, by the seed's number."""
     others: list[float] = field(default_factory=list)
-    """What other programs took of the processors in each counted round."""
+    """The share of the processors that other programs used in each counted round."""
     difference: Difference | None = None
-    """Of an exact row's parameters, to those of the first exact row."""
+    """The difference between an exact row's parameters and those of the first exact row."""
     not_comparable: str | None = None
     """Why an exact row has no ``difference``."""
     failed: str | None = None
-    """The fault of the run after which it was left out."""
+    """The error of the run after which the row was left out."""
 
     @property
     def altered(self) -> list[str]:
-        """Invariants its plugins alter; empty for an exact row."""
+        """The invariants that its plugins alter; empty for an exact row."""
         return list(self.report.get("altered", ()))
 
     def add(self, report: Mapping[str, Any], seed: int, counted: bool) -> None:
-        """What a run told."""
+        """Add the figures of a run."""
         if not self.report:
             self.report = report
         self.quality.setdefault(seed, report.get("quality", {}))
@@ -57,13 +57,13 @@ class RowResult:
                 self.others.append(throughput["others_cpu_share"])
 
     def ratios(self, first: RowResult, kind: str = HEADLINE) -> list[float]:
-        """Of this row's speed to that of ``first``, round by round."""
+        """The ratio of this row's speed to that of ``first``, round by round."""
         pairs = zip(self.speeds[kind], first.speeds[kind], strict=False)
         return [mine / theirs for mine, theirs in pairs if mine is not None and theirs]
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory of the resident tier and all beside it; None before the first run."""
+        """Memory of the resident tier and its overhead; None before the first run."""
         memory = self.report.get("memory")
         return memory["resident_bytes"] + memory["tier_overhead_bytes"] if memory else None
 
@@ -76,12 +76,12 @@ def precise(results: Sequence[RowResult], wanted: float) -> bool:
 
 
 def summarise(results: Sequence[RowResult], rounding: RowResult | None = None) -> list[dict[str, Any]]:
-    """The ``rows`` of compare.json, in the order asked for; figures of rounds not yet run are None.
+    """The ``rows`` of compare.json, in the requested order; figures of rounds not yet run are None.
 
-    A ratio is the median over rounds of this row's speed divided by the first row's of the same round: what
-    slows the machine for a while slows both. ``*_difference`` is to the first row with the same seed, of
-    parameters to the first exact row. ``exact_as_declared`` is judged by ``rounding``; None of a row that
-    declares nothing of the kind or has not been judged.
+    A ratio is the median over rounds of this row's speed divided by the first row's in the same round,
+    because other load on the machine slows both. ``*_difference`` is relative to the first row with the same
+    seed, for parameters to the first exact row. ``exact_as_declared`` is judged by ``rounding``; it is None
+    for a row that does not declare to be exact or has not been judged.
     """
     return [_row(result, results[0], rounding) for result in results]
 
@@ -127,7 +127,7 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _cold_start(report: Mapping[str, Any]) -> str | None:
-    """Why the run shows no more than how a cache fills; None where it shows more."""
+    """Why the run only shows how a cache fills; None if it shows more."""
     for name, figures in report.get("plugins", {}).items():
         if figures.get("cold_start"):
             return f"{name}: {figures['cold_start']}"
@@ -160,8 +160,9 @@ def _quality(result: RowResult, first: RowResult) -> dict[str, Any]:
 def rounding(
     results: Sequence[RowResult], base: int | None, rounded: RowResult | None
 ) -> dict[str, Any] | None:
-    """``rounding`` of compare.json: how far the ``base`` row's run is from that with its first weights
-    moved by one float32, and what exact rows may differ by; None where it was not run."""
+    """``rounding`` of compare.json: how far the ``base`` row's run is from the same run with each first
+    weight moved to a neighbouring float32, and the difference that exact rows may have. None if it was not
+    run."""
     if base is None or rounded is None:
         return None
     apart = rounded.difference

@@ -1,4 +1,4 @@
-"""What task=compare leaves: compare.json (schema 1), two tables on the terminal, and compare.html."""
+"""The results of task=compare: compare.json (schema 1), two tables on the terminal, and compare.html."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def print_result(content: Mapping[str, Any], console: Console) -> None:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for index, name in enumerate(columns):
-        # Names may fold, numbers never: they would not be read as one.
+        # Names may be folded into several lines, but not numbers, which would be misread.
         table.add_column(name, justify="right" if index else "left", overflow="fold", no_wrap=index > 0)
     return table
 
@@ -72,7 +72,7 @@ def _quality_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _moved(io: Mapping[str, Any], unit: str) -> float | None:
-    """Rows or bytes read and written together."""
+    """Rows or bytes read plus those written."""
     return io[f"{unit}_read"] + io[f"{unit}_written"] if io else None
 
 

@@ -1,4 +1,4 @@
-"""On what a run was made: machine, versions and commit, for report.json and compare.json."""
+"""The environment of a run: machine, versions and commit, for report.json and compare.json."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ _PACKAGES = {
 
 
 def environment() -> dict[str, Any]:
-    """Machine and versions, ready for JSON; a figure that the system does not give is None.
+    """Machine and versions as JSON values; a figure that the system does not offer is None.
 
-    ``cores`` are those this process may run on, ``threads`` those torch uses for one operator,
-    ``allocator`` what was set of glibc's and torch's, ``float32_matmul`` what multiplies matrices on the CPU,
-    ``ram_bytes`` the machine's memory; ``commit`` (with ``-dirty`` where files differ) only in a checkout.
+    ``cores``: those that this process may use. ``threads``: those that torch uses for one operator.
+    ``allocator``: settings made for glibc and torch. ``float32_matmul``: the library that multiplies matrices
+    on the CPU. ``ram_bytes``: the machine's memory. ``commit`` (with ``-dirty`` if files differ): only in a
+    checkout.
     """
     return {
         "cpu": processor(),
@@ -62,7 +63,7 @@ def _version(packages: tuple[str, ...]) -> str | None:
 def _commit() -> str | None:
     """The checkout's commit, if this file is tracked there (not in a venv inside another's checkout).
 
-    It is asked for once: what a process runs is what it has imported.
+    It is read once, since a process runs what it has imported.
     """
     here = Path(__file__)
     tracked = _git("ls-files", "--error-unmatch", here.name, cwd=here.parent)

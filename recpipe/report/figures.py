@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: 1.25 MiB, 12,345, 0.7701; shared by terminal and HTML."""
+"""Formats numbers for terminal and HTML: 1.25 MiB, 12,345, 0.7701."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def short(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Bytes in the binary unit that needs no more than three digits; ``-`` for None."""
+    """Bytes in the binary unit that needs at most three digits; ``-`` for None."""
     if value is None:
         return "-"
     scaled, unit = float(value), 0
@@ -52,7 +52,7 @@ def scientific(value: float | None) -> str:
 
 
 def figure(name: str, value: object) -> str:
-    """A plugin's figure by the unit at the end of its name: ``_bytes``, ``_share``, ``_seconds``."""
+    """A plugin's figure, formatted by the end of its name: ``_bytes``, ``_share``, ``_seconds``."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "-" if value is None else str(value)
     if name.endswith("bytes"):

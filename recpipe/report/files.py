@@ -1,4 +1,4 @@
-"""The files of a report: one that cannot be written costs neither the others nor the table."""
+"""Writes the files of a report, so that a failure of one affects neither the others nor the table."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from recpipe.report.record import write_json
 
 
 class ReportFiles:
-    """Writes files into ``directory`` and keeps what fails, for ``check`` to tell."""
+    """Writes files into ``directory`` and keeps the errors for ``check``."""
 
     def __init__(self, directory: Path, remedy: str = ELSEWHERE) -> None:
         self.directory, self.remedy = directory, remedy
         self.late: list[UserError] = []
-        """What else went wrong when the work was done, and must not cost its report."""
+        """Other errors after the run's work was done, which must not prevent its report."""
         self._faults: dict[Path, OSError] = {}
 
     def write(self, name: str, write: Callable[[Path], object]) -> bool:
-        """Have ``write`` make the file ``name``; whether it could. A later success undoes a failure."""
+        """Call ``write`` to make the file ``name``; returns whether it could. A later success removes an
+        earlier error."""
         path = self.directory / name
         self._faults.pop(path, None)
         try:
@@ -32,11 +33,11 @@ class ReportFiles:
         return True
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> bool:
-        """``write`` for a file of JSON."""
+        """``write`` for a JSON file."""
         return self.write(name, lambda path: write_json(path, content))
 
     def check(self) -> None:
-        """Raise UserError, in one line, for all that could not be written."""
+        """Raise a one-line UserError for all that could not be written."""
         lines = [str(error) for error in self.late]
         if self._faults:
             names = ", ".join(map(str, self._faults))

@@ -1,4 +1,4 @@
-"""report.html: one file without outside resources, made from the content of report.json alone."""
+"""report.html: one file without external resources, made only from the content of report.json."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _warnings(report: Mapping[str, Any]) -> list[str]:
 
 
 _TILES = {"AUC": "AUC, held out", "logloss": "logloss (nats)", "NE": "normalized entropy"}
-"""Longer words for figures of quality."""
+"""Longer labels for figures of quality."""
 
 
 def page(template: str) -> Template:
@@ -78,8 +78,8 @@ def _templates() -> Environment:
 
 
 def quality_bars(names: Sequence[str], several: Sequence[Figures]) -> list[plots.Plot]:
-    """A plot of each figure by which ``several`` runs, with these ``names``, are judged first, or of the
-    loss; none where nobody has it."""
+    """Plots of the main figures of quality of ``several`` runs with these ``names``, or of the loss; empty if
+    no run has them."""
     found = shown_figures(several)
     drawn = []
     for key in [key for key in FIRST if key in found] or ["loss"]:
@@ -127,7 +127,7 @@ def _speed(report: Mapping[str, Any]) -> list[plots.Plot]:
 
 
 def _profile(section: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What the template shows of the report's ``profile``."""
+    """The template's values for the report's ``profile``."""
     if section is None:
         return None
     return {

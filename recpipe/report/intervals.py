@@ -10,7 +10,7 @@ import numpy as np
 LEVEL = 0.95
 RESAMPLES = 4000
 LEAST = 3
-"""Rounds or seeds that an interval takes."""
+"""The least number of rounds or seeds for an interval."""
 Interval = tuple[float, float]
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 """Student's t at 97.5% for 1 to 14 degrees of freedom."""
@@ -18,9 +18,9 @@ _NORMAL = 1.96
 
 
 def median_interval(values: Sequence[float]) -> Interval | None:
-    """Percentile bootstrap (Efron 1979) of the median; None of fewer than ``LEAST`` values.
+    """Percentile bootstrap (Efron 1979) of the median; None for fewer than ``LEAST`` values.
 
-    The resamples are always the same ones, so that equal values have equal intervals.
+    The resamples are always the same, so that equal values have equal intervals.
     """
     if len(values) < LEAST:
         return None
@@ -30,7 +30,7 @@ def median_interval(values: Sequence[float]) -> Interval | None:
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Of the mean of independent ``values``; None of fewer than ``LEAST``."""
+    """The interval of the mean of independent ``values``; None for fewer than ``LEAST``."""
     if len(values) < LEAST:
         return None
     degrees = len(values) - 1
@@ -41,5 +41,5 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
 
 def width(interval: Interval | None, around: float | None) -> float:
-    """The interval's width as a share of ``around``; infinite where there is none."""
+    """The interval's width as a share of ``around``; infinite without an interval."""
     return (interval[1] - interval[0]) / around if interval and around else math.inf

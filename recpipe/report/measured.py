@@ -1,4 +1,4 @@
-"""The ``profile`` of a report: where a step's time goes and the least it could take, as table and bars."""
+"""Shows the ``profile`` of a report, a step's time and the least it could take, as table and bars."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ COLUMNS = ("phase", "ms", "share", "floor ms", "x floor")
 
 
 def rows(profile: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """One row of ``COLUMNS`` for each phase that the model has, and the step's; ``-`` where there is nothing
-    to compare."""
+    """One row of ``COLUMNS`` for each phase of the model and for the step; ``-`` if there is nothing to
+    compare."""
     step_ms = profile["step_ms"]
     phases = [_row(name, p["ms"], p["floor_ms"], step_ms) for name, p in _there(profile).items()]
     return [*phases, _row("step", step_ms, profile["floor"]["ms"], step_ms)]
 
 
 def _there(profile: Mapping[str, Any]) -> dict[str, Any]:
-    """The phases that took time or should have."""
+    """The phases that took time or should have taken some."""
     return {name: p for name, p in profile["phases"].items() if p["ms"] is not None or p["floor_ms"]}
 
 
@@ -36,7 +36,7 @@ def _row(name: str, ms: float | None, floor_ms: float, step_ms: float) -> tuple[
 
 
 def limits(profile: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the floor was computed from: (what, figure)."""
+    """The inputs of the floor, as pairs of name and figure."""
     floor, machine = profile["floor"], profile["machine"]
     threads = f"{machine['threads']} thread" + ("s" if machine["threads"] != 1 else "")
     gemm = ", ".join(f"{kind} {_rate(rate)}FLOP/s" for kind, rate in machine["gemm_flops_per_s"].items())
@@ -63,7 +63,7 @@ def _rate(value: float) -> str:
 
 
 def profiled(profile: Mapping[str, Any]) -> str:
-    """What the profiler cost, in words."""
+    """The cost of the profiler, in words."""
     step, slowed = profile["step_ms"], profile["profiled_step_ms"]
     return (
         f"A step takes {step:.2f} ms; under the profiler, where the phases' shares are from, {slowed:.2f} ms"
@@ -71,7 +71,7 @@ def profiled(profile: Mapping[str, Any]) -> str:
 
 
 def print_profile(profile: Mapping[str, Any], directory: Path, console: Console | None = None) -> None:
-    """The table and what its floor rests on, for an 80-column terminal."""
+    """Print the table and the inputs of its floor, for an 80-column terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(COLUMNS):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)
@@ -92,6 +92,6 @@ def print_profile(profile: Mapping[str, Any], directory: Path, console: Console 
 
 
 def phase_bars(profile: Mapping[str, Any]) -> list[plots.Plot]:
-    """The step and its floor, each a bar of its phases."""
+    """The step and its floor as two bars, made of their phases."""
     parts = {name: [p["ms"] or 0.0, p["floor_ms"]] for name, p in _there(profile).items()}
     return [plots.stacked("A step and its floor, by phase", ["achieved", "floor"], parts, "ms")]

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
-# matplotlib writes colours into the SVG; this one, used for nothing else, becomes the page's text colour.
+# matplotlib writes colours into the SVG. This one is not used elsewhere; it becomes the page's text colour.
 _INK = "#010203"
 COLOURS = (
     *("#3b82c4", "#d9822b", "#3f9c6b", "#b0527f", "#8a6fc7", "#9b8b3c"),
@@ -86,9 +86,9 @@ def bars(
     spread: Sequence[tuple[float, float]] | None = None,
     from_zero: bool = True,
 ) -> Plot:
-    """Horizontal bars, first name on top, or dots where zero is no natural start.
+    """Horizontal bars, first name on top, or dots if zero is not a natural start.
 
-    ``spread``: lowest and highest value of each name, drawn as a whisker. None draws nothing.
+    ``spread``: the lowest and highest value of each name, drawn as a whisker; None draws none.
     """
     with rc_context(_STYLE):
         figure, axes = _canvas(x_label, "", height=0.9 + 0.38 * len(names))
@@ -98,7 +98,7 @@ def bars(
             axes.barh(rows, lengths, color=_cycle(len(names)), height=0.62)
         else:
             axes.scatter(lengths, rows, color=_cycle(len(names)), s=48, zorder=3)
-            # Rounding errors must not look like differences.
+            # Values that differ by rounding alone must not look different.
             low, high = axes.get_xlim()
             margin = max(0.0, 1e-3 - (high - low)) / 2
             axes.set_xlim(low - margin, high + margin)
@@ -138,7 +138,7 @@ def _canvas(x_label: str, y_label: str, height: float = 3.0) -> tuple[Figure, Ax
 
 
 def _tick(value: float, _position: int) -> str:
-    """200k rather than 0.2 with a 1e6 at the other end of the axis; 0.77 rather than 770m."""
+    """A label such as 200k (not 0.2 with 1e6 at the end of the axis) or 0.77 (not 770m)."""
     return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:g}"
 
 
@@ -148,7 +148,7 @@ def _finish(title: str, figure: Figure) -> Plot:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # Text is already escaped by matplotlib; the font is the page's.
+    # matplotlib has escaped the text already; the font is the page's.
     svg = (
         svg.replace(_INK, "currentColor")
         .replace("'DejaVu Sans'", "inherit")

@@ -1,4 +1,4 @@
-"""Which figures of quality a report shows: those that fit the model's loss and labels."""
+"""Selects the figures of quality that a report shows: those that fit the model's loss and labels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LABELS = {
 }
 """All figures of quality, by their names in report.json."""
 FIRST = ("auc", "rmse", "poisson_deviance")
-"""By which predictions of each kind are judged first."""
+"""The main figures for each kind of prediction."""
 Figures = Mapping[str, float | None]
 
 
 def shown_figures(several: Iterable[Figures]) -> list[str]:
-    """Names of the figures to show of ``several``: of each one AUC, logloss and NE where it has a logloss,
-    else the loss and what it has besides; AUC, logloss and NE where nobody has anything."""
+    """The names of the figures to show for ``several`` runs: AUC, logloss and NE for a run with a logloss,
+    otherwise the loss and the other figures that it has. If no run has any, AUC, logloss and NE."""
     found = {name for figures in several for name in _shown(figures)}
     return [name for name in LABELS if name in found] or list(CLICKS)
 
@@ -35,7 +35,7 @@ def _shown(figures: Figures) -> Sequence[str]:
 
 
 def labelled(figures: Figures) -> list[tuple[str, float | None]]:
-    """The figures to show of one, by label."""
+    """The figures to show for one run, with their labels."""
     return [(LABELS[name], figures.get(name)) for name in shown_figures([figures])]
 
 

@@ -1,4 +1,4 @@
-"""What a run measured: the dataclasses behind report.json, schema 1 (its keys are a public interface)."""
+"""The dataclasses of report.json, schema 1, whose keys are a public interface."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class DataFigures:
     lookups: int
     rejected_rows: int = 0
     dropped_samples: int = 0
-    """Training samples in no epoch, because ``data.last_batch=drop`` left their short batch out."""
+    """How many training samples ``data.last_batch=drop`` left out of every epoch."""
     unplanned_calls: int = 0
-    """How often the model called a collection with ids that are not the batch's own, in training: those rows
-    were looked up there and then."""
+    """How many times the model called a collection in training with ids that are not the batch's own; such
+    rows are looked up at once."""
     skipped_samples: int = 0
-    """Of the samples trained, those that a plugin's skipper left out of their batches."""
+    """How many of the samples a plugin's skipper left out of their batches."""
 
 
 @dataclass
@@ -58,20 +58,21 @@ class Throughput:
     """Training speed, three times. Evaluation is in none of them; NaN where nothing was trained."""
 
     samples_per_second: float
-    """Over all steps, each from the end of the one before."""
+    """The speed over all steps; a step lasts from the end of the one before."""
     step_ms: StepMilliseconds
     step_histogram: Histogram
     first_step_seconds: float = math.nan
-    """From the process's start to the end of its first trained step; NaN without steps."""
+    """Seconds from the process's start to the end of its first trained step; NaN without steps."""
     steady_samples_per_second: float = math.nan
-    """Without the first tenth of the steps (at most ``WARM_UP``), which find cold caches."""
+    """The speed without the first tenth of the steps (at most ``WARM_UP``), when caches are cold."""
     end_to_end_samples_per_second: float = math.nan
-    """From the process's start until every row is written back to its tier."""
+    """The speed over the time from the process's start until every row is written back to its tier."""
     set_up_seconds: float = math.nan
-    """From the process's start to the first step's: imports, data, plugins' preparation, tables."""
+    """Seconds from the process's start to the start of the first step: imports, data, plugins' preparation,
+    tables."""
     evaluation_seconds: float = math.nan
     end_to_end_seconds: float = math.nan
-    """Behind ``end_to_end_samples_per_second``."""
+    """The time of ``end_to_end_samples_per_second``."""
     others_cpu_share: float | None = None
     """Share of the machine's processors that other programs took while this one trained; None of several
     ranks, and where the system does not tell."""
@@ -116,12 +117,13 @@ class Memory:
     resident_bytes: int
     cold_bytes: int
     tier_overhead_bytes: int = 0
-    """Memory that the tiers need beside the resident rows: row maps, the policy's tables, slab, buffers."""
+    """Memory of the tiers beside the resident rows: row maps, the policy's arrays, slab, buffers."""
 
 
 @dataclass
 class Io:
-    """Traffic with the cold tier. ``direct``: None for a store that is no file; it is training that waits."""
+    """Traffic with the cold tier. ``direct`` is None for a store without files. ``wait_seconds``: training
+    waited."""
 
     store: str | None = None
     direct: bool | None = None
@@ -131,12 +133,12 @@ class Io:
     bytes_written: int = 0
     wait_seconds: float = 0.0
     rows_staged: int = 0
-    """Of ``rows_read``: rows whose block the store still held, so that the device did not read it again."""
+    """Rows whose block the store still held in memory, so that the device did not read it again."""
     fetch_seconds: float = 0.0
-    """The I/O thread's time in fetches; what exceeds ``wait_seconds`` was hidden behind training."""
+    """The I/O thread's time in fetches; the part beyond ``wait_seconds`` was hidden behind training."""
     write_seconds: float = 0.0
     plan_seconds: float = 0.0
-    """The loader thread's time in deciding which rows move."""
+    """The loader thread's time for deciding which rows move."""
     cold_start: bool = False
     """Whether the cache was never full, so that the run shows how it fills and no more."""
 
@@ -145,8 +147,8 @@ class Io:
 class Point:
     """One point of the learning curve: an evaluation after so many steps and samples of the whole run.
 
-    ``loss`` is the mean training loss and ``samples_per_second`` the speed since the point before;
-    ``eval_loss`` and the figures besides are the held-out part's, NaN where they do not fit the loss.
+    ``loss`` is the mean training loss and ``samples_per_second`` the speed since the previous point.
+    ``eval_loss`` and the other figures are those of the held-out part, NaN if they do not fit the loss.
     """
 
     step: int
@@ -171,30 +173,31 @@ class RankFigures:
     trainers: Sequence[int] = (0,)
     holders: Sequence[int] = (0,)
     emulate: Mapping[str, float | None] | None = None
-    """The slower network that was played, latency_us and gbit_per_s; None: this machine's own."""
+    """The slower network that was emulated, latency_us and gbit_per_s; None: no emulation."""
     messages: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     message_seconds: float = 0.0
     collectives: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """TorchRec's own, by name: calls, bytes and seconds waited; also in the sums above."""
+    """TorchRec's collectives by name: calls, bytes and seconds waited. The sums above include them."""
 
 
 @dataclass
 class Resumed:
-    """What a resumed run went on from, and the whole run; the other figures are of this part of it.
+    """The checkpoint of a resumed run, and figures of the whole run; all other figures are those of this
+    part.
 
-    ``samples`` and ``total_samples`` are None where the checkpoint does not tell how many it has seen.
+    ``samples`` and ``total_samples`` are None if the checkpoint does not have the number of samples.
     """
 
     checkpoint: str
     step: int
-    """Steps and samples before this part ..."""
+    """Steps before this part."""
     samples: int | None
     steps: int
-    """... its own steps (its samples are ``data.train_samples``) ..."""
+    """Steps of this part; its samples are ``data.train_samples``."""
     total_steps: int
-    """... and the sums: those of the whole run."""
+    """Steps of the whole run."""
     total_samples: int | None
 
 
@@ -205,7 +208,7 @@ PluginFigures = Mapping[str, object]
 
 @dataclass
 class RunReport:
-    """All that report.json holds. Not-a-number and infinity become null there (strict JSON)."""
+    """The content of report.json. Not-a-number and infinity become null there (strict JSON)."""
 
     task: str
     recipe: Mapping[str, Any]
@@ -223,10 +226,10 @@ class RunReport:
     resumed: Resumed | None = None
     """None: the run began with its first step."""
     profile: Mapping[str, Any] | None = None
-    """Where a step's time goes, and the least it could take; of task=profile alone."""
+    """A step's time by phases, and the least it could take; only for task=profile."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as report.json has it: plain JSON values only."""
+        """The report in plain JSON values."""
         return {"schema": SCHEMA, **as_json(asdict(self))}
 
     def write(self, directory: Path) -> Path:
@@ -243,21 +246,22 @@ def step_times(seconds: Sequence[float]) -> StepMilliseconds:
 
 
 def step_histogram(seconds: Sequence[float], bins: int = 40) -> Histogram:
-    """Steps by duration in ``bins`` equal bins up to the 99th percentile; the last takes what is longer."""
+    """Steps by duration in ``bins`` equal bins up to the 99th percentile; the last bin includes longer
+    steps."""
     if not len(seconds):
         return Histogram([], [])
     milliseconds = np.asarray(seconds, dtype=np.float64) * 1e3
-    # A first step that takes seconds (compilation, page faults) would squeeze all others into one bin.
+    # Otherwise a first step of seconds (compilation, page faults) would squeeze all others into one bin.
     capped = np.minimum(milliseconds, np.percentile(milliseconds, 99))
     counts, edges = np.histogram(capped, bins=bins)
     return Histogram([float(edge) for edge in edges], [int(count) for count in counts])
 
 
 def as_json(value: Any) -> Any:
-    """``value`` as strict JSON can hold it: NaN and infinity as None, arrays and tensors as lists.
+    """``value`` in strict JSON values: NaN and infinity become None, arrays and tensors become lists.
 
-    Anything else that JSON does not know becomes its string: a plugin's odd figure must not cost a
-    finished run its report.
+    Anything else that JSON does not know becomes a string, so that a plugin's odd figure cannot prevent a
+    finished run's report.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -287,5 +291,5 @@ def replace_file(path: Path, text: str) -> Path:
         return temporary.replace(path)
     except OSError:
         with suppress(OSError):
-            temporary.unlink()  # on a full disk it takes what the other files could have
+            temporary.unlink()  # on a full disk it would take space from the other files
         raise

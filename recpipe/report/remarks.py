@@ -1,4 +1,4 @@
-"""What stands under the tables of a comparison: what marks mean, faults, what one rounding does."""
+"""The remarks under the tables of a comparison: the meaning of marks, faults, the effect of one rounding."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from recpipe.report.quality import shown_figures
 
 
 def marked_name(row: Mapping[str, Any]) -> str:
-    """The name of a row of compare.json, with ``~`` where no cache was full, ``*`` where it alters what is
-    trained, and ``!`` at a fault."""
+    """The name of a row of compare.json, with ``~`` if no cache was full, ``*`` if it alters what is trained,
+    and ``!`` if it has a fault."""
     cold = "~" if row["cold_start"] else ""
     return str(row["name"]) + cold + ("*" if row["altered"] else "") + ("!" if _faults(row, None) else "")
 
 
 def notes(content: Mapping[str, Any]) -> list[str]:
-    """Lines under the tables of compare.json's ``content``: what the columns and marks mean, how sure the
-    figures are, and what rounding does."""
+    """Lines under the tables of compare.json's ``content``: the meaning of columns and marks, how certain the
+    figures are, and the effect of rounding."""
     rows = content["rows"]
     found = [
         f"~ {row['name']}: cold start only, {row['cold_start']}; a longer run shows more"
@@ -41,7 +41,7 @@ def notes(content: Mapping[str, Any]) -> list[str]:
 
 
 def how_measured(content: Mapping[str, Any]) -> str:
-    """What the speeds are, and of how many rounds."""
+    """The kind of speed, and the number of rounds."""
     first, warmup = content["rows"][0]["name"], content["warmup"]
     left_out = f" after {warmup} of warm-up, left out" if warmup else ""
     text = (
@@ -90,7 +90,7 @@ def _rounding(content: Mapping[str, Any]) -> str:
 
 
 def faults(content: Mapping[str, Any]) -> list[str]:
-    """A line for each row that is not what it should be: failed, or not exact though it declares to be."""
+    """A line for each row that failed, or that is not exact although it declares to be."""
     return [line for row in content["rows"] for line in _faults(row, content["rounding"])]
 
 

@@ -1,6 +1,6 @@
-"""What a sweep leaves: one table of its jobs on the terminal, sweep.json (schema 1) and sweep.html.
+"""The report of a sweep: a table of its jobs on the terminal, sweep.json (schema 1) and sweep.html.
 
-Made from the jobs' report.json alone, so that it can be made again, and of sweeps of any launcher.
+It is made only from the jobs' report.json, so it can be made again later, and for any launcher.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ REPORT, OVERRIDES = "report.json", Path(".hydra") / "overrides.yaml"
 
 @dataclass
 class Job:
-    """One job of a sweep; figures are None where it is not done."""
+    """One job of a sweep; figures are None unless it is done."""
 
     job: str
-    """Its folder in the sweep's."""
+    """Its folder, relative to the sweep's."""
     overrides: list[str] = field(default_factory=list)
     differs: list[str] = field(default_factory=list)
-    """Those of ``overrides`` that not every job has."""
+    """The ``overrides`` that not all jobs share."""
     state: str = "no report"
-    """done, failed, stopped (by a signal to the sweep), damaged (a report that cannot be read) or no report
-    (not ended, or no training)."""
+    """``done``, ``failed``, ``stopped`` (by a signal to the sweep), ``damaged`` (its report cannot be read)
+    or ``no report`` (not ended, or no training)."""
     exit_status: int | None = None
     """None: not known, or not ended."""
     fault: str | None = None
@@ -55,18 +55,18 @@ class Job:
     mae: float | None = None
     poisson_deviance: float | None = None
     bytes_between_ranks: int | None = None
-    """Sent and received by rank 0; None for a run of one process."""
+    """Bytes sent and received by rank 0; None for a run of one process."""
     peak_rss_bytes: int | None = None
     altered: list[str] = field(default_factory=list)
 
     @property
     def label(self) -> str:
-        """What sets it apart."""
+        """A label that distinguishes it from other jobs."""
         return f"{self.job}{'*' if self.altered else ''} {' '.join(self.differs)}".strip()
 
     @property
     def quality(self) -> dict[str, float | None]:
-        """By the names of report.json."""
+        """The figures of quality, by their names in report.json."""
         return {name: getattr(self, name) for name in LABELS}
 
 
@@ -77,7 +77,7 @@ class Column:
     title: str
     cell: Callable[[Job], str]
     narrow: str = ""
-    """The title over several lines of a terminal."""
+    """The title on several lines, for a terminal."""
 
 
 SPEED = (
@@ -90,14 +90,14 @@ COSTS = (
 )
 NARROW = {"logloss": "log-\nloss", "poisson_deviance": "Poisson\ndeviance"}
 MOST = 4
-"""Figures of quality that eighty columns hold beside the others."""
+"""How many figures of quality fit into eighty columns beside the others."""
 
 
 def report(directory: Path, console: Console | None = None) -> list[Job]:
     """Print the table of the sweep in ``directory`` and write sweep.json and sweep.html there.
 
-    Raises UserError where ``directory`` holds no jobs or, when all is printed, cannot be written; a job
-    without a whole report is a line of the table.
+    Raises UserError if ``directory`` has no jobs or, after printing, if it cannot be written. A job without a
+    complete report is also a line of the table.
     """
     jobs = read(directory)
     every = _common(jobs)
@@ -133,7 +133,7 @@ def read(directory: Path) -> list[Job]:
 
 
 def _common(jobs: Sequence[Job]) -> list[str]:
-    """Overrides of every job whose overrides are known; none where one job has nothing to differ from."""
+    """The overrides that all jobs with known overrides share; empty if there is only one job."""
     known = [job.overrides for job in jobs if job.overrides]
     return [word for word in known[0] if all(word in words for words in known)] if len(known) > 1 else []
 
@@ -160,7 +160,7 @@ def _job(directory: Path, folder: Path) -> Job:
     if known.get("stopped"):
         job.state = "stopped"
     elif job.exit_status:
-        # A report that lies there all the same is of an earlier run.
+        # A report that exists nevertheless is from an earlier run.
         job.state, job.fault = "failed", str(known.get("fault") or f"exit status {job.exit_status}")
     elif path.exists():
         try:
@@ -172,7 +172,7 @@ def _job(directory: Path, folder: Path) -> Job:
 
 
 def _known(file: Path) -> Mapping[str, Any]:
-    """The launcher's own file; a damaged one tells nothing."""
+    """The content of the launcher's own file; empty if it is damaged."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -192,7 +192,7 @@ def _words(value: object) -> list[str]:
 
 
 def _fill(job: Job, content: object) -> None:
-    """Take the figures from a report; raises ValueError where it is none."""
+    """Take the figures from a report; raises ValueError if it is not a report."""
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"no report of schema {SCHEMA}")
     read = {
@@ -201,7 +201,7 @@ def _fill(job: Job, content: object) -> None:
         "peak_rss_bytes": _number(content, "memory", "peak_rss_bytes"),
     }
     for name in LABELS:
-        if name in CLICKS or name in content["quality"]:  # earlier versions know clicks alone
+        if name in CLICKS or name in content["quality"]:  # earlier versions know only clicks
             read[name] = _number(content, "quality", name)
     if (_number(content, "ranks", "world") or 1) > 1:
         sent, received = (_number(content, "ranks", f"bytes_{way}") for way in ("sent", "received"))
@@ -223,7 +223,7 @@ def _number(content: Mapping[str, Any], *keys: str) -> float | None:
 
 
 def _quality(jobs: Sequence[Job]) -> list[Column]:
-    """The figures that fit what the jobs predict."""
+    """The columns of the figures that fit the jobs' predictions."""
 
     def column(name: str) -> Column:
         return Column(LABELS[name], lambda job: figures.decimal(job.quality[name]), NARROW.get(name, ""))
@@ -246,7 +246,7 @@ def _print(every: Sequence[str], jobs: Sequence[Job], console: Console) -> None:
 
 
 def _table(jobs: Sequence[Job], columns: Sequence[Column]) -> Table:
-    # Eighty columns hold it only without padding; the box leaves one space between columns.
+    # The table fits into eighty columns only without padding; the box leaves one space between columns.
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("job", overflow="fold")
     table.add_column("overrides", overflow="fold")

@@ -19,7 +19,7 @@ _MAX_PLUGIN_ROWS = 12
 
 
 def print_result(report: Mapping[str, Any], directory: Path, console: Console | None = None) -> None:
-    """Print the result of a run; ``report`` is report.json's content, ``directory`` where it lies."""
+    """Print the result of a run; ``report`` is the content of report.json, which is in ``directory``."""
     table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, expand=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -35,7 +35,7 @@ def print_result(report: Mapping[str, Any], directory: Path, console: Console | 
 
 
 def print_place(page: Path, console: Console | None = None) -> None:
-    """Say where the report is to be read."""
+    """Print the path of the report."""
     show(lambda out: out.print(f"report: {page}", soft_wrap=True, markup=False, highlight=False), console)
 
 
@@ -121,7 +121,7 @@ def _ranks(ranks: Mapping[str, Any]) -> str:
 
 
 def _plugins(plugins: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Each plugin's scalars, a share of the lines each so that the table stays short."""
+    """Each plugin's scalars; every plugin gets a share of the lines, so that the table stays short."""
     for name, values in plugins.items():
         scalars = [(key, value) for key, value in values.items() if not isinstance(value, list | dict)]
         limit = max(1, _MAX_PLUGIN_ROWS // len(plugins))

@@ -1,45 +1,48 @@
 """The only room that touches private names of torch, TorchRec and FBGEMM; all else uses their public API.
 
-Checked against the version triples that ``recpipe doctor`` knows. When a release renames one of these, this
-is the place to mend.
+Checked against the releases in ``recpipe.common.versions``. When a release renames one of these names,
+importing this room says which, in one line; this is the place to mend.
 """
 
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import init_from_local_shards
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from recpipe.common.versions import private_names
 
-from recpipe.seams.collectives import Collective, count_collectives, leave
-from recpipe.seams.engine import (
-    all_loaded,
-    backward_number,
-    forward_number,
-    functorch_is_active,
-    graph_is_kept,
-    linear_pointwise,
-    onednn_takes_bfloat16,
-    watching_all_threads,
-)
-from recpipe.seams.shards import (
-    OWN_KERNEL,
-    FusedLookup,
-    LocalPart,
-    LocalShard,
-    OwnLookup,
-    equipped,
-    fuse,
-    fused_lookups,
-    given_to_own,
-    local_shards,
-    look_up_each_id,
-    own_lookups,
-    own_lookups_in,
-    replicated_lookups,
-)
-from recpipe.seams.tables import Views, module_name, tbe_views, update_by_table
+with private_names():
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+    from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from recpipe.seams.collectives import Collective, count_collectives, leave
+    from recpipe.seams.engine import (
+        all_loaded,
+        backward_number,
+        forward_number,
+        functorch_is_active,
+        graph_is_kept,
+        linear_pointwise,
+        onednn_takes_bfloat16,
+        watching_all_threads,
+    )
+    from recpipe.seams.shards import (
+        OWN_KERNEL,
+        FusedLookup,
+        LocalPart,
+        LocalShard,
+        OwnLookup,
+        equipped,
+        fuse,
+        fused_lookups,
+        given_to_own,
+        local_shards,
+        look_up_each_id,
+        own_lookups,
+        own_lookups_in,
+        replicated_lookups,
+    )
+    from recpipe.seams.tables import Views, module_name, tbe_views, update_by_table
 
 __all__ = [
     "OWN_KERNEL",

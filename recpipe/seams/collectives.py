@@ -1,4 +1,4 @@
-"""TorchRec's collectives, counted as long as a run of several ranks goes on."""
+"""Counts TorchRec's collectives during a run of several ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 import torch.distributed
 from torchrec.distributed import comm, comm_ops, dist_data
 
+from recpipe.common.versions import private
+
 
 @dataclass
 class Collective:
@@ -20,15 +22,15 @@ class Collective:
 
     calls: int = 0
     bytes_sent: int = 0
-    """Payload for other ranks ..."""
+    """Payload bytes sent to other ranks."""
     bytes_received: int = 0
-    """... and from them."""
+    """Payload bytes received from other ranks."""
     wait_seconds: float = 0.0
-    """Time that this rank's Python waited for their ends."""
+    """How long this rank's Python waited for these calls."""
 
 
 class _Timed(torch.distributed.Work):
-    """A ``Work`` that tells how long ``wait`` took; TorchRec looks at its type."""
+    """A ``Work`` that measures ``wait``. It derives from ``Work`` because TorchRec checks the type."""
 
     def __init__(self, work: Any, into: Collective) -> None:
         super().__init__()
@@ -118,13 +120,16 @@ def count_collectives() -> dict[str, Collective]:
     """Count TorchRec's collectives in this process from now on, by name, until ``leave``."""
     counts: dict[str, Collective] = {}
     for module in (comm_ops, dist_data):
+        private(module, "dist")
         module.dist = _Counting(counts)
     return counts
 
 
 def leave() -> None:
-    """TorchRec as it was before a run of several ranks: its collectives are not counted any more, and the
-    process groups that it keeps for sharding by hosts are forgotten."""
+    """Undo what a run of several ranks changes in TorchRec: stop counting its collectives, and forget the
+    process groups that it keeps for sharding by hosts."""
     for module in (comm_ops, dist_data):
         module.dist = torch.distributed
-    comm._INTRA_PG = comm._CROSS_PG = None
+    for name in ("_INTRA_PG", "_CROSS_PG"):
+        private(comm, name)
+        setattr(comm, name, None)

@@ -1,7 +1,8 @@
-"""torch itself: what its public API does not tell or does not switch."""
+"""State and switches of torch that its public API does not offer."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,38 +10,52 @@ import torch.distributed
 from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 
+from recpipe.common.versions import private
+
+# Looked up here, so that importing this room fails if a release lacks one of them.
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_transforms_are_active = torch._C._are_functorch_transforms_active
+_current_node = torch._C._current_autograd_node
+_sequence_number = torch._C._autograd._get_sequence_nr
+_IncompatibleKeys = nn.modules.module._IncompatibleKeys
+
 
 def graph_is_kept() -> bool:
     """Whether the backward pass under way has ``retain_graph``: saved tensors must then stay as they are."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    return bool(_keeps_graph())
 
 
 def functorch_is_active() -> bool:
     """Whether a transform such as ``torch.func.grad`` runs what is called."""
-    return bool(torch._C._are_functorch_transforms_active())
+    return bool(_transforms_are_active())
 
 
 def backward_number() -> int | None:
-    """The number, in the order of the forward pass, of the operator that is being differentiated; None in a
-    forward pass."""
-    node = torch._C._current_autograd_node()
+    """The forward pass's number of the operator that is being differentiated; None during a forward pass."""
+    node = _current_node()
     return None if node is None else int(node._sequence_nr())
 
 
 def forward_number() -> int:
-    """The number that the next operator of a forward pass gets, as ``backward_number`` tells it."""
-    return int(torch._C._autograd._get_sequence_nr())
+    """The number that the next operator of a forward pass will get; ``backward_number`` returns it later."""
+    return int(_sequence_number())
 
 
 def linear_pointwise(*arguments: Any) -> torch.Tensor:
     """oneDNN's linear layer with an operation on its result (``mkldnn::_linear_pointwise``)."""
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(*arguments)
+    out: torch.Tensor = _onednn("_linear_pointwise")(*arguments)
     return out
 
 
 def onednn_takes_bfloat16() -> bool:
     """Whether oneDNN runs bfloat16 on this CPU."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(_onednn("_is_mkldnn_bf16_supported")())
+
+
+@cache
+def _onednn(name: str) -> Any:
+    """An operator of oneDNN. It is looked up when it is used, since not every build of torch has it."""
+    return private(torch.ops.mkldnn, name)
 
 
 def watching_all_threads(every: bool) -> Any:
@@ -49,5 +64,5 @@ def watching_all_threads(every: bool) -> Any:
 
 
 def all_loaded() -> Any:
-    """What ``load_state_dict`` returns where nothing was missing and nothing was left over."""
-    return nn.modules.module._IncompatibleKeys([], [])
+    """What ``load_state_dict`` returns if no key was missing and none was unexpected."""
+    return _IncompatibleKeys([], [])

@@ -1,4 +1,5 @@
-"""TorchRec's sharded modules: their parts here, what sharders are given, lookups of recpipe's own in them."""
+"""TorchRec's sharded modules: their parts on this process, sharders' settings, and recpipe's own lookups in
+them."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.common.versions import private
 from recpipe.seams.tables import module_name
 
 _FUSED = (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)
@@ -33,27 +35,27 @@ _FUSED = (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A table's rows from ``row`` and columns from ``column`` on that lie on this process."""
+    """The part of a table that is on this process; it begins at ``row`` and ``column`` of the table."""
 
     row: int
     column: int
     weights: torch.Tensor
     """float32 [rows, columns], sharing the TBE's memory."""
     state: torch.Tensor
-    """Optimizer state float32 [rows, S], likewise."""
+    """Optimizer state float32 [rows, S], sharing the TBE's memory."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Its rows and columns."""
+        """The number of its rows and of its columns."""
         return len(self.weights), self.weights.shape[1]
 
     def read(self, low: int, high: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Weights and optimizer state of its rows [low, high); may share their memory."""
+        """Weights and optimizer state of its rows [low, high); they may share the TBE's memory."""
         weights, state = (t[low:high].detach().to("cpu", torch.float32) for t in (self.weights, self.state))
         return weights.numpy(), state.numpy()
 
     def write(self, low: int, high: int, values: tuple[NDArray[np.float32], NDArray[np.float32]]) -> None:
-        """Replace them."""
+        """Replace weights and optimizer state of its rows [low, high)."""
         with torch.no_grad():
             for tensor, value in zip((self.weights, self.state), values, strict=True):
                 if tensor.numel():
@@ -61,7 +63,8 @@ class LocalShard:
 
 
 def local_shards(sharded: Any, table: str, under: str) -> list[LocalShard]:
-    """The shards of ``table`` in a sharded module of TorchRec's, which has its tables in its child ``under``.
+    """This process's shards of ``table`` in a sharded TorchRec module that has its tables in its child
+    ``under``.
 
     A data-parallel table is one shard without state: its optimizer is not TorchRec's.
     """
@@ -85,25 +88,28 @@ def local_shards(sharded: Any, table: str, under: str) -> list[LocalShard]:
 
 
 def fuse(weight: torch.nn.Parameter, fused: Mapping[str, Any]) -> None:
-    """Let a sharder give this table, still without memory, the fused parameters ``fused``.
+    """Make a sharder give this table, which has no memory yet, the fused parameters ``fused``.
 
-    TorchRec's ``apply_optimizer_in_backward`` notes them in the same place, and makes an optimizer of torch's
-    for each table besides, which nothing would use.
+    TorchRec's ``apply_optimizer_in_backward`` stores them in the same place, but also makes a torch optimizer
+    for each table, which nothing would use.
     """
     weight._optimizer_kwargs = [dict(fused)]  # type: ignore[attr-defined]
 
 
 def equipped(sharder: Any, fused: Mapping[str, Any], codecs: Mapping[str, Any]) -> Any:
-    """A copy of an embedding ``sharder`` with what it leaves open of its fused parameters and codecs."""
+    """A copy of an embedding ``sharder`` with ``fused`` parameters and ``codecs`` added where it sets
+    none."""
     made = copy(sharder)
+    for name in ("_fused_params", "_qcomm_codecs_registry"):
+        private(made, name)
     made._fused_params = {**fused, **(sharder.fused_params or {})}
     made._qcomm_codecs_registry = {**codecs, **(sharder.qcomm_codecs_registry or {})}
     return made
 
 
 def replicated_lookups(sharded: Any) -> list[DistributedDataParallel]:
-    """Data-parallel tables' lookups in a sharded module: of them all, in one module, or none."""
-    return [m for m in sharded._lookups if isinstance(m, DistributedDataParallel)]
+    """The lookups of data-parallel tables in a sharded module: one module for all such tables, or none."""
+    return [m for m in private(sharded, "_lookups") if isinstance(m, DistributedDataParallel)]
 
 
 @dataclass(frozen=True)
@@ -112,12 +118,13 @@ class FusedLookup:
 
     tbe: SplitTableBatchedEmbeddingBagsCodegen
     features: tuple[tuple[str, int], ...]
-    """Of each of its features the table, by its ``module_name``, and the first of that table's rows here."""
+    """For each of its features, the table's ``module_name`` and the first of that table's rows here."""
 
 
 def fused_lookups(sharded: Any) -> list[FusedLookup]:
-    """All of them in a sharded module, on this rank."""
-    kernels = [m for lookup in sharded._lookups for m in lookup.modules() if isinstance(m, _FUSED)]
+    """All fused lookups of a sharded module on this rank."""
+    lookups = private(sharded, "_lookups")
+    kernels = [m for lookup in lookups for m in lookup.modules() if isinstance(m, _FUSED)]
     found = []
     for kernel in kernels:
         features: list[tuple[str, int]] = []
@@ -129,21 +136,21 @@ def fused_lookups(sharded: Any) -> list[FusedLookup]:
 
 
 OWN_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
-"""The kernel, in TorchRec's plans, of tables for which it makes no memory inside ``own_lookups``."""
+"""The kernel in TorchRec's plans that marks tables for which it makes no memory inside ``own_lookups``."""
 
 
 @dataclass(frozen=True)
 class LocalPart:
-    """Rows and columns of a table that are looked up on this process."""
+    """The part of a table that is looked up on this process."""
 
     table: str
-    """By its ``module_name``."""
+    """The table's ``module_name``."""
     row: int
     column: int
     rows: int
     columns: int
     features: int
-    """How many features look them up, one after the other in what the lookup is given."""
+    """How many features look it up; they follow each other in the lookup's input."""
 
 
 def _local_part(table: Any) -> LocalPart:
@@ -152,15 +159,16 @@ def _local_part(table: Any) -> LocalPart:
 
 
 class OwnLookup(nn.Module):
-    """A place in a sharded module for a lookup of ours: TorchRec brings it ids and takes its rows away."""
+    """Takes the place of a lookup in a sharded module: TorchRec passes it ids and distributes the rows it
+    returns."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
         self.parts = [_local_part(t) for t in config.embedding_tables]
         self.look_up: Callable[[KeyedJaggedTensor], torch.Tensor] | None = None
-        """Rows of ids that count from each part's first row, features in the order of ``parts``: float32
-        [B, their columns], or where rows are not pooled one for each id."""
+        """Looks ids up, which count from each part's first row, with features in the order of ``parts``.
+        Returns float32 [B, total columns], or one row for each id if rows are not pooled."""
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Look the rows up; the backward pass is their update."""
@@ -168,22 +176,24 @@ class OwnLookup(nn.Module):
         return self.look_up(features)
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
-        """Nothing that TorchRec should know."""
+        """Empty: TorchRec need not know the rows."""
         return {}
 
     def flush(self) -> None:
-        """TorchRec asks before it reads weights, of which it has none here."""
+        """Do nothing: TorchRec calls this before it reads weights, and it has none here."""
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """None: the rows are no parameters of TorchRec's."""
+        """Empty: the rows are not TorchRec's parameters."""
         return iter(())
 
 
 @contextmanager
 def own_lookups() -> Iterator[None]:
-    """Inside, TorchRec makes an ``OwnLookup`` for tables of ``OWN_KERNEL``, a kernel that it only names.
+    """In the block, TorchRec makes an ``OwnLookup`` for tables of ``OWN_KERNEL``, a kernel name without
+    implementation.
 
-    Nor does it give first values to tables of a module that has such a table: it would miss their weights.
+    It does not initialize the tables of a module that has such a table, since it would not find their
+    weights.
     """
 
     def kernel(before: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -207,7 +217,7 @@ def own_lookups() -> Iterator[None]:
             ("reset_parameters", values, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)),
         ):
             for kind in kinds:
-                before = getattr(kind, name)
+                before = private(kind, name)
                 kept.append((kind, name, before))
                 setattr(kind, name, around(before))
         yield
@@ -217,8 +227,9 @@ def own_lookups() -> Iterator[None]:
 
 
 def own_lookups_in(sharded: Any) -> list[OwnLookup]:
-    """All of them in a sharded module, on this process."""
-    return [m for lookup in sharded._lookups for m in lookup.modules() if isinstance(m, OwnLookup)]
+    """All ``OwnLookup``s of a sharded module on this process."""
+    lookups = private(sharded, "_lookups")
+    return [m for lookup in lookups for m in lookup.modules() if isinstance(m, OwnLookup)]
 
 
 def given_to_own(sharded: Any, arrived: Any) -> Iterator[tuple[OwnLookup, KeyedJaggedTensor]]:
@@ -226,16 +237,16 @@ def given_to_own(sharded: Any, arrived: Any) -> Iterator[tuple[OwnLookup, KeyedJ
 
     TorchRec's own ``prefetch`` passes them over.
     """
-    for lookup, features in zip(sharded._lookups, arrived, strict=True):
+    for lookup, features in zip(private(sharded, "_lookups"), arrived, strict=True):
         modules = getattr(lookup, "_emb_modules", ())  # none of data-parallel tables
         if any(isinstance(module, OwnLookup) for module in modules):
-            pairs = zip(modules, features.split(lookup._feature_splits), strict=True)
+            pairs = zip(modules, features.split(private(lookup, "_feature_splits")), strict=True)
             yield from ((module, part) for module, part in pairs if isinstance(module, OwnLookup))
 
 
 def look_up_each_id(lookup: nn.Module) -> None:
-    """Let data-parallel tables of a sequence give one row for each id on a CPU, where FBGEMM's dense kernel
-    passes over its ``PoolingMode.NONE`` and adds the rows of a bag up."""
+    """Make data-parallel tables without pooling return one row for each id on a CPU. There FBGEMM's dense
+    kernel ignores ``PoolingMode.NONE`` and sums the rows of a bag."""
     for module in lookup.modules():
         if isinstance(module, DenseTableBatchedEmbeddingBagsCodegen):
             module.forward = partial(_each_id, module)
@@ -244,7 +255,7 @@ def look_up_each_id(lookup: nn.Module) -> None:
 def _each_id(
     tables: DenseTableBatchedEmbeddingBagsCodegen, indices: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """Rows float32 [L, D] of tables of one dimension, which lie one after the other in ``tables.weights``."""
+    """Rows float32 [L, D] of tables of the same dimension, which follow each other in ``tables.weights``."""
     firsts = tables.weights_offsets // tables.max_D
     samples = (len(offsets) - 1) // len(firsts)
     counts = offsets[torch.arange(len(firsts) + 1, device=offsets.device) * samples].diff()

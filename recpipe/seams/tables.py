@@ -1,4 +1,4 @@
-"""Names of tables as TorchRec's modules have them, and views into FBGEMM's fused tables."""
+"""Names of tables in TorchRec's modules, and views into FBGEMM's fused tables."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from numpy.typing import NDArray
 from torch import nn
 
+from recpipe.common.versions import private
+
 _TAKEN = frozenset(dir(nn.ModuleDict()))
 Views = tuple[torch.Tensor, torch.Tensor]
-"""A table's weights [rows, D], of the type that stores them, and optimizer state float32 [rows, S] (S may be
-0), sharing the TBE's memory."""
+"""A table's weights [rows, D], in their storage type, and optimizer state float32 [rows, S] (S may be 0),
+both sharing the TBE's memory."""
 
 
 def module_name(table: str) -> str:
-    """``table`` as the name of a module, by which TorchRec's planner and sharded collection know a table.
+    """The name of a table's module, by which TorchRec's planner and sharded collections know the table.
 
-    The name itself, but for what no module may be called: a dot, nothing, an attribute of ``ModuleDict``.
-    Percent-encoded, so that different tables have different names.
+    It is the table's name itself, unless no module may be called so (it has a dot, is empty, or is an
+    attribute of ``ModuleDict``). Then it is percent-encoded, so that different tables have different names.
     """
     safe = quote(table, safe="").replace(".", "%2E")
     if safe in _TAKEN:
@@ -32,13 +34,14 @@ def module_name(table: str) -> str:
 
 
 def tbe_views(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Views]:
-    """Per physical table of a TBE, views of weights and optimizer state; writing them changes the TBE."""
+    """Views of weights and optimizer state of each physical table of a TBE; writing to them changes the
+    TBE."""
     weights = tbe.split_embedding_weights()
     states = tbe.split_optimizer_states() or [()] * len(weights)
     views = []
     for weight, state in zip(weights, states, strict=True):
         rows = weight.shape[0]
-        # The row-wise state is a vector, Adagrad's a matrix; SGD has none.
+        # The state of a row-wise optimizer is a vector, that of Adagrad a matrix; SGD has none.
         flat = state[0].view(rows, -1) if len(state) else weight.new_empty((rows, 0), dtype=torch.float32)
         views.append((weight.detach(), flat.detach()))
     return views
@@ -47,13 +50,15 @@ def tbe_views(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Views]:
 def update_by_table(
     tbe: SplitTableBatchedEmbeddingBagsCodegen, rows: int, table_of: NDArray[np.int64]
 ) -> None:
-    """Let a CPU TBE of one physical table with ``rows`` update it by the tables whose rows lie there.
+    """Make a CPU TBE treat the tables in its one physical table of ``rows`` rows as separate tables in
+    updates.
 
-    ``table_of``: each feature's table, int64 [F]. For a table that several features share, FBGEMM has a loop
-    that is slower and rounds otherwise than its kernel for a table of one feature. No row here is looked up
-    by features of two tables, so the latter is as right, and makes the bits that a physical table for each
-    would. FBGEMM takes features for tables of their own where their first rows, in this sum, differ.
+    ``table_of``: each feature's table, int64 [F]. If several features share a table, FBGEMM uses a loop that
+    is slower and rounds differently from its kernel for a table of one feature. Here no row is looked up by
+    features of two tables, so that kernel is right too, and gives the same bits as one physical table for
+    each. FBGEMM takes features for separate tables if their entries in ``hash_size_cumsum`` differ.
     """
-    if tbe.hash_size_cumsum.device.type == "cpu":
+    sums = private(tbe, "hash_size_cumsum")
+    if sums.device.type == "cpu":
         ends = np.append(table_of, table_of[-1] + 1)
-        tbe.hash_size_cumsum.copy_(rows * torch.from_numpy(ends))
+        sums.copy_(rows * torch.from_numpy(ends))

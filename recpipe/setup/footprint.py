@@ -1,4 +1,5 @@
-"""What a run will take of memory at the least, from its recipe and the data's schema, before it takes any."""
+"""Computes the least memory that a run needs from its recipe and the data's schema, before it allocates
+any."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ REMEDIES = {
     "dense part": "lower model.bottom and model.top (and model.cross_rank, model.cross_layers)",
     "batches": "lower data.batch_size or data.read_ahead (and data.pooling)",
 }
-"""What to do about the largest part."""
+"""The remedy for each part, if it is the largest."""
 
 
 def require_inputs(cfg: Recipe, dataset: Dataset, ranks: Ranks, device: torch.device) -> None:
-    """``UserError`` where a batch, or the dense part of a model of recpipe's own, does not fit: asked before
+    """``UserError`` if a batch, or the dense part of one of recpipe's own models, does not fit; called before
     either is made."""
     if not ranks.trains:
         return
@@ -51,9 +52,10 @@ def require_memory(
     ranks: Ranks,
     device: torch.device,
 ) -> None:
-    """``UserError`` where this rank cannot have what the run needs; ``described``: as ``plan.describe`` says.
+    """``UserError`` if this rank does not have the memory that the run needs; ``described``: the result of
+    ``plan.describe``.
 
-    A lower bound: what a step takes beside its inputs depends on its ids and on plugins.
+    It is a lower bound, since what a step needs beside its inputs depends on its ids and on plugins.
     """
     on_device, on_host = _tables(cfg, tables, described, ranks)
     if ranks.trains:
@@ -97,7 +99,7 @@ def _tables(
 
 
 def dense_bytes(model: ModelConfig, dense_features: int, sparse_features: int) -> int:
-    """Of the MLPs' and the cross layers' weights and their gradients."""
+    """Bytes of the weights of the MLPs and the cross layers, and of their gradients."""
     dim, vectors = model.embedding_dim, sparse_features + 1
     crossed = vectors * dim
     cross = 2 * crossed * model.cross_rank * model.cross_layers
@@ -109,9 +111,9 @@ def dense_bytes(model: ModelConfig, dense_features: int, sparse_features: int) -
 
 
 def batch_bytes(cfg: Recipe, dataset: Dataset, trainers: int) -> int:
-    """Of a trainer's share of a batch (ids, dense features, pooled rows) and of the batches read ahead; 0
-    where the columns are not known."""
-    if dataset.schema is None:  # batches that are made already
+    """Bytes of a trainer's share of a batch (ids, dense features, pooled rows) and of the batches read ahead;
+    0 if the columns are not known."""
+    if dataset.schema is None:  # ready-made batches
         return 0
     size = min(cfg.data.batch_size, dataset.size("train")) // trainers
     pooling = getattr(cfg.data, "pooling", 1)

@@ -1,4 +1,4 @@
-"""What a caller in Python brings to a run beside its recipe, and what it takes away beside the report."""
+"""What a caller in Python passes to a run beside its recipe, and what it gets beside the report."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from recpipe.data.dataset import Dataset
 
 @dataclass(frozen=True)
 class Given:
-    """Everything else is in the recipe; what is None is what the recipe says."""
+    """What a caller in Python passes to a run. For what is None, the recipe counts."""
 
     model: nn.Module | None = None
     dataset: Dataset | None = None
     screen: bool = True
-    """Whether lines, bars and tables go to the terminal."""
+    """Whether lines, bars and tables are shown on the terminal."""
     files: bool = True
-    """Whether the run directory is somebody's: recpipe.log and report.html are for whoever looks into it."""
+    """Whether to write recpipe.log and report.html, for a user who looks into the run directory."""
     keeps: bool = False
-    """Whether the caller goes on with the model: then it ends the run by closing ``Outcome.kept``."""
+    """Whether the caller will use the model; it then ends the run by closing ``Outcome.kept``."""
 
 
 NOTHING = Given()
@@ -33,13 +33,14 @@ NOTHING = Given()
 
 @dataclass
 class Outcome:
-    """What a run leaves: its ``report`` (of report.json, plan or comparison); a training also the model."""
+    """The result of a run: its ``report`` (the content of report.json, plan or comparison) and, after
+    training, the model."""
 
     report: dict[str, Any]
     model: nn.Module | None = None
     predict: Callable[[Any], torch.Tensor] | None = None
-    """The model's prediction of a batch; None where there is no model."""
+    """Predicts a batch with the model; None if there is no model."""
     checkpoint: Path | None = None
-    """The newest checkpoint, which holds what ``model`` does; None where none was written."""
+    """The newest checkpoint, which has the same values as ``model``; None if none was written."""
     kept: ExitStack = field(default_factory=ExitStack)
-    """Closes the tiers and gives the run directory back; empty where the run has done so."""
+    """Closes the tiers and releases the run directory; empty if the run has done so."""

@@ -1,4 +1,4 @@
-"""A model on its way into its tiers, as a run and a loop of the user's own both take it."""
+"""Puts a model into its tiers, for a run and for a user's own loop."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from recpipe.tables.skipping import Skipping
 
 @dataclass(frozen=True)
 class Unplaced:
-    """A model with its collections still in it."""
+    """A model that still has its own collections."""
 
     called: Called
     tables: ModelTables
     first_batch: Any
     inputs: Inputs
-    """Where batches have the ids of ``tables``, as found in the first one."""
+    """Where batches have the ids of ``tables``, found in the first batch."""
 
     @classmethod
     def of(cls, cfg: Recipe, dataset: Dataset, device: torch.device, given: nn.Module | None) -> Unplaced:
-        """The recipe's model, or the one ``given``; its tables with the optimizers of the recipe."""
+        """Make the recipe's model, or take the one ``given``, with the recipe's optimizers for its tables."""
         called = make_called(cfg.model, dataset, device, given)
         tables = group_tables(collections_of(called.module), cfg.optim.of_table, cfg.seed)
         cfg.optim.check_tables([table.name for table in tables.tables])
@@ -52,7 +52,7 @@ class Unplaced:
         return cls(called, tables, first_batch, Inputs.of(tables, first_batch))
 
     def grouped(self, tables: ModelTables) -> Unplaced:
-        """With the same tables in other groups, or otherwise stored."""
+        """The same model with its tables in other groups, or stored differently."""
         return replace(self, tables=tables, inputs=Inputs.of(tables, self.first_batch))
 
     def build(
@@ -66,9 +66,9 @@ class Unplaced:
         shards: tuple[Sharding, ShardPlan] | None = None,
         roomy: bool = False,
     ) -> GroupedCollection:
-        """The tables' rows as their ``owners`` say, in ``shards`` or whole.
+        """Make the tables' rows as their ``owners`` decide, in ``shards`` or whole.
 
-        ``roomy``: with room in front of pooled rows, where the CPU back end's parts of the model use it.
+        ``roomy``: with room in front of pooled rows, if the CPU back end's parts of the model use it.
         """
         module, size = self.called.module, cfg.data.batch_size
         paths = roomy_paths(module) if roomy else ()
@@ -80,8 +80,8 @@ class Unplaced:
         return build_tables(self.inputs, owners, place)
 
     def over(self, embeddings: GroupedCollection, skipper: Owned[BlamedSkipper] | None = None) -> PlacedModel:
-        """The model with fronts over ``embeddings`` where it had its collections; their updates are without
-        the rows that ``skipper`` leaves out."""
+        """The model with its collections replaced by fronts over ``embeddings``, whose updates leave out the
+        rows that ``skipper`` rejects."""
         if skipper is not None and skipper.part.updates:
             skipping, bases = Skipping(skipper), self.tables.bases.tolist()
             for collection, base in zip(embeddings.collections, bases, strict=False):

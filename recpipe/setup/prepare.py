@@ -1,4 +1,4 @@
-"""What a run needs before it starts: device, directory, plugins; and the tiers' orderly end."""
+"""Prepares a run: device, directory, plugins, and the closing of tiers."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ from recpipe.tables.tiers.batch import Tiers
 
 
 def refuse_ranks(task: str) -> None:
-    """For what starts processes of its own."""
+    """Refuse several ranks for a task that starts processes itself."""
     if Process.current().world > 1:
         raise UserError(f"{task} runs in one process; start it without torchrun")
 
 
 def resume_from(resume: str | None, checkpoints: Path) -> Path | None:
-    """The checkpoint to go on from; after torchrun has restarted the run, the newest of its own, if any."""
+    """The checkpoint to resume from. If torchrun has restarted the run, its own newest one, if any."""
     own = Process.current().attempt > 0 and holds_checkpoint(checkpoints)
     chosen = newest(checkpoints) if own else newest(Path(resume).expanduser()) if resume else None
     return agreed_path(chosen)
 
 
 def remove_left_stores(tiers: TierConfig, run_dir: RunDir, resume: str | None) -> None:
-    """Remove killed runs' ssd stores from this run's directory, ``tiers.dir`` and the run that it resumes.
+    """Remove the ssd stores of killed runs from this run's directory, ``tiers.dir`` and the resumed run's
+    directory.
 
     Rank 0 calls it, before any rank makes its store.
     """
@@ -56,7 +57,8 @@ def remove_left_stores(tiers: TierConfig, run_dir: RunDir, resume: str | None) -
 
 
 def choose_device(name: str) -> torch.device:
-    """``trainer.device``: auto takes a GPU where there is one, each local rank its own."""
+    """The device of ``trainer.device``; ``auto`` takes a GPU if there is one, a different one for each local
+    rank."""
     if name == "auto":
         own = Process.current().local_rank % max(1, torch.cuda.device_count())
         return torch.device("cuda", own) if torch.cuda.is_available() else torch.device("cpu")
@@ -71,10 +73,10 @@ def choose_device(name: str) -> torch.device:
 def assemble_plugins(
     cfg: Recipe, dataset: Dataset, unplaced: Unplaced, device: torch.device, steps: int, ranks: Ranks
 ) -> tuple[Assembly, Unplaced]:
-    """Load the recipe's plugins and merge what they contribute; raises ``PluginError`` where they clash.
+    """Load the recipe's plugins and merge their contributions; raises ``PluginError`` if they clash.
 
-    Tables of a group whose caches have different owners, or that quantizers store otherwise, become groups of
-    their own; where that changes what plugins were told, they are asked anew.
+    If tables of a group have caches with different owners, or are stored differently, the group is split. If
+    that changes what plugins were told, they are asked again.
     """
     active = activate(cfg.plugins)
     prefer = {slot: name for slot, name in cfg.compose.prefer.items() if name}
@@ -93,14 +95,14 @@ def assemble_plugins(
 
 
 def _told(tables: ModelTables) -> list[tuple[Sequence[str], int]]:
-    """What plugins plan with of each group: its tables, and the bytes of a row."""
+    """What plugins are told about each group: its tables, and the bytes of a row."""
     return [(group.tables.layout.tables, group.tables.record_bytes) for group in tables.groups]
 
 
 def context_of(
     cfg: Recipe, dataset: Dataset, inputs: Inputs, device: torch.device, steps: int, ranks: Ranks
 ) -> Context:
-    """What plugins are told of a run."""
+    """What plugins are told about a run."""
     tables, tiers = inputs.tables, cfg.tiers
     return Context(
         tables=tables.infos(),
@@ -125,12 +127,13 @@ def context_of(
 
 @contextmanager
 def closing_tiers(embeddings: GroupedCollection, inputs: Inputs, ranks: Ranks) -> Iterator[Tiers | None]:
-    """The embeddings as tiers that the pipeline plans for, or None; they are closed at the end."""
+    """In the block, the embeddings as tiers that the pipeline plans for, or None. They are closed at the
+    end."""
     tiers = Tiers(inputs, embeddings.collections)
     try:
         yield tiers if tiers.groups else None
     except BaseException:
-        # Closing takes all ranks, and the others do not know: this process ends, and they notice.
+        # Closing needs all ranks, but the others do not know: this process ends, and they notice that.
         if ranks.world == 1:
             embeddings.close()
         raise

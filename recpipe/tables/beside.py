@@ -1,7 +1,8 @@
-"""Work on tables in threads of their own, beside each other and beside the training thread.
+"""Runs work on tables in separate threads, in parallel and beside the training thread.
 
-FBGEMM's CPU kernels use the core that calls them, so that others idle while tables are looked up and updated.
-Groups of tables need not wait for each other, nor does the dense optimizer for the tables' update::
+FBGEMM's CPU kernels use only the core that calls them, so that other cores idle while tables are looked up
+and updated. Groups of tables need not wait for each other, and the dense optimizer need not wait for the
+tables' update::
 
     this core     look up | ...dense part... | dense optimizer | update
     other cores   look up |                  | update          | update
@@ -18,10 +19,10 @@ from recpipe.common.phases import watched
 from recpipe.common.threads import keep_to_one_core, one_thread
 
 Work = Callable[[], None]
-"""On tables that no other work of its time touches."""
+"""Work on tables that no other work touches at the same time."""
 WORTH = 2e-3
-"""Seconds that work takes before threads are woken for it, which costs a tenth of that. Time alone decides:
-the results are the same."""
+"""Work that takes fewer seconds runs in the calling thread, since waking a thread costs a tenth of this.
+Results do not depend on the choice."""
 
 
 class Beside:
@@ -32,15 +33,15 @@ class Beside:
         self._threads = ThreadPoolExecutor(count, "recpipe-tables", keep_to_one_core)
         self._begun: list[tuple[Work, Future[None]]] = []
         self._seconds: dict[str, list[float]] = {}
-        """What the last works of a kind took."""
-        with one_thread():  # torch's number of threads is also that of all threads to come
+        """Seconds that the latest works of each kind took."""
+        with one_thread():  # setting torch's number of threads also applies to all future threads
             self._threads.submit(int).result()
 
     def begin(self, kind: str, works: Sequence[Work]) -> None:
-        """Begin ``works``, in any order; ``finish`` comes before anything else looks at their tables.
+        """Begin ``works``, in any order. Call ``finish`` before anything else uses their tables.
 
-        At once and here, where those of this ``kind`` were short the last time, and under torch's profiler,
-        which sees no other threads.
+        They run here and now if works of this ``kind`` were short the last time, or under torch's profiler,
+        which does not see other threads.
         """
         before, now = sum(self._seconds.get(kind, ())), list[float]()
         self._seconds[kind] = now
@@ -53,11 +54,12 @@ class Beside:
 
     @property
     def busy(self) -> int:
-        """How many cores what was begun and not finished may use."""
+        """How many cores the unfinished work may use."""
         return min(self.count, len(self._begun))
 
     def finish(self) -> None:
-        """Wait for what was begun; what no thread has taken up yet is done here. Raises its faults."""
+        """Wait for the work that was begun. Work that no thread has started yet runs here. Raises the work's
+        faults."""
         begun, self._begun = self._begun, []
         for work, end in reversed(begun):
             if end.cancel():

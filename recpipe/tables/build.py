@@ -1,4 +1,4 @@
-"""From who keeps which tables to the collections that hold them, filled with first values."""
+"""Builds the collection of each group of tables, for its owner, and fills it with first values."""
 
 from __future__ import annotations
 
@@ -35,28 +35,29 @@ from recpipe.tables.tiers.shared_rows import ReplicatedCollection
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 MANY_IDS = 8.0
-"""Ids per bag from which several TBEs pay: on 2 cores 0.8 times as fast at 1, level at 4, 1.4 times at 20."""
+"""Ids per bag from which several TBEs are faster: on 2 cores 0.8 times as fast at 1, equal at 4, 1.4 times at
+20."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run's tables are made: the same for all groups."""
+    """What the tables of all groups in a run have in common."""
 
     config: TierConfig
     device: torch.device
     run_dir: RunDir
     ranks: Ranks
     batch_size: int
-    """Of a whole batch."""
+    """Samples of a whole batch."""
     ids_per_bag: Callable[[], float] = lambda: 1.0
-    """The data's mean pooling factor."""
+    """The data's mean pooling factor (ids per bag)."""
     roomy: Collection[str] = ()
-    """Paths of collections whose rows are wanted with room in front (``recpipe.tables.room``)."""
+    """Paths of collections whose pooled rows should have room in front (``recpipe.tables.room``)."""
 
 
 def build_tables(inputs: Inputs, owners: Sequence[GroupOwner], place: Place) -> GroupedCollection:
-    """A collection for each group of ``inputs``' tables, as its owner wants it; rows of sharded tables are
-    made by ``ShardedTables``."""
+    """Build a collection for each group of ``inputs``' tables, as its owner decides. ``ShardedTables`` makes
+    the rows of sharded tables."""
     ranks = place.ranks
     if len(ranks.trainers) < ranks.world and any(owner.name == RESIDENT for owner in owners):
         raise UserError(
@@ -76,7 +77,7 @@ def build_tables(inputs: Inputs, owners: Sequence[GroupOwner], place: Place) -> 
 
 
 def _resident(group: Group, place: Place) -> TableCollection:
-    """All rows on every trainer."""
+    """A collection with all rows resident on every trainer."""
     if len(place.ranks.trainers) > 1:
         return ReplicatedCollection(group.tables, place.device, place.ranks.channel())
     tbes = tbe_count(place.config, group.tables, place.ids_per_bag, place.device)
@@ -96,18 +97,18 @@ def tbe_count(
 
 @dataclass(frozen=True)
 class _Tier:
-    """One group of tables that is to lie in tiers."""
+    """One group of tables to put in tiers."""
 
     number: int
     group: Group
     owner: GroupOwner
     several: bool
-    """Whether there are more groups."""
+    """Whether the model has more groups."""
     lookups: Callable[[Any], IndexBags]
-    """A batch's lookups, as rows of the group."""
+    """Returns a batch's lookups as rows of the group."""
     bound: bool
-    """Whether batches have its ids. Of ids that the model makes nothing can be planned: their rows stay in
-    the store."""
+    """Whether batches have its ids. Ids that the model makes cannot be planned for, so that their rows stay
+    in the store."""
 
 
 def _tiered(tier: _Tier, place: Place) -> TableCollection:
@@ -146,7 +147,7 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
 
 
 def no_row(tables: TableSet, place: Place, several: bool) -> UserError:
-    """Where the budget of a group's ``tables`` holds none."""
+    """The error if the budget of a group's ``tables`` does not hold a single row."""
     of_group = f" of {', '.join(tables.layout.tables)}" if several else ""
     return UserError(
         f"tiers.resident_bytes={place.config.resident_bytes} leaves not even one row{of_group}, of "
@@ -155,7 +156,8 @@ def no_row(tables: TableSet, place: Place, several: bool) -> UserError:
 
 
 def _store(tier: _Tier, place: Place) -> ColdStore:
-    """The cold store; over the ranks where there are several, whatever each keeps its part in."""
+    """Make the cold store. With several ranks it is spread over them, and each keeps its part in a store of
+    its own."""
     tables, config, ranks = tier.group.tables, place.config, place.ranks
     kind = config.holder_store if config.store == HOLDERS else config.store
     top: Path = config.directory(place.run_dir.path)
@@ -172,8 +174,8 @@ def _store(tier: _Tier, place: Place) -> ColdStore:
 
 
 def opens_store(place: Place, kind: str, directory: Path, staging: int) -> MakeLocal:
-    """What makes a store of this process in ``directory``; it goes at the end of the run, or as ``tiers.dir``
-    says."""
+    """A function that makes this process's store in ``directory``. Unless ``tiers.dir`` is set, the store is
+    removed at the end of the run."""
 
     def local(layout: StoreLayout, fill: Fill) -> ColdStore:
         store = make_store(
@@ -186,16 +188,17 @@ def opens_store(place: Place, kind: str, directory: Path, staging: int) -> MakeL
             scratch=not place.config.dir,
         )
         if isinstance(store, SsdStore) and not place.config.dir:
-            place.run_dir.at_end(store.remove)  # after an error nobody closes it
+            place.run_dir.at_end(store.remove)  # needed after an error, when nobody closes it
         return store
 
     return local
 
 
 def staging_bytes(lookups: int) -> int:
-    """Blocks that an ssd store keeps from a fetch to the write-back of its rows, one batch later.
+    """Bytes for the blocks that an ssd store keeps between a fetch and the write-back of its rows, one batch
+    later.
 
-    A 4 KiB block for half of a batch's ``lookups``: what two batches fetch when three quarters of
-    their lookups find a resident row. From 8 to 128 MiB.
+    A 4 KiB block for half of a batch's ``lookups``, which is what two batches fetch if three quarters of
+    their lookups find a resident row; between 8 and 128 MiB.
     """
     return min(max(8 << 20, lookups // 2 * 4096), 128 << 20)

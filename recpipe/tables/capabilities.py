@@ -1,7 +1,8 @@
-"""What a collection of tables may be able to do beyond looking rows up.
+"""Optional capabilities of a collection of tables, beyond looking rows up.
 
-Each capability is a small interface. Core asks a collection for one by ``TableCollection.offers`` and never
-for its class, so a collection around another one (``WrappedCollection``) keeps what the inner one can do.
+Each capability is a small interface. Core asks for one by ``TableCollection.offers`` and never checks a
+collection's class, so that a collection around another one (``WrappedCollection``) keeps the inner one's
+capabilities.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ if TYPE_CHECKING:
 
 
 class Planned(ABC):
-    """Its rows move between tiers, as planned for each batch before that batch's turn comes.
+    """A collection whose rows move between tiers, as planned for each batch before it is trained.
 
-    The order of the calls: ``plan`` and ``prefetch`` of a batch while the one before it trains, ``advance``
-    between the two, ``arrive`` before rows of the slab are looked up, one backward pass through each lookup.
+    The calls for a batch are, in order: ``plan`` and ``prefetch`` while the batch before it trains,
+    ``advance`` between the two batches, ``arrive`` before rows of the slab are looked up, and one backward
+    pass through each lookup.
     """
 
     prefetches: bool
-    """Whether a plan's rows are to be fetched while the batch before it trains."""
+    """Whether to fetch a plan's rows while the batch before it trains."""
 
     @abstractmethod
     def plan(self, sparse: KeyedJaggedTensor) -> TierPlan:
-        """Decide where the batch's lookups go and which rows move; ``DataError`` on an id of no row."""
+        """Decide where the batch's lookups go and which rows move; ``DataError`` if an id has no row."""
 
     @abstractmethod
     def prefetch(self, plan: TierPlan) -> None:
@@ -39,15 +41,15 @@ class Planned(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Take back a plan whose batch will not be trained."""
+        """Undo a plan whose batch will not be trained."""
 
     @abstractmethod
     def advance(self, plan: TierPlan) -> None:
-        """The last batch's update is done: rows that leave their tier are sent away."""
+        """Begin this batch, after the last one's update: send away the rows that leave their tier."""
 
     @abstractmethod
     def arrive(self) -> None:
-        """Wait for the batch's rows and put them into their places; at once if they are there."""
+        """Wait for the batch's rows, if they have not arrived, and put them into their places."""
 
     @abstractmethod
     def lookup_resident(self, plan: TierPlan) -> torch.Tensor:
@@ -55,33 +57,35 @@ class Planned(ABC):
 
     @abstractmethod
     def lookup_slab(self, plan: TierPlan) -> torch.Tensor:
-        """Pooled rows that this batch alone needs, of samples ``plan.cold_first ..``, float32
+        """Pooled slab rows, which this batch alone needs, for samples from ``plan.cold_first`` on, float32
         [B - cold_first, F * D]; its backward updates them."""
 
 
 class SavesPlacement(ABC):
-    """Which rows are resident is part of its state: a checkpoint has it, a resumed run goes on with it."""
+    """A collection that saves which rows are resident in a checkpoint, from which a resumed run goes on."""
 
     @abstractmethod
     def placement_state(self) -> dict[str, Any]:
-        """Which rows are resident, and what the policy knows, as tensors, arrays and plain values."""
+        """Which rows are resident and the policy's state, as tensors, arrays and plain values."""
 
     @abstractmethod
     def check_placement_state(self, state: Mapping[str, Any]) -> None:
-        """``Damaged`` on what ``placement_state`` cannot have given."""
+        """``Damaged`` if ``state`` cannot be a result of ``placement_state``."""
 
     @abstractmethod
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
-        """Go on from ``state``; the tables are loaded next. False where it is of another policy or budget."""
+        """Continue from ``state``, before the tables are loaded. False if it is from another policy or
+        budget."""
 
 
 Rows: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
-"""What a collection looks up: pooled rows, float32 [B, F * D] in the order of the keys, or by feature one for
+"""The result of a lookup: pooled rows, float32 [B, F * D] in the order of the keys, or by feature one row for
 each id, float32 [L, D]."""
 
 
 class SendsAhead(ABC):
-    """Its rows lie on several ranks, and the next batch's ids can travel to them while a batch trains."""
+    """A collection whose rows are on several ranks. It can send the next batch's ids there while a batch
+    trains."""
 
     @abstractmethod
     def start(self, sparse: KeyedJaggedTensor) -> Any:
@@ -93,36 +97,36 @@ class SendsAhead(ABC):
 
     @abstractmethod
     def finish(self, sent: Any) -> Rows:
-        """Rows of what ``start`` sent."""
+        """The rows for the ids that ``start`` sent."""
 
 
 class SavedByRanks(ABC):
-    """Every rank writes and reads its own part of a checkpoint's tables."""
+    """A collection of which every rank writes and reads its own part of a checkpoint's tables."""
 
     @abstractmethod
     def save_tables(self, directory: Path) -> None:
-        """Write this rank's part into ``directory``, which rank 0 makes; all ranks call it."""
+        """Write this rank's part into ``directory``, which rank 0 creates; all ranks call it."""
 
     @abstractmethod
     def load_tables(self, directory: Path) -> None:
-        """Read this rank's part of tables that any number of ranks has saved."""
+        """Read this rank's part of tables that were saved by any number of ranks."""
 
 
 class ShowsRows(ABC):
-    """Which of its rows are resident can be seen between two batches, and their weights."""
+    """A collection that shows, between two batches, which rows are resident and what their weights are."""
 
     slots: int
-    """How many can be."""
+    """How many rows can be resident."""
 
     @property
     @abstractmethod
     def resident_count(self) -> int:
-        """How many are."""
+        """How many rows are resident."""
 
     @abstractmethod
     def resident_rows(self) -> RowIds:
-        """Which ones, sorted, int64 [n]."""
+        """The resident rows, sorted, int64 [n]."""
 
     @abstractmethod
     def resident_weights(self, rows: RowIds) -> torch.Tensor:
-        """Weights of distinct resident ``rows`` as the last batch left them: a copy, float32 [n, D]."""
+        """A copy of the weights of distinct resident ``rows`` after the last batch, float32 [n, D]."""

@@ -1,4 +1,4 @@
-"""What every collection of tables offers to the rest of recpipe, whatever tier its rows live in."""
+"""The interface of every collection of tables, whatever tier its rows are in."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ TORCHREC_OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class TierFigures:
-    """What a collection over tiers did while training, and the memory that it takes on this rank."""
+    """What a collection over tiers did during training, and the memory that it takes on this rank."""
 
     io: IoCounters
     times: TierTimes
     direct: bool | None
-    """How its store does I/O, as in ``ColdStore.direct``."""
+    """How its store does I/O; see ``ColdStore.direct``."""
     resident_bytes: int
     cold_bytes: int
     overhead_bytes: int
@@ -60,7 +60,8 @@ class TierFigures:
     """Whether its cache was never full: what was measured is how it fills."""
 
     def plus(self, other: TierFigures) -> TierFigures:
-        """Of both together; seconds are sums, though their stores may have worked at the same time."""
+        """The figures of both together. Seconds are summed, although both stores may have worked at the same
+        time."""
         return TierFigures(
             self.io.plus(other.io),
             self.times.plus(other.times),
@@ -73,21 +74,21 @@ class TierFigures:
 
 
 class TableCollection(ABC, nn.Module):
-    """A module with the interface of TorchRec's ``EmbeddingBagCollection`` whose every row can be read and
-    written with its optimizer state: for checkpoints, exports and comparisons.
+    """A module with the interface of TorchRec's ``EmbeddingBagCollection``. Every row can be read and written
+    together with its optimizer state, for checkpoints, exports and comparisons.
 
-    Training calls ``lookup``, whose result comes without names, and of tables that are not pooled is one row
-    for each id; its backward pass is the tables' update.
+    Training calls ``lookup``, whose result has no names and, for tables that are not pooled, one row for each
+    id. Its backward pass updates the tables.
 
-    Where several ranks train, all trainers make the same calls in the same order.
+    If several ranks train, all trainers make the same calls in the same order.
     """
 
     whole_updates = "it does not override filter_updates()"
-    """Why no rows can be left out of its updates, where it cannot."""
+    """Why its updates cannot leave rows out, if they cannot."""
 
     @abstractmethod
     def regions(self) -> Iterator[Region]:
-        """The regions that this process owns; together (over all ranks) they are all tables."""
+        """The regions that this process owns; all ranks together own all tables."""
 
     @abstractmethod
     def read(self, region: Region) -> Values:
@@ -102,12 +103,12 @@ class TableCollection(ABC, nn.Module):
         raise NotImplementedError(f"{type(self).__name__} looks no rows up for a model")
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled rows float32 [B, F * D], features in the tables' order; or rows float32 [L, D], one for each
-        id of ``sparse``, which has the tables' features in their order."""
+        """Pooled rows float32 [B, F * D], or float32 [L, D] with one row for each id if rows are not pooled.
+        ``sparse`` and the result have the features in the tables' order."""
         return self.joined(self(sparse))
 
     def joined(self, found: Rows) -> torch.Tensor:
-        """What ``forward`` gives as ``lookup`` does, with the features in the tables' order."""
+        """The result of ``forward`` in the form of ``lookup``, with the features in the tables' order."""
         configs = self.embedding_bag_configs()
         names = [name for names in get_embedding_names_by_table(configs) for name in names]
         if not isinstance(found, KeyedTensor):
@@ -123,8 +124,8 @@ class TableCollection(ABC, nn.Module):
         return self if isinstance(self, capability) else None
 
     def pooled_with_room(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:
-        """Pooled rows as ``forward`` gives them, with room for one more feature in front, float32
-        [B, (1 + F) * D] whose first D columns are zero; None where that would take a copy."""
+        """Pooled rows with room for one more feature in front: float32 [B, (1 + F) * D], of which the first D
+        columns are zero. None if that would take a copy."""
         return None
 
     @property
@@ -134,21 +135,21 @@ class TableCollection(ABC, nn.Module):
 
     @property
     def collectives(self) -> Mapping[str, seams.Collective]:
-        """TorchRec's collectives on this rank; none where tables are not sharded."""
+        """TorchRec's collectives on this rank; empty if tables are not sharded."""
         return {}
 
     def update(self) -> None:
-        """The step of tables that their backward pass does not update; called after it."""
+        """Update the tables that the backward pass has not updated; called after it."""
 
     def filter_updates(self, rows: RowFilter) -> None:
-        """From now on update only the rows that ``rows`` lets stay; called once, before any lookup."""
+        """From now on update only the rows that ``rows`` keeps; called once, before any lookup."""
         raise UserError(
             f"a plugin leaves rows out of updates, which {type(self).__name__} cannot do: "
             f"{self.whole_updates}. Drop that plugin, or the one that brings these tables"
         )
 
     def tier_figures(self) -> TierFigures | None:
-        """What it moved between its tiers; None where all rows are resident."""
+        """What it moved between its tiers; None if all rows are resident."""
         return None
 
     def serve(self) -> None:
@@ -160,7 +161,8 @@ class TableCollection(ABC, nn.Module):
         tables stay usable. All trainers call it."""
 
     def close(self) -> None:
-        """Write back what is only here and release files and threads; the tables are unusable then."""
+        """Write back what is only in device memory and release files and threads. The tables cannot be used
+        afterwards."""
 
 
 class RowCollection(TableCollection):
@@ -169,7 +171,7 @@ class RowCollection(TableCollection):
     replicated = False
     """Whether other trainers hold replicas of its rows, which must stay equal."""
     row_filter: RowFilter | None = None
-    """Which rows an update leaves out; None: none."""
+    """The filter that leaves rows out of updates; None: no rows are left out."""
 
     def __init__(self, tables: TableSet) -> None:
         super().__init__()
@@ -180,16 +182,17 @@ class RowCollection(TableCollection):
         return self.keyed(self.lookup(sparse))
 
     def keyed(self, pooled: torch.Tensor) -> KeyedTensor:
-        """``pooled`` (float32 [B, F * D], features in the tables' order) as TorchRec returns it."""
+        """Convert ``pooled`` (float32 [B, F * D], features in the tables' order) into what TorchRec
+        returns."""
         names = list(self.tables.features)
         return KeyedTensor(names, [self.tables.dim] * len(names), pooled)
 
     def records_of(self, rows: RowIds) -> torch.Tensor:
-        """Records of distinct ``rows`` as the last step left them, float32 [n, width]: a copy."""
+        """A copy of the records of distinct ``rows`` after the last step, float32 [n, width]."""
         raise UserError(f"{type(self).__name__} looks up no ids but the batch's own")
 
     def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
-        """Put ``records`` (float32 [n, width]) in the place of those of distinct ``rows``."""
+        """Replace the records of distinct ``rows`` by ``records`` (float32 [n, width])."""
         raise UserError(f"{type(self).__name__} looks up no ids but the batch's own")
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -205,7 +208,7 @@ class RowCollection(TableCollection):
         yield from row_chunks(self.tables)
 
     def fill_first_values(self) -> None:
-        """Give all rows their first values."""
+        """Initialize all rows."""
         for region in self.regions():
             records = self.tables.fill(region.table, region.start, region.stop)
             self.write(region, (records[:, : self.tables.dim], records[:, self.tables.dim :]))
@@ -218,7 +221,7 @@ class RowCollection(TableCollection):
 
 
 class AllResident(RowCollection, ShowsRows):
-    """A collection that has all of its rows in memory."""
+    """A collection with all of its rows in memory."""
 
     def __init__(self, tables: TableSet) -> None:
         super().__init__(tables)
@@ -269,7 +272,7 @@ def fused_tbe(
         pooling_mode=PoolingMode.SUM if pooled else PoolingMode.NONE,
         weights_precision=data_type_to_sparse_type(tables.storage),
         output_dtype=SparseType.FP32,
-        # The loaders have checked the ids, and would tell; FBGEMM would look up row 0 instead.
+        # The loaders check the ids and raise an error; FBGEMM would look up row 0 instead.
         bounds_check_mode=BoundsCheckMode.NONE,
         device=device,
     )

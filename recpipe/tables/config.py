@@ -18,9 +18,9 @@ from recpipe.tables.stores import KINDS
 from recpipe.tables.tiers.policies import POLICIES
 
 HOLDERS = "holders"
-"""``tiers.store`` of rows partitioned over the ranks that hold rows."""
+"""The ``tiers.store`` that partitions rows over the ranks that hold rows."""
 SCRATCH = "tiers"
-"""Where a run's ssd store lies in the run directory when nobody has named a place; it goes with the run."""
+"""The folder in the run directory for an ssd store without ``tiers.dir``; it is removed when the run ends."""
 
 
 def _tbes(value: int | str) -> int | str:
@@ -30,13 +30,14 @@ def _tbes(value: int | str) -> int | str:
 
 
 def _renamed(store: str) -> str:
-    """Earlier versions called rows on holders ``sharded``, as tables are that TorchRec's planner has cut."""
+    """Translate the earlier name: ``sharded`` used to mean rows on holders, and still means tables cut by
+    TorchRec's planner."""
     return HOLDERS if store == "sharded" else store
 
 
 @dataclass(frozen=True)
 class TierConfig:
-    """``conf/tiers``: where rows live. ``resident_bytes`` counts weights and optimizer state."""
+    """``conf/tiers``: where rows are kept. ``resident_bytes`` counts weights and optimizer state."""
 
     policy: Annotated[str, one_of("resident", *POLICIES)]
     store: Annotated[str, AfterValidator(_renamed), one_of(*KINDS, HOLDERS)]
@@ -59,25 +60,25 @@ class TierConfig:
         return Amount.parsed(self.resident_bytes, "tiers.resident_bytes")
 
     def described_store(self, ranks: Ranks) -> str:
-        """The cold store in words: its kind and, over ranks, what each holder keeps its part in."""
+        """The cold store in words: its kind and, over ranks, the kind of each holder's own store."""
         if self.store != HOLDERS and ranks.world == 1:
             return self.store
         return f"{HOLDERS} ({self.holder_store if self.store == HOLDERS else self.store})"
 
     def directory(self, run_dir: Path) -> Path:
-        """Where ssd stores go: of several ranks each in a ``rank-N`` of its own there."""
+        """The directory of ssd stores; each of several ranks has its own ``rank-N`` in it."""
         return Path(self.dir).expanduser() if self.dir else run_dir / SCRATCH
 
     def budget(self, tables: ModelTables) -> int:
-        """Bytes of ``tiers.resident_bytes``, at most those of all tables."""
+        """``tiers.resident_bytes`` in bytes, at most those of all tables."""
         return min(self._resident.of(tables.total_bytes), tables.total_bytes)
 
     def shares(self, tables: ModelTables) -> list[int]:
-        """Bytes of the budget for each group: divided by the bytes of their tables."""
+        """Each group's share of the budget, in bytes, in proportion to the bytes of its tables."""
         budget, total = self.budget(tables), tables.total_bytes
         return [budget * group.tables.total_bytes // total for group in tables.groups]
 
     def slots(self, tables: ModelTables) -> list[int]:
-        """Rows of each group that its share of the budget holds."""
+        """How many rows of each group its share of the budget holds."""
         shares = zip(self.shares(tables), tables.groups, strict=True)
         return [share // group.tables.record_bytes for share, group in shares]

@@ -1,9 +1,9 @@
-"""Fronts: what stands in a model where a collection of TorchRec's stood, with the same interface and names.
+"""Fronts replace TorchRec's collections in a model, with the same interface and names.
 
-A front owns no rows. Its tables are in groups (see ``groups``), and a group's rows in whatever tiers its
-collection has. While a batch is trained, rows are looked up once and a front hands them out: called with the
-batch's own ids it gives the rows of the samples at hand. Called with any other ids, such as the model has
-computed, it looks those up there and then, and their update follows at the end of the step.
+A front owns no rows. Its tables are in groups (see ``groups``), and each group's collection keeps the rows in
+its tiers. While a batch is trained, its rows are looked up once. A front called with the batch's own ids
+hands out these rows, for the samples being trained. Called with other ids, such as ids that the model has
+computed, it looks them up at once, and their update follows at the end of the step.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ from recpipe.tables.tiers.placement import table_bags
 
 
 class HandedOut(Protocol):
-    """A front's rows of the samples at hand."""
+    """A front's rows for the samples being trained."""
 
     def holds(self, sparse: KeyedJaggedTensor) -> bool:
-        """Whether ``sparse`` has the ids of these samples."""
+        """Whether ``sparse`` has these samples' ids."""
 
     def rows(self) -> list[torch.Tensor]:
-        """Of each group as ``TableCollection.lookup`` gives them; the same tensors at every call."""
+        """The rows of each group in the form of ``TableCollection.lookup``; the same tensors at every
+        call."""
 
 
 class OwnRows(Protocol):
-    """What a batch's own ids looked up in one group, once its backward pass has been made."""
+    """The lookups of a batch's own ids in one group, after the backward pass."""
 
     def gradient_of(self, tables: TableSet, rows: RowIds) -> torch.Tensor:
-        """What its lookups add to the gradients of distinct ``rows``, sorted: float32 [n, D]."""
+        """The contribution of its lookups to the gradients of distinct ``rows`` (sorted), float32 [n, D]."""
 
 
 class _Current(threading.local):
@@ -60,12 +61,13 @@ class _Current(threading.local):
 
 
 _current = _Current()
-"""What the fronts hand out in this thread: parts of a batch may be trained in several at a time."""
+"""What the fronts hand out in this thread. It is per thread because parts of a batch may train in
+parallel."""
 
 
 @contextmanager
 def handing_out(rows: Mapping[Front, HandedOut]) -> Iterator[None]:
-    """Inside, in this thread, the fronts hand ``rows`` out."""
+    """In the block, the fronts hand out ``rows`` in this thread."""
     before, _current.rows = _current.rows, rows
     try:
         yield
@@ -75,25 +77,25 @@ def handing_out(rows: Mapping[Front, HandedOut]) -> Iterator[None]:
 
 @dataclass
 class _Late:
-    """Rows that were looked up by ids that are not the batch's own; their gradient makes the update."""
+    """Rows looked up by ids that are not the batch's own; they are updated by the gradient of ``leaf``."""
 
     group: int
     rows: RowIds
     records: torch.Tensor
-    """As they are before the step, float32 [U, width]."""
+    """The records before the step, float32 [U, width]."""
     weights: torch.Tensor
     """A leaf of the graph, float32 [U, D]."""
 
 
 class Front(ABC, nn.Module):
-    """What fronts of both kinds do; ``path`` is its place in the model.
+    """The base class of both kinds of fronts; ``path`` is the front's place in the model.
 
-    Parameters of the model are then those of its dense part: rows are no parameters of any module.
-    ``state_dict`` has them under the names that the collection gave them.
+    Rows are not parameters of any module, so the model's parameters are those of its dense part.
+    ``state_dict`` has the rows under the names that the collection gave them.
     """
 
     weights_under: str
-    """The name of TorchRec's module of tables, in ``state_dict``."""
+    """The name of TorchRec's module of tables in ``state_dict``."""
 
     def __init__(self, path: str, tables: Sequence[EmbeddingBagConfig | EmbeddingConfig]) -> None:
         super().__init__()
@@ -103,20 +105,20 @@ class Front(ABC, nn.Module):
         self.names = [name for names in get_embedding_names_by_table(self.configs) for name in names]
         self.groups: tuple[Group, ...] = ()
         self.whole: HandedOut | None = None
-        """What it hands out in every thread while no ``handing_out`` says otherwise: a whole batch."""
+        """The whole batch's rows, which it hands out in every thread outside ``handing_out``."""
         self.late_calls = 0
-        """How often it was trained with ids that are not the batch's own."""
+        """How many times it was trained with ids that are not the batch's own."""
         self._collections: tuple[TableCollection, ...] = ()
         self._late: list[_Late] = []
 
     def place(self, groups: Sequence[Group], collections: Sequence[TableCollection]) -> None:
         """Take rows from ``collections``, one for each of ``groups``; the front does not own them."""
-        # In tuples: a module in an attribute would make rows parameters of the model.
+        # Kept in tuples: a module in an attribute would make rows parameters of the model.
         self.groups, self._collections = tuple(groups), tuple(collections)
 
     @property
     def collections(self) -> tuple[TableCollection, ...]:
-        """Of each group."""
+        """The collection of each group."""
         return self._collections
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
@@ -132,10 +134,10 @@ class Front(ABC, nn.Module):
 
     @abstractmethod
     def shaped(self, rows: Sequence[torch.Tensor], features: KeyedJaggedTensor) -> Any:
-        """``rows`` of each group as TorchRec's collection returns them for ``features``."""
+        """Convert each group's ``rows`` into what TorchRec's collection returns for ``features``."""
 
     def look_up(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
-        """Rows of each group as they are, from its collection; nothing is trained, planned or moved."""
+        """Read the rows of each group from its collection; nothing is trained, planned or moved."""
         pairs = zip(self.groups, self.collections, strict=True)
         with torch.no_grad():
             return [c.lookup(in_order(features, g.tables.features)) for g, c in pairs]
@@ -156,15 +158,16 @@ class Front(ABC, nn.Module):
         return found
 
     def late_leaves(self) -> list[torch.Tensor]:
-        """Leaves of the graph that late calls have made since the last update."""
+        """Leaves of the graph made since the last update, for ids that are not the batch's own."""
         return [one.weights for one in self._late]
 
     def update_late(self, own: Sequence[OwnRows]) -> None:
-        """One update of each row that was looked up late since the last call, by its summed gradient.
+        """Update each row looked up since the last call by ids that are not the batch's own, once, by its
+        summed gradient.
 
-        ``own``: of each group, what the batch's own ids looked up; none where the batch has no ids of the
-        front's. Of a row that is in both, this update takes the place of the one that the backward pass has
-        made: it starts from the record before the step.
+        ``own``: each group's lookups by the batch's own ids; empty if the batch has no ids for this front. If
+        a row is in both, this update replaces the one that the backward pass has made: it starts from the
+        record before the step.
         """
         late, self._late = [one for one in self._late if one.weights.grad is not None], []
         for number, group in enumerate(self.groups):
@@ -189,7 +192,7 @@ class Front(ABC, nn.Module):
     # -- names -------------------------------------------------------------------------------
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Every table's weights, copied out of its tiers, under TorchRec's name."""
+        """Save a copy of every table's weights under TorchRec's name."""
         for group, collection in zip(self.groups, self.collections, strict=True):
             for table in group.tables.tables:
                 destination[self._key(prefix, group, table.name)] = torch.empty(table.rows, group.tables.dim)
@@ -208,7 +211,7 @@ class Front(ABC, nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Put every table's weights into its tiers; optimizer state starts anew."""
+        """Put every table's weights into its tiers; optimizer state is reset."""
         known = set()
         for group, collection in zip(self.groups, self.collections, strict=True):
             for table in group.tables.tables:
@@ -252,7 +255,8 @@ def _write_weights(group: Group, collection: TableCollection, table: str, weight
 
 
 class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
-    """In the place of an ``EmbeddingBagCollection``. Sums come from the groups; a mean is a sum divided."""
+    """Replaces an ``EmbeddingBagCollection``. Groups give sums; a mean is the sum divided by the number of
+    ids."""
 
     weights_under = "embedding_bags"
 
@@ -275,11 +279,12 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
 
     @property
     def can_have_room(self) -> bool:
-        """Whether its pooled rows are one group's sums, so that room in front of them costs nothing."""
+        """Whether its pooled rows are the sums of a single group, so that room in front of them costs
+        nothing."""
         return len(self.groups) == 1 and not self._means.any()
 
     def shaped(self, rows: Sequence[torch.Tensor], features: KeyedJaggedTensor) -> KeyedTensor:
-        """By feature, float32 [B, D of its table] each."""
+        """Pooled rows by feature, each float32 [B, D of its table]."""
         by_feature: dict[int, torch.Tensor] = {}
         for group, pooled in zip(self.groups, rows, strict=True):
             values = self._meant(group, pooled, features)
@@ -290,7 +295,7 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
         return KeyedTensor(self.names, self.dims, joined)
 
     def _meant(self, group: Group, pooled: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
-        """``pooled`` sums, those of tables that want means divided by the number of ids."""
+        """Divide the sums in ``pooled`` by the number of ids, for tables that want means."""
         means = self._means[list(group.places)]
         if not means.any():
             return pooled
@@ -302,7 +307,7 @@ class BagFront(Front, EmbeddingBagCollectionInterface):  # type: ignore[misc]
 
 
 class SequenceFront(Front, EmbeddingCollectionInterface):  # type: ignore[misc]
-    """In the place of an ``EmbeddingCollection``: a row for each id."""
+    """Replaces an ``EmbeddingCollection``, which gives a row for each id."""
 
     weights_under = "embeddings"
 
@@ -328,7 +333,7 @@ class SequenceFront(Front, EmbeddingCollectionInterface):  # type: ignore[misc]
         return names
 
     def shaped(self, rows: Sequence[torch.Tensor], features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """By feature: rows float32 [ids, D] and the lengths of its bags."""
+        """Rows by feature, float32 [ids, D], with the lengths of the bags."""
         found: dict[int, JaggedTensor] = {}
         for group, values in zip(self.groups, rows, strict=True):
             ids = in_order(features, group.tables.features)
@@ -347,7 +352,7 @@ class SequenceFront(Front, EmbeddingCollectionInterface):  # type: ignore[misc]
 
 
 def front_of(path: str, collection: nn.Module) -> Front | None:
-    """What can stand in the place of ``collection``; None where that is no collection of TorchRec's."""
+    """The front that can replace ``collection``; None if that is not one of TorchRec's collections."""
     if isinstance(collection, EmbeddingBagCollection):
         return BagFront(path, collection)
     if isinstance(collection, EmbeddingCollection):

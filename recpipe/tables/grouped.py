@@ -1,4 +1,5 @@
-"""The collections of all groups of a model's tables as one: for checkpoints, exports, figures and the end."""
+"""Treats the collections of all groups of a model's tables as one: for checkpoints, exports, figures and
+closing."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ C = TypeVar("C")
 
 
 class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
-    """One collection for each group, in their order; rows are looked up in those themselves."""
+    """One collection for each group, in order. Lookups go to those directly."""
 
     def __init__(self, tables: ModelTables, collections: Sequence[TableCollection]) -> None:
         super().__init__()
         self.tables = tables
-        # In a tuple: fronts use the same collections, and no module owns their memory.
+        # Kept in a tuple: fronts use the same collections, and no module may own their memory.
         self.collections = tuple(collections)
         self._holder = {
             name: collection
@@ -32,14 +33,14 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
         }
 
     def each(self, capability: type[C]) -> list[C]:
-        """The collections with ``capability``: all of them, or none."""
+        """All collections with ``capability``; empty if one of them lacks it."""
         found = [collection.offers(capability) for collection in self.collections]
         return cast("list[C]", found) if all(one is not None for one in found) else []
 
     def offers(self, capability: type[C]) -> C | None:
-        """What a single collection offers; of several, itself, if it can be had of them together.
+        """What a single collection offers. With several, this object, if they offer it together.
 
-        Placed they are where one of them is: others have no rows that move.
+        They offer ``SavesPlacement`` if one of them does, since the others have no rows that move.
         """
         if len(self.collections) == 1:
             return self.collections[0].offers(capability)
@@ -48,7 +49,7 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
         return self if isinstance(self, capability) and self.each(capability) else None
 
     def train(self, mode: bool = True) -> GroupedCollection:
-        """Whether rows are looked up to be trained."""
+        """Switch lookups between training and evaluation."""
         for collection in self.collections:
             collection.train(mode)
         super().train(mode)
@@ -83,7 +84,7 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
 
     @property
     def collectives(self) -> Mapping[str, seams.Collective]:
-        """TorchRec's collectives on this rank; they are counted for the process."""
+        """TorchRec's collectives on this rank; they are counted per process."""
         return self.collections[0].collectives
 
     def tier_figures(self) -> TierFigures | None:
@@ -107,12 +108,12 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
         self.collections[0].serve()
 
     def write_back(self) -> None:
-        """Of all groups."""
+        """Write all groups' rows back."""
         for collection in self.collections:
             collection.write_back()
 
     def close(self) -> None:
-        """Close all of them, whatever one of them raises; the first fault comes out."""
+        """Close all of them, even if one of them raises; the first fault is raised in the end."""
         faults = []
         for collection in self.collections:
             try:
@@ -125,16 +126,16 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
     # -- SavesPlacement, of several groups ------------------------------------------------------------
 
     def _placed(self) -> dict[str, SavesPlacement]:
-        """The groups whose rows move, by their numbers."""
+        """The groups whose rows move, by number."""
         found = {str(number): part.offers(SavesPlacement) for number, part in enumerate(self.collections)}
         return {number: part for number, part in found.items() if part is not None}
 
     def placement_state(self) -> dict[str, Any]:
-        """Each group's, by its number."""
+        """The state of each group, by its number."""
         return {number: part.placement_state() for number, part in self._placed().items()}
 
     def check_placement_state(self, state: Mapping[str, Any]) -> None:
-        """``Damaged`` on what ``placement_state`` cannot have given."""
+        """``Damaged`` if ``state`` cannot be a result of ``placement_state``."""
         parts = self._placed()
         if len(state) != len(parts):
             raise Damaged(f"placement is of {len(state)} groups of tables, and there are {len(parts)}")
@@ -143,7 +144,7 @@ class GroupedCollection(TableCollection, SavesPlacement, SavedByRanks):
             part.check_placement_state(found[number])
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
-        """Go on from ``state``; False where a group's is of another policy or budget."""
+        """Continue from ``state``; False if a group's state is from another policy or budget."""
         loaded = [p.load_placement_state(state and state[n]) for n, p in self._placed().items()]
         return all(loaded)
 

@@ -1,7 +1,7 @@
-"""Which tables a model has, and in which groups: tables of one collection, dimension and optimizer.
+"""The tables of a model, in groups of the same collection, dimension and optimizer.
 
-Rows of a group have records of one width, so that they share slots, slab and store. Rows of all tables have
-one numbering: group by group, in each table by table.
+Rows of a group have records of the same width, so that they share slots, slab and store. Rows of all tables
+are numbered group by group and, within a group, table by table.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from recpipe.seams import module_name
 from recpipe.tables.specs import FirstValues, Table, TableOptimizer, TableSet
 
 OptimizerOf = Callable[[str, torch.Tensor], TableOptimizer]
-"""The optimizer of a table, by its name and its weights as the model has them (maybe on the meta device)."""
+"""Gives a table's optimizer, from its name and its weights in the model (which may be on the meta device)."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Tables whose rows one collection holds."""
+    """Tables whose rows are held by one collection."""
 
     path: str
-    """Place of their collection in the model."""
+    """Path of their collection in the model."""
     tables: TableSet
     places: tuple[int, ...]
-    """Of its features among all of the collection's."""
+    """Positions of its features among all of the collection's."""
     own_names: Mapping[str, str] = field(default_factory=dict)
-    """Each table's name in its collection; ``tables`` has names that are unique in the model."""
+    """Each table's name in its collection. The names in ``tables`` are unique in the model."""
 
     def part(self, names: Collection[str]) -> Group:
-        """The tables of these ``names``, unique in the model, as a group of their own."""
+        """A group of the tables with these ``names`` (unique in the model)."""
         of_place = [table.name for table in self.tables.tables for _ in table.features]
         return Group(
             self.path,
@@ -60,12 +60,13 @@ class ModelTables:
 
     @classmethod
     def single(cls, tables: TableSet, path: str = "") -> ModelTables:
-        """Of one group, whose collection is at ``path``."""
+        """The tables of one group, whose collection is at ``path``."""
         names = {name: name for name in tables.layout.tables}
         return cls((Group(path, tables, tuple(range(len(tables.features))), names),))
 
     def split(self, key: Callable[[str], object]) -> ModelTables:
-        """Groups whose tables all have one ``key``, in the order in which the keys come."""
+        """Split groups so that all tables of a group have the same ``key``, in the order in which keys first
+        occur."""
         parts: list[Group] = []
         for group in self.groups:
             alike: dict[object, list[str]] = {}
@@ -76,7 +77,7 @@ class ModelTables:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """In the order of the row numbers."""
+        """All tables in the order of the row numbers."""
         return tuple(table for group in self.groups for table in group.tables.tables)
 
     @cached_property
@@ -95,11 +96,11 @@ class ModelTables:
         return sum(group.tables.total_bytes for group in self.groups)
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """Per table: rows, dimension, width of the optimizer state."""
+        """For each table: rows, dimension, width of the optimizer state."""
         return {name: shape for group in self.groups for name, shape in group.tables.shapes().items()}
 
     def infos(self) -> dict[str, TableInfo]:
-        """Per table: what plugins are told of it."""
+        """For each table: what plugins are told about it."""
         return {
             t.name: TableInfo(
                 t.name,
@@ -114,12 +115,12 @@ class ModelTables:
         }
 
     def bytes_of_tables(self) -> dict[str, int]:
-        """Per table: of all its records."""
+        """For each table: the bytes of all its records."""
         return {t.name: t.rows * g.tables.record_bytes for g in self.groups for t in g.tables.tables}
 
 
 def collections_of(model: nn.Module) -> dict[str, nn.Module]:
-    """TorchRec's collections in ``model``, by path; ``UserError`` where there are none."""
+    """TorchRec's collections in ``model``, by path; ``UserError`` if there are none."""
     kinds = (EmbeddingBagCollection, EmbeddingCollection)
     found = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
     if not found:
@@ -173,13 +174,13 @@ def group_tables(collections: Mapping[str, nn.Module], optimizer_of: OptimizerOf
 
 
 def _named(config: BaseEmbeddingConfig) -> str:
-    """The table's name; the feature's, where it was only made fit to be a module's."""
+    """The table's name, or its feature's if the table's is the feature's made fit for a module."""
     alone = config.feature_names[0] if len(config.feature_names) == 1 else ""
     return alone if module_name(alone) == config.name else config.name
 
 
 def _unique(config: BaseEmbeddingConfig, path: str, names: Counter[str]) -> str:
-    """The table's name, with its collection's path where another table has it too."""
+    """The table's name, preceded by its collection's path if another table has the same name."""
     name = _named(config)
     return name if names[name] == 1 else f"{path}.{name}"
 
@@ -192,7 +193,7 @@ def _configs(module: nn.Module) -> Sequence[BaseEmbeddingConfig]:
 
 
 def _tables(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Each table's weights, by its name."""
+    """The weights of each table by its name."""
     bags = isinstance(module, EmbeddingBagCollection)
     tables = module.embedding_bags if bags else module.embeddings
     assert isinstance(tables, nn.ModuleDict)
@@ -215,7 +216,7 @@ def _refuse(config: BaseEmbeddingConfig, path: str) -> None:
 def _first_values(
     config: BaseEmbeddingConfig, name: str, weights: torch.Tensor, seed: int
 ) -> FirstValues | None:
-    """The weights as the model has them; on the meta device those that its initialiser makes.
+    """The weights in the model, or on the meta device those that its initialiser makes.
 
     ``name``: the table's, unique in the model.
     """
@@ -232,7 +233,7 @@ def _first_values(
 
 
 class _Initialised:
-    """First weights by the table's own initialiser, which sees the table whole."""
+    """First weights by the table's own initialiser, which is called for the whole table."""
 
     def __init__(self, config: BaseEmbeddingConfig, seed: int) -> None:
         self.config, self.seed = config, seed

@@ -1,4 +1,4 @@
-"""Which ids of a batch each group of tables looks up, whatever type the batch has."""
+"""Finds the ids that each group of tables looks up, in batches of any type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recpipe.tables.groups import ModelTables
 from recpipe.tables.tiers.placement import Bags, IndexBags, table_bags
 
 GroupIds = tuple[KeyedJaggedTensor | None, ...]
-"""A batch's ids, group by group, of the groups' features in their order; None where the model makes them."""
+"""A batch's ids for each group, with the group's features in order; None if the model makes the ids."""
 
 
 def count_ids(each: GroupIds) -> int:
@@ -22,9 +22,9 @@ def count_ids(each: GroupIds) -> int:
 
 
 class Inputs:
-    """The lookups that batches of one kind make in a model's tables, without the model.
+    """Finds the lookups of batches of one type in a model's tables, without the model.
 
-    ``places``: where the ids of each group's front lie in a batch; none where the model makes its ids itself.
+    ``places``: where a batch has the ids of each group's front; missing if the model makes these ids itself.
     """
 
     def __init__(self, tables: ModelTables, places: Sequence[Sequence[Place]]) -> None:
@@ -32,7 +32,7 @@ class Inputs:
 
     @classmethod
     def of(cls, tables: ModelTables, batch: object) -> Inputs:
-        """Found in a batch, of which all others are made alike."""
+        """Find the places in one batch; all others have the same structure."""
         by_path: dict[str, list[str]] = {}
         for group in tables.groups:
             by_path.setdefault(group.path, []).extend(group.tables.features)
@@ -40,12 +40,13 @@ class Inputs:
         return cls(tables, [found[group.path] for group in tables.groups])
 
     def among(self, batch: object, group: int) -> KeyedJaggedTensor | None:
-        """What has the ids of a group, among others: the batch's own object, where it is one."""
+        """The object that has, among others, a group's ids; it is the batch's own if a single one has
+        them."""
         places = self.places[group]
         return ids_at(batch, places) if places else None
 
     def ids(self, batch: object, group: int) -> KeyedJaggedTensor | None:
-        """The ids of a group's features, in their order; None where the model makes them."""
+        """The ids of a group's features, in order; None if the model makes them."""
         found = self.among(batch, group)
         return None if found is None else in_order(found, self.tables.groups[group].tables.features)
 
@@ -58,7 +59,7 @@ class Inputs:
         return bool(self.places[group])
 
     def bags(self, batch: object, group: int) -> IndexBags:
-        """A group's lookups, as rows of its table set; none where the model makes its ids."""
+        """A group's lookups as rows of its table set; empty if the model makes its ids."""
         ids = self.ids(batch, group)
         if ids is None:
             size = batch_size(batch)
@@ -66,7 +67,7 @@ class Inputs:
         return table_bags(self.tables.groups[group].tables, ids)
 
     def require_ids(self, each: GroupIds) -> None:
-        """``DataError`` on an id that is not in its table."""
+        """``DataError`` if an id is not in its table."""
         for group, ids in zip(self.tables.groups, each, strict=True):
             if ids is not None:
                 sizes = group.tables.layout.rows
@@ -74,7 +75,7 @@ class Inputs:
                 require_ids(ids, rows)
 
     def lookups(self, batch: object) -> Bags:
-        """All groups' lookups; ``DataError`` on an unknown id."""
+        """The lookups of all groups; ``DataError`` for an unknown id."""
         found = [self.bags(batch, group) for group in range(len(self.places))]
         if len(found) == 1:
             (only,) = found

@@ -1,8 +1,8 @@
-"""A batch's rows: looked up once, handed out to the model part by part, updated once.
+"""The rows of a batch: looked up once, handed out to the model part by part, and updated once.
 
-Each part of a batch gets leaves of the graph: its samples' rows, cut off from the tables. When all parts have
-been differentiated, one backward pass for each group and tier makes the fused update of the whole batch; one
-for each part would be wrong for every optimizer with state.
+Each part of a batch gets leaves of the graph: its samples' rows, detached from the tables. When all parts
+have been differentiated, one backward pass for each group and tier makes the fused update of the whole batch.
+An update for each part would be wrong for every optimizer with state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from recpipe.tables.tiers.placement import TierPlan
 
 
 class GroupLookup:
-    """One group's rows of one batch."""
+    """The rows of one group for one batch."""
 
     def __init__(
         self,
@@ -48,14 +48,15 @@ class GroupLookup:
         self.warm = torch.empty(0)
         self.cold: torch.Tensor | None = None
         self.dim = 0
-        """Columns in front of the rows that belong to no feature."""
+        """Columns in front of the rows, which belong to no feature."""
         self.kept: torch.Tensor | None = None
-        """Gradients of all rows, where parts that are trained in other threads put theirs."""
+        """Gradients of all rows; parts that are trained in other threads put theirs here."""
         self._gradients: list[torch.Tensor] = []
-        """The last one is of all rows, with columns in front as ``warm`` has them; none before the backward
-        pass. A list, which a hook on the rows can fill without holding this object, and so the rows."""
+        """The last entry is the gradient of all rows, with columns in front as ``warm`` has them; empty
+        before the backward pass. It is a list so that a hook on the rows can fill it without a reference to
+        this object, which would keep the rows alive."""
         self._roomy_gradients: list[torch.Tensor] = []
-        """Of leaves with room."""
+        """Gradients of leaves with room."""
         self._placed: set[tuple[int, int]] = set()
         self._given: list[tuple[int, int, torch.Tensor]] = []
 
@@ -71,7 +72,7 @@ class GroupLookup:
             self._tiers.arrive()
 
     def look_up_warm(self) -> None:
-        """What is there at once: all rows, or those of the resident tier."""
+        """Look up what needs no waiting: all rows, or those of the resident tier."""
         if self.plan is not None:
             self.warm = self._tiers.lookup_resident(self.plan)
         elif self.sent is not None:
@@ -82,22 +83,23 @@ class GroupLookup:
             self.dim = 0 if roomy is None else self.room
 
     def look_up_cold(self) -> None:
-        """What this batch alone needs, once it has arrived."""
+        """Look up the slab's rows, after they have arrived."""
         if self.plan is not None and len(self.plan.slab):
             self.cold = self._tiers.lookup_slab(self.plan)
 
     # -- parts -------------------------------------------------------------------------------
 
     def share(self) -> None:
-        """Parts are to be trained in several threads, each of which keeps its rows' gradient (``keep``).
+        """Prepare for parts trained in several threads, each of which stores its rows' gradient (``keep``).
 
-        Where the rows have room, in the rows' own memory, which only the interaction has looked at by then.
+        If the rows have room, gradients are stored in the rows' own memory: only the interaction has read it,
+        and is done.
         """
         if self.pooled and self.kept is None:
             self.kept = self.warm.data if self.dim else torch.empty_like(self.warm)
 
     def keep(self, low: int, high: int, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-        """The gradient of ``leaf``, which has the rows of samples [low, high)."""
+        """Store the gradient of ``leaf``, which has the rows of samples [low, high)."""
         if self.kept is None:
             leaf.grad = gradient
         else:
@@ -105,7 +107,8 @@ class GroupLookup:
             self._placed.add((low, high))
 
     def leaf(self, low: int, high: int) -> torch.Tensor:
-        """Rows of samples [low, high) as a leaf of the graph: [high - low, F * D], or one for each id."""
+        """The rows of samples [low, high) as a leaf of the graph: [high - low, F * D], or one row for each
+        id."""
         if self.dim:
             return self._roomy(low, high)
         rows = self._cut(self.warm.detach(), low, high)
@@ -118,16 +121,16 @@ class GroupLookup:
         return leaf
 
     def _roomy(self, low: int, high: int) -> torch.Tensor:
-        """As ``leaf``, with room in front of the rows. Parts write there at the same time, which torch would
-        take for a change of each other's rows, were it not for ``.data``."""
+        """As ``leaf``, with room in front of the rows. Parts write there at the same time; ``.data`` keeps
+        torch from treating this as a change of each other's rows."""
         leaf = with_room(self.warm.data[low:high], self.dim).requires_grad_()
-        if self.kept is None:  # as it comes: ``leaf.grad`` is a copy, without room
+        if self.kept is None:  # taken in a hook: ``leaf.grad`` is a copy without room
             leaf.register_hook(self._roomy_gradients.append)  # type: ignore[no-untyped-call]
         self._given.append((low, high, leaf))
         return leaf
 
     def whole(self) -> torch.Tensor:
-        """Rows of all samples, in the graph: a backward pass through them is the update."""
+        """The rows of all samples, in the graph: a backward pass through them updates the tables."""
         rows = self.warm if self.cold is None else self.warm + self.cold
         if rows.requires_grad:
             rows.register_hook(self._gradients.append)  # type: ignore[no-untyped-call]
@@ -140,7 +143,7 @@ class GroupLookup:
         return rows[slice(*parts[0])] if len(parts) == 1 else torch.cat([rows[slice(*p)] for p in parts])
 
     def _ids_between(self, low: int, high: int) -> list[tuple[int, int]]:
-        """Of each feature, where the ids of samples [low, high) begin and end."""
+        """Where the ids of samples [low, high) begin and end, for each feature."""
         samples, keys = self.ids.stride(), len(self.ids.keys())
         offsets = self.ids.offsets()
         if (low, high) == (0, samples):
@@ -150,10 +153,10 @@ class GroupLookup:
         ]
 
     def backward(self, alone: bool, scale: float = 1.0) -> None:
-        """One backward pass, and so one fused update, for each tier.
+        """Make one backward pass, and thus one fused update, for each tier.
 
-        FBGEMM's CPU update enters a parallel region for every table, which costs more than its threads gain.
-        Where several ranks train, torch's own operators make the update.
+        FBGEMM's CPU update enters a parallel region for every table, which costs more than the threads gain.
+        If several ranks train, torch's own operators make the update.
         """
         self.arrive()
         gradient = self._gradient()
@@ -166,7 +169,8 @@ class GroupLookup:
                 torch.autograd.backward(self.cold, gradient[first:].view(self.cold.shape))
 
     def gradient_of(self, tables: TableSet, rows: RowIds) -> torch.Tensor:
-        """What these lookups add to the gradients of distinct ``rows``, sorted: float32 [n, D]."""
+        """The contribution of these lookups to the gradients of distinct ``rows`` (sorted), float32 [n,
+        D]."""
         total = torch.zeros((len(rows), tables.dim), device=self.warm.device)
         if self._gradients:
             bags = row_bags(tables, self.ids)
@@ -176,7 +180,7 @@ class GroupLookup:
         return total
 
     def _gradient(self) -> torch.Tensor:
-        """Of all rows; zero where no part has looked."""
+        """The gradient of all rows; zero for rows that no part has used."""
         given = sorted(self._given, key=lambda part: part[:2])
         if self.kept is not None:
             return self._completed(self.kept, given)
@@ -196,14 +200,14 @@ class GroupLookup:
         return gradient
 
     def _completed(self, gradient: torch.Tensor, given: list[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
-        """What threads have kept, with the gradients of parts that were trained without them."""
+        """The gradients that threads have stored, together with those of parts trained in this thread."""
         for low, high, leaf in given:
             if (low, high) not in self._placed:
                 gradient[low:high, self.dim :] = 0.0 if leaf.grad is None else leaf.grad
         return gradient
 
     def _wide_gradient(self, given: list[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
-        """With columns for the room, whose values do not matter."""
+        """The gradient with columns for the room, whose values do not matter."""
         if len(given) == 1 and self._roomy_gradients and given[0][1] == len(self.warm):
             wide = widened(self._roomy_gradients[-1].flatten(1), self.dim)
             if wide is not None:
@@ -231,7 +235,7 @@ def _finished(collection: TableCollection, sent: Any) -> torch.Tensor:
 
 
 class BatchLookups:
-    """All fronts' rows of one batch."""
+    """The rows of all fronts for one batch."""
 
     def __init__(self, groups: Mapping[Front, Sequence[GroupLookup]]) -> None:
         self.groups = groups
@@ -240,17 +244,17 @@ class BatchLookups:
 
     @property
     def all(self) -> list[GroupLookup]:
-        """Front by front, group by group."""
+        """All lookups, front by front and group by group."""
         return [lookup for lookups in self.groups.values() for lookup in lookups]
 
     def share(self) -> None:
-        """Parts are to be trained in several threads; called once rows are looked up."""
+        """Prepare for parts trained in several threads; called once rows are looked up."""
         for lookup in self.all:
             lookup.share()
 
     def look_up(self, wait: bool, shared: bool = False, beside: Beside | None = None) -> None:
-        """Look the resident rows up; with ``wait``, all rows, once they have arrived. ``shared``: for parts
-        in several threads. Groups are looked up ``beside`` each other, if that is given."""
+        """Look up the resident rows; with ``wait``, all rows, once they have arrived. ``shared``: parts will
+        be trained in several threads. ``beside``, if given, looks groups up in parallel."""
         try:
             with phase("embedding forward"):
                 if wait or any(g.plan is not None and g.plan.fetches_residents for g in self.all):
@@ -287,16 +291,18 @@ class BatchLookups:
         self.cold_is_here = True
 
     def part(self, ids: Mapping[Front, KeyedJaggedTensor], low: int, high: int) -> dict[Front, Part]:
-        """What the fronts hand out for samples [low, high), whose ``ids`` those are."""
+        """What the fronts hand out for samples [low, high), which have these ``ids``."""
         return {front: Part(self, front, ids[front], low, high) for front in self.groups}
 
     def rows(self, front: Front, low: int, high: int) -> list[torch.Tensor]:
-        """Leaves of each group for samples [low, high); waits for another thread to look them up."""
+        """Leaves of each group for samples [low, high). If another thread is looking them up, waits for
+        it."""
         self._ready.result()
         return [lookup.leaf(low, high) for lookup in self.groups[front]]
 
     def backward(self, alone: bool, scale: float = 1.0, beside: Beside | None = None) -> None:
-        """The tables' update, from the leaves' gradients times ``scale``; begun ``beside``, if given."""
+        """Update the tables by the leaves' gradients times ``scale``. With ``beside``, begin the update
+        there."""
         with phase("embedding backward and update"):
             if beside is not None:
                 beside.begin("update", [partial(lookup.backward, alone, scale) for lookup in self.all])
@@ -306,7 +312,7 @@ class BatchLookups:
 
 
 class Part:
-    """A front's rows of some samples of a batch."""
+    """A front's rows for some samples of a batch."""
 
     def __init__(
         self, lookups: BatchLookups, front: Front, ids: KeyedJaggedTensor, low: int, high: int
@@ -320,18 +326,18 @@ class Part:
         return same_ids(sparse, self.ids, self.front)
 
     def each(self) -> list[tuple[GroupLookup, torch.Tensor]]:
-        """The groups' lookups with the leaves that were handed out; none before."""
+        """The groups' lookups with the leaves that were handed out; empty before that."""
         return list(zip(self.lookups.groups[self.front], self.leaves or (), strict=False))
 
     def rows(self) -> list[torch.Tensor]:
-        """Leaves; the same ones at every call, so that their gradients add up."""
+        """The leaves; every call returns the same ones, so that their gradients add up."""
         if self.leaves is None:
             self.leaves = self.lookups.rows(self.front, self.low, self.high)
         return self.leaves
 
 
 def same_ids(sparse: KeyedJaggedTensor, own: KeyedJaggedTensor, front: Front) -> bool:
-    """Whether ``front`` would look up the same by either."""
+    """Whether ``front`` would look up the same rows with either of the two."""
     if sparse is own:
         return True
     if not set(front.features) <= set(sparse.keys()):

@@ -1,4 +1,4 @@
-"""Who keeps which tables: all rows resident, in tiers under a policy, or in shards over the ranks.
+"""Decides how tables are kept: all rows resident, in tiers under a policy, or in shards over the ranks.
 
 Judged of the recipe and of all plugins together, and so of the whole ``Assembly``: a cache of one may
 contradict the planner of another.
@@ -23,22 +23,23 @@ RESIDENT, NOCACHE = "resident", "nocache"
 
 @dataclass(frozen=True)
 class GroupOwner:
-    """Who decides which rows of one group of tables are resident."""
+    """The owner of one group of tables, which decides what rows are resident."""
 
     name: str
-    """``resident`` (all are), a built-in policy's name or a plugin's."""
+    """``resident`` (all rows are), the name of a built-in policy, or a plugin's name."""
     slots: int
-    """Resident rows; all of the group's where they all are."""
+    """How many rows can be resident; for ``resident``, all of the group's."""
     resident_bytes: int
-    """What they may take."""
+    """The bytes that resident rows may take."""
     cache: Owned[Cache] | None = None
     """The plugin's part; None: recpipe's own."""
 
 
 def group_owners(config: TierConfig, assembly: Assembly, tables: ModelTables) -> list[GroupOwner]:
-    """Of each group, whose tables one plugin has claimed or none (``ModelTables.split``).
+    """The owner of each group. Either one plugin has claimed all of a group's tables or none has
+    (``ModelTables.split``).
 
-    ``UserError`` where plugins and the recipe's ``tiers`` contradict each other.
+    ``UserError`` if plugins and the recipe's ``tiers`` contradict each other.
     """
     _check_policy(config, assembly, tables)
     shares = zip(tables.groups, config.shares(tables), config.slots(tables), strict=True)
@@ -56,7 +57,7 @@ def group_owners(config: TierConfig, assembly: Assembly, tables: ModelTables) ->
 
 
 def owner_names(owners: Sequence[GroupOwner]) -> str:
-    """Who decides, in words: one name, or several."""
+    """The owners in words: one name, or several."""
     return ", ".join(dict.fromkeys(owner.name for owner in owners))
 
 
@@ -66,13 +67,13 @@ def is_sharded(config: TierConfig, assembly: Assembly) -> bool:
 
 
 def _placing(assembly: Assembly) -> list[Owned[Any]]:
-    """The plugins' parts that only TorchRec's sharded tables can carry out."""
+    """The plugins' parts that need TorchRec's sharded tables."""
     placed: list[Owned[Any] | None] = [assembly.planner, *assembly.quantizing.codecs.values()]
     return [owned for owned in placed if owned is not None]
 
 
 def _check_policy(config: TierConfig, assembly: Assembly, tables: ModelTables) -> None:
-    """``tiers.policy`` is for tables that no plugin has claimed."""
+    """Refuse a ``tiers.policy`` if plugins have claimed all tables."""
     if config.policy != RESIDENT and len(assembly.caches) == len(tables.tables):
         owner = next(iter(assembly.caches.values()))
         raise PluginConflict(
@@ -83,7 +84,8 @@ def _check_policy(config: TierConfig, assembly: Assembly, tables: ModelTables) -
 
 
 def _check_sharding(config: TierConfig, assembly: Assembly, owners: Sequence[GroupOwner]) -> None:
-    """Shards are tiered by policies of each rank's own; what is about sharded tables needs sharding."""
+    """Refuse policies that cannot work on a rank's own shards, and options for sharded tables without
+    sharding."""
     tiered = [owner for owner in owners if owner.name != RESIDENT]
     if not is_sharded(config, assembly):
         for key, idle in (("kernel", "fused"), ("split_rows", False)):

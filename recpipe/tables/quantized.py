@@ -1,4 +1,5 @@
-"""Tables as plugins' quantizers want them: what stores their weights, and their records in the cold tier."""
+"""Applies plugins' quantizers to tables: how weights are stored, and how records are encoded in the cold
+tier."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ from recpipe.tables.owners import RESIDENT, GroupOwner
 from recpipe.tables.stores.codecs import COLD
 
 STORED = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
-"""By the names that ``Quantizer.storage`` gives."""
+"""FBGEMM's type for each name that ``Quantizer.storage`` may return."""
 
 
 def quantized(tables: ModelTables, quantizing: Quantizing) -> ModelTables:
-    """``tables`` in groups of one storage and one codec, which they know.
+    """Split ``tables`` into groups with one storage type and one codec, and set these.
 
-    Rows of 16 bits lie in the cold tier as they are in their slots where nobody wants them otherwise.
+    Rows of 16 bits have the same bits in the cold tier as in their slots, unless a quantizer asks for another
+    format.
     """
 
     def asked(table: str) -> tuple[str, int]:
@@ -49,7 +51,7 @@ def check_quantized(
     device: torch.device,
     ranks: Ranks,
 ) -> None:
-    """``PluginConflict`` on what could not be carried out, or would be without effect."""
+    """``PluginConflict`` for a request that cannot be carried out or would have no effect."""
     for table, stored in quantizing.storage.items():
         if stored.part == "bf16" and device.type == "cpu":
             raise PluginConflict(

@@ -1,4 +1,4 @@
-"""All rows in device memory: FBGEMM's TBEs called without anything between them and the model."""
+"""All rows in device memory, in FBGEMM's TBEs, which are called directly."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ T = TypeVar("T")
 
 
 class ResidentCollection(AllResident):
-    """All tables in TBEs with a fused optimizer; rows start as ``TableSet.fill`` gives them.
+    """All tables in TBEs with a fused optimizer; ``TableSet.fill`` gives the first values.
 
-    FBGEMM's CPU kernels run in the thread that calls them. With ``groups`` above 1, tables are spread over so
-    many TBEs, neighbours together, each driven by a thread of its own. Joining their outputs costs a copy, so
-    that this pays where bags hold many ids. ``room``: whether pooled rows may be asked for with room in front
-    of them; cutting it off where it is not asked for costs a copy of their gradient.
+    FBGEMM's CPU kernels run in the thread that calls them. With ``groups`` above 1, neighbouring tables are
+    put together into so many TBEs, each driven by its own thread. Joining their outputs costs a copy, so this
+    pays only if bags hold many ids. ``room``: whether pooled rows may be asked for with room in front. If it
+    is then not asked for, removing it costs a copy of the gradient.
     """
 
     def __init__(self, tables: TableSet, device: torch.device, groups: int = 1, room: bool = True) -> None:
         super().__init__(tables)
         self.device = device
-        # A table that nothing looks up comes first: its empty bags are the room for the dense vector.
+        # The first table is never looked up: its empty bags are the room for the dense vector.
         bare = tables.pooled and not tables.weighted
         self._has_room = room and groups == 1 and device.type == "cpu" and bare
         ahead = [1] if self._has_room else []
@@ -47,7 +47,7 @@ class ResidentCollection(AllResident):
         self.tbes = nn.ModuleList(_tbe(tables, part, ahead, device) for part in parts)
         views = [view for tbe in self.tbes for view in seams.tbe_views(tbe)][len(ahead) :]
         self._storage = dict(zip(tables.layout.tables, views, strict=True))
-        # One core each: FBGEMM's update would otherwise enter a parallel region for every table.
+        # One core for each thread: FBGEMM's update would otherwise enter a parallel region for every table.
         self._threads = ThreadPoolExecutor(groups, "recpipe-tbe", keep_to_one_core) if groups > 1 else None
         self._offsets = torch.empty(0), torch.empty(0)
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
@@ -60,7 +60,7 @@ class ResidentCollection(AllResident):
         for tbe, (first, last) in zip(self.tbes, pairwise(self._cuts), strict=True):
             own = bases[first:last]
             if self._has_room:
-                own = np.append(0, own)  # of the table without lookups
+                own = np.append(0, own)  # without the table that is never looked up
             filter_lookups(tbe, rows, by_feature(own), len(own), self.tables.pooled)
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
@@ -74,12 +74,12 @@ class ResidentCollection(AllResident):
         return rows
 
     def pooled_with_room(self, sparse: KeyedJaggedTensor) -> torch.Tensor | None:
-        """The TBE's output as it is; None of several TBEs, and on a GPU."""
+        """The TBE's output without a copy; None with several TBEs or on a GPU."""
         return self._looked_up(sparse) if self._has_room else None
 
     @property
     def threads(self) -> int:
-        """One for each group."""
+        """One thread for each group."""
         return len(self.tbes)
 
     def _looked_up(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
@@ -94,23 +94,23 @@ class ResidentCollection(AllResident):
         return sparse.weights().float() if self.tables.weighted else None
 
     def _with_empty_bags(self, offsets: torch.Tensor, batch: int) -> torch.Tensor:
-        """``offsets`` with bags of the first table in front; one-hot batches share theirs."""
+        """``offsets`` preceded by the first table's empty bags; one-hot batches share the result."""
         if self._offsets[0] is not offsets:
             self._offsets = offsets, torch.cat((offsets.new_zeros(batch), offsets))
         return self._offsets[1]
 
     @property
     def joined_along(self) -> int:
-        """The axis on which the groups' rows lie side by side."""
+        """The axis on which the groups' rows are concatenated."""
         return 1 if self.tables.pooled else 0
 
     def each_group(self, work: Callable[[int], T]) -> list[T]:
-        """``work`` of every group's number, all at once."""
+        """Call ``work`` with every group's number, all in parallel."""
         assert self._threads is not None
         return list(self._threads.map(work, range(len(self.tbes))))
 
     def group_lookup(self, group: int, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Rows of one group's F features: pooled, float32 [B, F * D], or of its L lookups, [L, D]."""
+        """Rows of one group's F features, pooled float32 [B, F * D], or one for each of L lookups, [L, D]."""
         batch, offsets = sparse.stride(), sparse.offsets().long()
         first, last = (cut * batch for cut in self._cuts[group : group + 2])
         mine = offsets[first : last + 1]
@@ -136,21 +136,22 @@ class ResidentCollection(AllResident):
             state[rows] = torch.from_numpy(values[1]).to(weights.device)
 
     def records_of(self, rows: RowIds) -> torch.Tensor:
-        """Records of distinct ``rows``, float32 [n, width]: a copy."""
+        """A copy of the records of distinct ``rows``, float32 [n, width]."""
         records = torch.empty((len(rows), self.tables.layout.width), device=self.device)
         for (weights, state), places, local in self._by_table(rows):
             records[places] = torch.cat((weights[local], state[local]), dim=1)
         return records
 
     def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
-        """Put ``records`` in the place of those of distinct ``rows``."""
+        """Replace the records of distinct ``rows`` by ``records``."""
         with torch.no_grad():
             for (weights, state), places, local in self._by_table(rows):
                 weights[local] = records[places, : self.tables.dim].to(weights.dtype)
                 state[local] = records[places, self.tables.dim :]
 
     def _by_table(self, rows: RowIds) -> Iterator[tuple[seams.Views, torch.Tensor, torch.Tensor]]:
-        """Of each table: its memory, the positions of its rows in ``rows``, and their numbers in it."""
+        """For each table: its memory, the positions of its rows in ``rows``, and their numbers in the
+        table."""
         layout = self.tables.layout
         tables = np.searchsorted(layout.bases, rows, side="right") - 1
         for index in np.unique(tables).tolist():
@@ -167,14 +168,15 @@ class ResidentCollection(AllResident):
 def _tbe(
     tables: TableSet, part: Sequence[Table], ahead: list[int], device: torch.device
 ) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """The TBE of some of the tables, behind tables of ``ahead`` rows with a feature each."""
+    """The TBE of some of the tables, preceded by tables with ``ahead`` rows and one feature each."""
     table_of = [i for i, table in enumerate(part, len(ahead)) for _ in table.features]
     rows = [*ahead, *(table.rows for table in part)]
     return fused_tbe(tables, rows, [*range(len(ahead)), *table_of], device, tables.pooled)
 
 
 class _Grouped(torch.autograd.Function):
-    """The groups' lookups, and in the backward pass their updates; the anchor makes autograd call it."""
+    """The groups' lookups and, in the backward pass, their updates. The anchor makes autograd call the
+    latter."""
 
     @staticmethod
     def forward(

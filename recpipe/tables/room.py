@@ -1,9 +1,9 @@
 """Room in front of pooled rows, so that an interaction writes the dense vector there and copies no rows.
 
-A collection looks its features up into the columns D and higher of a matrix [B, (1 + F) * D], and hands out
-the matrix without its first D columns, marked. Whoever finds the mark may write into the D columns that lie
-before each row: nothing else reads them. The mark is on the tensor object, so that what is computed of it
-has none.
+A collection looks its features up into the columns from D on of a matrix [B, (1 + F) * D]. It hands out the
+matrix without its first D columns, as a tensor with a mark. Code that finds the mark may write into the D
+columns before each row, which nothing else reads. The mark is an attribute of the tensor object, so that
+tensors computed from it have none.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ _MARK = "_recpipe_room"
 
 
 def with_room(wide: torch.Tensor, dim: int) -> torch.Tensor:
-    """``wide`` [B, (1 + F) * dim] without its first ``dim`` columns, which are free: [B, F * dim], marked."""
+    """``wide`` [B, (1 + F) * dim] without its first ``dim`` columns, which are free: [B, F * dim] with the
+    mark."""
     return marked(wide[:, dim:])
 
 
 def marked(rows: torch.Tensor) -> torch.Tensor:
-    """``rows``, a view of rows that have room in front, with a mark of its own."""
+    """Mark ``rows``, a view of rows that have room in front."""
     setattr(rows, _MARK, True)
     return rows
 
@@ -30,15 +31,15 @@ def has_room(rows: torch.Tensor) -> bool:
 
 
 def widened(rows: torch.Tensor, dim: int) -> torch.Tensor | None:
-    """``rows`` [B, N] with the ``dim`` columns in front of them, [B, dim + N], as a view.
+    """A view of ``rows`` [B, N] together with the ``dim`` columns in front of them, [B, dim + N].
 
-    None where each row does not lie right behind so many numbers of its own. Rows without a mark may be
-    read, not written, so: the gradient of marked rows comes with the same strides, and then a table whose
-    first features are the room takes it as it is.
+    None if the memory before each row does not hold so many numbers of its own. If rows have no mark, the
+    view is only for reading. It serves gradients: that of marked rows has the same strides, and a table whose
+    first features are the room takes it without a copy.
     """
     batch, width = rows.shape
     first = rows.storage_offset() - dim
-    # Of a single row, torch may give any distance to the next one.
+    # For a single row, torch may give any stride.
     apart = width + dim if batch == 1 else rows.stride(0)
     if batch == 0 or (apart, rows.stride(1)) != (width + dim, 1) or first < 0:
         return None

@@ -1,9 +1,8 @@
 """Lookups, row gradients and row updates as plain tensor functions.
 
 FBGEMM's fused tables update in their own backward pass, from the gradient of one process. Where
-several trainers share a row, its gradients must be added first: these functions are the same
-arithmetic in separate steps. Sums are made in the order of the lookups, so that equal inputs give
-equal bits.
+several trainers share a row, its gradients must be added first: these functions do the same arithmetic in
+separate steps. Sums are made in the order of the lookups, so that equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -21,28 +20,29 @@ from recpipe.tables.tiers.placement import IndexBags, table_bags
 
 @dataclass(frozen=True)
 class RowBags:
-    """One trainer's lookups of a batch by distinct row, prepared once for both directions.
+    """One trainer's lookups of a batch by distinct row, prepared once for the forward and the backward pass.
 
-    ``distinct`` are the rows looked up, sorted, int64 [U]; ``which`` [L] says which of them each lookup is.
+    ``distinct`` are the rows looked up, sorted, int64 [U]; ``which`` [L] is the position of each lookup's row
+    among them.
     """
 
     distinct: NDArray[np.int64]
     which: torch.Tensor
     offsets: torch.Tensor
-    """Bag i is lookups [offsets[i], offsets[i + 1]), feature-major as in a KJT: int64 [F * B + 1]."""
+    """Bag i has lookups [offsets[i], offsets[i + 1]), feature-major as in a KJT: int64 [F * B + 1]."""
     bag_of: torch.Tensor
-    """The bags in which each row is looked up, row after row, int64 [L] ..."""
+    """The bags in which each row is looked up, row after row, int64 [L]."""
     starts: torch.Tensor
-    """... and where each row's begin, int64 [U]."""
+    """Where each row's bags begin in ``bag_of``, int64 [U]."""
     batch_size: int
     weights: torch.Tensor | None = None
-    """Of the lookups, float32 [L], where ids have weights ..."""
+    """Weights of the lookups, float32 [L], if ids have weights."""
     weight_of: torch.Tensor | None = None
-    """... and in the order of ``bag_of``."""
+    """The same weights in the order of ``bag_of``."""
 
     @classmethod
     def of(cls, bags: IndexBags) -> RowBags:
-        """From a batch's lookups in one matrix of rows."""
+        """Make it from a batch's lookups in one matrix of rows."""
         order = np.argsort(bags.indices, kind="stable")
         ordered = bags.indices[order]
         first = np.ones(len(ordered), bool)
@@ -62,7 +62,7 @@ class RowBags:
         )
 
     def pooled(self, weights: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Sums of rows per bag, float32 [B, F * D]; ``weights`` [.., D] holds distinct row u at
+        """Sums of rows per bag, float32 [B, F * D]. ``weights`` [.., D] has distinct row u at
         ``positions[u]`` (None: at u)."""
         at = self.which if positions is None else positions[self.which]
         return pool(weights, at, self.offsets, self.batch_size, self.weights)
@@ -78,7 +78,7 @@ class RowBags:
 
 
 def row_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> RowBags:
-    """A trainer's lookups in ``tables``; of rows that are not pooled every id is a bag."""
+    """A trainer's lookups in ``tables``. If rows are not pooled, every id is a bag."""
     found = table_bags(tables, sparse)
     return RowBags.of(found if tables.pooled else found.apart())
 
@@ -94,7 +94,8 @@ def distinct(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 def looked_up(
     tables: TableSet, weights: torch.Tensor, which: NDArray[np.int64], bags: IndexBags
 ) -> torch.Tensor:
-    """What lookups give where lookup i of ``bags`` finds row ``which[i]`` of float32 ``weights`` [U, D]."""
+    """The result of a lookup in which lookup i of ``bags`` finds row ``which[i]`` of float32 ``weights`` [U,
+    D]."""
     at = torch.from_numpy(which).to(weights.device)
     if not tables.pooled:
         return weights[at]

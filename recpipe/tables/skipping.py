@@ -1,10 +1,10 @@
-"""Rows that a skipper leaves out of an update, in tables whose optimizer is part of their backward pass.
+"""Leaves rows out of updates for a skipper, in tables whose optimizer is fused into their backward pass.
 
-FBGEMM updates every row that was looked up and cannot be told to leave some out. So a lookup's backward pass
-first computes the gradient of each distinct row and asks the skipper. Where all rows stay, it goes on as
-ever; else the lookups of those that stay are made once more, and the backward pass of these alone is the
-update, with the same gradient of the bags. A row's update depends on its own lookups alone, and so has the
-bits of the update without a skipper.
+FBGEMM updates every row that was looked up and cannot leave some out. So a lookup's backward pass first
+computes the gradient of each distinct row and asks the skipper. If all rows are kept, it goes on as usual.
+Otherwise the lookups of the kept rows are made once more, and their backward pass, with the same gradient of
+the bags, makes the update. A row's update depends on its own lookups alone, so it has the same bits as
+without a skipper.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from recpipe.tables.rowtable import RowBags
 from recpipe.tables.tiers.placement import IndexBags
 
 RowsOf = Callable[[NDArray[np.int64], NDArray[np.int64]], RowIds]
-"""Of the indices that a TBE looks up (int64 [L]), feature by feature so many (int64 [F]), the rows that they
-stand for, as numbered in their group."""
+"""Maps the indices that a TBE looks up (int64 [L], feature by feature) and their number per feature (int64
+[F]) to rows numbered in their group."""
 
 
 class Skipping:
-    """A skipper's ``update``, asked by one thread at a time."""
+    """A skipper's ``update``, called by one thread at a time."""
 
     def __init__(self, skipper: Owned[BlamedSkipper]) -> None:
         self._skipper = skipper
         self._one_at_a_time = threading.Lock()
 
     def of_group(self, base: int) -> RowFilter:
-        """For the group of tables whose row 0 has the number ``base`` among those of all tables."""
+        """The filter of the group of tables whose row 0 has the number ``base`` among all tables' rows."""
         return RowFilter(self, base)
 
     def ask(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
-        """Which of ``rows``, numbered over all tables, stay; None: all. ``PluginError`` on a wrong answer."""
+        """Which of ``rows``, numbered over all tables, to update; None: all. ``PluginError`` if the answer is
+        wrong."""
         with self._one_at_a_time, torch.no_grad():
             said = self._skipper.part.update(rows, gradients.detach().clone())
         if said is None:
@@ -58,41 +59,42 @@ class Skipping:
 
 
 class RowFilter:
-    """Which rows of one group of tables an update leaves as they are."""
+    """Decides which rows of one group of tables an update changes."""
 
     def __init__(self, skipping: Skipping, base: int) -> None:
         self._skipping, self._base = skipping, base
 
     def stay(self, rows: RowIds, gradients: torch.Tensor) -> torch.Tensor | None:
-        """Which of distinct ``rows`` of the group to update, bool [U], None: all; ``gradients``: theirs,
-        float32 [U, D]."""
+        """Which of distinct ``rows`` of the group to update, bool [U], or None: all. ``gradients`` float32
+        [U, D]."""
         return self._skipping.ask(rows + self._base, gradients) if len(rows) else None
 
 
 def answered(said: object) -> str:
-    """What a skipper has answered, in an error."""
+    """A description of a skipper's answer, for an error."""
     shape = getattr(said, "shape", None)
     return type(said).__name__ if shape is None else f"{getattr(said, 'dtype', '')} {list(shape)}"
 
 
 def by_feature(bases: RowIds) -> RowsOf:
-    """Where indices are a table's own ids, and the row 0 of feature i's table has the number ``bases[i]``."""
+    """The mapping if indices are a table's own ids and row 0 of feature i's table has the number
+    ``bases[i]``."""
     return lambda indices, counts: indices + np.repeat(bases, counts)
 
 
 def filter_lookups(tbe: nn.Module, rows: RowFilter, rows_of: RowsOf, features: int, pooled: bool) -> None:
-    """Let ``tbe``, of so many ``features``, update only the rows that ``rows`` lets stay.
+    """Make ``tbe``, with so many ``features``, update only the rows that ``rows`` keeps.
 
-    ``pooled``: whether it gives sums by bag, float32 [B, F * D], or a row for each id, [L, D].
+    ``pooled``: whether it returns sums by bag, float32 [B, F * D], or a row for each id, [L, D].
     """
     tbe.forward = _Filtered(tbe, rows, rows_of, features, pooled)
 
 
 class _Filtered:
-    """In the place of a TBE's ``forward``."""
+    """Replaces a TBE's ``forward``."""
 
     def __init__(self, tbe: nn.Module, rows: RowFilter, rows_of: RowsOf, features: int, pooled: bool) -> None:
-        self._forward = WeakMethod(tbe.forward)  # else the TBE would hold itself, and its memory
+        self._forward = WeakMethod(tbe.forward)  # otherwise the TBE would reference itself and never be freed
         self.rows, self.rows_of, self.features, self.pooled = rows, rows_of, features, pooled
 
     def __call__(
@@ -107,7 +109,7 @@ class _Filtered:
     def look_up(
         self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """As the TBE itself does."""
+        """Look up as the TBE itself does."""
         forward = self._forward()
         assert forward is not None, "the TBE is being called"
         found: torch.Tensor = forward(indices, offsets, weights)
@@ -121,7 +123,7 @@ class _Filtered:
         offsets: torch.Tensor,
         weights: torch.Tensor | None,
     ) -> None:
-        """The backward pass of what these lookups ``found``."""
+        """Run the backward pass of these lookups' result ``found``."""
         bags = self._by_row(indices, offsets, weights)
         dim = gradient.shape[1] // (self.features if self.pooled else 1)
         stay = self.rows.stay(bags.distinct, bags.gradients(gradient.contiguous(), dim))
@@ -147,7 +149,7 @@ class _Filtered:
 
 
 class _Lookup(torch.autograd.Function):
-    """A lookup whose backward pass leaves rows out; the anchor makes autograd call it."""
+    """A lookup whose backward pass leaves rows out. The anchor makes autograd call it."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Embedding tables as the recipe states them: rows, dimension, optimizer, and their first values."""
+"""Specifications of embedding tables: rows, dimension, optimizer and first values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recpipe.tables.stores.base import Records, StoreLayout
 from recpipe.tables.stores.coded import WORD, Coding
 
 FILL_ROWS = 65_536
-"""Rows per seed of the initial values: any chunking of a table yields the same rows."""
+"""Rows per seed of the first values, so that any chunking of a table yields the same rows."""
 OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -44,7 +44,7 @@ class TableOptimizer:
 
     @property
     def knobs(self) -> dict[str, float]:
-        """Arguments of the same optimizer in ``torch.optim`` and ``torchrec.optim``."""
+        """The arguments of the same optimizer in ``torch.optim`` and ``torchrec.optim``."""
         return {"lr": self.lr} if self.name == "sgd" else {"lr": self.lr, "eps": self.eps}
 
     def state_width(self, dim: int) -> int:
@@ -53,18 +53,19 @@ class TableOptimizer:
 
 
 FirstValues = Callable[[int, int], NDArray[np.float32]]
-"""First weights of rows [start, stop) of a table, float32 [stop - start, D]."""
+"""Returns the first weights of rows [start, stop) of a table, float32 [stop - start, D]."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that one or several features look up; ids are in [0, rows)."""
+    """A table that one or several features look up; ids are in [0, rows)."""
 
     name: str
     rows: int
     features: tuple[str, ...]
     first: FirstValues | None = None
-    """Its first weights; None: uniform in +-sqrt(1 / rows), as in DLRM and in TorchRec's collections."""
+    """Gives its first weights; None: uniform in +-sqrt(1 / rows), as in DLRM and in TorchRec's
+    collections."""
 
 
 @dataclass(frozen=True)
@@ -81,20 +82,20 @@ class TableSet:
     pooled: bool = True
     """Whether rows are summed by bag (``EmbeddingBagCollection``) or handed out one for each id."""
     weighted: bool = False
-    """Whether ids have weights, by which their rows are multiplied before they are summed."""
+    """Whether ids have weights, by which rows are multiplied before they are summed."""
     numbers: tuple[int, ...] = ()
-    """Of each table among all of the model, by which first values differ from table to table; empty: 0, 1,
-    ..."""
+    """Each table's number among all tables of the model, which makes first values differ between tables;
+    empty: 0, 1, ..."""
     storage: DataType = DataType.FP32
-    """What stores weights where they are looked up; optimizer state is float32."""
+    """The type of weights in device memory; optimizer state is float32."""
     codec: RowCodec | None = None
-    """How records lie in the cold tier; None: as float32."""
+    """The codec of records in the cold tier; None: float32."""
 
     @classmethod
     def one_each(
         cls, features: Sequence[SparseFeature], dim: int, optimizer: TableOptimizer, seed: int
     ) -> TableSet:
-        """A table for each feature, of its name."""
+        """A table for each feature, with the feature's name."""
         return cls(tuple(Table(f.name, f.rows, (f.name,)) for f in features), dim, optimizer, seed)
 
     def part(self, names: Collection[str]) -> TableSet:
@@ -125,17 +126,17 @@ class TableSet:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one row where it is looked up: its weights and its optimizer state."""
+        """Bytes of one row's weights and optimizer state in device memory."""
         return self.bytes_of_weights(self.dim) + WORD * (self.layout.width - self.dim)
 
     def bytes_of_weights(self, columns: int) -> int:
-        """Of so many of a row's."""
+        """Bytes of so many weights of a row."""
         bits: int = DATA_TYPE_NUM_BITS[self.storage]
         return bits * columns // 8
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all rows of all tables, optimizer state included, if they were resident."""
+        """Bytes of all rows of all tables in device memory, optimizer state included."""
         return self.layout.total_rows * self.record_bytes
 
     @property
@@ -145,7 +146,7 @@ class TableSet:
 
     @property
     def cold_bytes(self) -> int:
-        """Bytes of all rows' records there, without a store's own."""
+        """Bytes of all rows' records in the cold tier, without a store's overhead."""
         return self.layout.total_rows * self.cold_record_bytes
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
@@ -166,9 +167,9 @@ class TableSet:
         ]
 
     def fill(self, table: str, start: int, stop: int) -> Records:
-        """First records of rows [start, stop): first weights, state zero; float32 [stop - start, width].
+        """First records of rows [start, stop), float32 [stop - start, width]: first weights, and zero state.
 
-        Depends on (seed, table, row) alone, not on how the rows are asked for.
+        The values depend on (seed, table, row) alone, not on the calls.
         """
         index = self.layout.tables.index(table)
         out = np.zeros((stop - start, self.layout.width), np.float32)
@@ -177,7 +178,7 @@ class TableSet:
         return out
 
     def _uniform(self, index: int, start: int, stop: int) -> NDArray[np.float32]:
-        """Rows [start, stop) of the table of that index, from chunks with a seed each."""
+        """Rows [start, stop) of the table with that index, made in chunks with a seed each."""
         all_rows, number = self.tables[index].rows, (self.numbers or range(len(self.tables)))[index]
         bound = float(np.sqrt(1.0 / all_rows))
         out = np.empty((stop - start, self.dim), np.float32)
@@ -192,12 +193,12 @@ class TableSet:
 
 
 def weight_name(table: str) -> str:
-    """A table's weights among saved tensors."""
+    """The name of a table's weights among saved tensors."""
     return f"{table}.weight"
 
 
 def state_name(table: str) -> str:
-    """Its optimizer state."""
+    """The name of a table's optimizer state among saved tensors."""
     return f"{table}.state"
 
 
@@ -226,6 +227,6 @@ def row_chunks(tables: TableSet) -> list[Region]:
 
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[np.float32]:
-    """A float32 array in host memory; shares memory where the tensor is already there."""
+    """The tensor as a float32 array in host memory, without a copy if it is already there."""
     array: NDArray[np.float32] = tensor.detach().to("cpu", torch.float32).numpy()
     return array

@@ -1,4 +1,4 @@
-"""The rows of a model's tables as plugins may look at them: who is resident, and how far rows move."""
+"""A read-only view of a model's tables for plugins: which rows are resident, and how far rows move."""
 
 from __future__ import annotations
 
@@ -19,54 +19,55 @@ Weights = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Mark:
-    """Rows at one moment, in memory of their own; a checkpoint can hold one."""
+    """A copy of some rows at one moment; a checkpoint can hold it."""
 
     rows: RowIds
-    """Numbers among all tables' rows, sorted, int64 [n]."""
+    """The rows, numbered over all tables, sorted, int64 [n]."""
     weights: Weights
-    """Their weights, without optimizer state, float32 [n, widest dimension]; zeros behind shorter rows."""
+    """Their weights without optimizer state, float32 [n, widest dimension]; shorter rows are padded with
+    zeros."""
 
 
 def moved(before: Mark, after: Mark) -> tuple[RowIds, Weights]:
-    """The rows of both marks, sorted, and how far each has moved: the largest change of a dimension, float32
-    [n]."""
+    """The rows that are in both marks, sorted, and how far each has moved: the largest change in any
+    dimension, float32 [n]."""
     rows, old, new = np.intersect1d(before.rows, after.rows, assume_unique=True, return_indices=True)
     return rows, np.abs(after.weights[new] - before.weights[old]).max(axis=1, initial=0.0)
 
 
 class RowView:
-    """All tables' rows, numbered over all tables (as by ``Context.lookups``), as the last batch left them.
+    """The rows of all tables after the last batch, numbered over all tables as by ``Context.lookups``.
 
-    Read only; to be asked in the training thread between two batches, as a Lightning callback is when a batch
-    has ended. Every trainer sees the same. ``UserError`` where tables of a plugin's own making, or sharded
-    ones, do not show their rows.
+    Use it in the training thread between two batches, for example in a Lightning callback after a batch.
+    Every trainer sees the same. ``UserError`` for tables that do not show their rows: some of plugins' own,
+    and sharded ones.
     """
 
     def __init__(self, tables: ModelTables, collections: Sequence[TableCollection]) -> None:
         self._tables, self._collections = tables, tuple(collections)
         self._bases = tables.bases
         self.rows = tables.total_rows
-        """Of all tables."""
+        """The number of rows of all tables."""
         self.dim = max(group.tables.dim for group in tables.groups)
-        """The widest dimension of a row."""
+        """The largest dimension of a table."""
 
     @property
     def slots(self) -> int:
-        """How many rows can be resident; all rows, where no tiers are."""
+        """How many rows can be resident; all rows if there are no tiers."""
         return sum(group.slots for group in self._groups())
 
     @property
     def resident_count(self) -> int:
-        """How many rows are; costs nothing to ask."""
+        """How many rows are resident, at no cost."""
         return sum(group.resident_count for group in self._groups())
 
     def resident(self) -> RowIds:
-        """The rows that are resident, sorted, int64 [n]."""
+        """The resident rows, sorted, int64 [n]."""
         pairs = zip(self._groups(), self._bases[:-1], strict=True)
         return np.concatenate([group.resident_rows() + base for group, base in pairs])
 
     def mark(self, rows: RowIds | None = None) -> Mark:
-        """Remember distinct resident ``rows``, sorted (None: all that are resident), as they are now."""
+        """Copy the current weights of distinct, sorted, resident ``rows`` (None: all resident rows)."""
         rows = self.resident() if rows is None else rows
         weights = np.zeros((len(rows), self.dim), np.float32)
         cuts = np.searchsorted(rows, self._bases)
@@ -78,8 +79,8 @@ class RowView:
         return Mark(rows, weights)
 
     def moved(self, mark: Mark) -> tuple[RowIds, Weights]:
-        """Of the rows of ``mark`` those that are resident now, sorted, and how far each has moved since: the
-        largest change of a dimension, float32 [n]."""
+        """The rows of ``mark`` that are resident now, sorted, and how far each has moved since: the largest
+        change in any dimension, float32 [n]."""
         still = np.isin(mark.rows, self.resident(), assume_unique=True)
         return moved(mark, self.mark(mark.rows[still]))
 

@@ -24,9 +24,10 @@ from recpipe.tasks import compare_run
 from recpipe.tasks.compare_rows import Row, at_equal_memory, carried_overrides, parse_rows, quoted
 
 UNTIMED = ("trainer.checkpoint_every=null", "trainer.eval_every=1.0")
-"""What costs time but is not compared; the user's own overrides come later and win."""
+"""Overrides that switch off what costs time but is not compared. The user's own come later and win."""
 Launch = Callable[[list[str], Path], dict[str, Any]]
-"""Runs ``python -m recpipe`` with these arguments in this directory; returns its report.json, {} if none."""
+"""Runs ``python -m recpipe`` with these arguments in this directory; returns its report.json, or {} if there
+is none."""
 
 
 def compare(
@@ -40,13 +41,13 @@ def compare(
 ) -> dict[str, Any]:
     """Run the rows of ``config`` and leave compare.json and compare.html in ``out_dir``.
 
-    ``overrides`` are the user's own, carried over to every run;
-    ``installed`` the plugins a row may name (default: all installed). Returns compare.json's content.
+    ``overrides`` are the user's own, which every run gets. ``installed`` are the plugins that a row may name
+    (default: all installed). Returns compare.json's content.
 
-    Raises UserError, before any training, for unknown names and for rows that cannot be assembled; and when
-    all is done and printed, for rows that failed or declare themselves exact and are not, and for files that
-    could not be written. What is finished when a run of the first row fails or Ctrl-C comes is kept, with
-    ``"partial": true`` in compare.json.
+    Raises UserError before any training for unknown names and for rows that cannot be assembled. Raises it
+    after all is done and printed for rows that failed or that declare to be exact but are not, and for files
+    that could not be written. If a run of the first row fails or Ctrl-C comes, finished results are kept,
+    with ``"partial": true`` in compare.json.
     """
     launch = launch or partial(compare_run.launch, ranks=config.ranks)
     rows = parse_rows(config.plugins, _installed() if installed is None else installed)
@@ -75,7 +76,7 @@ def _installed() -> Collection[str]:
 
 
 class _Comparison:
-    """The rounds of one comparison and what they gave so far."""
+    """The rounds of one comparison and their results so far."""
 
     def __init__(
         self,
@@ -92,24 +93,25 @@ class _Comparison:
         """Counted rounds that are finished."""
         self.results = [RowResult(row.name) for row in rows]
         self.base: int | None = None
-        """The first row that is exact: what other exact rows' parameters are compared with."""
+        """The first exact row, with whose parameters those of other exact rows are compared."""
         self.rounding: RowResult | None = None
-        """The base row's recipe from weights that are one rounding apart."""
+        """The run of the base row's recipe from first weights that differ by one rounding."""
         self.parameters = scratch_directory(out_dir, "parameters")
         self.files = ReportFiles(out_dir)
         self.environment = environment()
 
     def check_rows(self) -> None:
-        """Assemble every recipe once (task=plan), so that a clash is told now and not after hours."""
+        """Assemble every recipe once (task=plan), so that a clash is reported now and not after hours."""
         for index, row in enumerate(self.rows):
             if row not in self.rows[:index]:
                 self._launch(index, "plan", f"plan-{index}-{row.name}", [])
 
     def run(self) -> None:
-        """All rounds; the first one run, warm-up or not, yields traffic and parameters, and shows which rows
-        a policy is to be run beside at equal memory.
+        """Run all rounds. The first one, whether warm-up or not, gives traffic and parameters, and shows for
+        which rows to add a policy with equal memory.
 
-        A row of which a run fails is left out from then on; but the first one, to which all is related.
+        A row whose run fails is left out from then on. If the first row fails, the comparison ends, because
+        all is relative to it.
         """
         warmup, columns = self.config.warmup, (TextColumn("{task.description}"), BarColumn())
         with Progress(*columns, MofNCompleteColumn(), TimeElapsedColumn(), console=self.console) as progress:
@@ -130,7 +132,7 @@ class _Comparison:
 
     @property
     def _least(self) -> int:
-        """Counted rounds that are run in any case: each seed has one."""
+        """The least number of counted rounds, so that each seed has one."""
         return max(self.config.repetitions, self.config.seeds - self.config.warmup)
 
     @property
@@ -152,7 +154,7 @@ class _Comparison:
             progress.advance(bar)
 
     def _add_rows(self, label: str, progress: Progress, bar: TaskID) -> None:
-        """Policies at the memory of techniques that take more of it, as rows that have run as often."""
+        """Add policies with the memory of techniques that take more, as rows with the same number of runs."""
         if not self.config.equal_memory:
             return
         present = len(self.rows)
@@ -163,7 +165,7 @@ class _Comparison:
         self._run_round(0, label, progress, bar, present)
 
     def _run_row(self, index: int, number: int) -> str:
-        """One run of a row; what to tell of it."""
+        """Run a row once; returns a message about it."""
         result, export, seed = self.results[index], self.parameters / str(index), number % self.config.seeds
         extra = [quoted("task.export_parameters", export)] if number == 0 else []
         if seed:
@@ -182,7 +184,7 @@ class _Comparison:
         return f"{result.name}: {figures.count(report['throughput']['samples_per_second'])} samples/s"
 
     def _compare_parameters(self, index: int, export: Path) -> None:
-        """Of an exact row, with those of the base row, which stay until the round is over."""
+        """Compare an exact row's parameters with the base row's, which are kept until the round is over."""
         result = self.results[index]
         if not result.altered:
             self.base = index if self.base is None else self.base
@@ -194,7 +196,8 @@ class _Comparison:
             shutil.rmtree(export, ignore_errors=True)
 
     def _run_nudged(self) -> None:
-        """The base row once more, its first weights moved by one float32; not where all rows are equal."""
+        """Run the base row once more with each first weight moved to a neighbouring float32, unless all rows
+        are equal."""
         if self.base is None or all(r.difference and not r.difference.largest for r in self.results):
             return
         export = self.parameters / "rounding"
@@ -240,7 +243,7 @@ class _Comparison:
         }
 
     def finish(self, partial: bool) -> dict[str, Any]:
-        """Write and print what there is; drop the exported parameters."""
+        """Write and print the results so far; delete the exported parameters."""
         shutil.rmtree(self.parameters, ignore_errors=True)
         content = self.content(partial)
         if any(result.report for result in self.results):

@@ -1,4 +1,4 @@
-"""The rows of a comparison: what their names mean, and the command line of each one's runs."""
+"""The rows of a comparison: the meaning of their names, and the command lines of their runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from recpipe.errors import UserError, did_you_mean, shown
 from recpipe.report.compared import RowResult
 
 POLICIES = ("resident", "nocache", "lru", "lfu")
-"""Built-in cache policies a row can name (``tiers.policy``)."""
+"""The built-in cache policies that a row can name (``tiers.policy``)."""
 CACHES = ("lru", "lfu")
-"""Those that keep rows as long as the budget lasts."""
+"""The policies that keep rows as long as the budget allows."""
 ALIKE = 1.05
 """Memories that differ by less are equal."""
 
@@ -35,7 +35,7 @@ class Row:
     """Overrides of this row alone."""
 
     def overrides(self) -> list[str]:
-        """What this row adds to the user's own overrides."""
+        """The overrides that this row adds to the user's own."""
         policy = [f"tiers.policy={self.policy}"] if self.policy else []
         policy += [f"tiers.resident_bytes={self.resident_bytes}"] if self.resident_bytes else []
         plugins = [f"+plugin=[{','.join(self.plugins)}]"] if self.plugins else []
@@ -43,7 +43,7 @@ class Row:
 
 
 def parse_rows(names: Sequence[str], installed: Collection[str]) -> list[Row]:
-    """Rows in the order asked for; a name given twice is run twice, which shows the noise.
+    """The rows in the given order. A name given twice is run twice, which shows the noise.
 
     ``a+b:key=value:key=value`` is policies and plugins with settings of that row alone. A key without a dot
     is a knob of the row's one plugin.
@@ -118,16 +118,16 @@ def at_equal_memory(rows: Sequence[Row], results: Sequence[RowResult]) -> list[t
 
 
 def command_line_overrides(hydra: Any) -> list[str]:
-    """The overrides given to the run of this ``hydra`` section, and the config directory and name if the user
+    """The overrides of the run with this ``hydra`` section, and the config directory and name if the user
     chose them."""
     return chosen_config(hydra) + list(hydra.overrides.task)
 
 
 def chosen_config(hydra: Any) -> list[str]:
-    """The config directories and name of a ``hydra`` section, as arguments, where the user chose them."""
+    """The config directories and name of a ``hydra`` section as arguments, if the user chose them."""
     sources = {source.provider: source.path for source in hydra.runtime.config_sources}
     chosen = [f"--config-dir={sources['command-line']}"] if "command-line" in sources else []
-    if "recpipe" in sources:  # the framework's, because the user's is in its place
+    if "recpipe" in sources:  # recpipe's own, because the user's replaces it
         chosen.append(f"--config-path={sources['main']}")
     if hydra.job.config_name not in (None, "train"):
         chosen.append(f"--config-name={hydra.job.config_name}")
@@ -135,11 +135,12 @@ def chosen_config(hydra: Any) -> list[str]:
 
 
 def carried_overrides(overrides: Sequence[str], rows: Sequence[Row]) -> dict[str, list[str]]:
-    """The user's overrides that each row's runs get, by row name, in the order given.
+    """The user's overrides for each row's runs, by row name, in the given order.
 
     ``task`` and ``compare`` keys are this comparison's own. A knob ``plugins.<name>.<knob>`` goes to the
-    rows with that plugin only: elsewhere the key does not exist. Overrides pass on verbatim, since no
-    shell is between; only the ``+`` of a knob, needed here where no plugin is composed, is taken off.
+    rows with that plugin only: for other rows the key does not exist. Overrides are passed on unchanged,
+    since no shell is involved. Only the ``+`` of a knob, which is needed here because no plugin is composed,
+    is removed.
     """
     carried: dict[str, list[str]] = {row.name: [] for row in rows}
     for text in overrides:
@@ -171,7 +172,7 @@ def _plugin_of(override: Override, text: str, rows: Sequence[Row]) -> tuple[str 
 
 
 def quoted(key: str, path: Path) -> str:
-    """``key='path'`` in Hydra's grammar, whatever characters the path has."""
+    """``key='path'`` in Hydra's grammar, for a path with any characters."""
     # In quotes a backslash counts only before a quote (the closing one too), and ${ starts an interpolation.
     text = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), str(path))
     text = text.replace("${", "\\${")

@@ -1,4 +1,5 @@
-"""One run of a comparison in a process of its own, and how far two runs' parameters are apart."""
+"""Runs one run of a comparison in a process of its own, and computes the difference of two runs'
+parameters."""
 
 from __future__ import annotations
 
@@ -22,23 +23,24 @@ from recpipe.errors import UserError
 from recpipe.report.exactness import Difference
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node={}"
-_GRACE_SECONDS = 40  # torchrun gives its ranks 30
+_GRACE_SECONDS = 40  # torchrun gives its ranks 30 seconds
 _CHUNK_FLOATS = 1 << 22  # 16 MiB of each of the two files at a time
 
 
 def launch(arguments: list[str], directory: Path, ranks: int = 1) -> dict[str, Any]:
-    """Run ``python -m recpipe arguments`` to its end and return its ``directory/report.json`` ({} if none).
+    """Run ``python -m recpipe arguments`` to its end and return its ``directory/report.json`` ({} if there is
+    none).
 
     A fresh process each time: no allocator state, cached page or thread pool leaks from one run into the
     next. Several ``ranks`` are started by torchrun. Its output goes to ``directory/run.log``. Raises
-    UserError with the run's own message where it has one, and one that names the log for any other failure.
+    UserError with the run's own message if it has one; for any other failure the message names the log.
     """
     log = directory / "run.log"
     checkpoints = directory / "checkpoints"
     earlier = checkpoints.exists()
     starter = TORCHRUN.format(ranks).split() if ranks > 1 else []
     with _opened(log) as output:
-        # Its own session: Ctrl-C reaches this process alone, which then ends the run in order.
+        # Started in its own session: Ctrl-C reaches only this process, which then ends the run properly.
         run = subprocess.Popen(
             [sys.executable, *starter, "-m", "recpipe", *arguments],
             stdin=subprocess.DEVNULL,
@@ -51,7 +53,7 @@ def launch(arguments: list[str], directory: Path, ranks: int = 1) -> dict[str, A
         except BaseException:
             end(run)
             raise
-    # A comparison needs no checkpoints, and those of all its runs would fill the disk.
+    # A comparison needs no checkpoints, and those of all runs would fill the disk.
     if not earlier:
         shutil.rmtree(checkpoints, ignore_errors=True)
     if status != 0:
@@ -70,10 +72,10 @@ def _opened(log: Path) -> BinaryIO:
 
 
 def end(run: subprocess.Popen[bytes]) -> None:
-    """Ask a run in a session of its own to stop, which lets it leave a checkpoint and close its stores.
+    """Ask a run in its own session to stop, so that it can save a checkpoint and close its stores.
 
-    Kills it and its ranks if it does not, or when the next signal comes. Asks the one process alone:
-    torchrun hands SIGTERM on to its ranks, and the second one would end them at once.
+    It and its ranks are killed if it does not stop, or when the next signal comes. Only the one process gets
+    the signal: torchrun passes SIGTERM on to its ranks, and a second one would end them at once.
     """
     run.terminate()
     try:
@@ -86,7 +88,7 @@ def end(run: subprocess.Popen[bytes]) -> None:
 
 
 def _ranks(torchrun: int) -> list[int]:
-    """Its children, each the leader of a process group of its own; empty where there is no /proc."""
+    """The process's children, each the leader of its own process group; empty if there is no /proc."""
     found: list[int] = []
     with suppress(OSError):  # a process that has just ended
         for file in Path(f"/proc/{torchrun}/task").glob("*/children"):
@@ -106,7 +108,7 @@ def _failure(status: int, log: Path) -> str:
 
 @contextmanager
 def interrupt_on_sigterm() -> Iterator[None]:
-    """Within it SIGTERM raises KeyboardInterrupt, so that a run in flight ends with the comparison."""
+    """In the block, SIGTERM raises KeyboardInterrupt, so that the current run ends with the comparison."""
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -124,10 +126,10 @@ def parameter_difference(first: Path, other: Path) -> float:
 
 
 def differences(first: Path, other: Path) -> Difference:
-    """How far tables, optimizer state and dense parameters of two exports are apart.
+    """The difference of tables, optimizer state and dense parameters between two exports.
 
     Reads ``*.npy`` as memory maps, some MiB at a time; ``dense.npz`` is small and read whole. Raises
-    UserError where the two do not hold the same arrays.
+    UserError if the two do not have the same arrays.
     """
     names = _exported(first)
     if names != _exported(other) or not names:
@@ -152,7 +154,7 @@ def _exported(directory: Path) -> set[str]:
 
 
 class _Found:
-    """What has been added up of two exports' differences so far; NaN stays NaN."""
+    """The sums over two exports' differences so far; NaN stays NaN."""
 
     def __init__(self) -> None:
         self.largest = self.squares = 0.0

@@ -1,4 +1,5 @@
-"""Do the installed packages fit together? Found by metadata first, so that nothing has to import."""
+"""Checks whether the installed packages fit together, first by metadata, so that nothing has to be
+imported."""
 
 from __future__ import annotations
 
@@ -12,29 +13,27 @@ from pathlib import Path, PurePosixPath
 
 from packaging.version import Version
 
+from recpipe.common.versions import FBGEMM, TRIPLES, installed_version
 from recpipe.errors import UserError
 
-TRIPLES = (("2.13", "1.8", "1.8"), ("2.11", "1.6", "1.6"))
-"""(torch, torchrec, fbgemm-gpu) releases that fit together, major.minor, newest first."""
 NOT_RUN = "resolved, not yet run on a GPU"
-"""What is true of the sets for CUDA: pip installs them together, and no test has run on them."""
+"""The state of the sets for CUDA: pip can install them together, but no test has run on them."""
 REQUIREMENTS = {
     ("2.13", False): "requirements/cpu.txt",
     ("2.13", True): "requirements/cuda.txt",
     ("2.11", True): "requirements/cuda-torch2.11.txt",
 }
 OTHERS = (("hydra-core", "1.3.2", "1.5"), ("lightning", "2.5", "3"))
-"""Distribution, lowest and first unsupported version."""
+"""Distributions with their lowest supported and first unsupported version."""
 SKIP = "RECPIPE_SKIP_VERSION_CHECK"
 CHECKOUT = Path(__file__).resolve().parents[2]
-FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 
 Versions = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line about one package; ``remedy`` is the command that mends it, empty where all is well."""
+    """One line about one package; ``remedy`` is the command that repairs it, empty if nothing is wrong."""
 
     about: str
     text: str
@@ -42,26 +41,18 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether there is nothing to mend."""
+        """Whether nothing is wrong."""
         return not self.remedy
 
 
-def installed_version(name: str) -> str | None:
-    """Version of a distribution, or None where it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def minor(version: str) -> str:
-    """``2.13`` of ``2.13.0+cpu``."""
+    """The major and minor release, such as ``2.13`` for ``2.13.0+cpu``."""
     release = Version(version).release
     return f"{release[0]}.{release[1] if len(release) > 1 else 0}"
 
 
 def install(cuda: bool, torch_minor: str = "2.13", root: Path = CHECKOUT) -> str:
-    """The command that installs a set that fits into this Python: from a checkout's file, else by name."""
+    """The command that installs a fitting set into this Python: from a checkout's file, otherwise by name."""
     file = REQUIREMENTS.get((torch_minor, cuda), REQUIREMENTS["2.13", cuda])
     if (root / file).is_file():
         return f"cd {root} && {sys.executable} -m pip install -r {file}"
@@ -69,7 +60,8 @@ def install(cuda: bool, torch_minor: str = "2.13", root: Path = CHECKOUT) -> str
     pip = f"{sys.executable} -m pip install"
     if cuda:
         return f"{pip} torch=={torch}.* fbgemm-gpu=={fbgemm}.* torchrec=={torchrec}.*"
-    # torchrec asks for the CUDA build of FBGEMM by name: on a CPU machine it comes without its dependencies.
+    # torchrec depends on FBGEMM's CUDA build by name, so on a CPU machine it is installed without
+    # dependencies.
     index = "--extra-index-url https://download.pytorch.org/whl/cpu"
     needs = "tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
     first = f"{pip} {index} torch=={torch}.* fbgemm-gpu-cpu=={fbgemm}.* {needs}"
@@ -77,7 +69,7 @@ def install(cuda: bool, torch_minor: str = "2.13", root: Path = CHECKOUT) -> str
 
 
 def check_triple(version: Versions, cuda: bool) -> list[Finding]:
-    """torch, torchrec and fbgemm against the triples that fit together."""
+    """Check torch, torchrec and fbgemm against the triples that fit together."""
     torch, torchrec = version("torch"), version("torchrec")
     fbgemm = next(((name, v) for name in reversed(FBGEMM) if (v := version(name))), None)
     missing = [n for n, v in (("torch", torch), ("torchrec", torchrec), ("fbgemm-gpu", fbgemm)) if v is None]
@@ -95,7 +87,8 @@ def check_triple(version: Versions, cuda: bool) -> list[Finding]:
 
 
 def check_fbgemm(version: Versions, owners: list[str], cuda: bool) -> list[Finding]:
-    """One build of FBGEMM, of torch's kind. ``owners``: distributions that wrote ``fbgemm_gpu/``."""
+    """Check that there is one build of FBGEMM, of torch's kind. ``owners``: the distributions that wrote
+    ``fbgemm_gpu/``."""
     reinstall = f"{sys.executable} -m pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && {install(cuda)}"
     if len(owners) > 1:
         text = f"{' and '.join(owners)} both wrote fbgemm_gpu/: one overwrote the other"
@@ -116,7 +109,8 @@ def check_fbgemm(version: Versions, owners: list[str], cuda: bool) -> list[Findi
 
 
 def fbgemm_owners() -> list[str]:
-    """Distributions whose RECORD lists the library of ``fbgemm_gpu/``; a metadata-only one owns nothing."""
+    """Distributions whose RECORD lists the library of ``fbgemm_gpu/``; one with metadata only owns
+    nothing."""
     owners = []
     for name in FBGEMM:
         try:
@@ -151,7 +145,7 @@ def check_python(version: tuple[int, ...]) -> Finding:
 
 
 def check_others(version: Versions) -> list[Finding]:
-    """Hydra and Lightning within the supported ranges."""
+    """Check that Hydra and Lightning are within the supported ranges."""
     findings = []
     for name, low, high in OTHERS:
         found, remedy = version(name), f"{sys.executable} -m pip install '{name}>={low},<{high}'"
@@ -172,7 +166,7 @@ import torchrec
 
 
 def check_loads(cuda: bool) -> Finding:
-    """Import torch, FBGEMM's operators and torchrec in a process of their own: a clash can crash it."""
+    """Import torch, FBGEMM's operators and torchrec in a separate process, because a clash can crash it."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROBE], capture_output=True, text=True)
     if done.returncode == 0:
         return Finding("load", "torch, FBGEMM's operators and torchrec load and run")
@@ -181,7 +175,7 @@ def check_loads(cuda: bool) -> Finding:
 
 
 def findings() -> list[Finding]:
-    """Everything that ``recpipe doctor`` looks at, in the order in which to mend it."""
+    """Everything that ``recpipe doctor`` checks, in the order in which to repair it."""
     cuda = torch_is_cuda()
     found = [
         check_python(sys.version_info[:3]),
@@ -195,7 +189,8 @@ def findings() -> list[Finding]:
 
 
 def _check_plugins() -> list[Finding]:
-    """In-tree plugins need recpipe to be installed: entry points are made by pip."""
+    """Check that recpipe is installed: pip makes the entry points by which the plugins in the tree are
+    found."""
     if installed_version("recpipe") is None:
         return [
             Finding(
@@ -208,7 +203,8 @@ def _check_plugins() -> list[Finding]:
 
 
 def print_findings() -> int:
-    """Print one line per finding and the command that mends it; 0 if all is well, else 1."""
+    """Print one line per finding and the command that repairs it; returns 0 if nothing is wrong, otherwise
+    1."""
     found = findings()
     for finding in found:
         print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.text}")
@@ -218,7 +214,8 @@ def print_findings() -> int:
 
 
 def check_versions() -> None:
-    """Before a run: refuse an unknown torch, torchrec, fbgemm set unless RECPIPE_SKIP_VERSION_CHECK=1."""
+    """Before a run, refuse an unknown set of torch, torchrec and fbgemm unless
+    RECPIPE_SKIP_VERSION_CHECK=1."""
     if os.environ.get(SKIP):
         return
     for finding in check_triple(installed_version, torch_is_cuda()):

@@ -20,7 +20,7 @@ from recpipe.tables.specs import to_numpy
 def export_parameters(directory: Path, model: PlacedModel, writes: bool = True) -> None:
     """Write ``<table>.npy`` float32 [rows, D], ``<table>.state.npy`` float32 [rows, S] and ``dense.npz``.
 
-    Every trainer calls it; the one that ``writes`` does.
+    Every trainer calls it; only the one with ``writes`` writes the files.
     """
     if not writes:
         read_along(model.embeddings)

@@ -1,4 +1,4 @@
-"""Tasks that installed packages offer: a function of the typed recipe and the run's directory."""
+"""Tasks of installed packages: functions of the typed recipe and the run's directory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from recpipe.report.files import ReportFiles
 
 
 def run_installed(cfg: Recipe, run_dir: Path) -> dict[str, Any]:
-    """Carry out the task that ``cfg.task.name`` names, and return its report, also in ``run_dir/NAME.json``.
+    """Carry out the task ``cfg.task.name``; its report is returned and written to ``run_dir/NAME.json``.
 
     The entry point is a function ``(recipe: Recipe, run_dir: Path) -> dict``; ``recipe.task.settings`` has
-    its keys. Raises ``PluginError`` where it cannot be had, or returns anything else.
+    its keys. Raises ``PluginError`` if it cannot be imported or returns anything else.
     """
     name = cfg.task.name
     ep = entry("task", name, offered("task"))

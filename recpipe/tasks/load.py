@@ -1,4 +1,5 @@
-"""``recpipe.load``: a checkpoint as a model that torch and TorchRec run, with all tables in memory."""
+"""``recpipe.load``: makes a checkpoint into a model of torch and TorchRec modules, with all tables in
+memory."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ from recpipe.tasks.unshard import saved_dense
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Module:
-    """The ``checkpoint`` (or the newest in that folder) as a module in eval mode; no optimizer state.
+    """The ``checkpoint`` (or the newest in that folder) as a module in eval mode, without optimizer state.
 
-    ``model`` None: recpipe's own, made by the sizes in the checkpoint. Else ``model`` with its parameters
-    and saved buffers replaced: those of embedding collections are named after their tables, all others as
-    they were trained. ``UserError`` where the two do not fit, before a parameter is changed.
+    ``model`` None: one of recpipe's own models, made from the sizes in the checkpoint. Otherwise ``model``,
+    with its parameters and saved buffers replaced. Parameters of embedding collections are found by their
+    tables' names, all others by the names that they had in training. ``UserError``, before any parameter is
+    changed, if the two do not fit.
     """
     directory = newest(checkpoint.expanduser())
     trainer = open_checkpoint(directory)
@@ -43,7 +45,7 @@ def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Modu
             "recpipe's own): pass the model, recpipe.load(checkpoint, model=MODULE); for model=dlrm that is "
             "TorchRec's DLRM over an EmbeddingBagCollection of these tables"
         )
-    # Before memory is taken for them, sizes are compared with what is there.
+    # Sizes are compared with the files before memory is allocated for them.
     names = _parameters_of_tables(make_dlrm(sizes, META), dense, tables, directory)
     cpu = torch.device("cpu")
     made: nn.Module = make_dlrm(sizes, cpu, tables=cpu)
@@ -54,7 +56,7 @@ def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Modu
 def _parameters_of_tables(
     model: nn.Module, dense: Mapping[str, torch.Tensor], tables: Mapping[str, Streamed], directory: Path
 ) -> dict[str, str]:
-    """By table, the name of its parameter; ``UserError`` where ``model`` has others than the checkpoint."""
+    """The name of each table's parameter; ``UserError`` if ``model`` has other tables than the checkpoint."""
     own = saved_values(model)
     names = {table: _table_parameter(table, own, directory) for table in tables}
     left, extra = own.keys() - names.values() - dense.keys(), dense.keys() - own.keys()
@@ -90,12 +92,12 @@ def _fill(
 
 
 _KINDS = ("embedding_bags", "embeddings")
-"""What TorchRec's collections call their tables."""
+"""The names of the modules of tables in TorchRec's collections."""
 
 
 def _table_parameter(table: str, parameters: Mapping[str, torch.Tensor], directory: Path) -> str:
-    """The one parameter that an embedding collection has for ``table``, whose name begins with its
-    collection's where several have a table of that name."""
+    """The one parameter of an embedding collection for ``table``. If several collections have a table of that
+    name, ``table`` begins with the collection's path."""
     path, _, own = table.rpartition(".")
     names = [f"{kind}.{module_name(table)}.weight" for kind in _KINDS]
     found = [name for name in parameters if name.endswith(tuple(names))]

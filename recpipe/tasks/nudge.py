@@ -1,4 +1,4 @@
-"""What one rounding does: a run whose first weights each are a neighbouring float32 (``task.nudge``)."""
+"""Shows the effect of one rounding: moves each first weight to a neighbouring float32 (``task.nudge``)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from recpipe.tables.collection import TableCollection
 
 
 class Nudge(L.Callback):
-    """Flips the last bit of every weight of tables and dense part before the first step.
+    """Flips the last bit of every weight of the tables and the dense part before the first step.
 
-    That moves each to a neighbouring float32, up or down as its bits happen to be. It comes after a
-    checkpoint or pretrained weights were loaded; optimizer state stays as it is.
+    This moves each weight up or down to a neighbouring float32, depending on its bits. It happens after a
+    checkpoint or pretrained weights have been loaded; optimizer state does not change.
     """
 
     def __init__(self, embeddings: TableCollection, dense: Iterable[torch.Tensor]) -> None:

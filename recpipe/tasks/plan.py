@@ -1,4 +1,5 @@
-"""task=plan: who owns what, in which order, and the bytes of each tier; nothing is built or trained."""
+"""task=plan: the owners of parts, the order of chains and the bytes of each tier; nothing is built or
+trained."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ from recpipe.tables.specs import TableSet
 from recpipe.tasks.plan_shards import described_shards, print_shards
 
 MOST_SHARDS = 25_000
-"""Tables times ranks that task=plan plans for: about two minutes of one core.
+"""Most tables times ranks that task=plan plans for; this takes about two minutes of one core.
 
-TorchRec's planner estimates and copies every shard of every way to place a table: 4 ms for each rank and
-table, measured for 26 tables and 256 ranks."""
+TorchRec's planner estimates and copies every shard for every way to place a table. This takes 4 ms for each
+rank and table, measured with 26 tables and 256 ranks."""
 
 
 def planned_ranks(task: TaskConfig, tables: int) -> int | None:
-    """The ranks that ``task.ranks`` asks to plan for; None: those that run. ``UserError`` for too many."""
+    """The number of ranks in ``task.ranks``; None: the running ones. ``UserError`` if there are too many."""
     ranks = task.ranks if isinstance(task, PlanConfig) else None
     most = max(1, MOST_SHARDS // tables)
     if ranks is not None and ranks > most:
@@ -55,7 +56,7 @@ def describe(
     shards: tuple[Sharding, ShardPlan] | None = None,
     bfloat16: bool = False,
 ) -> dict[str, Any]:
-    """Content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
+    """The content of assembly.json: the plugins' parts with their owners and order, and the tiers' bytes."""
     kept = [_Kept.of(g.tables, o, shards) for g, o in zip(tables.groups, owners, strict=True)]
     tiered = any(group.tiered_rows for group in kept)
     store = tiers.described_store(ranks) if shards is None else tiers.store
@@ -98,7 +99,8 @@ def describe(
 
 @dataclass(frozen=True)
 class _Kept:
-    """How much of a group is resident, and how much in the cold tier; of all ranks where it is sharded."""
+    """How much of a group is resident, and how much is in the cold tier; the sum over ranks if it is
+    sharded."""
 
     tiered_rows: int
     resident_rows: int
@@ -107,7 +109,7 @@ class _Kept:
 
     @classmethod
     def of(cls, tables: TableSet, owner: GroupOwner, shards: tuple[Sharding, ShardPlan] | None) -> _Kept:
-        """Replicas of a sharded group's data-parallel tables are resident, whoever owns it."""
+        """Compute it for a group. In sharded groups, data-parallel tables are resident under any owner."""
         whole = tables.layout.total_rows
         replicated = (
             0 if shards is None else sum(t.rows for t in tables.tables if shards[1].tables[t.name].replicated)
@@ -122,13 +124,13 @@ class _Kept:
 
 
 def _altered(shards: tuple[Sharding, ShardPlan] | None, bfloat16: bool) -> set[str]:
-    """What the recipe itself does not keep, beside the plugins."""
+    """The invariants that the recipe itself breaks, in addition to those of plugins."""
     splits = shards is not None and shards[0].splits_states(shards[1])
     return {Invariant.EXACT_GRADIENT.name} if splits or bfloat16 else set()
 
 
 def print_plan(plan: Mapping[str, Any], run_dir: Path) -> None:
-    """``describe``'s result as a table; ``run_dir`` is where plan.json went."""
+    """Print ``describe``'s result as a table; ``run_dir`` has plan.json."""
     tiers = plan["tiers"]
     table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)

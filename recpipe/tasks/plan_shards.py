@@ -1,4 +1,4 @@
-"""A sharding plan on the terminal: what each table costs where, and each rank's sum."""
+"""Shows a sharding plan on the terminal: the cost of each table on its ranks, and each rank's sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recpipe.tables.specs import TableSet
 
 
 def shard_bytes(shard: Shard, tables: TableSet) -> int:
-    """Bytes of its weights and optimizer state on its rank."""
+    """Bytes of a shard's weights and optimizer state on its rank."""
     state = 4 * tables.optimizer.state_width(shard.columns)
     return shard.rows * (tables.bytes_of_weights(shard.columns) + state)
 
@@ -25,10 +25,11 @@ def shard_bytes(shard: Shard, tables: TableSet) -> int:
 def described_shards(
     plan: ShardPlan, groups: Mapping[str, TableSet], tiered: Collection[str] = ()
 ) -> dict[str, Any]:
-    """For assembly.json: each table's type, ranks, bytes and predicted milliseconds; each rank's sums.
+    """The plan for assembly.json: each table's type, ranks, bytes and predicted milliseconds, and each rank's
+    sums.
 
-    ``groups``: each table's. Bytes are those of all rows; a rank's ``tiered_bytes`` are of rows in tiers, as
-    those of the ``tiered`` tables are but for replicas.
+    ``groups``: the group of each table. Bytes are those of all rows; a rank's ``tiered_bytes`` are those of
+    rows in tiers. These are the rows of the ``tiered`` tables, except for data-parallel ones.
     """
     by_table = {}
     ranks = [{"bytes": 0, "tiered_bytes": 0, "predicted_ms": 0.0} for _ in range(plan.world)]
@@ -54,7 +55,7 @@ def described_shards(
 
 
 def print_shards(shards: Mapping[str, Any], console: Console) -> None:
-    """``described_shards``'s result as two tables."""
+    """Print ``described_shards``'s result as two tables."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("table", "sharding", "kernel", "ranks", "bytes", "predicted ms"):
         table.add_column(title, justify="right" if title in ("bytes", "predicted ms") else "left")

@@ -1,4 +1,5 @@
-"""``recpipe plugins``: what packages offer; which extension points each plugin uses, what it alters."""
+"""``recpipe plugins``: lists what packages offer, the extension points that each plugin uses, and what it
+alters."""
 
 from __future__ import annotations
 
@@ -39,12 +40,12 @@ SAMPLE = Context(
     data_fingerprint="listing",
     steps=1000,
 )
-"""A run to ask plugins about; nothing of it is built."""
+"""An example run to ask plugins about; nothing of it is built."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One installed plugin; ``fault`` says why it cannot be used, empty where it can."""
+    """One installed plugin; ``fault`` says why it cannot be used, and is empty if it can."""
 
     origin: Origin
     doc: str = ""
@@ -63,9 +64,9 @@ def _used(part: object) -> bool:
 
 
 def default_knobs(ep: EntryPoint) -> dict[str, object]:
-    """The values of the plugin's own yaml; none where it has no yaml.
+    """The values of the plugin's own yaml; empty if it has none.
 
-    Raises ``PluginError`` where that sets more than the plugin's knobs.
+    Raises ``PluginError`` if the yaml sets more than the plugin's knobs.
     """
     folder = package_conf(ep)
     if folder is None or not (folder / "plugin" / f"{ep.name}.yaml").is_file():
@@ -74,7 +75,8 @@ def default_knobs(ep: EntryPoint) -> dict[str, object]:
 
 
 def listed(ep: EntryPoint) -> Listed:
-    """What a plugin does, asked of a sample run; a plugin that fails is listed with the reason."""
+    """Describe a plugin by its contribution to the example run; a plugin that fails is listed with the
+    reason."""
     origin = origin_of(ep)
     try:
         plugin: Plugin = instantiate(ep.name, default_knobs(ep))
@@ -88,7 +90,7 @@ def listed(ep: EntryPoint) -> Listed:
 
 
 def _named_points(origin: Origin, contribution: Contribution) -> tuple[str, ...]:
-    """As ``points``, a quantizer with what it decides."""
+    """As ``points``; a quantizer is followed by what it decides."""
     made = quantizing(SAMPLE.tables, [(origin, contribution)])
     decides = [what for what in ("cold", "storage", "codecs") if getattr(made, what)]
     named = {"quantizer": f"quantizer ({', '.join(decides) or 'nothing'})"}
@@ -96,7 +98,7 @@ def _named_points(origin: Origin, contribution: Contribution) -> tuple[str, ...]
 
 
 def describe_part(kind: str, ep: EntryPoint) -> Listed:
-    """A model, data source or task; one that no recipe can choose is listed with the reason."""
+    """Describe a model, data source or task; one that recipes cannot choose is listed with the reason."""
     origin, folder = origin_of(ep), package_conf(ep)
     try:
         doc = (inspect.getdoc(imported(kind, ep)) or "").splitlines()
@@ -110,7 +112,7 @@ def describe_part(kind: str, ep: EntryPoint) -> Listed:
 
 
 def print_plugins() -> int:
-    """Print the tables; 0 even where a plugin is broken, which its row says."""
+    """Print the tables; returns 0 even if a plugin is broken, which its row says."""
     rows = [listed(ep) for ep in installed().values()]
     parts = {
         f"{kind}={ep.name}": describe_part(kind, ep)
@@ -146,7 +148,7 @@ def print_plugins() -> int:
 
 
 def _table_of(parts: Mapping[str, Listed]) -> Table:
-    """Models, data sources and tasks, by the word that chooses each."""
+    """The table of models, data sources and tasks, each with the word that chooses it."""
     table = Table(show_lines=True)
     for title in ("chosen by", "from", "what it is"):
         table.add_column(title, overflow="fold")

@@ -1,4 +1,4 @@
-"""task=profile: a short training run whose last steps torch's profiler watches, held against the floor."""
+"""task=profile: a short training run whose last steps are profiled by torch and compared with the floor."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from recpipe.training.recorder import Recorder
 T = TypeVar("T")
 TRACE = "trace.json.gz"
 COUNTED_BATCHES = 8
-"""The first ones of a run, whose lookups are counted."""
+"""How many batches, the first ones of a run, have their lookups counted."""
 
 
 def _nothing() -> None:
@@ -55,7 +55,7 @@ def _nothing() -> None:
 
 
 class StepProfiler(L.Callback):
-    """Switches torch's profiler on for the last steps; place it behind ``recorder``, whose clock it uses."""
+    """Switches torch's profiler on for the last steps. Place it after ``recorder``, whose clock it uses."""
 
     def __init__(
         self, config: ProfileConfig, recorder: Recorder, model: PlacedModel, device: torch.device
@@ -68,16 +68,16 @@ class StepProfiler(L.Callback):
         watched = seams.watching_all_threads(device.type == "cpu")
         self.profiler = torch.profiler.profile(activities=activities, experimental_config=watched)
         self.batches: list[Any] = []
-        """The first ones that this rank trained."""
+        """The first batches that this rank trained."""
         self.optimizer = Work()
-        """What the dense optimizer did per step."""
+        """The work of the dense optimizer per step."""
         self.finished = False
         self._watching = False
         self._untell: Callable[[], None] = _nothing
         self._step: Any = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """An epoch's first step starts here, as in ``Recorder``."""
+        """Start the clock of an epoch's first step, as in ``Recorder``."""
         if self._watching:
             self._begin_step()
 
@@ -89,7 +89,7 @@ class StepProfiler(L.Callback):
         batch: StagedBatch,
         batch_idx: int,
     ) -> None:
-        """A step lasts from the end of the one before."""
+        """Time the step from the end of the one before."""
         if len(self.batches) < COUNTED_BATCHES:
             self.batches.append(batch.batch)
         done = len(self.recorder.step_seconds)
@@ -106,7 +106,7 @@ class StepProfiler(L.Callback):
             self._begin_step()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Where a signal has ended the training early."""
+        """Clean up if a signal has ended the training early."""
         self._stop()
 
     def _begin_step(self) -> None:
@@ -119,8 +119,8 @@ class StepProfiler(L.Callback):
             self._step = None
 
     def _watch(self) -> None:
-        """Phases are told from now on. On a GPU, where a part's kernels run later than its operators, forward
-        and backward pass are not told apart by part."""
+        """Record phases from now on. On a GPU, where a part's kernels run later than its operators, forward
+        and backward passes are not divided into parts."""
         phases.watch(True)
         if self.device.type == "cpu":
             self._untell = tell_parts(self.model.module)
@@ -134,9 +134,9 @@ class StepProfiler(L.Callback):
             self._watching = False
 
     def complete(self, report: RunReport, config: ModelConfig | UserModel, files: ReportFiles) -> None:
-        """Put the ``profile`` into the report, with the trace beside it; not where a signal came first.
+        """Put the ``profile`` into the report and write the trace beside it, unless a signal came first.
 
-        The report's throughput becomes that of the timed steps. Measures the machine, which takes seconds.
+        The report's throughput becomes that of the timed steps. It measures the machine, which takes seconds.
         """
         if not self.finished:
             return
@@ -166,10 +166,11 @@ class StepProfiler(L.Callback):
 def model_work(
     model: PlacedModel, config: ModelConfig | UserModel, batches: Sequence[Any]
 ) -> tuple[dict[str, Work], Lookups]:
-    """What lookups, update and dense part have to do for a batch, by phase, and the lookups in all tables.
+    """The work of lookups, update and dense part for a batch, by phase, and the lookups in all tables.
 
-    Lookups are means over ``batches``, those by ids that the model makes of the first one. The dense part of
-    recpipe's own models is counted by its sizes, that of others by one step with the first batch.
+    Lookups are means over ``batches``; those by ids that the model makes are counted in the first batch only.
+    The dense part of recpipe's own models is counted by its sizes, that of others by one step with the first
+    batch.
     """
     inputs, tables = model.inputs, [group.tables for group in model.embeddings.tables.groups]
     lookups = [count_lookups([inputs.bags(b, n) for b in batches]) for n in range(len(tables))]
@@ -187,11 +188,12 @@ def model_work(
 def achieved(
     step_seconds: Sequence[float], profiled: ProfiledStep, floors: dict[str, float]
 ) -> dict[str, Any]:
-    """Milliseconds of the step and its phases against ``floors`` (milliseconds by phase).
+    """Milliseconds of the step and its phases, with the ``floors`` (milliseconds by phase).
 
-    The step is that of ``step_seconds``, timed without the profiler, which slows it; the phases' shares of it
-    are those of the ``profiled`` step. They add up to the step. ``ms`` is None for a phase that it lacks;
-    the floor of a part of the model that was not told counts to the dense part, in which its time is.
+    The step's time is that of ``step_seconds``, timed without the profiler, which slows steps down. The
+    phases' shares of it are those in the ``profiled`` step, and add up to the step. ``ms`` is None for a
+    phase that the step lacks. The floor of a part of the model that was not recorded is added to the dense
+    part, which includes its time.
     """
     floors = dict(floors)
     for part, way in product(("interaction", "MLP"), ("forward", "backward")):
@@ -211,7 +213,7 @@ def achieved(
 
 
 def middle_half(steps: Sequence[T], key: Callable[[T], float]) -> list[T]:
-    """Without the slowest and the fastest quarter of the steps, which other programs disturb most."""
+    """The steps without the slowest and the fastest quarter, which other programs disturb most."""
     ordered = sorted(steps, key=key)
     cut = len(ordered) // 4
     return ordered[cut : len(ordered) - cut]
@@ -220,7 +222,7 @@ def middle_half(steps: Sequence[T], key: Callable[[T], float]) -> list[T]:
 def floor_section(
     work: dict[str, Work], limits: machine.Machine, precision: str, lookups: Lookups
 ) -> dict[str, Any]:
-    """What the floor was computed from, for a batch."""
+    """The inputs of the floor, for a batch."""
     return {
         "ms": sum(floors_ms(work, limits, precision).values()),
         "precision": precision,

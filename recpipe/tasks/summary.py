@@ -1,4 +1,4 @@
-"""From what a run left in its objects to its report."""
+"""Makes a run's report from the objects that the run leaves."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""``hydra/launcher=torchrun``: sweeps whose jobs are runs of several processes, one torchrun after the other.
+"""``hydra/launcher=torchrun``: sweeps whose jobs are runs of several processes, started by torchrun one after
+the other.
 
-Hydra composes the sweep in one process, which trains nothing. Each job is a run as a user would start it;
-its ranks get plain overrides and a folder, so that none of them sweeps again.
+Hydra composes the sweep in one process, which trains nothing. Each job is a run as a user would start it. Its
+ranks get plain overrides and a folder, so that none of them starts the sweep again.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class TorchrunLauncher(Launcher):
     __module__ = "hydra_plugins.recpipe"  # see register
 
     environment: ClassVar[Mapping[str, str]] = os.environ
-    """The user's own: the command line changes this process's for Hydra."""
+    """The user's own environment; the command line changes this process's for Hydra."""
 
     def __init__(self, nproc_per_node: int, max_restarts: int, stop_on_failure: bool) -> None:
         self.ranks, self.restarts, self.stop_on_failure = nproc_per_node, max_restarts, stop_on_failure
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Called by Hydra before the sweep; raises UserError for knobs that make no sense."""
+        """Called by Hydra before the sweep; raises UserError for invalid settings."""
         for name, value, least in (("nproc_per_node", self.ranks, 1), ("max_restarts", self.restarts, 0)):
             if value < least:
                 raise UserError(f"hydra.launcher.{name}={value}: must be at least {least}")
@@ -61,9 +62,9 @@ class TorchrunLauncher(Launcher):
         self.sweep_dir = Path(str(config.hydra.sweep.dir))
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run the jobs, numbered from ``initial_job_idx``; a job that fails does not stop the others.
+        """Run the jobs, which are numbered from ``initial_job_idx``; a failed job does not stop the others.
 
-        Ctrl-C and SIGTERM end the running job, which leaves a checkpoint, and the sweep.
+        Ctrl-C and SIGTERM end the sweep and the running job, which saves a checkpoint.
         """
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
@@ -92,14 +93,14 @@ class TorchrunLauncher(Launcher):
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in self.environment.items() if not _OF_A_RANK.fullmatch(name)}
         if self.ranks > 1:
-            # What torchrun sets itself, with a warning in every job.
+            # torchrun would set it itself, with a warning in every job.
             kept.setdefault("OMP_NUM_THREADS", "1")
         return kept
 
 
 @dataclass
 class _Job:
-    """One job; ``status`` is torchrun's exit status, None before the end."""
+    """One job; ``status`` is torchrun's exit status, or None before it ends."""
 
     number: int
     overrides: list[str]
@@ -110,12 +111,12 @@ class _Job:
     stopped: bool = False
 
     def run(self, environment: Mapping[str, str]) -> None:
-        """To its end, its output shown."""
+        """Run the job to its end and show its output."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write(None)
         began = time.monotonic()
         sys.stdout.flush()
-        # Its own session: Ctrl-C reaches this process alone, which then ends the job in order.
+        # Started in its own session: Ctrl-C reaches only this process, which then ends the job properly.
         process = subprocess.Popen(
             self.command,
             stdin=subprocess.DEVNULL,
@@ -145,14 +146,14 @@ class _Job:
         (self.folder / JOB_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def failure(self) -> str:
-        """One line: which folder, what was run, how it ended."""
+        """One line with the folder, the command and how it ended."""
         assert self.status is not None
         how = f"killed by signal {-self.status}" if self.status < 0 else f"exit status {self.status}"
         return f"{self.folder}: {' '.join(filter_overrides(self.overrides))} ({how})"
 
 
 def _results(jobs: Sequence[_Job], asked: int) -> list[JobReturn]:
-    """What Hydra's sweeper is told of each job; a failed one's error, the same for all, names them all."""
+    """The jobs' results for Hydra's sweeper. All failed jobs have the same error, which names them all."""
     failed = [job for job in jobs if job.status]
     left = f"; {asked - len(jobs)} not started (stop_on_failure)" if len(jobs) < asked else ""
     lines = [f"{len(failed)} of {asked} jobs failed{left}:", *(f"  {job.failure()}" for job in failed)]
@@ -173,7 +174,7 @@ def _result(job: _Job, error: UserError | None) -> JobReturn:
 
 
 def refuse_without_sweep() -> None:
-    """Raise UserError in a run that names this launcher but is no sweep: it would have one process."""
+    """Raise UserError in a run that names this launcher without being a sweep: it would have one process."""
     choices: Mapping[str, Any] = HydraConfig.get().runtime.choices
     if choices.get("hydra/launcher") == NAME:
         raise UserError(
@@ -185,7 +186,7 @@ def refuse_without_sweep() -> None:
 def register() -> None:
     """Make the launcher known to Hydra; calling it again changes nothing."""
     Plugins.instance().register(TorchrunLauncher)
-    # Hydra imports launchers from the package hydra_plugins alone, and mostly nobody has installed one.
+    # Hydra imports launchers only from the package hydra_plugins, which is usually not installed.
     try:
         package = importlib.import_module("hydra_plugins")
     except ImportError:

@@ -1,4 +1,4 @@
-"""Sweeps (``-m``) of any launcher: what became of each job, and the table when the last one has ended."""
+"""Sweeps (``-m``) of any launcher: records how each job ended, and prints the table after the last one."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from recpipe.errors import UserError
 
 
 class SweepFolder(Callback):
-    """Notes where the sweep that this process has started puts its jobs (``hydra.callbacks``)."""
+    """Notes the directory of the jobs of this process's sweep (``hydra.callbacks``)."""
 
     path: ClassVar[Path | None] = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Hydra calls it in the process that sweeps, before the first job."""
+        """Called by Hydra in the process that runs the sweep, before the first job."""
         SweepFolder.path = Path(str(config.hydra.sweep.dir))
 
 
 class JobFailed(Exception):
-    """A user's error in one job: Hydra goes on with the next one and raises it at the sweep's end."""
+    """A user's error in one job. Hydra goes on with the next job and raises the error at the sweep's end."""
 
 
 _failed: list[str] = []
@@ -38,7 +38,8 @@ _failed: list[str] = []
 
 @contextmanager
 def table_at_end() -> Iterator[None]:
-    """Print the table of the sweep that ran within, however it ended; nothing where no sweep ran.
+    """After the block, print the table of the sweep that ran in it, even after an error; nothing without a
+    sweep.
 
     Raises ``UserError`` with a line for each job that ``noted`` has seen fail.
     """
@@ -47,7 +48,7 @@ def table_at_end() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        with suppress(UserError):  # the error that came first is the one to tell
+        with suppress(UserError):  # the first error is reported instead
             _print_table()
         if isinstance(error, JobFailed):
             raise UserError(f"{len(_failed)} of the sweep's jobs failed:", *_failed) from error
@@ -57,7 +58,7 @@ def table_at_end() -> Iterator[None]:
 
 def _print_table() -> None:
     if SweepFolder.path is not None:
-        # Imports torch, which a sweep that is about to start need not wait for.
+        # Imported here: it imports torch, for which a starting sweep need not wait.
         from recpipe.report.sweep import report
 
         report(SweepFolder.path)
@@ -65,14 +66,14 @@ def _print_table() -> None:
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """Around a job of a sweep: says and writes down how it failed, and lets the sweep go on.
+    """Around a job of a sweep: prints and records how it failed, and lets the sweep go on.
 
-    Raises ``JobFailed`` in place of a ``UserError``. Around a run that is no job it does nothing.
+    Raises ``JobFailed`` instead of a ``UserError``. It does nothing for a run that is not a job of a sweep.
     """
     if HydraConfig.get().mode != RunMode.MULTIRUN:
         yield
         return
-    _job_file().unlink(missing_ok=True)  # of an earlier sweep into the same folder
+    _job_file().unlink(missing_ok=True)  # left by an earlier sweep into the same folder
     try:
         yield
     except UserError as error:
@@ -103,5 +104,5 @@ def _note(status: int, fault: str) -> None:
         "stopped": status == 130,
         "fault": fault,
     }
-    with suppress(OSError):  # a full disk may be why it failed
+    with suppress(OSError):  # the job may have failed because of a full disk
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,5 +1,5 @@
-"""``recpipe unshard CHECKPOINT FILE``: a checkpoint's tables and dense parameters in one safetensors file;
-and ``model.pretrained=FILE``, which starts a run from such a file."""
+"""``recpipe unshard CHECKPOINT FILE`` writes a checkpoint's tables and dense parameters into one safetensors
+file; ``model.pretrained=FILE`` starts a run from such a file."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def unshard(checkpoint: Path, target: Path) -> int:
     """Write ``<table>`` (float32 [rows, D]) for each table, and every dense parameter (float32) and saved
     buffer (float32, whole numbers as int64) under its name.
 
-    ``checkpoint`` is one, or a folder of them, of which the newest counts. Tables may be larger than
-    memory.
+    ``checkpoint`` is a checkpoint, or a folder whose newest one is taken. Tables may be larger than memory.
     """
     directory = newest(checkpoint.expanduser())
     dense = saved_dense(directory, open_checkpoint(directory))
@@ -53,7 +52,7 @@ def unshard(checkpoint: Path, target: Path) -> int:
 
 
 def _array(value: torch.Tensor) -> NDArray[Any]:
-    """Float32; of whole numbers int64."""
+    """The tensor as a float32 array, or int64 for whole numbers."""
     return to_numpy(value) if value.is_floating_point() else value.long().numpy()
 
 
@@ -69,10 +68,11 @@ def saved_dense(directory: Path, trainer: Mapping[str, Any]) -> dict[str, torch.
 
 
 def load_pretrained(file: Path, model: PlacedModel) -> list[str]:
-    """Start from the tensors in ``file``; returns the names of those that it has.
+    """Set parameters to the tensors in ``file``; returns the names of the parameters that it has.
 
     A tensor is a table's weights under the table's name (or ``<table>.weight``), or a dense parameter under
-    its own. ``UserError`` on any other name and on another shape; what the file lacks keeps its first values.
+    its own. ``UserError`` for any other name or shape. Parameters that the file lacks keep their first
+    values.
     """
     embeddings = model.embeddings
     shapes, dense = embeddings.tables.shapes(), model.dense_state()

@@ -40,7 +40,7 @@ _EVENTS = {
 
 
 def outline(contribution: Contribution) -> dict[str, Any]:
-    """What two equal contributions agree on: points used, labels and order of links, claims, keys."""
+    """What two equal contributions have in common: points used, labels and order of links, claims, keys."""
     chains: dict[str, Sequence[Link[Any]]]
     chains = {"stream": contribution.stream, "batch": contribution.batch, "step": contribution.step}
     return {
@@ -62,7 +62,7 @@ class Cost:
 
 @contextmanager
 def costs() -> Iterator[Cost]:
-    """Measure the body; torch's allocations are seen as the sizes of the tensors that operators return."""
+    """Measure the body. Torch's allocations are counted as the sizes of the tensors that operators return."""
     from recpipe.seams import TorchDispatchMode, tree_leaves
 
     cost, threads = Cost(), threading.active_count()
@@ -85,8 +85,8 @@ def costs() -> Iterator[Cost]:
 
 @contextmanager
 def deeds() -> Iterator[list[str]]:
-    """What the body does to the machine and to this process, in this thread, as words: files that it writes,
-    environment variables, programs, connections, random numbers that it draws."""
+    """List what the body does, in this thread, to the machine and to this process: files written, environment
+    variables set, programs started, connections opened, random numbers drawn."""
     _Hook.install()
     found: list[str] = []
     before = _state()
@@ -99,7 +99,7 @@ def deeds() -> Iterator[list[str]]:
 
 
 class _Hook:
-    """Python's audit hook, which stays for as long as the process lives and sleeps while nobody asks."""
+    """Python's audit hook, which cannot be removed; it does nothing while no ``deeds`` block is open."""
 
     installed = False
     active: tuple[int, list[str]] | None = None
@@ -123,7 +123,7 @@ class _Hook:
 
 
 def _is_a_place(path: object) -> bool:
-    """Not what Python itself writes when it imports."""
+    """Whether an opened path counts; what Python itself writes when it imports does not."""
     return isinstance(path, str | bytes | os.PathLike) and not (
         "__pycache__" in _text(path) or _text(path) == os.devnull
     )
@@ -136,7 +136,7 @@ def _text(value: object) -> str:
 
 
 def _state() -> dict[str, object]:
-    """Of the process: what a plugin must leave alone."""
+    """The state of the process that a plugin must leave alone."""
     import torch
 
     numpy_state = np.random.get_state(legacy=False)

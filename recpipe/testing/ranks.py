@@ -18,13 +18,14 @@ from recpipe.testing.runs import SuiteRecipe, Trained, read_back, train_recipe
 from recpipe.testing.watch import Record, Step
 
 PRELOAD = ["recpipe.run"]
-"""Modules that the processes find imported."""
+"""Modules that the processes have imported from the start."""
 
 
 def train_ranks(world: int, recipe: SuiteRecipe, folder: Path, *more: str) -> Trained:
-    """Train ``recipe`` in ``world`` processes of one thread each; their steps together, rank 0's report.
+    """Train ``recipe`` in ``world`` processes of one thread each. Returns all ranks' steps together and rank
+    0's report.
 
-    Raises what ``torch.multiprocessing`` does where one fails, with its traceback.
+    If a process fails, raises ``torch.multiprocessing``'s error with that process's traceback.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)

@@ -1,4 +1,4 @@
-"""The run without the plugin to hold one with it against: on the very batches that it trained."""
+"""A run without the plugin on the very batches that the run with it trained, to compare the two."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ONCE = (
 )
 _REPLACED = ("data", "trainer.max_", "trainer.eval_every", "trainer.checkpoint_every")
 _replays: dict[tuple[int, bool], tuple[Trained, Trained]] = {}
-"""By the run that was replayed, which is kept: another one would get its number."""
+"""Replays by the id of the replayed run. The run is kept, so that no other object gets its id."""
 
 
 def reference(mine: Trained, baseline: Trained, recipe: SuiteRecipe, first_alone: bool = False) -> Trained:
-    """``baseline``, where it trained the same samples in each step (in the first one, if that is all that
-    matters); else a run of ``recipe``, which has no plugin, on the batches of ``mine``."""
+    """``baseline`` if it trained the same samples in each step (with ``first_alone``, in the first step).
+    Otherwise a run of ``recipe``, which has no plugin, on the batches of ``mine``."""
     count = 1 if first_alone else None
     if same_samples(mine, baseline, count):
         return baseline

@@ -1,4 +1,4 @@
-"""Whether a run that goes on from a checkpoint does what the run did that never stopped."""
+"""Whether a run resumed from a checkpoint does the same as the run that never stopped."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ELSEWHERE = "what later decisions depend on must be in state_dict()"
 
 
 def resumed_faults(whole: Trained, rest: Trained, step: int, moves: bool = True) -> Iterator[str]:
-    """How ``rest``, resumed after ``step``, differs from ``whole``, bit for bit; the first differences.
+    """The first bitwise differences between ``whole`` and ``rest``, which was resumed after ``step``.
 
-    ``moves`` False: micro-batches, and which rows are moved, may differ.
+    ``moves`` False: micro-batches and the rows that are moved may differ.
     """
     expected, found = whole.record.steps[step:], rest.record.steps
     if len(expected) != len(found):

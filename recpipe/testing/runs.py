@@ -1,4 +1,4 @@
-"""The suite's runs: small, watched, and trained once for all that ask for the same one."""
+"""The suite's runs: small and watched. A run that several tests ask for is trained once."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ RECIPE = (
     "model.embedding_dim=8",
     "model.bottom=[16]",
     "model.top=[16]",
-    # Float sums in another order differ by 1e-7 under SGD; a step that is left out by 1e-4. With its usual
-    # eps, Adagrad would make the one into the other, so one table alone has it, with an eps that does not.
+    # Under SGD, float sums in another order differ by 1e-7 and a step that is left out by 1e-4. With its
+    # usual eps, Adagrad would blow the former up to the latter, so only one table uses it, with a larger eps.
     "optim=sgd",
     "optim.tables.lr=1.0",
     "optim.by_table={b: {name: rowwise_adagrad, lr: 0.02, eps: 1.0e-3}}",
@@ -75,13 +75,13 @@ class Trained:
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """By step, ascending."""
+        """The run's checkpoints by step, ascending."""
         found = sorted((self.folder / "checkpoints").glob("step-*.ckpt"))
         return {int(path.stem.removeprefix("step-")): path for path in found}
 
 
 def words_of(overrides: Sequence[str]) -> tuple[str, ...]:
-    """The suite's words and the author's ``overrides``, which count where both set a key."""
+    """The suite's words and the author's ``overrides``, which win if both set a key."""
     theirs = {word.partition("=")[0].lstrip("+") for word in overrides}
     own = (word for word in (*RECIPE, *TIERS) if word.partition("=")[0] not in theirs)
     return (*own, *overrides)
@@ -89,15 +89,15 @@ def words_of(overrides: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SuiteRecipe:
-    """The words of a run, and the knobs of its plugin, which need no quoting."""
+    """The words of a run, and the knobs of its plugin, which need no quoting here."""
 
     words: tuple[str, ...]
     plugin: str = ""
     knobs: str = "{}"
-    """JSON: recipes are told apart by their values."""
+    """The knobs as JSON, so that recipes can be compared and hashed."""
 
     def composed(self, *more: str) -> DictConfig:
-        """As ``run`` takes it."""
+        """The composed recipe, as ``run`` takes it."""
         plugin = (f"+plugin={self.plugin}",) if self.plugin else ()
         recipe = compose([*self.words, *plugin, *more])
         with open_dict(recipe):
@@ -106,7 +106,7 @@ class SuiteRecipe:
         return recipe
 
     def plain(self) -> SuiteRecipe:
-        """The same run without plugin and tiers."""
+        """The same recipe without plugin and tiers."""
         return SuiteRecipe(tuple(word for word in self.words if not word.lstrip("+").startswith("tiers")))
 
 
@@ -129,7 +129,7 @@ def train_recipe(recipe: SuiteRecipe, folder: Path, *more: str, dataset: Dataset
 
 
 def read_back(folder: Path, record: Record) -> Trained:
-    """What a run has left in ``folder``."""
+    """Read what a run has left in ``folder``."""
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     return Trained(report, dict(_arrays(folder / "parameters")), record, folder)
 
@@ -147,7 +147,7 @@ _runs: dict[tuple[SuiteRecipe, str], Trained | BaseException] = {}
 
 
 def once(recipe: SuiteRecipe, folders: pytest.TempPathFactory, *more: str) -> Trained:
-    """``train_recipe``, the first time; a run that failed fails anew, without being run."""
+    """``train_recipe``, run once per recipe; later calls return the same result or raise the same error."""
     key = (recipe, " ".join(more))
     if key not in _runs:
         try:
@@ -164,7 +164,7 @@ _knobs: dict[SuiteRecipe, dict[str, dict[str, Any]]] = {}
 
 
 def knobs_of(recipe: SuiteRecipe) -> dict[str, dict[str, Any]]:
-    """The recipe's plugins, each with the values of its knobs."""
+    """The recipe's plugins with the values of their knobs."""
     if recipe not in _knobs:
         _knobs[recipe] = active_plugins(recipe.composed())
     return copy.deepcopy(_knobs[recipe])
@@ -174,8 +174,8 @@ _plans: dict[SuiteRecipe, tuple[str, ...]] = {}
 
 
 def plan(recipe: SuiteRecipe, folders: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Words that put the tables that the plugin leaves to the recipe under LFU, whose batches miss rows; none
-    where the plugin keeps them all, or shards them."""
+    """Words that put the tables that the plugin leaves to the recipe under LFU, so that batches miss rows.
+    Empty if the plugin owns the cache of all tables, or shards them."""
     if recipe not in _plans:
         try:
             _carry_out(recipe.composed("task=plan", *LFU), folders.mktemp("plan"))

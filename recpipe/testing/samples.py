@@ -1,4 +1,4 @@
-"""Which samples a run trained, in which order and batches, against what the data module yields."""
+"""Compares the samples that a run trained, their order and batches, with what the data module yields."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Epoch:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Epoch:
-        """Of a recipe's data."""
+        """The epoch of a recipe's data."""
         cfg = Recipe.of(compose(words))
         dataset, size = open_dataset(cfg.data, cfg.seed), cfg.data.batch_size
         batches = list(dataset.batches("train", size))
@@ -43,8 +43,8 @@ class Epoch:
 
 
 def faults(record: Record, epoch: Epoch, alters: Collection[Invariant]) -> Iterator[tuple[Invariant, str]]:
-    """What of SAMPLE_SET, SAMPLE_ORDER, BATCH_SIZE and ID_SPACE the run did not keep though its plugin does
-    not say that it ``alters`` it: each with what happened, as far as it can be told."""
+    """Which of SAMPLE_SET, SAMPLE_ORDER, BATCH_SIZE and ID_SPACE the run broke though its plugin does not
+    declare so in ``alters``, each with what happened, as far as it can be told."""
     if Invariant.ID_SPACE not in alters:
         changed = _first_changed_ids(record, epoch)
         if changed is not None:
@@ -64,7 +64,7 @@ def faults(record: Record, epoch: Epoch, alters: Collection[Invariant]) -> Itera
 
 
 def places(samples: UInt64, known: UInt64) -> NDArray[np.int64]:
-    """Of each of ``samples`` its place among ``known``, or ``LATE``; equal ones all get one place."""
+    """The place of each of ``samples`` among ``known``, or ``LATE``. Equal samples all get the same place."""
     order = np.argsort(known, kind="stable")
     at = np.minimum(np.searchsorted(known[order], samples), len(known) - 1)
     found: NDArray[np.int64] = np.where(known[order][at] == samples, order[at], LATE)
@@ -72,7 +72,7 @@ def places(samples: UInt64, known: UInt64) -> NDArray[np.int64]:
 
 
 def step_places(step: Step, epoch: Epoch, alters: Collection[Invariant]) -> NDArray[np.int64]:
-    """Of each sample of ``step`` its place in the epoch; ids do not count where they are altered."""
+    """The place of each sample of ``step`` in the epoch; ids are not compared if the plugin alters them."""
     if Invariant.ID_SPACE in alters:
         return places(step.outside, epoch.outside)
     return places(step.content, epoch.content)
@@ -100,14 +100,15 @@ def _not_the_set(record: Record, epoch: Epoch, alters: Collection[Invariant]) ->
         if often:
             yield f"epoch {number} trains {often:,} samples more often than once"
         missing = np.maximum(there - count, 0)
-        if number not in record.whole:  # what was to come is not missing, where one knows what that is
+        if number not in record.whole:  # samples that were still to come are not missing, if they can be told
             missing = missing[: 0 if Invariant.SAMPLE_ORDER in alters else found.max() + 1]
         if missing.any():
             yield f"epoch {number} leaves out {int(missing.sum()):,} of {len(known):,} samples"
 
 
 def _out_of_order(record: Record, epoch: Epoch, alters: Collection[Invariant]) -> Iterator[int]:
-    """Steps with a sample that comes before one of an earlier step; within a batch any order goes."""
+    """Steps with a sample that belongs before one of an earlier step. The order within a batch does not
+    matter."""
     last: dict[int, int] = {}
     for number, step in enumerate(record.steps, 1):
         found = step_places(step, epoch, alters)
@@ -119,7 +120,7 @@ def _out_of_order(record: Record, epoch: Epoch, alters: Collection[Invariant]) -
 
 
 def _other_sizes(record: Record, epoch: Epoch, alters: Collection[Invariant]) -> Iterator[str]:
-    """A step of another size. Classes of samples have each a short last batch, and so may another order."""
+    """A step of another size. Each class of samples may end with a short batch, and so may another order."""
     full = epoch.batch_size
     classes = 2 + len(epoch.ends) // 10
     for number in sorted({step.epoch for step in record.steps}):

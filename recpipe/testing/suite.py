@@ -1,4 +1,4 @@
-"""``PluginSuite``: what any plugin promises by its contract, as tests."""
+"""``PluginSuite``: tests of what the contract requires of any plugin."""
 
 from __future__ import annotations
 
@@ -43,18 +43,19 @@ class PluginSuite:
 
     plugin: ClassVar[str] = ""
     knobs: ClassVar[Mapping[str, object]] = {}
-    """Values of the plugin's own keys, where the yaml's are not for a run this small."""
+    """Values of the plugin's own keys, if those of the yaml do not suit so small a run."""
     overrides: ClassVar[Sequence[str]] = ()
-    """Words for every run, with the plugin and without."""
+    """Words of the command line for every run, with the plugin and without."""
     ranks: ClassVar[int] = 1
-    """How many trainers the plugin is tried with, beside one."""
+    """The number of trainers for the test on several ranks; 1 skips it."""
     pins: ClassVar[bool] = False
-    """Whether rows that its cache has once made resident stay so."""
+    """Whether rows stay resident for good once its cache has made them so."""
     replans: ClassVar[bool] = False
-    """Whether a resumed run plans anew what to move, as one that looks ahead may; it ends with the same
-    parameters all the same."""
+    """Whether a resumed run may move other rows, as a cache that looks ahead does. It must still end with the
+    same parameters."""
     tolerance: ClassVar[float] = 1e-6
-    """How far a parameter may be from its value without the plugin, for float sums in another order."""
+    """How far a parameter may be from its value without the plugin; float sums in another order need this
+    much."""
     context: ClassVar[Context] = SAMPLE
 
     def make(self) -> Plugin:
@@ -78,17 +79,18 @@ class PluginSuite:
 
     @pytest.fixture
     def baseline(self, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-        """The run without the plugin, all rows resident; once per session for the same overrides."""
+        """The run without the plugin, with all rows resident; trained once per session for the same
+        overrides."""
         return once(self._recipe().plain(), tmp_path_factory)
 
     @pytest.fixture
     def trained(self, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-        """The run with it, in tiers; where it leaves tables to the recipe, these are under LFU."""
+        """The run with the plugin, in tiers. Tables that it leaves to the recipe are under LFU."""
         return self._run(tmp_path_factory)
 
     @pytest.fixture
     def resumed(self, trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Trained]:
-        """The run that goes on from the first checkpoint of ``trained``, and that checkpoint's step."""
+        """The step of the first checkpoint of ``trained``, and the run resumed from it."""
         steps = trained.record.steps
         step = next((step for step in trained.checkpoints if step < len(steps)), None)
         if step is None:
@@ -130,7 +132,7 @@ class PluginSuite:
     def test_contribute_leaves_the_machine_alone(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import recpipe.run  # noqa: F401  what that does as it is imported is not the plugin's doing
+        import recpipe.run  # noqa: F401  what importing it does is not the plugin's doing
 
         def read(first: int) -> Never:
             self._fail("contribute() reads data: read when a part is first called")
@@ -255,7 +257,7 @@ def _undeclared(invariant: Invariant) -> str:
 
 
 def _works_alone(ep: EntryPoint, context: Context) -> bool:
-    """Whether an installed plugin can be used at all; one that cannot is its own author's to mend."""
+    """Whether an installed plugin can be used at all; a broken one is its own author's concern."""
     try:
         assemble(gather(activate({ep.name: default_knobs(ep)}), context), context.tables)
     except Exception:

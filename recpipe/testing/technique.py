@@ -1,4 +1,4 @@
-"""Whether a plugin's technique took place in a run: else the suite has compared a run with itself."""
+"""Whether a plugin's technique took place in a run; otherwise the suite has compared a run with itself."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ _OF_SAMPLES = (Invariant.SAMPLE_SET, Invariant.SAMPLE_ORDER, Invariant.BATCH_SIZ
 
 
 def idle(plugin: str, parts: Contribution, mine: Trained, pins: bool) -> Iterator[str]:
-    """Parts that were there and had nothing to do."""
+    """Parts of the plugin that did nothing in the run, each with a remedy."""
     steps = mine.record.steps
+    tiers = mine.report["recipe"]["tiers"]
+    words = " ".join(f"tiers.{key}={tiers[key]}" for key in ("policy", "resident_bytes"))
+    run = f"{len(steps)} batches under {words}"
     if parts.splitter is not None and not any(len(step.bounds) > 1 for step in steps):
-        yield f"its splitter cut none of {len(steps)} batches"
+        yield (
+            f"its splitter cut none of {run}; it can where some samples of a batch need cold rows and others "
+            'do not: try overrides = ("tiers.policy=lfu", "tiers.resident_bytes=60%"), or a smaller budget '
+            "where too few samples need cold rows"
+        )
     groups = mine.report["assembly"]["tiers"]["groups"]
     owned = [number for number, group in enumerate(groups) if group["cache"] == plugin]
     moves = [step.moves[number] for step in steps if step.moves for number in owned]
@@ -25,13 +32,16 @@ def idle(plugin: str, parts: Contribution, mine: Trained, pins: bool) -> Iterato
     if not tiered:
         return
     if not any(len(each["placed"]) for each in tiered):
-        yield f"its cache placed no row in {len(steps)} batches"
+        yield f"its cache placed no row in {run}; set knobs with which it decides within so few batches"
     elif not pins and not any((each["evicted"] >= 0).any() for each in tiered):
-        yield f"its cache evicted no row in {len(steps)} batches (where it never does so, set pins = True)"
+        yield (
+            f"its cache evicted no row in {run}; set a smaller budget, "
+            'overrides = ("tiers.resident_bytes=10%",), or pins = True where it never evicts'
+        )
 
 
 def kept(mine: Trained, plain: Trained, epoch: Epoch, alters: Collection[Invariant]) -> Iterator[Invariant]:
-    """Invariants that the plugin ``alters``, and that the run kept."""
+    """Invariants that the plugin declares to alter although the run kept them."""
     for invariant in _OF_SAMPLES:
         others = set(alters) - {invariant}
         if invariant in alters and not any(

@@ -1,4 +1,4 @@
-"""Whether a run made the updates of a run without plugins: its model, its tables, its parameters."""
+"""Whether a run has the model, the tables and the final parameters of a run without plugins."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from recpipe.testing.runs import Trained
 
 Parameters = Mapping[str, NDArray[Any]]
 DENSE = "dense/"
-"""Begins the names of dense parameters; the others are tables, and their optimizers' states."""
+"""Prefix of the names of dense parameters; the others are tables and their optimizers' states."""
 LOSSES = 1e-5
-"""How far two losses of the same samples may be apart, of 1."""
+"""How far two losses of the same samples may be apart."""
 
 
 def same_samples(mine: Trained, other: Trained, steps: int | None = None) -> bool:
-    """Whether both runs trained the same samples in each of the first ``steps`` (None: in all, and as many),
-    in whatever order within it."""
+    """Whether both runs trained the same samples in each of the first ``steps`` steps, in any order within a
+    step. None: in all steps, and equally many of them."""
     own, theirs = mine.record.steps[:steps], other.record.steps[:steps]
     pairs = zip(own, theirs, strict=False)
     return len(own) == len(theirs) and all(
@@ -31,7 +31,7 @@ def same_samples(mine: Trained, other: Trained, steps: int | None = None) -> boo
 
 
 def model_faults(mine: Trained, plain: Trained) -> Iterator[str]:
-    """How the model, its first parameters or its loss differ from the recipe's; ``plain`` is a run without
+    """How the model, its first parameters or its loss differ from the recipe's. ``plain`` is a run without
     the plugin that trained the same samples in its first step."""
     own, theirs = _dense(mine.parameters), _dense(plain.parameters)
     if own.keys() != theirs.keys():
@@ -66,16 +66,17 @@ def layout_faults(mine: Trained, plain: Trained) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Apart:
-    """How far the parameters of two runs are apart at most, and where."""
+    """The largest difference between the parameters of two runs, and the parameter that has it."""
 
     most: float
     name: str = ""
     values: int = 0
-    """How many of its values are more than the tolerance apart."""
+    """How many of that parameter's values are more than the tolerance apart."""
 
 
 def furthest(mine: Trained, plain: Trained, tolerance: float) -> Apart:
-    """Over all parameters that both runs have in one shape; states of optimizers are parameters, too."""
+    """The largest difference over all parameters that both runs have in the same shape, optimizer states
+    included."""
     found = Apart(0.0)
     for name, value in plain.parameters.items():
         other = mine.parameters.get(name)
@@ -102,7 +103,7 @@ def _names(parameters: Parameters) -> str:
 
 
 def _in_half(values: NDArray[Any]) -> bool:
-    """Whether every value is one of float16's, or of bfloat16's."""
+    """Whether every value can be written in float16, or every value in bfloat16."""
     if not values.any():
         return False
     single = np.ascontiguousarray(values, np.float32)

@@ -1,4 +1,4 @@
-"""What a run really trained, step by step: seen from a callback, after every plugin."""
+"""What a run really trained, step by step, as a callback sees it after every plugin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recpipe.tables.specs import to_numpy
 
 Moves = dict[str, NDArray[Any]]
 """Which rows a batch moves in one group of tables: ``slots`` that get the rows ``placed``, slots ``vacated``
-by the rows ``evicted`` (-1: it was empty), and the rows that pass through the ``slab``."""
+by the rows ``evicted`` (-1: the slot was empty), and the rows that pass through the ``slab``."""
 _MOVES = ("slots", "placed", "vacated", "evicted", "slab")
 
 
@@ -26,30 +26,30 @@ class Step:
 
     epoch: int
     batch: Any
-    """Its samples, a copy, in the order in which they were trained."""
+    """A copy of its samples, in the order in which they were trained."""
     content: UInt64
-    """Of each sample a hash of all that it holds, uint64 [n] ..."""
+    """A hash of each sample's whole content, uint64 [n]."""
     outside: UInt64
-    """... and of all but its ids."""
+    """A hash of each sample without its ids, uint64 [n]."""
     bounds: tuple[int, ...]
     """Where its micro-batches end; empty for one."""
     moves: list[Moves | None]
-    """By group of tables; None where recpipe's tiers do not hold it."""
+    """For each group of tables; None for a group that recpipe's tiers do not hold."""
     loss: float = float("nan")
 
 
 @dataclass
 class Record:
-    """A run as its steps."""
+    """The steps of a run."""
 
     steps: list[Step] = field(default_factory=list)
     whole: set[int] = field(default_factory=set)
-    """Epochs that came to their end, which ``trainer.max_steps`` may forestall."""
+    """Epochs that came to their end; ``trainer.max_steps`` may end a run within an epoch."""
     first: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     """The dense parameters before the first step, by name."""
 
     def of_epoch(self, epoch: int) -> list[Step]:
-        """Its steps."""
+        """The steps of ``epoch``."""
         return [step for step in self.steps if step.epoch == epoch]
 
 
@@ -57,13 +57,13 @@ class Watch(L.Callback):
     """Keeps a ``Record``."""
 
     latest: Record | None = None
-    """Of the run of this process that trained last."""
+    """The record of this process's latest run."""
 
     def __init__(self) -> None:
         self.record = Record()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """The dense parameters as they are made, or as a checkpoint has them."""
+        """Keep the dense parameters, as they were initialized or read from a checkpoint."""
         Watch.latest = self.record
         parameters = pl_module.model.dense_parameters()
         self.record.first = {name: to_numpy(value).copy() for name, value in parameters.items()}
@@ -71,7 +71,7 @@ class Watch(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: StagedBatch, batch_idx: int
     ) -> None:
-        """The batch before it is trained."""
+        """Keep the batch before it is trained."""
         plans = [] if batch.plan is None else batch.plan.groups
         moves = [None if plan is None else {n: getattr(plan, n).copy() for n in _MOVES} for plan in plans]
         kept = select(batch.batch, np.arange(batch.size))
@@ -81,11 +81,11 @@ class Watch(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Its loss."""
+        """Keep the batch's loss."""
         self.record.steps[-1].loss = float(outputs["loss"])
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Whether the epoch came to its end."""
+        """Note whether the epoch came to its end."""
         done = len(self.record.of_epoch(trainer.current_epoch))
         if done >= trainer.num_training_batches or trainer.global_step != trainer.max_steps:
             self.record.whole.add(trainer.current_epoch)

@@ -27,7 +27,7 @@ def _every(value: int | float) -> int | float:
 
 
 Every = Annotated[int | float, AfterValidator(_every)]
-"""Whole steps, or a share of an epoch."""
+"""An interval: whole steps, or a share of an epoch."""
 
 LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
 
@@ -53,15 +53,16 @@ class TrainerConfig:
     keep_checkpoints: Positive
     checkpoint_dir: FilePath | None
     logger: Annotated[str, AfterValidator(_logger)] | dict[str, Any] | None
-    """A name, or what ``recpipe.common.targets`` makes a Lightning logger of."""
+    """A name, or the ``_target_`` of a Lightning logger with its arguments."""
     callbacks: list[dict[str, Any]]
-    """Of which it makes Lightning callbacks."""
+    """The ``_target_`` of Lightning callbacks with their arguments."""
     progress: bool
     backend: Annotated[str, one_of("auto", "plain", "cpu")] = "auto"
-    """Whether the model's dense parts run by ``recpipe.backend`` on a CPU."""
+    """Whether the model's dense part uses ``recpipe.backend`` on a CPU."""
 
     def interval(self, every: int | float, steps_per_epoch: int) -> int:
-        """``every`` as a number of steps, at most an epoch's; shares are of the run when that is shorter."""
+        """``every`` as a number of steps, at most an epoch's. A share refers to an epoch, or to the run if it
+        is shorter."""
         steps = (
             every
             if isinstance(every, int)
@@ -70,9 +71,9 @@ class TrainerConfig:
         return max(1, min(math.ceil(steps), steps_per_epoch))
 
     def checkpoints(self, run_dir: Path) -> Path:
-        """Where checkpoints go."""
+        """The directory of checkpoints."""
         return Path(self.checkpoint_dir).expanduser() if self.checkpoint_dir else run_dir / "checkpoints"
 
     def steps(self, steps_per_epoch: int) -> int:
-        """Optimizer steps of the whole run."""
+        """The number of optimizer steps of the whole run."""
         return min(self.max_steps or sys.maxsize, self.max_epochs * steps_per_epoch)

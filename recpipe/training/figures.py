@@ -1,4 +1,4 @@
-"""The figures that loggers and monitoring callbacks see, under the step that they belong to."""
+"""Gives figures to loggers and monitoring callbacks, under the step that they belong to."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from recpipe.training.module import LossTotal, RankingModule
 from recpipe.training.recorder import Recorder
 
 LOG_EVERY = 50
-"""Steps between a run's training figures: loggers cost more than a small model's step would allow."""
+"""Steps between a run's training figures; logging each step would slow small models down."""
 
 
 class FigureLogger(L.Callback):
-    """Hands figures to the trainer's loggers and, as ``trainer.callback_metrics``, to other callbacks.
+    """Passes figures to the trainer's loggers and, as ``trainer.callback_metrics``, to other callbacks.
 
     ``train/loss`` (mean since the last time) and ``train/samples_per_second`` every ``LOG_EVERY`` steps, with
-    each evaluation and after the last step; with each evaluation ``val/loss``, and of what fits the model
-    ``val/auc``, ``val/logloss`` and ``val/ne``, or ``val/mse``, ``val/rmse`` and ``val/mae``, or
-    ``val/poisson_deviance``.
-    Their step is ``trainer.global_step``, the optimizer steps done. Not by ``self.log``, whose steps are one
-    less and which makes every step dearer. Place this behind ``recorder``, whose clock it uses.
+    each evaluation and after the last step; with each evaluation ``val/loss`` and the figures that fit the
+    model: ``val/auc``, ``val/logloss`` and ``val/ne``, or ``val/mse``, ``val/rmse`` and ``val/mae``, or
+    ``val/poisson_deviance``. Their step is ``trainer.global_step``, the optimizer steps done. ``self.log`` is
+    not used: its steps are one less, and it slows every step. Place this after ``recorder``, whose clock it
+    uses.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -35,12 +35,12 @@ class FigureLogger(L.Callback):
         self._loss = LossTotal()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
-        """Counted from the run's beginning, wherever it was resumed."""
+        """Log every ``LOG_EVERY`` steps, counted from the run's beginning, also if it was resumed."""
         if trainer.global_step % LOG_EVERY == 0:
             _hand_on(trainer, self._training(pl_module))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The evaluation's figures; also of the one after training."""
+        """Log the evaluation's figures, also those of the one after training."""
         assert isinstance(pl_module, RankingModule)
         assert pl_module.figures is not None
         figures = asdict(pl_module.figures)
@@ -48,7 +48,8 @@ class FigureLogger(L.Callback):
         _hand_on(trainer, self._training(pl_module) | quality)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Say so where a callback monitors what nobody has logged; its own words would be a traceback."""
+        """Raise a clear error if a callback monitors a figure that is not logged, instead of its
+        traceback."""
         there = {*trainer.callback_metrics, "step", "epoch"}
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks if trainer.state.fn == TrainerFn.FITTING else ():
@@ -60,11 +61,11 @@ class FigureLogger(L.Callback):
                 )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The steps since the last time."""
+        """Log the figures of the steps since the last time."""
         _hand_on(trainer, self._training(pl_module))
 
     def _training(self, module: L.LightningModule) -> dict[str, float]:
-        """Of the steps since the last call; empty without any."""
+        """The figures of the steps since the last call; empty if there are none."""
         assert isinstance(module, RankingModule)
         before, self._loss = self._loss, module.loss_total()
         loss = self._loss.mean_since(before)

@@ -1,4 +1,4 @@
-"""Where a run's figures go: Lightning's loggers."""
+"""Makes Lightning's loggers for a run's figures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from recpipe.errors import UserError
 
 
 class CsvLogger(CSVLogger):
-    """Lightning's, for a disk that may be full: it keeps the ``fault``, and the training goes on."""
+    """Lightning's CSV logger, for a disk that may be full: it keeps the ``fault``, and training goes on."""
 
     fault: UserError | None = None
 
     def save(self) -> None:
-        """Write what is new."""
+        """Write new figures."""
         try:
             super().save()
         except OSError as fault:
@@ -28,9 +28,9 @@ class CsvLogger(CSVLogger):
 
 
 def make_logger(chosen: str | Mapping[str, Any] | None, run_dir: Path) -> Logger | None:
-    """The logger of that name, or the one that ``_target_`` names; None for none.
+    """Make the logger with that name, or the one that ``_target_`` names; None for no logger.
 
-    Raises ``UserError`` where its package is not installed.
+    Raises ``UserError`` if its package is not installed.
     """
     if chosen is None:
         return None

@@ -35,7 +35,7 @@ from recpipe.tables.capabilities import SavesPlacement
 from recpipe.tables.front import handing_out
 
 LOOK_EVERY = 50
-"""Steps between looks at the loss on a GPU, each of which waits for it."""
+"""Steps between checks of the loss on a GPU, since each check waits for the GPU."""
 
 
 class LossTotal(NamedTuple):
@@ -45,13 +45,13 @@ class LossTotal(NamedTuple):
     steps: int = 0
 
     def mean_since(self, earlier: LossTotal) -> float:
-        """Mean loss of the steps after ``earlier``; NaN without any."""
+        """Mean loss of the steps after ``earlier``; NaN if there are none."""
         steps = self.steps - earlier.steps
         return (self.sum - earlier.sum) / steps if steps else math.nan
 
 
 class EvaluationStopped(BaseException):
-    """A signal came during an evaluation: it ends here. Raised on all trainers."""
+    """Raised on all trainers if a signal came during an evaluation, which then ends."""
 
 
 class RankingModule(L.LightningModule):
@@ -72,22 +72,23 @@ class RankingModule(L.LightningModule):
         self.make_optimizer = make_optimizer
         self.loader = loader
         self.around_step = around_step
-        """Makes of each batch what its step is taken in."""
+        """Makes the context of each batch's step."""
         self.trainers = trainers or Ranks().channel()
         self.stop_asked = False
-        """Whether this rank was asked to stop ..."""
+        """Whether this rank was asked to stop."""
         self.stop_agreed = False
-        """... and whether any rank was, as all of them know after the same batch."""
+        """Whether any rank was asked to stop; all ranks know it after the same batch."""
         self.dense = model.dense
         self.quality = BackgroundQuality(model.called.kind)
         self.figures: Quality | None = None
-        """Of the latest evaluation that came to its end; the same on all trainers."""
+        """The quality of the latest complete evaluation; the same on all trainers."""
         self.step_times = StepTimes()
         self.backend = backend
         self._loss_sum = torch.zeros((), dtype=torch.float64)
         self._losses = 0
         self.samples: int | None = 0
-        """Samples trained so far in the whole run; None: the checkpoint it goes on from does not tell."""
+        """Samples trained so far in the whole run; None if the resumed checkpoint does not have their
+        number."""
         self._batches_done = 0
         self._random_state: dict[str, Any] | None = None
 
@@ -98,17 +99,17 @@ class RankingModule(L.LightningModule):
         return self.make_optimizer(self.dense)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """The pipeline has put it there."""
+        """Do nothing: the pipeline has put the batch on the device."""
         return batch
 
     def on_train_batch_start(self, batch: StagedBatch, batch_idx: int) -> None:
-        """Random numbers go on where the checkpoint stopped, whatever start-up has drawn."""
+        """Restore the checkpoint's random state, independent of what start-up has drawn."""
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
 
     def training_step(self, batch: StagedBatch, batch_idx: int) -> torch.Tensor:
-        """One update of all parameters; raises ``UserError`` on a loss that is not finite."""
+        """Update all parameters once; raises ``UserError`` if the loss is not finite."""
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
         for parameter in self.dense:
@@ -131,12 +132,12 @@ class RankingModule(L.LightningModule):
         return loss
 
     def on_train_epoch_end(self) -> None:
-        """Lightning asks for no batch after the last one, and so the loader does not see the end."""
+        """Tell the loader that the epoch has ended: Lightning does not ask for a batch after the last one."""
         self.loader.end_epoch()
 
     @contextmanager
     def _beside_tables(self) -> Iterator[None]:
-        """On leaving it, the tables' update has come to its end."""
+        """When the block ends, the tables' update is complete."""
         if self.beside is None or not self.beside.busy:
             yield
             return
@@ -156,7 +157,7 @@ class RankingModule(L.LightningModule):
 
     @property
     def cores(self) -> Cores | None:
-        """Those that share a batch."""
+        """The cores that share a batch."""
         return None if self.backend is None else self.backend.cores
 
     @property
@@ -165,11 +166,11 @@ class RankingModule(L.LightningModule):
         return None if self.backend is None else self.backend.beside
 
     def loss_total(self) -> LossTotal:
-        """Of the steps that this process has trained; waits for a GPU."""
+        """The total loss of the steps that this process has trained; waits for a GPU."""
         return LossTotal(float(self._loss_sum), self._losses)
 
     def _diverged(self, batch: Any) -> str:
-        """Which tensor was the first to hold a value that is not finite."""
+        """The name of the first tensor with a value that is not finite."""
         named = [(f"the batch's {name}", tensor) for name, tensor in tensors_of(batch)]
         named += [(f"parameter {name}", p) for name, p in self.model.dense_parameters().items()]
         with torch.no_grad():
@@ -189,7 +190,7 @@ class RankingModule(L.LightningModule):
         )
 
     def _outputs(self, batch: Any) -> list[tuple[str, torch.Tensor]]:
-        """What the model gives, by name; of a share without samples nothing."""
+        """The model's outputs by name; empty for a share without samples."""
         if not batch_size(batch):
             return []
         _, output = self.model.called(batch)
@@ -198,28 +199,29 @@ class RankingModule(L.LightningModule):
     # -- evaluation --------------------------------------------------------------------------
 
     def on_validation_start(self) -> None:
-        """All trainers evaluate with the first one's buffers, which checkpoints have."""
+        """Give all trainers the first one's buffers, which are also those in checkpoints."""
         if self.trainers.size > 1:
             for buffer in saved_buffers(self.model.module).values():
                 first, *_ = self.trainers.gather(buffer.reshape(-1).cpu().numpy())
                 buffer.copy_(torch.from_numpy(first).view(buffer.shape))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Keep the batch's predictions; after the last one, ``figures`` are those of all.
+        """Keep the batch's predictions; after the last batch, ``figures`` are those of all batches.
 
-        Raises ``EvaluationStopped`` when any trainer was asked to stop.
+        Raises ``EvaluationStopped`` if any trainer was asked to stop.
         """
         losses, logits, labels = self._gathered(*self._judged(batch))
         self._stop_if_agreed()
         weights = losses[:, 1].sum() if self.model.parts.sums else losses[:, 1]
         self.quality.add_loss(float((losses[:, 0] * weights).sum()), float(losses[:, 1].sum()))
         self.quality.add(logits, labels)
-        # Here and not when the epoch ends: Lightning repeats an evaluation that stopped in a step.
+        # Raised here and not when the epoch ends: Lightning repeats an evaluation that stopped in a step.
         if batch_idx + 1 == self.trainer.num_val_batches[0]:
             self.figures = self._awaited(self.quality.submit())
 
     def _awaited(self, promised: Future[Quality]) -> Quality:
-        """The first trainer's figures, on all: whoever monitors them must decide alike."""
+        """The first trainer's figures, on all trainers, since callbacks that monitor them must decide
+        alike."""
         while not (promised.done() or self.stop_asked):
             wait([promised], timeout=0.1)
         figures = astuple(promised.result()) if promised.done() else (math.nan,) * len(fields(Quality))
@@ -233,9 +235,9 @@ class RankingModule(L.LightningModule):
             raise EvaluationStopped
 
     def _judged(self, batch: Any) -> tuple[float, int, torch.Tensor, torch.Tensor]:
-        """The loss of so many samples, and the predictions and labels that are scored, [B] or [0]."""
+        """The loss, the number of samples, and the predictions and labels that are scored, [B] or [0]."""
         samples, none = batch_size(batch), torch.empty(0)
-        # Other ranks take part in the lookups, also in those of a share without samples.
+        # Other ranks take part in the lookups, even if this share has no samples.
         rows = self.model.look_up(batch) if self.trainers.size > 1 else {}
         if not samples:
             return 0.0, 0, none, none
@@ -247,8 +249,8 @@ class RankingModule(L.LightningModule):
     def _gathered(
         self, loss: float, samples: int, logits: torch.Tensor, labels: torch.Tensor
     ) -> tuple[npt.NDArray[np.float64], torch.Tensor, torch.Tensor]:
-        """Each trainer's loss and samples, [trainers, 2], and all that is scored; in the same message who was
-        asked to stop."""
+        """Each trainer's loss and samples, [trainers, 2], and all scored predictions and labels. The same
+        message tells which trainers were asked to stop."""
         if self.trainers.size == 1:
             self.stop_agreed = self.stop_asked
             return np.array([[loss, samples]]), logits, labels
@@ -263,18 +265,18 @@ class RankingModule(L.LightningModule):
     # -- checkpoints -------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The dense part alone: ``TableCheckpointIO`` saves the tables beside it."""
+        """The state of the dense part; ``TableCheckpointIO`` saves the tables beside it."""
         return self.model.dense_state()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """The dense part alone; ``UserError`` where it is another model's."""
+        """Load the dense part; ``UserError`` if it is another model's."""
         self.check_dense(state_dict)
         for name, value in self.model.dense_state().items():
             value.copy_(state_dict[name])
         return seams.all_loaded()
 
     def check_dense(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """``UserError`` unless ``saved`` is of this dense part, ``Damaged`` on values of another kind."""
+        """``UserError`` unless ``saved`` fits this dense part, ``Damaged`` if values have another type."""
         own = self.model.dense_state()
         if own.keys() != saved.keys():
             raise UserError(
@@ -309,22 +311,22 @@ class RankingModule(L.LightningModule):
         return self.make_optimizer(self.dense)
 
     def order(self) -> str | None:
-        """The plugin that orders the samples: data positions of one order mean nothing in another."""
+        """The plugin that orders the samples; data positions are only valid for one order."""
         plugin = self.loader.source.ordered_by
         return None if plugin is None else f"plugin {plugin}"
 
     def made_with(self) -> dict[str, Any]:
-        """Values without which neither the data position nor the dense optimizer's state mean anything."""
+        """Values on which the meaning of the data position and of the dense optimizer's state depends."""
         name = type(self._fresh_optimizer()).__name__
         return {"data.batch_size": self.loader.source.batch_size, "optim.dense.name": name}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue at the saved data position; the same rows are resident already where tiers are the same.
+        """Continue at the saved data position. If the tiers are the same, the same rows are already resident.
 
-        ``recpipe.training.resume`` has checked it all before.
+        ``recpipe.training.resume`` has checked everything before.
         """
         saved = checkpoint["recpipe"]
-        # torch would take the learning rate from the checkpoint even where the recipe has a new one.
+        # torch would take the learning rate from the checkpoint even if the recipe has a new one.
         defaults = self._fresh_optimizer().defaults
         theirs = saved["dense_defaults"]
         changed = {k: value for k, value in defaults.items() if k not in theirs or theirs[k] != value}

@@ -1,4 +1,4 @@
-"""Optimizers from one yaml: fused ones for the tables, any of ``torch.optim`` for the dense part."""
+"""Optimizers of a recipe: fused ones for the tables, any of ``torch.optim`` for the dense part."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from recpipe.errors import UserError, nearest_or_all, shown
 from recpipe.tables.specs import TableOptimizer
 
 Argument = bool | int | float | str | list[float] | None
-"""What yaml can give an optimizer of ``torch.optim``."""
+"""The types of arguments that yaml can give an optimizer of ``torch.optim``."""
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """``conf/optim``: the optimizer fused into the tables, and name and arguments of the dense part's."""
+    """``conf/optim``: the optimizer fused into the tables, and the name and arguments of the dense part's."""
 
     tables: TableOptimizer
     dense: dict[str, Argument]
     by_table: dict[str, TableOptimizer] | None = None
-    """Of tables whose name matches a glob, instead of ``tables``; the first that matches counts."""
+    """Optimizers for tables whose name matches a glob, instead of ``tables``; the first match counts."""
 
     def of_table(self, name: str, weights: torch.Tensor) -> TableOptimizer:
-        """The optimizer of a table: the recipe's by name, the one that the model has attached to its weights
-        (``apply_optimizer_in_backward``), or that of all tables."""
+        """The optimizer of a table: the one in ``by_table``, else the one that the model has attached to its
+        weights (``apply_optimizer_in_backward``), else that of all tables."""
         named = next((own for glob, own in (self.by_table or {}).items() if fnmatchcase(name, glob)), None)
         return named or _attached(name, weights) or self.tables
 
@@ -48,11 +48,11 @@ ATTACHED = {
     torchrec.optim.Adagrad: "adagrad",
     torchrec.optim.RowWiseAdagrad: "rowwise_adagrad",
 }
-"""Classes that a model may attach to a table, by the names of the fused ones."""
+"""The classes that a model may attach to a table, by the name of the fused optimizer."""
 
 
 def _attached(name: str, weights: torch.Tensor) -> TableOptimizer | None:
-    """What ``apply_optimizer_in_backward`` has left on a table's weights."""
+    """The optimizer that ``apply_optimizer_in_backward`` has attached to a table's weights."""
     classes = getattr(weights, "_optimizer_classes", None)
     if not classes:
         return None
@@ -72,8 +72,8 @@ def _attached(name: str, weights: torch.Tensor) -> TableOptimizer | None:
 def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """``torch.optim.<config['name']>`` over ``parameters``; the other keys are its keyword arguments.
 
-    The fused implementation, one pass over all parameters, where the optimizer has one and the recipe does
-    not choose another (``fused``, ``foreach``, ``differentiable``).
+    It uses the fused implementation, which makes one pass over all parameters, if the optimizer has one and
+    the recipe does not choose another (``fused``, ``foreach``, ``differentiable``).
     """
     knobs = {str(k): v for k, v in config.items() if k != "name"}
     name = str(config.get("name"))
@@ -97,9 +97,9 @@ def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter
 
 
 def try_out(config: Mapping[str, Any], device: torch.device) -> None:
-    """One step of ``dense_optimizer`` over a matrix and a vector, as the dense part has them.
+    """Try one step of ``dense_optimizer`` over a matrix and a vector, like the dense part's parameters.
 
-    torch checks some arguments only then, and not every optimizer can train such parameters in this way.
+    torch checks some arguments only in a step, and not every optimizer can train such parameters.
     """
     parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in ((2, 2), (2,))]
     optimizer = dense_optimizer(config, parameters)
@@ -107,7 +107,7 @@ def try_out(config: Mapping[str, Any], device: torch.device) -> None:
         parameter.grad = torch.ones_like(parameter)
     try:
         optimizer.step()
-    except Exception as fault:  # whatever torch makes of values that it has not checked
+    except Exception as fault:  # torch can raise anything for values that it has not checked
         raise UserError(
             f"optim.dense: torch.optim.{config['name']} cannot train the dense part ({shown(fault, 200)}); "
             "choose another optimizer or other arguments, as in conf/optim"

@@ -1,4 +1,4 @@
-"""What a run says while it trains: where it begins and ends, and how far it is."""
+"""A run's messages while it trains: its first and last step, and its progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recpipe.training.module import RankingModule
 
 
 class Extent(L.Callback):
-    """Says where training begins and where it will end, both of them steps of the whole run."""
+    """Prints the steps, counted over the whole run, at which training begins and will end."""
 
     def __init__(self, config: TrainerConfig, loader: TrainLoader) -> None:
         self.config = config
@@ -25,14 +25,15 @@ class Extent(L.Callback):
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Let a checkpoint of more epochs than the recipe asks for load: no step is left, which is no error.
+        """Let a checkpoint of more epochs than the recipe asks for load: then no step is left, which is not
+        an error.
 
-        Lightning raises where ``max_epochs`` is less than the checkpoint's epoch.
+        Lightning raises an error if ``max_epochs`` is less than the checkpoint's epoch.
         """
         trainer.fit_loop.max_epochs = max(self.config.max_epochs, int(checkpoint["epoch"]))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A line or two, once a checkpoint has been loaded."""
+        """Print a line or two, after a checkpoint has been loaded."""
         assert isinstance(pl_module, RankingModule)
         done, epoch = trainer.global_step, len(self.loader)
         if done:
@@ -48,10 +49,10 @@ class Extent(L.Callback):
 
 
 class Progress(L.Callback):
-    """Steps, samples/s and loss of training, and how far a long evaluation is.
+    """Shows steps, samples/s and loss of training, and the progress of a long evaluation.
 
-    Samples/s and the mean loss are those since they were shown before. The loss is fetched from a GPU
-    only then.
+    Samples/s and the mean loss cover the time since they were last shown. Only then is the loss fetched from
+    a GPU.
     """
 
     def __init__(self, last_step: int, loader: TrainLoader) -> None:
@@ -77,7 +78,7 @@ class Progress(L.Callback):
         batch: StagedBatch,
         batch_idx: int,
     ) -> None:
-        """Count, and show when it is time."""
+        """Count the step, and show it when it is time."""
         self._steps += 1
         self._samples += batch.consumed
         self._loss = self._loss + outputs["loss"]
@@ -92,7 +93,7 @@ class Progress(L.Callback):
             self._restart()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A meter of its own."""
+        """Open a meter for the evaluation."""
         self._evaluating = Meter()
 
     def on_validation_batch_end(
@@ -104,14 +105,14 @@ class Progress(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Show when it is time."""
+        """Show the progress when it is time."""
         assert self._evaluating is not None
         if self._evaluating.due:
             done, of = batch_idx + 1, int(trainer.num_val_batches[0])
             self._evaluating.show(done / of, f"evaluating  batch {done:,}/{of:,}")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Close it; training's speed does not count this time."""
+        """Close the meter; training's speed leaves this time out."""
         if self._evaluating is not None:
             self._evaluating.close()
         self._restart()
@@ -119,11 +120,11 @@ class Progress(L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """As at the end."""
+        """Clean up as at the end."""
         self.teardown(trainer, pl_module, "")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Take the bars away."""
+        """Remove the bars."""
         for meter in (self._training, self._evaluating):
             if meter is not None:
                 meter.close()

@@ -20,23 +20,23 @@ from recpipe.training.module import LossTotal, RankingModule
 
 
 class Recorder(L.Callback):
-    """Times the steps and keeps the learning curve; says a line for each evaluation."""
+    """Times the steps, keeps the learning curve, and prints a line for each evaluation."""
 
     def __init__(self, loader: TrainLoader, started: float) -> None:
         self.loader = loader
         self.started = started
         self.first_step_seconds = math.nan
-        """From ``started`` to the end of the first step; NaN before it."""
+        """Seconds from ``started`` to the end of the first step; NaN before that."""
         self.step_seconds: list[float] = []
         self.step_samples: list[int] = []
         self.skipped_samples = 0
-        """Of those, how many a skipper has left out."""
+        """How many of those samples a skipper has left out."""
         self.history: list[Point] = []
         self.quality = Quality(math.nan, math.nan, math.nan)
-        """Of the latest evaluation."""
+        """The quality of the latest evaluation."""
         self.evaluated_at = -1
         self.began = math.nan
-        """When the first step began, on ``perf_counter``'s clock; NaN before it."""
+        """The time of ``perf_counter`` when the first step began; NaN before that."""
         self._load: Load | None = None
         self.evaluation_seconds = 0.0
         self._evaluating = 0.0
@@ -46,16 +46,17 @@ class Recorder(L.Callback):
 
     @property
     def samples(self) -> int:
-        """Samples trained so far in this part of the run, which is the whole of it unless it was resumed."""
+        """Samples trained so far in this process's part of the run, which is all of it unless it was
+        resumed."""
         return sum(self.step_samples)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The clock of the first step; a run resumed inside an epoch starts none."""
+        """Start the clock of the first step; in a run resumed inside an epoch, no epoch starts."""
         self._load = Load.now()
         self.began = self._last = perf_counter()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The clock of an epoch's first step."""
+        """Start the clock of an epoch's first step."""
         self._last = perf_counter()
 
     def on_train_batch_end(
@@ -66,7 +67,7 @@ class Recorder(L.Callback):
         batch: StagedBatch,
         batch_idx: int,
     ) -> None:
-        """A step lasts from the end of the one before, so that waiting for data counts."""
+        """Time the step from the end of the one before, so that waiting for data counts."""
         now = perf_counter()
         if not self.step_seconds:
             self.first_step_seconds = now - self.started
@@ -76,11 +77,11 @@ class Recorder(L.Callback):
         self._last = perf_counter()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The clock of an evaluation."""
+        """Start the clock of an evaluation."""
         self._evaluating = perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """One more point of the learning curve, and its line."""
+        """Add a point to the learning curve and print its line."""
         assert isinstance(pl_module, RankingModule)
         quality, total = pl_module.figures, pl_module.loss_total()
         assert quality is not None
@@ -105,8 +106,8 @@ class Recorder(L.Callback):
         self.evaluation_seconds += self._last - self._evaluating
 
     def throughput(self, written_back: float) -> Throughput:
-        """Speeds and times of the steps; ``written_back``: when all rows were in their tiers again, on
-        ``perf_counter``'s clock."""
+        """Speeds and times of the steps; ``written_back``: the time of ``perf_counter`` when all rows were in
+        their tiers again."""
         return Throughput.of_steps(
             self.step_samples,
             self.step_seconds,
@@ -118,12 +119,12 @@ class Recorder(L.Callback):
         )
 
     def _others(self) -> float | None:
-        """What other programs took of the processors since the first step began; not of several ranks, each
-        of which is another program to the others."""
+        """The share of the processors that other programs used since the first step began. Not with several
+        ranks, each of which counts as another program to the others."""
         now = Load.now()
         return now.others_since(self._load) if now is not None and self.loader.ranks.world == 1 else None
 
     def speed_since(self, step: int) -> float:
-        """Samples per second of this run's steps from number ``step`` on; NaN without any."""
+        """Samples per second of this run's steps from number ``step`` on; NaN if there are none."""
         seconds = sum(self.step_seconds[step:])
         return sum(self.step_samples[step:]) / seconds if seconds > 0 else math.nan

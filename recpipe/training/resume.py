@@ -1,8 +1,8 @@
-"""Whether a run can go on from a checkpoint's trainer.pt: asked before any table or parameter is changed.
+"""Checks that a run can go on from a checkpoint's trainer.pt, before any table or parameter is changed.
 
-What the run would save itself is the measure: its parameters, its optimizer's state after a step,
-Lightning's counters. Each check raises ``Damaged`` for what no run has saved, and ``UserError`` for what a
-run of another model, recipe or data set has.
+The checkpoint is compared with what the run itself would save: its parameters, its optimizer's state after a
+step, Lightning's counters. Each check raises ``Damaged`` for values that no run saves, and ``UserError`` for
+those of another model, recipe or data set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from recpipe.tables.capabilities import SavesPlacement
 from recpipe.training.module import RankingModule
 
 Plain = bool | int | float | str | tuple[float | None, ...] | None
-"""What an optimizer's hyperparameter may be."""
+"""The types of an optimizer's hyperparameters."""
 OLDEST_LIGHTNING = "2.0"
 
 
@@ -103,7 +103,7 @@ def _check_own(module: RankingModule, recpipe: Mapping[str, Any]) -> None:
 
 
 def _check_random(state: Mapping[str, Any]) -> None:
-    """Each generator's state, tried on a generator that nobody uses."""
+    """Check each generator's state by setting it on a temporary generator."""
     where = "recpipe.random"
     entries({"torch": torch.Tensor, "cuda": list[torch.Tensor]}, state, where)
     version, values, gauss = entries({"python": tuple[int, tuple[int, ...], float | None]}, state, where)[
@@ -124,7 +124,7 @@ def _check_random(state: Mapping[str, Any]) -> None:
 
 
 def _check_loops(module: RankingModule, version: str, loops: Mapping[str, Any]) -> None:
-    """Lightning's counters, as its own loops would save them now."""
+    """Check Lightning's counters against what its loops would save now."""
     try:
         known = Version(version) >= Version(OLDEST_LIGHTNING)
     except InvalidVersion:
@@ -138,7 +138,7 @@ def _check_loops(module: RankingModule, version: str, loops: Mapping[str, Any]) 
 def _check_optimizer(
     module: RankingModule, their_defaults: Mapping[str, Plain], saved: Mapping[str, Any]
 ) -> None:
-    """The dense optimizer's state, as one of the recipe's has it after a step."""
+    """Check the dense optimizer's state against that of the recipe's optimizer after a step."""
     where = "optimizer_states[0]"
     found = entries({"state": dict[int, dict[str, Any]], "param_groups": tuple[dict[str, Any]]}, saved, where)
     optimizer = _scratch_optimizer(module)
@@ -146,7 +146,8 @@ def _check_optimizer(
     defaults = optimizer.defaults
     entries({"params": list[int], **dict.fromkeys(defaults, Plain)}, group, f"{where}.param_groups[0]")
     for key, mine in defaults.items():
-        if key in their_defaults and their_defaults[key] == mine:  # others are the recipe's from now on
+        # The other values are taken from the recipe.
+        if key in their_defaults and their_defaults[key] == mine:
             _check_kind(mine, group[key], f"{where}.param_groups[0].{key}")
     if group["params"] != list(range(len(module.dense))):
         raise Damaged(f"{where}.param_groups[0].params are not the model's {len(module.dense)} parameters")
@@ -162,7 +163,7 @@ def _check_optimizer(
 
 
 def _check_kind(mine: Plain, theirs: Plain, where: str) -> None:
-    """A hyperparameter is what it is in the recipe: a number, a switch, a pair, nothing."""
+    """Check that a hyperparameter has the same type as in the recipe: a number, a switch, a pair, nothing."""
     number = (int, float)
     if type(mine) is not type(theirs) and not (type(mine) in number and type(theirs) in number):
         raise Damaged(f"{where} is {theirs!r}, not like {mine!r}")
@@ -171,12 +172,12 @@ def _check_kind(mine: Plain, theirs: Plain, where: str) -> None:
 
 
 def _scratch_optimizer(module: RankingModule) -> torch.optim.Optimizer:
-    """The recipe's optimizer over parameters of its own."""
+    """The recipe's optimizer over temporary parameters."""
     return module.make_optimizer([nn.Parameter(torch.zeros_like(p)) for p in module.dense])
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """One with gradients of zeros: what an optimizer keeps of a parameter, it may make only then."""
+    """Make a step with zero gradients; some optimizers create their state only in a step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -184,7 +185,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_callbacks(callbacks: Iterable[Any], states: Mapping[str, dict[str, Any]]) -> None:
-    """Lightning's own, and those that have a ``check_state``."""
+    """Check the states of Lightning's own callbacks and of those with a ``check_state``."""
     for callback in callbacks:
         state = states.get(callback.state_key)
         if not state:
@@ -199,7 +200,8 @@ def _check_callbacks(callbacks: Iterable[Any], states: Mapping[str, dict[str, An
 
 
 def _check_kept(state: Mapping[str, Any]) -> None:
-    """Which checkpoints the run has kept: since it will delete them, none may lie outside of its folder."""
+    """Check the list of checkpoints that the run has kept: it will delete them, so none may be outside of its
+    folder."""
     saved = entries(
         {
             "dirpath": str,

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the step or the evaluation ends, a checkpoint is left, the run stops."""
+"""Ctrl-C and SIGTERM: the run finishes the step or the evaluation's batch, saves a checkpoint and stops."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 
 class _Interrupted(BaseException):
-    """Not KeyboardInterrupt, which Lightning turns into an exit with status 1."""
+    """Used instead of KeyboardInterrupt, which Lightning turns into an exit with status 1."""
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C and SIGTERM leave it with KeyboardInterrupt, where ``StopOnSignal`` has not taken them over.
+    """Ctrl-C and SIGTERM end the block by KeyboardInterrupt, unless ``StopOnSignal`` handles them.
 
-    Nothing of the sort where there are several processes: one that waits for a message of another could not
-    hear SIGTERM any more, by which torchrun ends it. Nor in a thread: signals are the main one's.
+    It does nothing with several processes, since torchrun ends them by SIGTERM, and a process that waits for
+    another's message could not handle it. It also does nothing in other threads than the main one, which
+    alone handles signals.
     """
     if Process.current().world > 1 or not _hears_signals():
         yield
@@ -50,7 +51,7 @@ def interruptible() -> Iterator[None]:
 
 def _put_back(handlers: Mapping[Any, Any]) -> None:
     for number, handler in handlers.items():
-        if handler is not None:  # of a program that is not Python
+        if handler is not None:  # set by a program that is not Python
             signal.signal(number, handler)
 
 
@@ -59,10 +60,11 @@ def _hears_signals() -> bool:
 
 
 class StopOnSignal(L.Callback):
-    """SIGTERM, Ctrl-C: finish the step or the evaluation's batch, leave a checkpoint to resume from, end.
+    """On SIGTERM or Ctrl-C: finishes the step or the evaluation's batch, saves a checkpoint, and ends the
+    run.
 
-    The second signal ends at once. Also saves where training ends, which the regular interval may not
-    meet. ``directory`` None: saves none. ``every``: steps between the regular checkpoints.
+    A second signal ends the run at once. It also saves a checkpoint when training ends, unless the regular
+    interval does. ``directory`` None: it saves none. ``every``: steps between the regular checkpoints.
     """
 
     def __init__(self, directory: Path | None, every: int, last_step: int) -> None:
@@ -79,7 +81,7 @@ class StopOnSignal(L.Callback):
         self._take_over(pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Also for the evaluation after training."""
+        """Take the signals over for the evaluation after training, too."""
         self._take_over(pl_module)
 
     def _take_over(self, module: L.LightningModule) -> None:
@@ -99,7 +101,7 @@ class StopOnSignal(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save and stop after this step when a signal has come; save after the last step."""
+        """Save and stop after this step if a signal has come; save after the last step."""
         assert isinstance(pl_module, RankingModule)
         if pl_module.stop_agreed:
             self._hear_of_it()
@@ -109,14 +111,14 @@ class StopOnSignal(L.Callback):
             self._save(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save where a callback has found, by the figures, that training is to end here."""
+        """Save if a callback has decided, by the figures, that training ends here."""
         if trainer.should_stop:
             self._save(trainer)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Save where an evaluation was stopped; whoever resumes makes it anew."""
+        """Save if an evaluation was stopped; a resumed run repeats it."""
         if isinstance(exception, EvaluationStopped):
             self._hear_of_it()
             self._save(trainer)
@@ -125,10 +127,11 @@ class StopOnSignal(L.Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Between a step and its evaluation, or within it: an evaluation in its first batch.
+        """Mark a checkpoint between a step and its evaluation, or within it, as one in the evaluation's first
+        batch.
 
-        That Lightning makes on resuming, and whole. It would leave the first one out and cut the second one
-        short, and what monitors their figures would go another way.
+        Lightning then repeats the whole evaluation after resuming. Otherwise it would skip the first kind and
+        shorten the second, and callbacks that monitor the figures would decide differently.
         """
         loops = checkpoint["loops"]["fit_loop"]
         trained, evaluated = loops["epoch_loop.batch_progress"], loops["epoch_loop.val_loop.batch_progress"]
@@ -141,24 +144,24 @@ class StopOnSignal(L.Callback):
                 evaluated[count] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give the signals back."""
+        """Restore the signal handlers."""
         self._give_back()
 
     def agree(self, trainers: Channel) -> None:
-        """After training: a signal that came to any trainer has come to all."""
+        """After training, tell all trainers about a signal that came to any of them."""
         told = np.concatenate(trainers.gather(np.array([self.received or 0])))
         self.received = int(told.max()) or None
 
     def _hear_of_it(self) -> None:
         if self.received is None:
-            self.received = signal.SIGTERM  # another rank got it
+            self.received = signal.SIGTERM  # another rank got the signal
 
     def _save(self, trainer: L.Trainer) -> None:
         if self.directory is None or self.saved is not None:
             return
         step = trainer.global_step
         self.saved = self.directory / f"step-{step:08d}{SUFFIX}"
-        if step % self.every:  # else the regular one is
+        if step % self.every:  # otherwise the regular one is
             trainer.save_checkpoint(self.saved)
 
     def _give_back(self) -> None:

@@ -1,4 +1,4 @@
-"""Lightning's view of a rank: one device, whose callbacks decide as those of all trainers do."""
+"""Lightning's strategy for a rank: one device, with callbacks that decide the same on all trainers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from recpipe.distributed.ranks import Channel
 
 
 class AgreeingStrategy(SingleDeviceStrategy):
-    """Trains on one device; gradients come from the other ranks through the module, decisions through this.
+    """Trains on one device. The module exchanges gradients with the other ranks, this class exchanges
+    decisions.
 
     EarlyStopping, ModelCheckpoint and Timer ask their trainer's strategy before they act.
     """
@@ -23,12 +24,12 @@ class AgreeingStrategy(SingleDeviceStrategy):
         self.trainers = trainers
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all trainers, or any, decided so; all of them call it."""
+        """Whether all trainers, or any of them, decided so; all of them call it."""
         told = np.concatenate(self.trainers.gather(np.array([decision])))
         return bool(told.all() if all else told.any())
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Trainer ``src``'s ``obj``, of what JSON can say; all of them call it."""
+        """Trainer ``src``'s ``obj``, which must be possible in JSON; all trainers call it."""
         if self.trainers.size == 1:
             return obj
         own = np.frombuffer(json.dumps(obj).encode(), np.uint8)

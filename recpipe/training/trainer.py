@@ -1,4 +1,4 @@
-"""Lightning's Trainer as a recipe asks for it, and a whole training by it."""
+"""Makes Lightning's Trainer for a recipe and runs the training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from recpipe.training.strategy import AgreeingStrategy
 
 
 def make_callbacks(chosen: Sequence[Mapping[str, Any]], checkpoints: Path) -> list[L.Callback]:
-    """The user's own, of ``trainer.callbacks``; checkpoints go where the others do, unless they say where."""
+    """The user's callbacks of ``trainer.callbacks``. Their checkpoints go into the run's directory, unless
+    they name another."""
     made = [make(L.Callback, wanted, f"trainer.callbacks[{index}]") for index, wanted in enumerate(chosen)]
     for callback in made:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
@@ -47,7 +48,7 @@ def make_trainer(
     run_dir: Path,
     trainers: Channel,
 ) -> L.Trainer:
-    """A Trainer for one device; the other ranks' gradients come in through the module.
+    """Make a Trainer for one device; the module exchanges gradients with the other ranks.
 
     ``callbacks``: the run's own and the user's, in their order. The first of the ``trainers`` shows progress
     and logs.
@@ -70,11 +71,11 @@ def make_trainer(
         limit_val_batches=None if evaluates else 0,
         num_sanity_val_steps=0,
         inference_mode=False,  # FBGEMM's CPU lookup has no kernel for inference tensors
-        log_every_n_steps=LOG_EVERY,  # what users' callbacks log by themselves
+        log_every_n_steps=LOG_EVERY,  # for what users' callbacks log themselves
         logger=logger if logger is not None and leads else False,
         callbacks=everything,
         plugins=[checkpoint_io],
-        enable_progress_bar=False,  # Progress shows what Lightning's bars do not
+        enable_progress_bar=False,  # Progress replaces Lightning's bars
         enable_model_summary=False,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in everything),
         use_distributed_sampler=False,
@@ -96,7 +97,7 @@ def _checkpointing(config: TrainerConfig, steps: int, directory: Path) -> list[L
         monitor="step",
         mode="max",
         save_on_train_epoch_end=False,
-        enable_version_counter=False,  # it would look at files that another rank is writing
+        enable_version_counter=False,  # it would read files that another rank is writing
     )
     return [StopOnSignal(directory, every, last), regular]
 
@@ -110,10 +111,10 @@ def fit(
     resume: Path | None,
     late: list[UserError],
 ) -> str | None:
-    """Train, and evaluate at the end; what to say when a signal stopped it.
+    """Train, and evaluate at the end; returns a message if a signal stopped it.
 
-    No evaluation where ``make_trainer`` was told that there is none. What could not be written when all
-    was trained goes into ``late``: it must not cost the figures.
+    There is no evaluation if ``make_trainer`` was told so. Errors of writing after the last step go into
+    ``late``, so that the figures are not lost.
     """
     if resume is not None:
         log.info("resuming from %s", resume)
@@ -123,7 +124,7 @@ def fit(
         with suppress(EvaluationStopped):
             trainer.fit(module, loader, evaluation, ckpt_path=resume)
     except CheckpointError as fault:
-        # Of several ranks the others wait for this one in the middle of the checkpoint.
+        # With several ranks, the others wait for this one in the middle of the checkpoint.
         if module.trainers.size > 1 or trainer.global_step < stop.last_step or stop.received is not None:
             raise
         stop.teardown(trainer, module, "fit")
@@ -153,7 +154,7 @@ def fit(
 
 
 def saved_last(trainer: L.Trainer) -> Path | None:
-    """The checkpoint of the last step that ``fit`` has trained; None where none is to be written."""
+    """The checkpoint of the last step that ``fit`` has trained; None if checkpoints are off."""
     return _stop(trainer).saved
 
 

@@ -93,7 +93,7 @@ def test_a_source_whose_keys_have_no_types_is_refused(offer, part: object) -> No
 @pytest.mark.parametrize(
     ("opened", "message"),
     [
-        ("[]", "data=logs opens a list, not a recpipe.data.dataset.Dataset"),
+        ("[]", "data=logs opens a list, not a recpipe.kit.Dataset"),
         (
             "type('D', (Dataset,), {'size': 1, 'batches': 1})()",
             "D must set schema, fingerprint",

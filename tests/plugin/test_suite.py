@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 
@@ -10,9 +11,12 @@ import pytest
 
 from recpipe.plugin.api import Context, Contribution, Invariant, Link
 from recpipe.plugin.load import installed
+from recpipe.plugin.splitter import Split, Splitter
 from recpipe.tasks.plugins import listed
 from recpipe.testing import PluginSuite, Trained
 from recpipe.testing import suite as checks
+from recpipe.testing.technique import idle
+from recpipe.testing.watch import Record
 from tests.plugin.samples import Good
 
 
@@ -150,3 +154,50 @@ def test_a_broken_package_of_others_fails_nobodys_suite(install, monkeypatch, ya
         Poisoned().test_composes_or_conflicts_with_every_other(first)
     assert listed(found["broken"]).fault
     assert not listed(found["poison"]).fault
+
+
+class Whole(Splitter):
+    def split(self, batch, needs_cold) -> Split:
+        return Split(np.arange(len(needs_cold)), (len(needs_cold),))
+
+
+class FakeStep:
+    """A batch that was not cut, and what it moved."""
+
+    bounds = ()
+
+    def __init__(self, placed: list[int], evicted: list[int]) -> None:
+        self.moves = [{"placed": np.array(placed), "evicted": np.array(evicted)}]
+
+
+@pytest.mark.parametrize(
+    ("step", "parts", "said"),
+    [
+        (
+            FakeStep([1], [2]),
+            Contribution(splitter=Whole()),
+            "cut none of 1 batches under tiers.policy=lfu",
+        ),
+        (FakeStep([1], [2]), Contribution(splitter=Whole()), '"tiers.resident_bytes=60%"'),
+        (
+            FakeStep([], []),
+            Contribution(),
+            "placed no row in 1 batches under .*tiers.resident_bytes=30%; set knobs",
+        ),
+        (
+            FakeStep([1], [-1]),
+            Contribution(),
+            "a smaller budget, overrides = .*resident_bytes=10%.*pins = True",
+        ),
+    ],
+)
+def test_what_had_nothing_to_do_is_told_the_remedy(step: FakeStep, parts: Contribution, said: str) -> None:
+    run = trained([1.0])
+    run.record.steps.append(step)
+    report = {
+        "recipe": {"tiers": {"policy": "lfu", "resident_bytes": "30%"}},
+        "assembly": {"tiers": {"groups": [{"cache": "bad"}]}},
+    }
+    [fault] = idle("bad", parts, Trained(report, run.parameters, run.record), pins=False)
+    assert re.search(said, fault)
+    assert not list(idle("bad", Contribution(), Trained(report, {}, Record()), pins=False))

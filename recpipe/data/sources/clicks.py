@@ -1,4 +1,4 @@
-"""The planted click model of the synthetic data: what there is to learn, and how much of it."""
+"""The planted click model of the synthetic data, which a model can learn."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _ROOT3 = 3.0**0.5
 
 
 def id_traits(ids: NDArray[np.int64], salts: NDArray[np.uint64]) -> tuple[Float32, Float32]:
-    """Two independent numbers per id, uniform with mean 0 and variance 1: its own effect, its part in pairs.
+    """Two independent numbers per id, uniform with mean 0 and variance 1: its own effect and its part in
+    pairs.
 
-    Hashed from (table, id), so popular and rare ids have effects alike and none is stored.
+    They are hashes of (table, id): popular and rare ids have similar effects, and nothing is stored.
     """
     keys = ids.view(np.uint64) + salts
     words = mix64(keys).view(np.int32).reshape(*keys.shape, 2).astype(np.float32)

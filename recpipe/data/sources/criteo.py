@@ -1,8 +1,8 @@
 """Criteo click logs: text rows of a label, 13 integers and 26 hexadecimal ids, tab-separated.
 
-An empty field is a missing value; any other is nothing but its value, without spaces, plus sign or quotes.
+An empty field is a missing value. Any other field is the bare value, without spaces, plus sign or quotes.
 Lines end in LF or CR LF; the last one need not. Dense values x become sign(x) * log1p(|x|), missing ones 0.
-Ids become 1 + mix64(id) % (rows - 1), missing ones row 0. Rows keep their order, which is time.
+Ids become 1 + mix64(id) % (rows - 1), missing ones row 0. Rows keep their order, which is time order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def criteo_schema(tables: Mapping[str, int]) -> Schema:
 
 
 class CriteoSource:
-    """Text files of Criteo rows, to be prepared; blocks of about 8 MB of text are parsed at a time."""
+    """Text files of Criteo rows to prepare; about 8 MB of text are parsed at a time."""
 
     def __init__(self, files: Sequence[Path], tables: Mapping[str, int], skip_bad_rows: bool) -> None:
         self.files = files
@@ -59,7 +59,8 @@ class CriteoSource:
                 raise DataError(f"{file}: the file is empty")
 
     def _parse(self, file: Path, text: bytes, line: int) -> Columns:
-        from recpipe.data.sources import criteo_text  # with pyarrow, which prepared data does without
+        # Imported here: it needs pyarrow, which prepared data do not.
+        from recpipe.data.sources import criteo_text
 
         try:
             return criteo_text.parse_plain(text, self.schema)

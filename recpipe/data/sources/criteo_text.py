@@ -1,4 +1,4 @@
-"""Blocks of Criteo text to columns, and what is wrong with a row that cannot be parsed."""
+"""Parses blocks of Criteo text into columns, and says what is wrong with a row that cannot be parsed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from recpipe.data.sources.criteo import COLUMNS, DENSE, SPARSE
 from recpipe.data.sources.transforms import UInt64, hash_rows, signed_log
 from recpipe.errors import shown
 
-_NUMBER = rb"-?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"  # one way to match: no backtracking
+# There is only one way to match, so nothing backtracks.
+_NUMBER = rb"-?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 _HEX = rb"[0-9a-fA-F]{1,16}"
 _PLAIN = b"0123456789abcdefABCDEF.-\t\n"
 _ROW = re.compile(rb"[01](?:\t(?:%s)?){13}(?:\t(?:%s)?){26}\r?" % (_NUMBER, _HEX))
@@ -37,9 +38,9 @@ class Malformed(Exception):
 def parse_plain(text: bytes, schema: Schema) -> Columns:
     """Columns of whole lines of Criteo text; ``Malformed`` if any of them may break the format.
 
-    pyarrow takes more for a number than the format has, depending on its release (spaces around it, a plus
-    sign, a byte order mark before it), and a lone CR for a line's end: rows with such bytes are left to
-    ``bad_lines``, so that a row is good or bad whatever stands beside it.
+    pyarrow accepts more than the format does, depending on its release: numbers with spaces around them, a
+    plus sign or a byte order mark, and a lone CR as the end of a line. Rows with such bytes are left to
+    ``bad_lines``, so that whether a row is bad does not depend on the rows around it.
     """
     if b"\r" in text:
         text = text.replace(b"\r\n", b"\n")
@@ -49,7 +50,7 @@ def parse_plain(text: bytes, schema: Schema) -> Columns:
 
 
 def parse_block(text: bytes, schema: Schema) -> Columns:
-    """Columns of whole lines of Criteo text, none of which ``bad_lines`` calls bad."""
+    """Columns of whole lines of Criteo text; none of them may be bad by ``bad_lines``."""
     if not text:
         return Columns(np.empty(0, np.float32), np.empty((0, 13), np.float32), np.empty((0, 26), np.int32))
     whole = pa.csv.ReadOptions(column_names=COLUMNS, block_size=len(text))
@@ -117,7 +118,7 @@ _IS_HEX[list(b"0123456789abcdefABCDEF")] = True
 
 
 def _hex_words(digits: NDArray[np.uint8]) -> UInt64:
-    """Values of runs of 8 hexadecimal digits, eight digits at a time inside one 64-bit word."""
+    """Values of runs of 8 hexadecimal digits; a 64-bit word parses eight digits at a time."""
     if not _IS_HEX[digits].all():
         raise Malformed("an id is not hexadecimal")
     word = digits.view(">u8").astype(np.uint64)

@@ -1,6 +1,6 @@
 """TorchRec's preprocessed Criteo triples: ``X_dense.npy`` float32 [N, 13], ``X_sparse.npy`` int32 [N, 26] and
-``X_labels.npy`` int32 [N, 1], as ``torchrec.datasets.criteo.BinaryCriteoUtils`` writes them (dense values are
-transformed there, and taken as they are here).
+``X_labels.npy`` int32 [N, 1], as ``torchrec.datasets.criteo.BinaryCriteoUtils`` writes them (which has
+transformed the dense values; they are taken as they are).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Triple(NamedTuple):
 
 
 def triples(path: Any) -> list[Triple]:
-    """The triples of ``path`` (a directory, a ``*_dense.npy`` file, a list of both); none: not .npy data."""
+    """The triples of ``path`` (a directory, a ``*_dense.npy`` file, or a list of both); empty if it is not
+    .npy data."""
     if not path:
         return []
     if isinstance(path, (list, tuple)):
@@ -63,7 +64,8 @@ def _triple(dense: Path) -> Triple:
 
 
 class NpySource:
-    """Triples to be prepared. ``hash_ids``: ids % rows, as TorchRec's ``hashes``; else ids are checked."""
+    """Triples to prepare. With ``hash_ids``, ids % rows is taken, as by TorchRec's ``hashes``; otherwise ids
+    are checked."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class NpySource:
     def _columns(
         self, triple: Triple, low: int, dense: NDArray[Any], sparse: NDArray[Any], labels: NDArray[Any]
     ) -> Columns:
-        # Of one signedness: numpy would make float64 of uint64 and int64 together.
+        # Both must have the same signedness: numpy would turn uint64 and int64 together into float64.
         ids = sparse.astype(np.int64 if sparse.dtype.kind == "i" else np.uint64)
         if self._hash:
             ids %= self._rows.astype(ids.dtype)

@@ -29,11 +29,11 @@ from recpipe.errors import DataError, nearest_or_all, shown
 SUFFIXES = (".parquet", ".pq")
 BLOCK_ROWS = 32768
 READ_FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
-"""What pyarrow raises over damaged files, names and sizes in them included."""
+"""The errors that pyarrow raises for damaged files, including damaged names and sizes."""
 
 
 class ParquetSource:
-    """Parquet files to be prepared, read in record batches of 32,768 rows."""
+    """Parquet files to prepare, read in record batches of 32,768 rows."""
 
     def __init__(self, config: ParquetConfig, skip_bad_rows: bool) -> None:
         assert config.label is not None
@@ -90,7 +90,7 @@ class ParquetSource:
         return columns if checks.good.all() else _selected(columns, checks.good)
 
     def _rows(self, array: pa.Array, rows: int) -> tuple[Int32, NDArray[np.bool_]]:
-        """Table rows int32 [n] of an array of ids, and which of them are usable."""
+        """The table rows int32 [n] of an array of ids, and which of them are valid."""
         if not self._hash:
             values = _integers(array, missing=-1)
             valid = (values >= 0) & (values < rows)
@@ -144,7 +144,8 @@ def _open(file: Path) -> pq.ParquetFile:
 
 
 def _batches(file: Path, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch, float]]:
-    """Record batches of ``columns``: the number of the first row (from 1), the rows, the share read then."""
+    """Record batches of ``columns``: the number of the first row (from 1), the rows, and the share read so
+    far."""
     parquet, row = _open(file), 0
     total = parquet.metadata.num_rows
     reader = parquet.iter_batches(BLOCK_ROWS, columns=columns, use_threads=False)
@@ -173,12 +174,13 @@ def _rows(config: ParquetConfig, name: str) -> int:
 
 
 def _override(name: str) -> str:
-    """How a recipe states the rows of a table; a dot in Hydra's key would be a level."""
+    """The override that sets the rows of a table. A dot in the name must not become a level of Hydra's
+    key."""
     return f"'data.tables={{{name}: 100000}}'" if "." in name else f"+data.tables.{shown(name)}=100000"
 
 
 def _check_columns(file: Path, schema: pa.Schema, config: ParquetConfig) -> None:
-    """``DataError`` for a column that is not there or whose type cannot serve."""
+    """``DataError`` for a column that is missing or has an unsuitable type."""
     numeric = [str(config.label), *config.dense]
     for name in [*numeric, *config.sparse]:
         found = schema.names.count(name)
@@ -228,7 +230,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _integers(array: pa.Array, missing: int = 0) -> NDArray[np.int64]:
-    """Whole numbers or bools as int64; unsigned ones from 2**63 on wrap, which keeps them apart."""
+    """Whole numbers or bools as int64. Unsigned ones from 2**63 on wrap, so that they stay distinct."""
     filled = pc.fill_null(array.cast(pa.int64(), safe=False), missing)
     return np.asarray(filled.to_numpy(zero_copy_only=False), np.int64)
 
@@ -241,18 +243,18 @@ def _labels(checks: RowChecks, name: str, array: pa.Array) -> Float32:
 
 
 def _dense(checks: RowChecks, name: str, array: pa.Array, log: bool) -> Float32:
-    """float32 values, through the logarithm if ``log``, which no float64 leads beyond float32."""
+    """float32 values, transformed by the logarithm if ``log``; its results always fit into float32."""
     values = pc.fill_null(array.cast(pa.float64(), safe=False), 0.0).to_numpy(zero_copy_only=False)
     return checks.require_finite(signed_log(values) if log else values, name, partial(_value, array))
 
 
 def _decoded(array: pa.Array) -> pa.Array:
-    """Without a dictionary, which could hold nulls and repeats."""
+    """The array without dictionary encoding; a dictionary could hold nulls and repeats."""
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
 def _value(array: pa.Array, row: int) -> object:
-    """What a row holds, for a message; text that is not UTF-8 as bytes."""
+    """The value in a row, for a message; text that is not UTF-8 is shown as bytes."""
     try:
         return array[row].as_py()
     except UnicodeDecodeError:

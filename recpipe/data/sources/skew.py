@@ -1,12 +1,12 @@
 """How often each id is looked up: a power law per table, fitted to published reuse histograms.
 
 In a table of R rows the density of the (continuous) popularity rank x in [1, R + 1) is proportional to
-(x + q)^-s (Zipf-Mandelbrot), and the rank is its whole part. Three classes of (s, q) take turns over the
-tables. Constants and table sizes are fitted to Meta's histogram of a batch of 65,536 samples over 856 tables
+(x + q)^-s (Zipf-Mandelbrot), and the rank is its whole part. Tables take one of three classes of (s, q) in
+turn. Constants and table sizes are fitted to Meta's histogram of a batch of 65,536 samples over 856 tables
 (2021) in facebookresearch/dlrm_datasets (MIT): the share of distinct ids and of lookups for each reuse count
 up to 1, 2, 4, ... 32768. For 65,536 samples the generator stays within 0.017 of the published CDF over ids
-and 0.022 of the one over lookups, at 6.8 lookups per distinct id (published: 6.9). Against the 2022 histogram
-(131,072 samples, 788 tables), not used in the fit: 0.087 and 0.045.
+and within 0.022 of the one over lookups, with 6.8 lookups per distinct id (published: 6.9). For the 2022
+histogram (131,072 samples, 788 tables), which was not used in the fit, it is 0.087 and 0.045.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Popularity:
         return ranks
 
     def ids(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Ids of ranks: an affine permutation of the rows, so that popular ids lie scattered."""
+        """Ids of ranks, by an affine permutation of the rows, so that popular ids are scattered."""
         ids = ranks * self._step
         ids += self._start
         ids %= self.rows

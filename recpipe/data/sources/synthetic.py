@@ -1,4 +1,4 @@
-"""Generated clicks: skewed ids, a planted click model, any number of samples, none of them stored."""
+"""Generated clicks with skewed ids and a planted click model; any number of samples, none of them stored."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ BLOCK = 8192
 CALIBRATED = 32_768
 """Samples that the click model is calibrated on."""
 _VERSION = 1
-# A block number that no sample has: the click model is calibrated on it.
+# The number of the block that the click model is calibrated on; no sample of the data is in it.
 _CALIBRATION = 2**62
 
 
 class SyntheticDataset(NumberedDataset):
     """Samples from a counter-based generator: block i depends on the recipe, the seed and i alone.
 
-    So batches depend neither on the batch size nor on where one starts, and any position costs the same.
-    A block is generated whole: a trainer's share of a batch costs less than the batch only where the batch
-    is larger than a block.
-    ``pooling`` 1 makes one-hot features; p > 1 makes bags of 1 to 2p - 1 ids, p on average.
+    Samples therefore depend neither on the batch size nor on where reading starts, and any position costs the
+    same. Blocks are generated whole, so a trainer's share of a batch costs less than the batch only if the
+    batch is larger than a block. ``pooling`` 1 makes one-hot features; p > 1 makes bags of 1 to 2p - 1 ids, p
+    on average.
     """
 
     def __init__(self, config: SyntheticConfig, seed: int) -> None:
@@ -71,7 +71,7 @@ class SyntheticDataset(NumberedDataset):
         self._clicks.calibrate(raw)
 
     def samples_between(self, low: int, high: int) -> Batch:
-        """Samples ``low`` to ``high`` (excluded), generated as they are asked for."""
+        """Samples ``low`` to ``high`` (excluded), generated at the time of the call."""
         return self._make(self.columns(low, high))
 
     def columns(self, low: int, high: int) -> Columns:
@@ -113,7 +113,8 @@ class SyntheticDataset(NumberedDataset):
         return columns, self._score(columns)
 
     def _score(self, columns: Columns) -> Float32:
-        """Raw click scores; a bag counts with the mean of its ids' traits times the root of its mean size."""
+        """Raw click scores. A bag's trait is the mean of its ids' traits times the square root of the mean
+        bag size."""
         shape = (len(columns), len(self.schema.sparse))
         effects, traits = np.empty(shape, np.float32), np.empty(shape, np.float32)
         salts = self._clicks.salts

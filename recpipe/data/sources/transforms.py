@@ -1,4 +1,4 @@
-"""From raw values to what tables and layers take, the same on every platform and in every run."""
+"""Transforms raw values into what tables and layers take, the same on every platform and in every run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from recpipe.data.columns import Float32, Int32
 
-if TYPE_CHECKING:  # npy data are hashed without pyarrow
+if TYPE_CHECKING:  # imported here: npy data are hashed without pyarrow
     import pyarrow as pa
 
 UInt64 = NDArray[np.uint64]
@@ -35,8 +35,8 @@ def hash_rows(keys: UInt64, rows: int) -> Int32:
 
 
 def string_keys(values: pa.Array) -> tuple[UInt64, NDArray[np.bool_]]:
-    """64-bit keys of strings or bytes (no nulls), BLAKE2b of each distinct value, and which are valid:
-    a string must be UTF-8, whose bytes are hashed."""
+    """64-bit keys of strings or bytes without nulls, and which of them are valid. A key is the BLAKE2b hash
+    of the value's bytes; a string is valid if it is UTF-8."""
     import pyarrow as pa
 
     wide = pa.types.is_large_string(values.type) or pa.types.is_large_binary(values.type)
@@ -60,5 +60,6 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def signed_log(values: NDArray[np.float64]) -> Float32:
-    """sign(x) * log1p(|x|), float32: tames counts over many orders of magnitude, and keeps 0 and the sign."""
+    """sign(x) * log1p(|x|), float32: compresses counts over many orders of magnitude and keeps 0 and the
+    sign."""
     return np.copysign(np.log1p(np.abs(values)), values).astype(np.float32)

@@ -1,6 +1,6 @@
-"""What plugins say of sharded tables: types, limits, a sharder, codecs.
+"""Checks what plugins ask of sharded tables: limits and codecs.
 
-What TorchRec or FBGEMM would pass over without a word is refused here, with the plugin's name.
+A request that TorchRec or FBGEMM would silently ignore is refused here, with the plugin's name.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from recpipe.plugin.quantizer import Direction
 from recpipe.tables.sharding.wire import POOLED, SEQUENCES
 
 Codecs = Mapping[tuple[CommOp, Direction], Owned[QuantizedCommCodec[Any]]]
-"""By collective and direction."""
+"""The codec for each collective and direction."""
 CPU_KERNELS = frozenset({EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value})
 IGNORED = ("device_group", "key_value_params", "use_virtual_table")
-"""Constraints that no plan of recpipe's carries."""
+"""Constraints that recpipe's plans cannot express."""
 GPU_ONLY = ("cache_params", "enforce_hbm", "stochastic_rounding")
 """Constraints that FBGEMM's CPU kernels ignore."""
 COLLECTIVES: dict[type[nn.Module], tuple[CommOp, ...]] = {
@@ -44,18 +44,18 @@ class ShardClaims:
     planner: Owned[Planner] | None = None
     codecs: Codecs = field(default_factory=dict)
     skipper: Owned[BlamedSkipper] | None = None
-    """Decides by a whole row's gradient whether to update it, where it decides about updates."""
+    """The skipper; if it decides about updates, it needs a whole row's gradient."""
 
     @classmethod
     def of(cls, assembly: Assembly) -> ShardClaims:
-        """Those of a run."""
+        """The claims of a run."""
         return cls(assembly.planner, assembly.quantizing.codecs, assembly.skipper)
 
 
 def refuse_limit(
     table: str, owner: Owned[Planner], limit: ParameterConstraints, device: torch.device
 ) -> None:
-    """``PluginError`` on constraints that would be without effect on ``device``."""
+    """``PluginError`` if constraints would have no effect on ``device``."""
     on_cpu = device.type == "cpu"
     for name in (*IGNORED, *GPU_ONLY) if on_cpu else IGNORED:
         value = getattr(limit, name)
@@ -74,7 +74,7 @@ def refuse_limit(
 
 
 def codec_registry(codecs: Codecs, kinds: Set[type[nn.Module]]) -> dict[str, QuantizedCommCodecs]:
-    """TorchRec's registry for collections of ``kinds``: by the collective's name, one codec for each
+    """TorchRec's registry of codecs for collections of ``kinds``: for each collective's name, a codec per
     direction. ``PluginError`` on a codec that these never use."""
     registry: dict[str, QuantizedCommCodecs] = {}
     used = [op for kind, ops in COLLECTIVES.items() if kind in kinds for op in ops]

@@ -1,7 +1,7 @@
 """Tables cut into parts over the ranks by a plan, and run by TorchRec's ``DistributedModelParallel``.
 
 Every rank looks up its share of each batch: ids go to the ranks that hold their rows (``start``), rows come
-back (``finish``), and the backward pass sends gradients the other way and makes the update.
+back (``finish``), and the backward pass sends gradients to those ranks and updates the rows.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from recpipe.tables.specs import Region, Values, row_chunks
 
 
 class ShardedTables:
-    """All sharded tables of a model, a collection for each of its groups, and what these share.
+    """All sharded tables of a model: a collection for each group, and what the collections share.
 
-    One ``DistributedModelParallel`` shards the groups' modules where they stand in the model, by one plan.
-    Gradients are sums over the ranks, not means: each rank's loss is its addend of the whole batch's.
+    One ``DistributedModelParallel`` shards all groups' modules at their places in the model, by one plan.
+    Gradients are summed over the ranks, not averaged, since each rank's loss is its part of the whole batch's
+    loss.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class ShardedTables:
         model: nn.Module | None = None,
         tiers: ShardTiers | None = None,
     ) -> None:
-        """``model`` holds the collections, and is as it was afterwards; None: there are but the tables.
+        """``model`` holds the collections and is unchanged afterwards; None: only the tables are needed.
 
-        ``tiers``: what holds the rows of ``sharding.tiered``.
+        ``tiers``: the tiers that hold the rows of the tables in ``sharding.tiered``.
         """
         self.sharding, self.plan, self.rank = sharding, plan, ranks.rank
         self.group = join_group(sharding.device, ranks)
@@ -63,7 +64,7 @@ class ShardedTables:
         """TorchRec's collectives on this rank so far, by name."""
         on_gpu = sharding.device.type == "cuda"
         self.stream = torch.cuda.Stream(sharding.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        """Where ids travel on a GPU, beside the training's kernels."""
+        """The CUDA stream on which ids are sent, beside the training's kernels."""
         self.prefetches = sharding.kernel == "uvm_caching"
         modules = self._sharded(model)
         self.channel: Channel = ranks.channel()
@@ -76,16 +77,17 @@ class ShardedTables:
         self.collections = tuple(
             ShardedCollection(self, number, module, tiers) for number, module in enumerate(modules)
         )
-        """Of each group."""
+        """The collection of each group."""
 
     def _sharded(self, model: nn.Module | None) -> list[Any]:
-        """TorchRec's sharded module of each group."""
+        """The sharded TorchRec module of each group."""
         sharding, tables = self.sharding, self.sharding.tables
         whole = skeleton(tables) if model is None else model
         local_world = sharding.topology().local_world_size
         limits = sharding.constraints()
         with nullcontext() if model is None else groups_in(whole, tables), seams.own_lookups():
-            # The dense part is not its concern: recpipe sums those gradients in the order of the ranks.
+            # DistributedModelParallel must leave the dense part alone: recpipe sums its gradients in the
+            # ranks' order.
             DistributedModelParallel(
                 whole,
                 env=ShardingEnv.from_process_group(self.group),
@@ -98,10 +100,10 @@ class ShardedTables:
             return [whole.get_submodule(path) for path in module_paths(tables)]
 
     def given(self, sparse: KeyedJaggedTensor, weighted: bool) -> KeyedJaggedTensor:
-        """``sparse`` as the sharded modules take it: with weights only where they count, and with samples
-        without ids at its end, so that all ranks send shares of one size.
+        """``sparse`` as the sharded modules take it: weights are dropped where they have no effect, and empty
+        samples are appended so that all ranks send shares of one size.
 
-        TorchRec's row-wise collectives need that under gloo; such a sample's gradient is zero.
+        TorchRec's row-wise collectives need equal sizes under gloo. An empty sample's gradient is zero.
         """
         size, full = sparse.stride(), self.sharding.rank_batch
         weights = sparse.weights() if weighted else None
@@ -120,13 +122,13 @@ class ShardedTables:
 
 
 LocalShard = seams.LocalShard | TieredShard
-"""A table's rows and columns on this rank: in memory, or in tiers."""
+"""A shard on this rank: in memory, or in tiers."""
 
 
 class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacement):
-    """One group of ``whole``, run by TorchRec's sharded module with its fused optimizer.
+    """One group of ``whole``, run by TorchRec's sharded module and its fused optimizer.
 
-    ``tiers``: where its rows lie instead, if they are not all in memory.
+    ``tiers``: the tiers with its rows, if they are not all in memory.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         self.whole, self.number = whole, number
         self.tables = tables = whole.sharding.tables.groups[number].tables
         self.shards = {name: whole.plan.tables[name] for name in tables.layout.tables}
-        """Where each of its tables lies."""
+        """The plan for each of its tables."""
         self.sharded = module
         """TorchRec's sharded module."""
         self._under = "embedding_bags" if tables.pooled else "embeddings"
@@ -145,7 +147,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         self.in_tiers = frozenset(
             n for n, t in self.shards.items() if n in whole.sharding.tiered and not t.replicated
         )
-        """Its tables whose rows lie in tiers."""
+        """Its tables whose rows are in tiers."""
         lookups = seams.own_lookups_in(module)
         assert tiers is not None or not lookups, "who shards tables to be tiered brings their tiers"
         self.tiers = GroupTiers(() if tiers is None else tiers.fill(number, tables, lookups))
@@ -168,7 +170,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
     # -- lookups -----------------------------------------------------------------------------
 
     def forward(self, sparse: KeyedJaggedTensor) -> Rows:
-        """Rows of this rank's share, by feature name."""
+        """Look up this rank's share; rows by feature name."""
         return self.finish(self.start(sparse))
 
     def start(self, sparse: KeyedJaggedTensor) -> Sent:
@@ -176,11 +178,11 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         return Sent(self, sparse)
 
     def finish(self, sent: Sent) -> Rows:
-        """Rows of what ``start`` sent: pooled, float32 [B, F * D] in the order of the result's keys, or by
-        feature one for each id."""
+        """The rows for the ids that ``start`` sent: pooled, float32 [B, F * D] in the order of the result's
+        keys, or by feature one row for each id."""
         found: Rows = self.sharded.compute_and_output_dist(sent.context, sent.ids()).wait()
         size = sent.samples
-        if not isinstance(found, KeyedTensor):  # samples beyond ours have no ids
+        if not isinstance(found, KeyedTensor):  # the appended samples have no ids
             return {
                 n: JaggedTensor(rows.values(), lengths=rows.lengths()[:size]) for n, rows in found.items()
             }
@@ -189,7 +191,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         return KeyedTensor(found.keys(), found.length_per_key(), found.values()[:size])
 
     def _weight(self, table: str) -> torch.nn.Parameter:
-        """Of a data-parallel table."""
+        """The weight of a data-parallel table."""
         weight: torch.nn.Parameter = self.sharded.get_parameter(f"{self._under}.{module_name(table)}.weight")
         return weight
 
@@ -217,9 +219,10 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         return self._local[table]
 
     def filter_updates(self, rows: RowFilter) -> None:
-        """Leave rows out where they lie; each rank decides about its own, data-parallel tables' all ranks.
+        """Leave rows out of updates. Each rank decides about its own rows; for data-parallel tables, all
+        ranks do.
 
-        ``UserError`` where a row's gradient is in parts, or rows come ahead of their lookups.
+        ``UserError`` if a row's gradient is split over ranks, or if rows are fetched before their lookups.
         """
         if self.whole.prefetches:
             raise UserError(
@@ -235,7 +238,8 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
             filter_lookups(lookup.tbe, rows, by_feature(firsts), len(firsts), self.tables.pooled)
 
     def _leave_out(self, table: str, rows: RowFilter) -> None:
-        """Gradients of zero change nothing, in weights and states, by every optimizer that there is."""
+        """Zero the gradients of rows to leave out. With every optimizer here, a zero gradient changes neither
+        weights nor state."""
         gradient = self._weight(table).grad
         if gradient is None:
             return
@@ -247,7 +251,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
             gradient[here[~stay]] = 0.0
 
     def update(self) -> None:
-        """The data-parallel tables' part of the step, after the backward pass."""
+        """Update the data-parallel tables, after the backward pass."""
         if self._replicated is None:
             return
         for name, table in self.shards.items():
@@ -264,7 +268,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
 
         self.whole.channel.barrier()  # for the directory
         save_shards(self, directory)
-        self.whole.channel.barrier()  # rank 0 seals what all have written
+        self.whole.channel.barrier()  # rank 0 writes the metadata after all ranks have written
 
     def load_tables(self, directory: Path) -> None:
         """Read this rank's part of tables that any number of ranks has saved."""
@@ -277,7 +281,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         yield from row_chunks(self.tables)
 
     def pieces(self, region: Region, rank: int) -> list[tuple[Shard, slice]]:
-        """The shards of ``rank`` that have rows of ``region``, each with those rows' numbers in the table."""
+        """The shards of ``rank`` that have rows of ``region``, and the numbers of those rows in the table."""
         found = []
         for shard in self.shards[region.table].shards:
             low, high = max(shard.row, region.start), min(shard.row + shard.rows, region.stop)
@@ -286,17 +290,17 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         return found
 
     def _part(self, table: str, shard: Shard, rows: slice) -> tuple[LocalShard, int, int]:
-        """A shard on this rank, and where ``rows`` (as numbered in the table) are among its own."""
+        """A shard on this rank, and the positions in it of ``rows`` (numbered in the table)."""
         local = next(
             s for s in self._local[table] if (s.row, s.column) == (shard.row, shard.column) and s.shape[0]
         )
         return local, rows.start - shard.row, rows.stop - shard.row
 
     def read(self, region: Region) -> Values:
-        """Current weights and optimizer state of ``region``, on every rank; all ranks ask together.
+        """Current weights and optimizer state of ``region``, on every rank; all ranks call it together.
 
-        Row-wise Adagrad's state of columns on different ranks is their mean, weighted by columns: what
-        the state of the whole row would be.
+        If columns are on different ranks, row-wise Adagrad's state is the ranks' mean, weighted by their
+        columns; the state of the whole row would be the same.
         """
         replicated, rank = self.shards[region.table].replicated, self.whole.rank
         readers = (rank,) if replicated else tuple(range(self.whole.plan.world))
@@ -351,11 +355,11 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         return None if capability is SavesPlacement and resident else super().offers(capability)
 
     def tier_figures(self) -> TierFigures | None:
-        """Of this rank."""
+        """The figures of this rank."""
         return self.tiers.figures() if self.in_tiers else None
 
     def placement_state(self) -> dict[str, Any]:
-        """Of every rank's tiers, on rank 0; all ranks call it."""
+        """The placements of all ranks' tiers, on rank 0; all ranks call it."""
         return self.tiers.gathered(self.whole.channel)
 
     def check_placement_state(self, state: Mapping[str, Any]) -> None:
@@ -370,19 +374,19 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         return bool(loaded) and all(loaded)
 
     def write_back(self) -> None:
-        """Of its tiers."""
+        """Write the rows of its tiers back."""
         self.tiers.write_back()
 
     def close(self) -> None:
-        """Close its tiers."""
+        """Close the tiers."""
         self.tiers.close()
 
 
 def _summed(gradients: Channel, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Data-parallel tables' gradients, added in the order of the ranks.
+    """Sum data-parallel tables' gradients in the order of the ranks.
 
-    DistributedDataParallel's own all-reduce adds in an order that depends on its buckets, and those on how
-    long the process has run: a restarted run would not have the bits of an undisturbed one.
+    DistributedDataParallel's own all-reduce adds in an order that depends on its buckets, which depend on how
+    long the process has run. A restarted run would then not have the bits of an undisturbed one.
     """
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(gradients.ordered_sum(bucket.buffer()))
@@ -390,7 +394,7 @@ def _summed(gradients: Channel, bucket: Any) -> torch.futures.Future[torch.Tenso
 
 
 def join_group(device: torch.device, ranks: Ranks) -> dist.ProcessGroup:
-    """A group for TorchRec's collectives alone; of one process where there is but one."""
+    """Make a process group for TorchRec's collectives alone, also if there is only one process."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]

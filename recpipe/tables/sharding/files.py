@@ -1,8 +1,8 @@
-"""Sharded tables to files and back in the format of ``torch.distributed.checkpoint``: every rank writes its
-own shards, and any number of ranks, under any plan, reads what it needs of them.
+"""Saves and loads sharded tables in the format of ``torch.distributed.checkpoint``. Every rank writes its own
+shards; any number of ranks, under any plan, can read them.
 
-The files are safetensors: nothing is unpickled from disk. Rows pass through memory in blocks, where the
-library's own reader and writer would hold one and two further copies of a rank's tables.
+The files are safetensors, so nothing is unpickled. Rows pass through memory in blocks; the library's own
+writer and reader would hold up to two further copies of a rank's tables.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Saved = dict[str, torch.Tensor | ShardedTensor]
 def save_shards(collection: ShardedCollection, directory: Path) -> None:
     """Write this rank's shards to ``directory``; they are on the disk on return.
 
-    A rank with several shards of a table writes several files, since a file has a tensor's name once. Each
-    group of tables has files of its own. Of a table that every rank has, rank 0 writes all.
+    A rank with several shards of a table writes several files, since a tensor's name occurs once in a file.
+    Each group of tables has its own files. Rank 0 writes tables that every rank has.
     """
     files: list[list[Part]] = []
     for part in _parts(collection):
@@ -53,8 +53,8 @@ def save_shards(collection: ShardedCollection, directory: Path) -> None:
 def _parts(collection: ShardedCollection) -> Iterator[Part]:
     """This rank's shards.
 
-    Row-wise Adagrad's one value of a row is repeated over the columns of a shard that has not all of them:
-    shards of other columns have other values, and a plan with other columns takes their mean.
+    Row-wise Adagrad has one value per row. If a shard does not have all columns, the value is repeated over
+    its columns: other columns' shards have other values, and a plan with a different cut takes their mean.
     """
     for name, table in collection.shards.items():
         if table.replicated and collection.whole.rank:
@@ -67,7 +67,8 @@ def _parts(collection: ShardedCollection) -> Iterator[Part]:
 
 
 def _state_columns(collection: ShardedCollection, name: str) -> int:
-    """Of the saved state of the whole table ``name``: one for each of the weights' where rows are cut."""
+    """The number of columns in the saved state of the whole table ``name``: one for each weight if rows are
+    cut."""
     tables, table = collection.tables, collection.shards[name]
     width = tables.layout.width - tables.dim
     cut = any(shard.columns < table.dim for shard in table.shards)
@@ -80,9 +81,9 @@ def _blocks(shard: LocalShard) -> Iterator[Values]:
 
 
 def load_shards(collection: ShardedCollection, directory: Path) -> None:
-    """Fill this rank's shards from what any ranks wrote, whatever their plan; all ranks do so together.
+    """Fill this rank's shards from what any ranks wrote under any plan; all ranks call it together.
 
-    The library reads into memory, and what lies there as in the files: other rows pass through regions.
+    The library reads directly into memory that has the files' layout; other rows pass through regions.
     """
     files, tables = TensorFiles.sharded(directory), collection.tables
     width = tables.layout.width - tables.dim
@@ -98,7 +99,8 @@ def load_shards(collection: ShardedCollection, directory: Path) -> None:
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Opens a file for a block of rows at a time: what is read stays in memory until it is closed."""
+    """Reads a plan, opening a file anew for each block of rows: what is read stays in memory until it is
+    closed."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's part of the plan."""
@@ -122,7 +124,7 @@ def _done(result: Any) -> Future[Any]:
 
 
 class _Tensors:
-    """The collection's memory as tensors with a place in their tables, to be written to."""
+    """The collection's memory to load into, as tensors with their places in the tables."""
 
     def __init__(self, collection: ShardedCollection) -> None:
         self.collection = collection
@@ -162,7 +164,7 @@ class _Tensors:
         return init_from_local_shards(parts, rows, columns, process_group=whole.group)
 
     def keep_states(self) -> None:
-        """Take repeated states back after loading: where columns differ, their mean."""
+        """Reduce repeated states to one value per row after loading: the mean if columns differ."""
         for state, wide in self._repeated:
             equal = (wide == wide[:, :1]).all(dim=1, keepdim=True)
             state.copy_(torch.where(equal, wide[:, :1], wide.mean(dim=1, keepdim=True)))

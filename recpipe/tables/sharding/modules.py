@@ -1,7 +1,7 @@
-"""A model's groups of tables as modules that ``DistributedModelParallel`` can shard where they are.
+"""Makes a model's groups of tables into modules that ``DistributedModelParallel`` can shard in place.
 
-Each collection of the model makes way for a module that holds one collection for each of its groups: TorchRec
-shards a collection with one dimension, and its optimizer state is read by table.
+Each collection of the model is replaced by a module with one collection for each of its groups, because
+TorchRec shards collections of one dimension.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from recpipe.tables.specs import TableOptimizer, TableSet
 
 
 def fused(optimizer: TableOptimizer) -> dict[str, object]:
-    """FBGEMM's arguments for an optimizer that is part of the backward pass."""
+    """FBGEMM's arguments for an optimizer fused into the backward pass."""
     return {"optimizer": optimizer.kind, "learning_rate": optimizer.lr, "eps": optimizer.eps}
 
 
 def module_paths(tables: ModelTables) -> list[str]:
-    """Where each group's module stands in a model, inside ``groups_in``."""
+    """The path of each group's module in a model, inside ``groups_in``."""
     return [f"{g.path}.{n}" if g.path else str(n) for n, g in enumerate(tables.groups)]
 
 
 def group_module(tables: TableSet) -> nn.Module:
-    """A collection of the tables without memory, under their ``module_name``, each with its optimizer.
+    """A collection of the tables on the meta device, under their ``module_name``, each with its optimizer.
 
-    Bags are sums: a mean is made of them where they are used.
+    Bags are summed; means are computed from the sums later.
     """
     nowhere = torch.device("meta")
     configs = [replace(config, name=module_name(config.name)) for config in tables.configs()]
@@ -59,7 +59,7 @@ def group_module(tables: TableSet) -> nn.Module:
 
 
 def skeleton(tables: ModelTables) -> nn.Module:
-    """The groups' modules at their paths, and nothing else: what a planner needs of a model."""
+    """A model with only the groups' modules at their paths, which is all that a planner needs."""
     model = nn.Module()
     for path, holder in _holders(tables).items():
         if not path:
@@ -76,7 +76,8 @@ def skeleton(tables: ModelTables) -> nn.Module:
 
 @contextmanager
 def groups_in(model: nn.Module, tables: ModelTables) -> Iterator[None]:
-    """Inside, ``model`` has its groups' modules where it had collections; afterwards these are back."""
+    """In the block, the groups' modules replace the collections of ``model``; afterwards these are put
+    back."""
     before: dict[str, nn.Module] = {}
     try:
         for path, holder in _holders(tables).items():

@@ -1,4 +1,5 @@
-"""A sharding plan in plain values: printed, saved as JSON, loaded again, and as TorchRec's own type."""
+"""A sharding plan in plain values, which can be printed, saved as JSON, loaded, and converted to TorchRec's
+type."""
 
 from __future__ import annotations
 
@@ -34,9 +35,9 @@ _KERNELS = (
     EmbeddingComputeKernel.FUSED_UVM.value,
     EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
 )
-"""Those of TorchRec's whose tables recpipe can read and write."""
+"""TorchRec's sharding types whose tables recpipe can read and write."""
 _LARGEST = 2**60
-"""Values of a table: more than any machine has, less than TorchRec's arithmetic can count."""
+"""Most values of a table: more than any machine has, but within the range of TorchRec's arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -49,36 +50,39 @@ class Shard:
     rows: int
     columns: int
     predicted_ms: float | None = None
-    """What the planner expects it to cost in a step, communication included; None: it did not say."""
+    """The milliseconds that the planner predicts for it in a step, communication included; None: not
+    known."""
 
 
 @dataclass(frozen=True)
 class TablePlan:
-    """One table; ``sharding`` and ``kernel`` as TorchRec names them. A data-parallel one is on every rank."""
+    """The plan of one table, with TorchRec's names of ``sharding`` and ``kernel``. A data-parallel table is
+    on every rank."""
 
     sharding: str
     kernel: str
     rows: int
     dim: int
     ranks: tuple[int, ...]
-    """As TorchRec's planner gave them; which of a table's ranks it lists depends on the sharding type."""
+    """The ranks that TorchRec's planner listed; which of a table's ranks these are depends on the sharding
+    type."""
     shards: tuple[Shard, ...]
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank has all of it."""
+        """Whether every rank has the whole table."""
         return self.sharding == "data_parallel"
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Where every part of every table lies, over ``world`` ranks."""
+    """The place of every part of every table, over ``world`` ranks."""
 
     world: int
     tables: Mapping[str, TablePlan]
 
     def to_dict(self) -> dict[str, Any]:
-        """As in plan.json."""
+        """The content of plan.json."""
         return {"schema": SCHEMA, **asdict(self)}
 
     def torchrec(
@@ -89,8 +93,8 @@ class ShardPlan:
         tables: ModelTables,
         tiered: Collection[str] = (),
     ) -> ShardingPlan:
-        """As TorchRec wants it, for a model that holds the groups of ``tables`` at their paths; it makes no
-        memory for shards of the ``tiered`` tables."""
+        """TorchRec's plan for a model with the groups of ``tables`` at their paths. TorchRec makes no memory
+        for shards of the ``tiered`` tables."""
         made = {}
         for path, group in zip(module_paths(tables), tables.groups, strict=True):
             names = group.tables.layout.tables
@@ -135,7 +139,8 @@ def _metadata(shard: Shard, device: str, local_world: int) -> ShardMetadata:
 def from_torchrec(
     plan: ShardingPlan, tables: ModelTables, shard_ms: Mapping[str, Sequence[float]], world: int
 ) -> ShardPlan:
-    """``plan`` of a model that holds the groups of ``tables``; ``shard_ms``: predicted, by module."""
+    """Convert TorchRec's ``plan`` of a model with the groups of ``tables``. ``shard_ms``: predicted
+    milliseconds by module."""
     made = {}
     for path, group in zip(module_paths(tables), tables.groups, strict=True):
         module, dim = plan.plan[path], group.tables.dim
@@ -157,7 +162,7 @@ def from_torchrec(
 
 
 def load_plan(path: Path) -> ShardPlan:
-    """A plan.json; ``UserError`` where it cannot be read or its shards are not what their sharding makes."""
+    """Load a plan.json; ``UserError`` if it cannot be read or its shards do not fit their sharding types."""
     try:
         content = read_json(path)
         schema = entries({"schema": int}, content)["schema"]
@@ -172,7 +177,8 @@ def load_plan(path: Path) -> ShardPlan:
 
 
 def _check(name: str, table: TablePlan, world: int) -> None:
-    """``Damaged`` unless the shards are what TorchRec makes of the sharding, on ranks that there are."""
+    """``Damaged`` unless the shards are those that TorchRec makes for the sharding type, on existing
+    ranks."""
     known = (_DENSE,) if table.replicated else _KERNELS
     if table.sharding not in _SHARDINGS or table.kernel not in known:
         raise Damaged(
@@ -193,10 +199,10 @@ def _check(name: str, table: TablePlan, world: int) -> None:
 
 
 def _torchrecs(table: TablePlan, world: int) -> bool:
-    """Whether the cuts and ranks are TorchRec's own: at run time it computes a row's rank from them."""
+    """Whether cuts and ranks follow TorchRec's rules, by which it computes a row's rank at run time."""
     shards = table.shards
     columns = shards[0].columns
-    hosts = [s.rank for s in shards if s.column == 0]  # the ranks that share its rows
+    hosts = [s.rank for s in shards if s.column == 0]  # the ranks that share the table's rows
     sizes, offsets = calculate_shard_sizes_and_offsets(
         torch.empty(table.rows, table.dim, device="meta"), len(hosts), len(hosts), table.sharding, columns
     )

@@ -1,8 +1,8 @@
-"""Which rank holds which part of which table: TorchRec's planner, with this machine's memory and the
-recipe's limits, or a plan from a file.
+"""Decides which rank holds which part of each table: by TorchRec's planner, with this machine's memory and
+the recipe's limits, or by a plan from a file.
 
-TorchRec leaves row-wise sharding out on CPUs, which ``TableSharder`` mends, and offers column-wise sharding
-with every optimizer, which limits of the tables do.
+TorchRec does not offer row-wise sharding on CPUs; ``TableSharder`` does. TorchRec offers column-wise sharding
+with every optimizer; the tables' limits exclude the wrong ones.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from recpipe.tables.sharding.plan import ShardPlan, TablePlan, from_torchrec
 from recpipe.tables.specs import TableSet
 
 COLUMN_SPLITTING = frozenset({"column_wise", "table_column_wise", "grid_shard"})
-"""Sharding types that cut rows of a table apart."""
+"""Sharding types that cut a table's rows into columns."""
 PLANNED = tuple(t.value for t in ShardingType if t is not ShardingType.GRID_SHARD)
-"""What TorchRec's planner considers for a table of which nothing is said."""
+"""The sharding types that TorchRec's planner considers for a table without constraints."""
 SEQUENCE_TYPES = tuple(EmbeddingCollectionSharder().sharding_types("cpu"))
-"""What TorchRec has for tables whose rows are not pooled."""
+"""TorchRec's sharding types for tables whose rows are not pooled."""
 MIN_COLUMNS = 128
 """TorchRec's own limit of a column-wise part's width; a grid with fewer parts than hosts makes it fail."""
 NO_OPTION = "No available sharding type and compute kernel"
-"""How TorchRec's RuntimeError begins where a table's limits leave its planner nothing to choose."""
+"""The beginning of TorchRec's RuntimeError if a table's limits leave its planner no choice."""
 KERNELS = {
     "fused": EmbeddingComputeKernel.FUSED.value,
     "uvm": EmbeddingComputeKernel.FUSED_UVM.value,
     "uvm_caching": EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
 }
-"""``tiers.kernel``: rows in device memory, in host memory that a GPU reads directly, or there behind a
-cache in device memory."""
+"""``tiers.kernel``: rows in device memory, in host memory that a GPU reads directly, or in host memory behind
+a cache in device memory."""
 
 
 class TableSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
-    """TorchRec's sharder with all of its types; its own leaves row-wise ones out on CPUs. What a table cannot
-    be is among its limits (``Sharding.constraints``)."""
+    """TorchRec's sharder with all sharding types, also row-wise ones on CPUs. Limits exclude what does not
+    work for a table (``Sharding.constraints``)."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Every type that TorchRec runs on some device."""
@@ -65,15 +65,15 @@ SHARDERS: dict[type[nn.Module], type[BaseEmbeddingSharder[Any]]] = {
     EmbeddingBagCollection: TableSharder,
     EmbeddingCollection: EmbeddingCollectionSharder,
 }
-"""By the type of a group's module."""
+"""The sharder for each type of a group's module."""
 
 
 @dataclass
 class Prediction(Stats):  # type: ignore[misc]
-    """What a planner expects of its plan; empty until it has planned."""
+    """What a planner predicts for its plan; empty until it has planned."""
 
     shard_ms: dict[str, list[float]]
-    """Milliseconds of each shard, by the table's ``module_name``."""
+    """Predicted milliseconds of each shard, by the table's ``module_name``."""
 
     def log(self, *, best_plan: list[ShardingOption], **_: Any) -> None:
         """Called by TorchRec's planner with the plan that it chose."""
@@ -83,30 +83,31 @@ class Prediction(Stats):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Sharding:
-    """Everything that planning and building need to agree on."""
+    """Everything that planning and building must agree on."""
 
     tables: ModelTables
     claims: ShardClaims
     device: torch.device
     world: int
     rank_batch: int
-    """Samples of one rank's share of a batch, padding included."""
+    """Number of samples in one rank's share of a batch, padding included."""
     split_rows: bool
     kernel: str
     cached_share: float
     """Share of a table's rows that ``kernel=uvm_caching`` keeps in device memory."""
     tiered: frozenset[str] = frozenset()
-    """Tables whose shards' rows lie in tiers, except for replicas of a data-parallel one."""
+    """Tables whose shards' rows are in tiers, except for data-parallel ones."""
 
     @cached_property
     def group_of(self) -> dict[str, TableSet]:
-        """Each table's group."""
+        """The group of each table."""
         return {name: g.tables for g in self.tables.groups for name in g.tables.layout.tables}
 
     def sharders(self) -> list[Any]:
         """A sharder for each type of collection, with the plugins' codecs.
 
-        The optimizer is that of most bytes; tables of other groups have their own with them.
+        The sharder has the optimizer of the group with the most bytes; tables of other groups carry their
+        own.
         """
         most = max(self.tables.groups, key=lambda group: group.tables.total_bytes)
         common = fused(most.tables.optimizer)
@@ -125,7 +126,7 @@ class Sharding:
         local = min(int(os.environ.get("LOCAL_WORLD_SIZE", self.world)), self.world)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
         hbm = torch.cuda.get_device_properties(self.device).total_memory if self._on_gpu else None
-        # A planner takes rows in tiers for rows in memory, and would find no place for those that are not.
+        # A planner counts rows in tiers as rows in memory, and would find no place for them.
         shapes = self.tables.shapes()
         tiered = sum(shapes[name][0] * self.group_of[name].record_bytes for name in self.tiered)
         memory, hbm = memory + tiered, None if hbm is None else hbm + tiered
@@ -142,9 +143,9 @@ class Sharding:
         return self.device.type == "cuda"
 
     def constraints(self) -> dict[str, ParameterConstraints]:
-        """Limits by table: the recipe's kernel, what plugins say, and of the sharding types those that work.
+        """Limits by table: the recipe's kernel, the plugins' constraints, and only sharding types that work.
 
-        ``UserError`` on a table for which none is left.
+        ``UserError`` if no sharding type is left for a table.
         """
         kernels = [KERNELS[self.kernel], EmbeddingComputeKernel.DENSE.value]
         limits = {name: ParameterConstraints(compute_kernels=kernels) for name in self.group_of}
@@ -170,7 +171,7 @@ class Sharding:
     def _refused(
         self, name: str, kind: str, limit: ParameterConstraints, stored: DataType
     ) -> UserError | None:
-        """Why a table cannot be sharded so; None: it can."""
+        """Why a table cannot be sharded in this way; None: it can."""
         tables = self.group_of[name]
         if not tables.pooled and kind not in SEQUENCE_TYPES:
             return UserError(
@@ -205,8 +206,7 @@ class Sharding:
         return None
 
     def plan(self, group: dist.ProcessGroup | None) -> ShardPlan:
-        """What the planner decides, of all tables of the model at a time: together with the other ranks of
-        ``group``, or alone (None)."""
+        """Plan all tables of the model together: with the other ranks of ``group``, or alone (None)."""
         topology, limits = self.topology(), self.constraints()
         by_module = {module_name(name): limit for name, limit in limits.items()}
         seen = Prediction({})
@@ -239,18 +239,20 @@ class Sharding:
         return int(topology.world_size // topology.local_world_size)
 
     def _one_state(self, tables: TableSet) -> bool:
-        """Whether a row has one state, which must not be cut."""
+        """Whether a row has a single state value, so that its columns must not be cut."""
         return tables.optimizer.name == "rowwise_adagrad"
 
     def splits_states(self, plan: ShardPlan) -> bool:
-        """Whether some table's row-wise Adagrad has several states for a row: another algorithm."""
+        """Whether some table's row-wise Adagrad would have several states for a row, which is a different
+        algorithm."""
         return any(self._splits_state(name, table) for name, table in plan.tables.items())
 
     def _splits_state(self, name: str, table: TablePlan) -> bool:
         return self._one_state(self.group_of[name]) and any(s.columns < table.dim for s in table.shards)
 
     def check(self, plan: ShardPlan, limits: Mapping[str, ParameterConstraints] | None = None) -> None:
-        """``UserError`` on a plan that this run cannot carry out, or that changes the optimizer unasked."""
+        """``UserError`` if this run cannot carry out the plan, or if the plan changes the optimizer
+        unasked."""
         limits = self.constraints() if limits is None else limits
         if plan.world != self.world:
             raise UserError(
@@ -286,7 +288,8 @@ class Sharding:
 
 
 def _check_widths(tables: Mapping[str, TablePlan]) -> None:
-    """TorchRec cuts all column-wise tables of an ``EmbeddingCollection`` alike."""
+    """Refuse different column cuts: TorchRec cuts all column-wise tables of an ``EmbeddingCollection``
+    alike."""
     cut = {n: t.shards[0].columns for n, t in tables.items() if t.sharding in COLUMN_SPLITTING}
     if len(set(cut.values())) > 1:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Sharded tables prepared: what plugins and the recipe ask for, checked, and the plan."""
+"""Prepares sharded tables: checks what plugins and the recipe ask for, and makes the plan."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def plan_shards(
     world: int,
     owners: Sequence[GroupOwner] = (),
 ) -> tuple[Sharding, ShardPlan]:
-    """Where the tables' parts will lie on ``world`` ranks; takes no memory.
+    """Plan the places of the tables' parts on ``world`` ranks, without allocating them.
 
-    All ranks call it; it plans alone where ``world`` is not the number of ranks that run. ``owners``: who
-    decides which rows of each group are resident; none: all are.
+    All ranks call it. If ``world`` is not the number of running ranks, each plans alone. ``owners``: the
+    owner of each group's resident rows; empty: all rows are resident.
     """
     if len(ranks.trainers) < ranks.world or len(ranks.holders) < ranks.world:
         raise UserError(
@@ -54,7 +54,7 @@ def plan_shards(
         config.budget(tables) / tables.total_bytes,
         frozenset(name for group in tiered for name in group.tables.layout.tables),
     )
-    sharding.sharders()  # which refuses codecs that could not be carried out
+    sharding.sharders()  # this refuses codecs that could not be carried out
     if config.plan is not None:
         plan = load_plan(Path(config.plan).expanduser())
         sharding.check(plan)

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class Sent:
-    """A share of a batch whose ids are on their way to the rows' ranks.
+    """A share of a batch whose ids are being sent to the rows' ranks.
 
-    On a GPU this runs on a stream of its own, beside the training's.
+    On a GPU this runs on a separate stream, beside the training's.
     """
 
     def __init__(self, collection: ShardedCollection, sparse: KeyedJaggedTensor) -> None:
@@ -33,9 +33,9 @@ class Sent:
             self._lengths = self.module.input_dist(self.context, ids)
 
     def send_ids(self) -> None:
-        """Wait for the numbers of ids, which went first, and send the ids themselves.
+        """Wait for the numbers of ids, which were sent first, and send the ids themselves.
 
-        Behind a GPU's cache (``tiers.kernel=uvm_caching``) it also fetches their rows into it.
+        With a GPU's cache (``tiers.kernel=uvm_caching``) it also fetches their rows into the cache.
         """
         if self._ids is not None:
             return
@@ -57,7 +57,7 @@ class Sent:
                 fetch_ahead(self.module, self._here)
 
     def ids(self) -> Any:
-        """What the other ranks sent here; waits for it."""
+        """The ids that the other ranks sent here; waits for them."""
         self.send_ids()
         stream = self.whole.stream
         with torch.cuda.stream(stream):

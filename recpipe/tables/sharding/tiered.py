@@ -1,5 +1,5 @@
-"""Rows of shards in tiers: TorchRec sends ids to a shard's rank and its rows away from there, and on that
-rank the rows are resident, in the slab or in the cold store, under a policy of the rank's own.
+"""Rows of shards in tiers. TorchRec sends ids to a shard's rank and returns rows from there. On that rank the
+rows are resident, in the slab or in the cold store, under the rank's own policy.
 
 A batch's ids are known here once they have arrived. Where they are sent ahead, that is while the batch before
 trains, which hides the fetch of their rows; else rows are planned and fetched in the lookup.
@@ -44,11 +44,12 @@ class ShardTiers:
     """What the tiers of shards are made of."""
 
     owners: Sequence[GroupOwner]
-    """Of each group; those of which all rows are resident have no tiers."""
+    """The owner of each group; groups with all rows resident have no tiers."""
     place: Place
 
     def fill(self, number: int, tables: TableSet, lookups: Sequence[OwnLookup]) -> list[TieredLookup]:
-        """Put tiers behind the ``lookups`` of group ``number``; each holds the rows that it looks up here."""
+        """Give the ``lookups`` of group ``number`` their tiers, with the rows that each looks up on this
+        rank."""
         owner, made = self.owners[number], []
         if lookups and owner.slots < 1 and owner.name != NOCACHE:
             raise no_row(tables, self.place, len(self.owners) > 1)
@@ -62,7 +63,8 @@ class ShardTiers:
     def tiers(
         self, parts: Sequence[LocalPart], tables: TableSet, number: int, folder: Path
     ) -> TieredEmbeddingBagCollection:
-        """Of ``parts`` of one width. Their share of the group's budget is by their bytes, at least a row."""
+        """The tiers of ``parts`` of one width. Their share of the group's budget is proportional to their
+        bytes, at least one row."""
         owner, place = self.owners[number], self.place
         local = local_tables(parts, tables)
         slots = max(1, owner.resident_bytes * local.layout.total_rows // tables.total_bytes)
@@ -84,7 +86,7 @@ class ShardTiers:
 
 
 def local_tables(parts: Sequence[LocalPart], tables: TableSet) -> TableSet:
-    """``parts`` of ``tables``, all of one width, as tables of their own with the same first values."""
+    """Make ``parts`` of ``tables``, all of one width, into separate tables with the same first values."""
     names = {module_name(name): name for name in tables.layout.tables}
 
     def first(name: str, part: LocalPart) -> FirstValues:
@@ -104,7 +106,7 @@ def local_tables(parts: Sequence[LocalPart], tables: TableSet) -> TableSet:
 
 
 class TieredShard:
-    """A table's rows and columns on this rank, which lie in tiers: never in one piece of memory."""
+    """A shard on this rank whose rows are in tiers, and therefore never in one piece of memory."""
 
     def __init__(self, part: LocalPart, tiers: TieredEmbeddingBagCollection, index: int) -> None:
         self.row, self.column, self.shape = part.row, part.column, (part.rows, part.columns)
@@ -115,7 +117,7 @@ class TieredShard:
         return self._tiers.read(self._region(low, high))
 
     def write(self, low: int, high: int, values: Values) -> None:
-        """Replace them."""
+        """Replace weights and optimizer state of its rows [low, high)."""
         self._tiers.write(self._region(low, high), values)
 
     def _region(self, low: int, high: int) -> Region:
@@ -123,7 +125,7 @@ class TieredShard:
 
 
 class TieredLookup(nn.Module):
-    """The rows of one of TorchRec's lookups, in tiers for each width that its parts have."""
+    """The rows of one TorchRec lookup, with tiers for each width among its parts."""
 
     def __init__(
         self, parts: Sequence[LocalPart], tables: TableSet, made_of: ShardTiers, number: int, folder: Path
@@ -143,7 +145,7 @@ class TieredLookup(nn.Module):
         """Ids that are looked up next, and what is planned for them in each of the tiers."""
 
     def each(self) -> Iterator[tuple[list[LocalPart], TieredEmbeddingBagCollection]]:
-        """Tiers, with the parts whose rows they hold."""
+        """The tiers and the parts whose rows they hold."""
         for parts, tiers in zip(self._of_width, self.tiers, strict=True):
             assert isinstance(tiers, TieredEmbeddingBagCollection)
             yield parts, tiers
@@ -209,7 +211,7 @@ class TieredLookup(nn.Module):
                 tiers.forget()
 
     def filter_updates(self, rows: RowFilter) -> None:
-        """Leave rows out of updates, as numbered in the group."""
+        """Leave rows, numbered in the group, out of updates."""
         layout = self.group.layout
         base = dict(zip(map(module_name, layout.tables), layout.bases.tolist(), strict=False))
         for parts, tiers in self.each():
@@ -232,7 +234,7 @@ def fetch_ahead(sharded: Any, arrived: Any) -> None:
 
 
 class GroupTiers(nn.Module):
-    """The tiers of one group's shards on this rank; none where it has no such shards."""
+    """The tiers of one group's shards on this rank; empty if it has no such shards."""
 
     def __init__(self, lookups: Iterable[TieredLookup]) -> None:
         super().__init__()
@@ -249,7 +251,7 @@ class GroupTiers(nn.Module):
             yield lookup
 
     def each(self) -> list[TieredEmbeddingBagCollection]:
-        """All of them."""
+        """All tiers of the group."""
         return [tiers for lookup in self._lookups() for _, tiers in lookup.each()]
 
     def shards(self, table: str) -> list[TieredShard]:
@@ -257,18 +259,19 @@ class GroupTiers(nn.Module):
         return [shard for lookup in self._lookups() for shard in lookup.shards(table)]
 
     def filter_updates(self, rows: RowFilter) -> None:
-        """Leave rows out of updates, as numbered in the group."""
+        """Leave rows, numbered in the group, out of updates."""
         for lookup in self._lookups():
             lookup.filter_updates(rows)
 
     def figures(self) -> TierFigures:
-        """Their sums."""
+        """The sums of their figures."""
         nothing = TierFigures(IoCounters(), TierTimes(), None, 0, 0, 0, False)
         found = [tiers.tier_figures() for tiers in self.each()]
         return reduce(TierFigures.plus, found) if found else nothing
 
     def gathered(self, channel: Channel) -> dict[str, Any]:
-        """Every rank's placement, on the channel's first member, which saves it; all members call it."""
+        """The placements of all ranks, on the channel's first member, which saves them; all members call
+        it."""
         own = {_shards_of(tiers): tiers.placement_state() for tiers in self.each()}
         sent = packed(own)
         received = channel.exchange([sent if member == 0 else sent[:0] for member in range(channel.size)])
@@ -282,7 +285,7 @@ class GroupTiers(nn.Module):
         """Tiers with what ``gathered`` has of them; none where it is of other ranks or shards, or of tables
         that were whole.
 
-        ``Damaged`` where it cannot have given ``state``.
+        ``Damaged`` if ``state`` cannot be a result of ``gathered``.
         """
         if of_whole(state):
             return []
@@ -295,25 +298,25 @@ class GroupTiers(nn.Module):
         return [(tiers, found[shards]) for shards, tiers in mine.items()]
 
     def write_back(self) -> None:
-        """Of all of them."""
+        """Write the rows of all of them back."""
         for tiers in self.each():
             tiers.write_back()
 
     def close(self) -> None:
-        """Close all of them, whatever one of them raises; the first fault comes out."""
+        """Close all of them, even if one of them raises; the first fault is raised in the end."""
         with ExitStack() as stack:
             for tiers in self.each():
                 stack.callback(tiers.close)
 
 
 def _shards_of(tiers: TieredEmbeddingBagCollection) -> str:
-    """Which parts of which tables it holds."""
+    """A description of the tables' parts that the tiers hold."""
     tables = tiers.tables
     return " ".join(f"{table.name}:{table.rows}x{tables.dim}" for table in tables.tables)
 
 
 class _OfShards(RowFilter):
-    """A group's filter, asked by the numbers that rows have in some of its shards."""
+    """A group's filter for rows that are numbered within some of its shards."""
 
     def __init__(self, rows: RowFilter, bases: RowIds, firsts: RowIds) -> None:
         self._rows, self._bases, self._shift = rows, bases[1:-1], firsts - bases[:-1]

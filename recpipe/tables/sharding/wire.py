@@ -12,21 +12,22 @@ from recpipe.plugin.quantizer import Direction
 
 WIRE_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 POOLED = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
-"""The collectives of pooled tables ..."""
+"""The collectives of pooled tables."""
 SEQUENCES = (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,)
-"""... and of those whose rows are handed out one for each id."""
+"""The collectives of tables that give one row for each id."""
 
 
 def wire_codecs(
     forward: str, backward: str, pooled: Iterable[bool] = (True,)
 ) -> Mapping[tuple[CommOp, Direction], Any]:
-    """TorchRec's codecs of rows and their gradients, each of ``WIRE_PRECISIONS``; none for float32 both ways.
+    """TorchRec's codecs for rows and for their gradients, each one of ``WIRE_PRECISIONS``; empty if both are
+    float32.
 
-    ``pooled``: of each table, whether its rows are summed by bag, which have other collectives.
+    ``pooled``: for each table, whether its rows are summed by bag; this decides which collectives it uses.
 
-    A codec rounds each value once on its way: relative error at most 2^-11 (fp16), 2^-8 (bf16), and for
-    int8 half of 1/255 of the row's range. A reduce-scatter adds in that precision too, rank by rank; TorchRec
-    has none for int8, so that tables must not be split by rows then.
+    A codec rounds each value once: the relative error is at most 2^-11 (fp16) or 2^-8 (bf16), and for int8
+    the error is half of 1/255 of the row's range. A reduce-scatter also adds in that precision, rank by rank.
+    TorchRec has no reduce-scatter for int8, so tables must not be split by rows then.
     """
     if (forward, backward) == ("fp32", "fp32"):
         return {}

@@ -1,4 +1,4 @@
-"""Where rows live that are not resident: ``make_store`` gives the store that a recipe names."""
+"""Stores of rows that are not resident; ``make_store`` makes the one that a recipe names."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ def make_store(
 
     ``directory`` (``tiers.dir``) is where an ``ssd`` store puts its files, which ``close`` removes if
     they are ``scratch``; ``pinned`` page-locks a ``host`` store for a GPU; ``staging_bytes`` bounds the
-    blocks that an ``ssd`` store keeps between a fetch and the write-back of its rows. Raises UserError
-    for an unknown kind or a missing directory, StoreError where the memory or the disk cannot hold the
-    rows.
+    blocks that an ``ssd`` store keeps between a fetch and the write-back of its rows. Raises UserError for an
+    unknown kind or a missing directory, and StoreError if memory or disk cannot hold the rows.
     """
     if kind == "host":
         return HostStore(layout, fill, pinned)

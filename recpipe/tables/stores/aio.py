@@ -1,8 +1,9 @@
-"""Many block reads or writes at once: Linux native AIO, with no compiler and no Python work per request.
+"""Many block reads or writes at once by Linux native AIO, without a compiler and without Python work per
+request.
 
 The control blocks of a batch are one numpy array, so a call costs a few system calls per queue depth
-(``io_submit(2)``, ``io_getevents(2)``). Where the kernel does not give AIO, and for files behind the
-page cache (whose AIO is synchronous), a small pool of threads does the same; ``engine`` says which.
+(``io_submit(2)``, ``io_getevents(2)``). If the kernel does not offer AIO, and for files behind the page cache
+(for which AIO is synchronous), a small pool of threads does the same; ``engine`` tells which.
 """
 
 from __future__ import annotations
@@ -74,26 +75,27 @@ class RequestError(Exception):
 
 
 class BlockTransfer(Protocol):
-    """Moves a batch of requests; both engines have this face."""
+    """Moves a batch of requests; the interface of both engines."""
 
     engine: Engine
 
     def run(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
-        """Return when every byte is moved; RequestError for the first request that failed.
+        """Return when every byte has been moved; RequestError for the first request that failed.
 
-        No request is in flight any more when this returns or raises: the buffer is the caller's again.
+        When this returns or raises, no request is in flight, so that the caller may use the buffer again.
         """
 
     def close(self) -> None:
-        """Give back the kernel's queue or the threads."""
+        """Release the kernel's queue or the threads."""
 
 
 def open_transfer(depth: int, *, direct: bool) -> BlockTransfer:
-    """Native AIO with ``depth`` requests in flight for O_DIRECT files where it can be had, else threads."""
+    """Native AIO with ``depth`` requests in flight for O_DIRECT files if it is available, otherwise
+    threads."""
     if direct and sys.platform == "linux" and platform.machine() in SYSCALLS:
         try:
             return NativeAio(depth)
-        except OSError as error:  # forbidden by a sandbox, not in this kernel, or fs.aio-max-nr used up
+        except OSError as error:  # a sandbox forbids it, the kernel lacks it, or fs.aio-max-nr is used up
             log.warning(
                 "no native AIO here (io_setup: %s): the ssd store uses threads, which cost CPU", error
             )
@@ -101,7 +103,7 @@ def open_transfer(depth: int, *, direct: bool) -> BlockTransfer:
 
 
 class NativeAio:
-    """A kernel AIO context of ``depth`` requests. OSError where ``io_setup`` is refused."""
+    """A kernel AIO context of ``depth`` requests. OSError if ``io_setup`` is refused."""
 
     engine: Engine = "aio"
 
@@ -124,7 +126,7 @@ class NativeAio:
             pending = self._pass(blocks, pending)
 
     def _pass(self, blocks: NDArray[np.void], pending: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Move the pending requests; return those moved only in part, cut down to what is left."""
+        """Move the pending requests; return those moved only in part, reduced to what is left."""
         pointers = (blocks.ctypes.data + pending * IOCB.itemsize).astype(np.uint64)
         results = np.zeros(len(blocks), np.int64)
         submitted = done = 0
@@ -134,8 +136,9 @@ class NativeAio:
                 if room:
                     submitted += self._try_submit(pointers, submitted, room, pending, idle=submitted == done)
                 done += self._reap(results, min(self._depth // 4 or 1, submitted - done))
-        except BaseException:  # Ctrl-C too: the kernel owns the buffer until every request is back
-            self.close()  # which waits for them
+        # Also after Ctrl-C: the kernel owns the buffer until every request has completed.
+        except BaseException:
+            self.close()  # this waits for them
             self._open()
             raise
         return _remainders(blocks, pending, results)
@@ -155,14 +158,14 @@ class NativeAio:
         except OSError as error:
             if error.errno == errno.EINTR:
                 return 0
-            if error.errno == errno.EAGAIN:  # the kernel is short of slots: reap what is in flight first
+            if error.errno == errno.EAGAIN:  # the kernel has no free slots: collect what is in flight first
                 if idle:
                     time.sleep(0.001)
                 return 0
             raise RequestError(int(pending[first]), error.errno or errno.EIO) from error
 
     def _reap(self, results: NDArray[np.int64], least: int) -> int:
-        """Wait for ``least`` (of those in flight) completions; how many came."""
+        """Wait for at least ``least`` completions; returns how many came."""
         if least == 0:
             return 0
         try:
@@ -188,7 +191,7 @@ class NativeAio:
         return result
 
     def close(self) -> None:
-        """Give the context back to the kernel."""
+        """Return the context to the kernel."""
         if self._context.value:
             self._call(self._destroy, self._context)
             self._context = ctypes.c_ulong(0)
@@ -208,7 +211,7 @@ def _control_blocks(requests: Requests, buffer: NDArray[np.uint8], write: bool) 
 def _remainders(
     blocks: NDArray[np.void], pending: NDArray[np.int64], results: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Check the results of ``pending``; cut short transfers down to their rest and return those."""
+    """Check the results of ``pending``; return the short transfers, reduced to their remainder."""
     moved = results[pending]
     short = moved != blocks["bytes"][pending].astype(np.int64)
     left: NDArray[np.int64] = pending[short]
@@ -225,7 +228,7 @@ def _remainders(
 
 
 class ThreadedIo:
-    """``preadv`` and ``pwritev`` from a few threads, each with its own stretch of the batch."""
+    """``preadv`` and ``pwritev`` in a few threads, each of which moves a part of the batch."""
 
     engine: Engine = "threads"
 

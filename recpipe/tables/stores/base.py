@@ -1,4 +1,4 @@
-"""The cold tier's contract: rows that are not resident live in a ``ColdStore``."""
+"""The interface of the cold tier: rows that are not resident are kept in a ``ColdStore``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Fill = Callable[[str, int, int], Records]
 
 @dataclass(frozen=True)
 class StoreLayout:
-    """Where every row is: tables in order, their rows, and the width of a record.
+    """The numbering of rows: tables in order, their rows, and the width of a record.
 
     A row's global number is ``base(table) + id``: one int64 names a row of any table, so that a
     whole batch moves in one call. A record is float32 [width]: the row's weights, then its
@@ -41,19 +41,20 @@ class StoreLayout:
 
 @dataclass
 class IoCounters:
-    """What crossed the border to the cold tier since the run began; bytes as the device moved them."""
+    """Traffic with the cold tier since the run began, in rows and in bytes that the device moved."""
 
     rows_read: int = 0
     rows_written: int = 0
     rows_staged: int = 0
-    """Of ``rows_written``: rows whose block the store still had staged, so need not read before writing."""
+    """Those of ``rows_written`` whose block was still staged in memory, so that the store need not read it
+    first."""
     bytes_read: int = 0
     bytes_written: int = 0
     read_seconds: float = 0.0
     write_seconds: float = 0.0
 
     def plus(self, other: IoCounters, sign: int = 1) -> IoCounters:
-        """Both together, or the difference with ``sign`` -1."""
+        """The sum of both, or with ``sign`` -1 the difference."""
         both = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return IoCounters(*(mine + sign * theirs for mine, theirs in both))
 
@@ -66,8 +67,8 @@ class ColdStore(ABC):
     direct: bool | None
     """True: O_DIRECT; False: buffered by the page cache; None: not a file (DRAM)."""
     rounded: Callable[[Records], Records] | None = None
-    """What ``gather`` gives of records once they are written, where it is not what was written (fewer bits).
-    Called from any thread; a store around another one passes it on."""
+    """Returns what ``gather`` would return of records after they are written, if that differs (fewer bits).
+    It may be called from any thread. A store around another one passes it on."""
 
     @abstractmethod
     def gather(self, rows: Rows, out: Records) -> None:
@@ -86,13 +87,13 @@ class ColdStore(ABC):
         """Flush and release files and memory; the store cannot be used afterwards."""
 
     def background(self) -> IoCounters:
-        """What the store moved on its own, between calls; not in ``io``."""
+        """What the store moved by itself between calls; not counted in ``io``."""
         return IoCounters()
 
     @property
     @abstractmethod
     def cold_bytes(self) -> int:
-        """Bytes that the records take in this store, paddings and headers included."""
+        """Bytes that the records take in this store, padding and headers included."""
 
     @property
     @abstractmethod

@@ -12,12 +12,13 @@ from recpipe.tables.stores.base import Rows, StoreLayout
 
 BLOCK_BYTES = 4096
 MAX_RUN_BYTES = 256 << 10
-"""Adjacent blocks travel as one request up to this size."""
+"""Adjacent blocks are moved by one request of at most this size."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where rows are: ``blocks`` (numbered through all files), ``lanes`` (record within), int64 [n]."""
+    """The places of rows: ``blocks`` (numbered over all files) and ``lanes`` (the record within a block),
+    int64 [n]."""
 
     blocks: NDArray[np.int64]
     lanes: NDArray[np.int64]
@@ -26,9 +27,8 @@ class Places:
 class BlockMap:
     """Rows to blocks. A record is ``width`` float32 words and one checksum word.
 
-    Blocks are 4096 bytes and no record crosses a block's border; a record larger than that has a
-    block of its own, of as many times 4096 bytes as it needs. Blocks of all tables are numbered
-    through, in the order of the tables.
+    Blocks have 4096 bytes, and no record crosses a block's border. For larger records, a block has one record
+    and as many times 4096 bytes as it needs. Blocks are numbered over all tables, in the order of the tables.
     """
 
     def __init__(self, layout: StoreLayout) -> None:
@@ -56,7 +56,7 @@ class BlockMap:
         return Places(within + self.first_blocks[tables], lanes)
 
     def rows_in(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many rows each block holds: ``rows_per_block``, less in a table's last. int64 [n]."""
+        """How many rows each block holds, int64 [n]: ``rows_per_block``, or fewer in a table's last block."""
         tables = self.tables_of(blocks)
         start = (blocks - self.first_blocks[tables]) * self.rows_per_block
         rows = np.asarray(self.layout.rows, np.int64)[tables]
@@ -74,7 +74,8 @@ class BlockMap:
     def requests(
         self, blocks: NDArray[np.int64], slots: NDArray[np.int64], fds: NDArray[np.int64]
     ) -> Requests:
-        """Transfers between ``blocks`` (ascending) and ``slots``; neighbours in both are one request."""
+        """Transfers between ``blocks`` (ascending) and ``slots``. What is adjacent in both becomes one
+        request."""
         tables = self.tables_of(blocks)
         joined = (np.diff(blocks) == 1) & (np.diff(slots) == 1) & (np.diff(tables) == 0)
         starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))[: len(blocks)]

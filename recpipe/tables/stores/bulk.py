@@ -1,11 +1,13 @@
-"""A cold store behind bulk transfers: rows are read a group of batches ahead, and written back together.
+"""A cold store with bulk transfers: rows are read for a group of batches in advance, and written back
+together.
 
-A batch needs a few thousand rows scattered over all blocks of the store. Many batches' rows, sorted, share
-blocks and lie in neighbouring ones, which the ssd store merges into large requests. Whoever knows what
-coming batches need announces it; one thread reads it into host memory while training goes on. Writes wait
+A batch needs a few thousand rows scattered over all blocks of the store. The sorted rows of many batches
+share blocks or are in adjacent ones, which the ssd store merges into large requests. A caller that knows what
+future batches need announces it, and a thread reads it into host memory while training goes on. Writes wait
 in host memory until there are enough of them.
 
-Every call sees the newest record: first what waits to be written, then what was read ahead, then the store.
+Every call sees the newest record: it looks first among waiting writes, then in what was read ahead, then in
+the store.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from recpipe.tables.stores.base import ColdStore, IoCounters, Records, Rows
 
 NOWHERE = -1
 GROUP_BITS = 6
-"""A place in a group is ``position << GROUP_BITS | number of the group``, numbers modulo 64."""
+"""A place in a group is ``position << GROUP_BITS | number of the group``; groups are numbered modulo 64."""
 MAX_GROUPS = (1 << GROUP_BITS) - 1
 WRITE_ROWS = 4096
-"""Rows of a lot that are written before a waiting read has its turn."""
+"""How many rows of a lot are written before a waiting read has its turn."""
 
 
 @dataclass
 class ReadGroup:
-    """Rows that are read ahead together, sorted, and their records once they are here."""
+    """Rows that are read ahead together, sorted, and their records once they have arrived."""
 
     rows: Rows
     records: Records | None = None
@@ -40,7 +42,7 @@ class ReadGroup:
 
 @dataclass
 class Writes:
-    """Rows that wait to be written and their newest records; the first ``count`` places are used."""
+    """Rows that wait to be written, with their newest records; the first ``count`` places are used."""
 
     rows: Rows
     records: Records
@@ -52,7 +54,7 @@ class BulkStore(ColdStore):
 
     Args:
         inner: the store itself. Owned: ``close`` closes it.
-        write_rows: rows that wait in memory before they are written.
+        write_rows: how many rows wait in memory before they are written.
     """
 
     def __init__(self, inner: ColdStore, write_rows: int) -> None:
@@ -62,25 +64,25 @@ class BulkStore(ColdStore):
         self.rounded = inner.rounded
         self.io = IoCounters()
         self.missed = 0
-        """Rows that ``gather`` had to read itself."""
+        """How many rows ``gather`` had to read itself."""
         self.waited = 0.0
-        """Seconds that ``gather`` waited for groups under way."""
+        """Seconds that ``gather`` waited for groups being read."""
         self.announced = 0
-        """Groups announced."""
+        """How many groups were announced."""
         self.peak_bytes = 0
-        """Most host memory that groups and waiting writes took."""
+        """The most host memory that groups and waiting writes took, in bytes."""
         self._capacity = max(1, write_rows)
         self._background = IoCounters()
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, "recpipe-bulk")
         self._groups: OrderedDict[int, ReadGroup] = OrderedDict()
         self._ahead = np.full(self.layout.total_rows, NOWHERE, np.int32)
-        """Of each row its newest record's place in a group, or NOWHERE."""
+        """For each row, the place of its newest record in a group, or NOWHERE."""
         self._active = self._new_writes()
         self._leaving: Writes | None = None
         self._written: Future[None] | None = None
         self._waiting = np.full(self.layout.total_rows, NOWHERE, np.int32)
-        """Of each row that waits to be written its place: 2 * position + parity of the lot."""
+        """For each row that waits to be written, its place: 2 * position + parity of the lot."""
         self._parity = 0
 
     # -- reading -----------------------------------------------------------------------------
@@ -88,7 +90,7 @@ class BulkStore(ColdStore):
     def announce(self, rows: Rows) -> int:
         """Start reading distinct ``rows``; returns at once, with the group's number for ``retire``.
 
-        Later ``gather`` calls find the rows here. Of more than 63 groups the oldest is forgotten.
+        Later ``gather`` calls find the rows here. If there are more than 63 groups, the oldest is forgotten.
         """
         group = ReadGroup(np.sort(rows))
         with self._lock:
@@ -103,7 +105,7 @@ class BulkStore(ColdStore):
         return number
 
     def retire(self, number: int) -> None:
-        """Forget a group, if it has not been yet: what it was read for has been fetched."""
+        """Forget a group, unless that has happened already: its batches have fetched their rows."""
         with self._lock:
             group = self._groups.pop(number, None)
             if group is None:
@@ -119,7 +121,8 @@ class BulkStore(ColdStore):
             self.inner.gather(group.rows, records)
             self._background = self._background.plus(self.inner.io.plus(before, -1))
             with self._lock:
-                # Writes are made in this thread: what was replaced meanwhile, or not written yet, waits.
+                # This thread also writes, so records replaced meanwhile or not written yet are among the
+                # waiting writes.
                 newer = np.flatnonzero(self._waiting[group.rows] != NOWHERE)
                 records[newer] = self._waiting_records(group.rows[newer])
                 group.records = records
@@ -129,7 +132,7 @@ class BulkStore(ColdStore):
             group.done.set_exception(fault)
 
     def gather(self, rows: Rows, out: Records) -> None:
-        """The newest records of ``rows``; waits for groups that are to bring some of them."""
+        """The newest records of ``rows``; waits for groups that will bring some of them."""
         while True:
             with self._lock:
                 self._raise_faults()
@@ -153,12 +156,12 @@ class BulkStore(ColdStore):
             self._gather_now(rows, left, out)
 
     def _under_way(self, ahead: NDArray[np.int32]) -> list[ReadGroup]:
-        """Groups that are to bring some of the rows at these places and have not come yet."""
+        """Groups that will bring some of the rows at these places and have not arrived yet."""
         needed = np.bincount(ahead[ahead != NOWHERE] & MAX_GROUPS, minlength=MAX_GROUPS + 1)
         return [group for number, group in self._groups.items() if needed[number] and group.records is None]
 
     def _gather_now(self, rows: Rows, left: NDArray[np.int64], out: Records) -> None:
-        """Rows that nobody announced: from the store, after everything that is queued."""
+        """Read rows that were not announced from the store, after everything that is queued."""
         wanted = rows[left]
         records = np.empty((len(left), self.layout.width), np.float32)
 
@@ -174,10 +177,10 @@ class BulkStore(ColdStore):
     # -- writing -----------------------------------------------------------------------------
 
     def scatter(self, rows: Rows, records: Records) -> None:
-        """Keep ``records`` until there are enough to write; a record that waits already is replaced."""
+        """Keep ``records`` until there are enough to write; they replace waiting records of the same rows."""
         with self._lock:
             self._raise_faults()
-        if self.rounded is not None:  # at once: who reads them must not depend on when they are written
+        if self.rounded is not None:  # rounded at once: what is read must not depend on when it is written
             records = self.rounded(records)
         for start in range(0, len(rows), self._capacity):
             part = slice(start, start + self._capacity)
@@ -200,7 +203,8 @@ class BulkStore(ColdStore):
             self._count_memory()
 
     def _refresh_groups(self, rows: Rows, records: Records) -> None:
-        """Replace records that were read ahead; a group under way takes over what waits when it comes."""
+        """Replace records that were read ahead. A group being read takes over waiting writes when it
+        arrives."""
         ahead = self._ahead[rows]
         for number, group in self._groups.items():
             here = np.flatnonzero((ahead != NOWHERE) & ((ahead & MAX_GROUPS) == number))
@@ -208,7 +212,7 @@ class BulkStore(ColdStore):
                 group.records[ahead[here] >> GROUP_BITS] = records[here]
 
     def _start_writing(self) -> None:
-        """Hand what waits to the thread; blocks while it still writes the last lot."""
+        """Hand the waiting writes to the thread; blocks while it still writes the last lot."""
         if self._written is not None:
             self._written.result()
         with self._lock:
@@ -220,7 +224,7 @@ class BulkStore(ColdStore):
         self._thread.submit(self._write, leaving, order, self._written)
 
     def _write(self, leaving: Writes, order: NDArray[np.int64], written: Future[None]) -> None:
-        """Write the first rows of ``order``, then queue up again: reads that came meanwhile go first."""
+        """Write the first rows of ``order``, then queue the rest again, after reads that came meanwhile."""
         try:
             part, rest = order[:WRITE_ROWS], order[WRITE_ROWS:]
             rows = leaving.rows[part]
@@ -263,7 +267,7 @@ class BulkStore(ColdStore):
         return self._background
 
     def _raise_faults(self) -> None:
-        """Raise what the thread met: a read that failed, or a write."""
+        """Raise the error of a read or a write that failed in the thread."""
         for group in self._groups.values():
             if group.done.done():
                 group.done.result()
@@ -271,14 +275,14 @@ class BulkStore(ColdStore):
             self._written.result()
 
     def flush(self) -> None:
-        """Write everything that waits, and make it as durable as the store can."""
+        """Write everything that waits, and make it as durable as the store makes it."""
         self._start_writing()
         assert self._written is not None
         self._written.result()
         self._thread.submit(self.inner.flush).result()
 
     def close(self) -> None:
-        """Write everything that waits and close the store. Twice is once."""
+        """Write everything that waits and close the store. Calling it again does nothing."""
         try:
             if self._active.count:
                 self._start_writing()
@@ -301,6 +305,6 @@ class BulkStore(ColdStore):
 
     @property
     def overhead_bytes(self) -> int:
-        """The store's own, 8 bytes per row, and the most that groups and waiting writes took."""
+        """The store's own overhead, 8 bytes per row, and the most that groups and waiting writes took."""
         maps = self._ahead.nbytes + self._waiting.nbytes
         return self.inner.overhead_bytes + maps + self.peak_bytes

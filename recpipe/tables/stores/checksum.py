@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 class RowChecksum:
     """Multiply-shift hashing: the top 32 bits of ``sum(word_i * key_i)`` modulo 2**64.
 
-    Words are the record's, then the two halves of its row number. With 64-bit keys drawn at random
-    two different inputs collide with probability 2**-32 (Dietzfelbinger, 1996), so torn records,
-    swapped words and rows in another row's place are told apart. The keys come from ``salt``: the
-    records of another store, or of an earlier run in the same files, do not pass either.
+    The words are the record's, followed by the two halves of its row number. With random 64-bit keys, two
+    different inputs collide with probability 2**-32 (Dietzfelbinger, 1996), so torn records, swapped words
+    and rows in another row's place are detected. The keys depend on ``salt``, so records of another store, or
+    of an earlier run in the same files, are detected too.
     """
 
     def __init__(self, width: int, salt: int) -> None:

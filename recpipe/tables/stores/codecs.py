@@ -1,6 +1,6 @@
-"""Codecs of cold rows: weights as float16, bfloat16 or 8-bit integers; optimizer state as it is, float32.
+"""Codecs of cold rows: weights as float16, bfloat16 or 8-bit integers, optimizer state as float32.
 
-What a codec has decoded it encodes to the same bytes again. Weights that are not finite stay so.
+A decoded record encodes to the same bytes again. Weights that are not finite stay not finite.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Floats = NDArray[np.float32]
 LEVELS = 255
 """Steps between the smallest and the largest weight of a row in 8 bits."""
 NARROW = 32
-"""Rows of fewer weights are turned first: their extremes are then found in a third of the time."""
+"""Rows with fewer weights are transposed first: their extremes are then found in a third of the time."""
 GRID_BITS = 22
-"""A row's scale and bias are multiples of 2**-22 of the power of two at its largest weight: then bias plus
-any number of scales is a float32 without rounding."""
+"""A row's scale and bias are multiples of 2**-22 times the power of two at its largest weight, so that bias
+plus any multiple of the scale is a float32 without rounding."""
 NORMAL = 1
 """Exponent field of the smallest normal float32."""
 TOO_LARGE = 254
-"""Exponent field of the least power of two, 2**127, at which a row's range may be no float32."""
+"""Exponent field of 2**127, from which on a row's range may not be a float32."""
 
 
 class WeightCodec(RowCodec):
-    """A record whose weights take ``weight_bytes``, with its optimizer state behind them."""
+    """A codec whose records have ``weight_bytes`` for the weights, followed by the optimizer state."""
 
     def __init__(self, layout: RecordLayout, weight_bytes: int) -> None:
         self.dim = layout.dim
@@ -51,11 +51,12 @@ class WeightCodec(RowCodec):
 
     @abstractmethod
     def encode_weights(self, weights: Floats, out: Bytes) -> None:
-        """Weights float32 [n, dim] into ``out``, uint8 [n, weight_bytes]; rows are apart in both."""
+        """Encode weights float32 [n, dim] into ``out``, uint8 [n, weight_bytes]; rows need not be
+        contiguous."""
 
     @abstractmethod
     def decode_weights(self, encoded: Bytes, out: Floats) -> None:
-        """The reverse."""
+        """Decode uint8 [n, weight_bytes] into float32 [n, dim]."""
 
 
 class Fp16Rows(WeightCodec):
@@ -95,7 +96,7 @@ class Int8Rows(WeightCodec):
     2**-14 of its largest weight where that is more. A row with a weight that is not finite, or of 2**127 and
     more, comes back as NaN.
 
-    FBGEMM's own rounding makes other bytes of what it has decoded (of every tenth row, measured); here scale
+    With FBGEMM's own rounding, a decoded row encodes to other bytes (every tenth row, measured). Here scale
     and bias are on a grid on which ``bias + scale * q`` is exact, so that both are found again.
     """
 
@@ -110,7 +111,7 @@ class Int8Rows(WeightCodec):
         steps = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
         levels = torch.sub(values, torch.from_numpy(bias).unsqueeze(1))
         levels.mul_(torch.from_numpy(steps).unsqueeze(1)).add_(0.5).clamp_(0, LEVELS)
-        # By way of int32 in half the time, and NaN becomes 0.
+        # Converting through int32 takes half the time, and makes NaN 0.
         torch.from_numpy(out[:, : self.dim]).copy_(levels.to(torch.int32).to(torch.uint8))
         out[:, self.dim :].view(np.float32)[...] = np.stack((scale, bias), axis=1)
 
@@ -122,7 +123,7 @@ class Int8Rows(WeightCodec):
 
 
 def _scale_and_bias(low: Floats, high: Floats) -> tuple[Floats, Floats]:
-    """Of rows between ``low`` and ``high``, float32 [n] each."""
+    """Scale and bias of rows whose weights are between ``low`` and ``high``, float32 [n] each."""
     largest = np.maximum(np.abs(low), np.abs(high))
     exponent = largest.view(np.int32) >> 23
     grid = np.maximum(exponent - GRID_BITS, NORMAL)

@@ -1,4 +1,4 @@
-"""A cold store whose records are encoded: around any local store, which then holds fewer bytes."""
+"""A cold store with encoded records, as a wrapper of any local store, which then holds fewer bytes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from recpipe.tables.stores.base import ColdStore, Fill, IoCounters, Records, Row
 
 MakeLocal = Callable[[StoreLayout, Fill], ColdStore]
 WORD = 4
-"""Bytes of the float32 words that stores move, whatever is in them."""
+"""Bytes of a float32 word, the unit that stores move."""
 
 
 class Coding:
-    """A codec's bytes as records of float32 words, which any store moves as they are; the last word is filled
-    up with zeros."""
+    """Packs a codec's bytes into records of float32 words, which any store moves unchanged. The last word is
+    padded with zeros."""
 
     def __init__(self, codec: RowCodec) -> None:
         self.codec = codec
         self.width = -(-codec.bytes_per_record // WORD)
-        """Words of an encoded record."""
+        """The number of words in an encoded record."""
 
     def encoded(self, records: Records) -> Records:
         """``records``, float32 [n, record width], as words [n, ``width``]."""
@@ -34,18 +34,18 @@ class Coding:
         return np.ascontiguousarray(made).view(np.float32)
 
     def decode(self, words: Records, out: Records) -> None:
-        """The reverse, into ``out``."""
+        """Decode words into ``out``."""
         encoded = words.view(np.uint8)[:, : self.codec.bytes_per_record]
         self.codec.decode(np.ascontiguousarray(encoded), out)
 
     def rounded(self, records: Records) -> Records:
-        """What comes back of ``records`` once they are written."""
+        """What is read of ``records`` after they have been written."""
         out = np.empty(records.shape, np.float32)
         self.decode(self.encoded(records), out)
         return out
 
     def layout(self, layout: StoreLayout) -> StoreLayout:
-        """That of the encoded records of ``layout``."""
+        """The layout of the encoded records of ``layout``."""
         return StoreLayout(layout.tables, layout.rows, self.width)
 
     def fill(self, fill: Fill) -> Fill:
@@ -56,7 +56,7 @@ class Coding:
 class CodedStore(ColdStore):
     """Records of ``layout``, encoded in ``inner``. Owned: ``close`` closes it.
 
-    Bytes are those of ``inner``; its seconds have those of the codec with them.
+    Its bytes are those of ``inner``; its seconds include the codec's.
     """
 
     def __init__(self, layout: StoreLayout, coding: Coding, inner: ColdStore) -> None:
@@ -79,7 +79,7 @@ class CodedStore(ColdStore):
         self.io.read_seconds += time.perf_counter() - began
 
     def scatter(self, rows: Rows, records: Records) -> None:
-        """Replace records by what their encoding keeps of ``records``."""
+        """Encode ``records`` and write them."""
         began = time.perf_counter()
         words = self.coding.encoded(records)
         self.io.write_seconds += time.perf_counter() - began
@@ -94,7 +94,7 @@ class CodedStore(ColdStore):
         self.inner.close()
 
     def background(self) -> IoCounters:
-        """Of ``inner``."""
+        """As ``inner``."""
         return self.inner.background()
 
     @property
@@ -104,12 +104,12 @@ class CodedStore(ColdStore):
 
     @property
     def overhead_bytes(self) -> int:
-        """Of ``inner``; the codec keeps nothing."""
+        """The overhead of ``inner``; the codec has none."""
         return self.inner.overhead_bytes
 
 
 def local_store(layout: StoreLayout, fill: Fill, coding: Coding | None, make: MakeLocal) -> ColdStore:
-    """What ``make`` makes, with records that are encoded where there is a ``coding``."""
+    """Make a store by ``make``, with encoded records if there is a ``coding``."""
     if coding is None:
         return make(layout, fill)
     return CodedStore(layout, coding, make(coding.layout(layout), coding.fill(fill)))

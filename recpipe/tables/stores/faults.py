@@ -1,4 +1,4 @@
-"""What the operating system refused, said to a user with the remedy."""
+"""Messages with a remedy for errors of the operating system."""
 
 from __future__ import annotations
 

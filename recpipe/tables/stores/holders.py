@@ -1,10 +1,9 @@
 """The cold tier over ranks: rows partitioned over the holders of a torch.distributed group.
 
-Row g lies on holder ``g % H``, there at number ``g // H``, in DRAM or on an SSD. Rows move in rounds.
-A round is a handful of collectives that every trainer and holder enters: what it wants written and
-read, the records to write, the records read. The writes of all ranks in a round are applied before its
-reads, so a round is also the acknowledgement that earlier rows have arrived. Encoded records travel as they
-lie in the stores.
+Row g is on holder ``g % H``, with number ``g // H`` there, in DRAM or on an SSD. Rows move in rounds. A round
+consists of a few collectives that every trainer and holder enters: the rows to write and to read, the records
+to write, the records read. The writes of all ranks in a round are applied before its reads, so a round also
+confirms that earlier rows have arrived. Encoded records are sent as they are in the stores.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from recpipe.tables.stores.base import ColdStore, Fill, IoCounters, Records, Row
 from recpipe.tables.stores.coded import CodedStore, Coding, MakeLocal, local_store
 
 TABLE = "rows"
-"""Name of the one table of a holder's part."""
+"""The name of the only table in a holder's part."""
 
 
 class HoldersStore(ColdStore):
     """Records on the holders. Every trainer makes the same sequence of calls, each with its own rows.
 
-    A row is written by one trainer in a round. Ranks that hold rows and do not train call ``serve``.
+    Only one trainer writes a row in a round. Ranks that hold rows and do not train call ``serve``.
     """
 
     direct: bool | None
@@ -46,7 +45,7 @@ class HoldersStore(ColdStore):
         self.ranks = ranks
         self.channel: Channel = ranks.channel()
         self.local: ColdStore | None = None
-        """This rank's part; None where it holds no rows."""
+        """This rank's part; None if it holds no rows."""
         if ranks.holds:
             here = part_layout(layout, ranks)
             self.local = local_store(here, part_fill(layout, fill, ranks), coding, make_local)
@@ -55,13 +54,13 @@ class HoldersStore(ColdStore):
         if coding is not None:
             self.rounded, self._width = coding.rounded, coding.width
         self._raw = self.local.inner if isinstance(self.local, CodedStore) else self.local
-        """This rank's part as records travel, float32 [n, ``_width``]."""
+        """This rank's part in the form in which records are sent, float32 [n, ``_width``]."""
         self._written = np.dtype([("row", "<i8"), ("record", "<f4", (self._width,))])
         self._nothing = np.empty((0, self._width), np.float32)
         self._open = True
 
     def owner_of(self, rows: Rows) -> Rows:
-        """Which of ``ranks.holders`` holds each row: its index there, int64 [n]."""
+        """The holder of each row, as an index into ``ranks.holders``, int64 [n]."""
         return rows % len(self.ranks.holders)
 
     def local_rows(self, rows: Rows) -> Rows:
@@ -69,15 +68,15 @@ class HoldersStore(ColdStore):
         return rows // len(self.ranks.holders)
 
     def gather(self, rows: Rows, out: Records) -> None:
-        """A round that reads ``rows`` (may be none)."""
+        """Run a round that reads ``rows`` (may be empty)."""
         self.exchange_rows(_NONE, np.empty((0, self.layout.width), np.float32), rows, out)
 
     def scatter(self, rows: Rows, records: Records) -> None:
-        """A round that writes ``rows`` (may be none)."""
+        """Run a round that writes ``rows`` (may be empty)."""
         self.exchange_rows(rows, records, _NONE, np.empty((0, self.layout.width), np.float32))
 
     def exchange_rows(self, write: Rows, records: Records, read: Rows, out: Records) -> None:
-        """A round that writes ``records`` of ``write`` and then reads ``read`` into ``out``."""
+        """Run a round that writes ``records`` of ``write`` and then reads ``read`` into ``out``."""
         began = time.perf_counter()
         assert records.shape == (len(write), self.layout.width), (records.shape, len(write))
         assert out.shape == (len(read), self.layout.width), (out.shape, len(read))
@@ -103,7 +102,7 @@ class HoldersStore(ColdStore):
         self._close_local()
 
     def _round(self, write: Rows, records: Records, read: Rows, out: Records, *, stop: bool) -> bool:
-        """One round; whether a rank has closed the store in it."""
+        """Run one round; returns whether a rank has closed the store in it."""
         writes, reads = self._by_owner(write), self._by_owner(read)
         totals = [len(write), len(read), int(stop)]
         headers = [
@@ -157,7 +156,8 @@ class HoldersStore(ColdStore):
             self.local.flush()
 
     def close(self) -> None:
-        """Tell the holders that the trainers are done, and release this rank's part. Twice is once."""
+        """Tell the holders that the trainers are done, and release this rank's part. Calling it again does
+        nothing."""
         if not self._open:
             return
         self._open = False
@@ -181,18 +181,18 @@ class HoldersStore(ColdStore):
 
 
 class HeldRows(TableCollection):
-    """The tables of a rank that holds rows and does not train: ``serve`` is all it does."""
+    """The tables of a rank that holds rows and does not train; only ``serve`` is used."""
 
     def __init__(self, store: HoldersStore) -> None:
         super().__init__()
         self.store = store
 
     def serve(self) -> None:
-        """Until the trainers close the store."""
+        """Take part in rounds until the trainers close the store."""
         self.store.serve()
 
     def regions(self) -> Iterator[Region]:
-        """None: the trainers read and write its rows."""
+        """Empty: the trainers read and write its rows."""
         yield from ()
 
     def read(self, region: Region) -> Values:

@@ -1,4 +1,4 @@
-"""The directory of an SSD store: who uses it, what is in it, how its last user left it."""
+"""The directory of an SSD store: which process uses it, what is in it, and how its last user left it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROW_FILE = re.compile(r"\d+-[\w.-]*\.rows")
 
 @dataclass
 class StoreState:
-    """What ``store.json`` says. ``state`` is "open" while a run writes; ``salt`` seeds the checksums."""
+    """The content of ``store.json``. ``state`` is "open" while a run writes; ``salt`` seeds the checksums."""
 
     layout: StoreLayout
     files: list[str]
@@ -48,7 +48,7 @@ class StoreHome:
     """A directory held under an exclusive lock from construction to ``close``.
 
     Everything in it is reached relative to the directory's descriptor and without following
-    symbolic links. StoreError where it cannot be made or used, or where a live run holds it.
+    symbolic links. StoreError if it cannot be created or used, or if a live run holds it.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, make: bool) -> None:
@@ -74,18 +74,18 @@ class StoreHome:
             raise store_error("lock", self.path / LOCK, error.errno or errno.EIO) from error
 
     def open_file(self, name: str, flags: int) -> int:
-        """Descriptor of a file of this directory; StoreError with the remedy where it cannot be had."""
+        """Open a file of this directory; StoreError with the remedy if that fails."""
         try:
             return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=self.fd)
         except OSError as error:
             raise store_error("open", self.path / name, error.errno or errno.EIO) from error
 
     def read_state(self) -> StoreState | None:
-        """What ``store.json`` says; None where there is none; StoreError where it makes no sense."""
+        """The content of ``store.json``; None if it does not exist; StoreError if it is invalid."""
         return _read_state(self.path, self.fd)
 
     def write_state(self, state: StoreState) -> None:
-        """Replace ``store.json`` in one step; an open state names this process."""
+        """Replace ``store.json`` atomically; an open state names this process."""
         if state.state == "open":
             state.user = this_process()
         text = json.dumps(
@@ -107,14 +107,14 @@ class StoreHome:
                 raise store_error("write", self.path / STATE, error.errno or errno.EIO) from error
 
     def refuse_foreign(self, names: list[str]) -> None:
-        """StoreError where one of the files exists: no store made it, so none may replace it."""
+        """StoreError if one of the files exists that no store has made, so that it is not overwritten."""
         for name in names:
             with suppress(FileNotFoundError):
                 os.stat(name, dir_fd=self.fd, follow_symlinks=False)
                 raise store_error("make", self.path / name, errno.EEXIST)
 
     def discard(self, state: StoreState) -> None:
-        """Remove the files of an earlier run's store; say so where it crashed."""
+        """Remove the files of an earlier run's store, with a message if that run crashed."""
         if state.state == "open":
             log.warning(
                 "%s holds the leftovers of a run that crashed (%s): discarded, and filled anew",
@@ -124,9 +124,9 @@ class StoreHome:
         self._unlink(state)
 
     def remove(self, state: StoreState | None) -> None:
-        """Remove the store of ``state`` and, where a store made it and it is empty now, the directory.
+        """Remove the store of ``state``, and also the directory if a store made it and it is empty now.
 
-        Whatever else is in there stays. Twice is once; the lock is held until ``close``.
+        Other files stay. Calling it again does nothing. The lock is held until ``close``.
         """
         if self._removed:
             return
@@ -145,22 +145,22 @@ class StoreHome:
                 os.unlink(name, dir_fd=self.fd)
 
     def close(self) -> None:
-        """Let others use the directory."""
+        """Release the directory."""
         self._lock.release()
         os.close(self.fd)
 
 
 def remove_crashed(top: Path) -> None:
-    """Remove the stores that killed runs left in ``top``, its ``rank-N`` and ``group-N``, and say so in the
-    log.
+    """Remove the stores that killed runs left in ``top`` and its folders ``rank-N`` and ``group-N``, and log
+    it.
 
-    Those that a live run uses or that were closed in good order stay, and all that no store made.
+    Stores that a live run uses or that were closed properly stay, and so do files that no store made.
     """
     found = []
     ranks = sorted(top.glob("rank-*"))
     groups = [group for place in (*ranks, top) for group in sorted(place.glob("group-*"))]
     for directory in (*groups, *ranks, top):
-        with suppress(StoreError):  # in use, or no store's
+        with suppress(StoreError):  # in use, or not a store's
             if not _crashed(directory):
                 continue
             with closing(StoreHome(directory, make=False)) as home:
@@ -174,7 +174,7 @@ def remove_crashed(top: Path) -> None:
 
 
 def _crashed(directory: Path) -> bool:
-    """Whether a store lies in ``directory`` that was not closed: a live run's, or a killed one's."""
+    """Whether ``directory`` has a store that was not closed, which belongs to a live or to a killed run."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:

@@ -1,4 +1,4 @@
-"""The cold tier in DRAM: one array of records, page-locked where a GPU copies from it."""
+"""The cold tier in DRAM: one array of records, page-locked if a GPU copies from it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class HostStore(ColdStore):
 
     @property
     def overhead_bytes(self) -> int:
-        """None: gather and scatter copy straight between the array and the caller's."""
+        """Zero: gather and scatter copy directly between the array and the caller's."""
         return 0
 
 

@@ -1,4 +1,4 @@
-"""The row files of an SSD store: making them at full size, opening them past the page cache."""
+"""The row files of an SSD store: creates them at full size and opens them past the page cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 def make_files(home: StoreHome, names: list[str], sizes: list[int]) -> None:
-    """Create the files with all their blocks allocated; StoreError where the disk cannot hold them."""
+    """Create the files with all their blocks allocated; StoreError if the disk cannot hold them."""
     if sum(sizes) > _free_bytes(home):
         raise _allocation_error(home, sum(sizes), errno.ENOSPC)
     for name, size in zip(names, sizes, strict=True):
@@ -46,8 +46,8 @@ def _allocation_error(home: StoreHome, need: int, code: int) -> StoreError:
 def open_files(home: StoreHome, names: list[str], sizes: list[int]) -> tuple[list[int], bool]:
     """Descriptors of the files, and whether they bypass the page cache (O_DIRECT).
 
-    Where the file system refuses O_DIRECT, or lies in memory itself, the files are opened buffered
-    and a warning says so. StoreError where a file is missing or is not of its size.
+    If the file system refuses O_DIRECT or is itself in memory, the files are opened buffered, with a warning.
+    StoreError if a file is missing or has the wrong size.
     """
     why = _why_not_direct(home, names, sizes)
     if why:
@@ -68,7 +68,7 @@ def open_files(home: StoreHome, names: list[str], sizes: list[int]) -> tuple[lis
 
 
 def _why_not_direct(home: StoreHome, names: list[str], sizes: list[int]) -> str:
-    """Why O_DIRECT is not to be had (a sentence's start); empty where it is."""
+    """Why O_DIRECT is not available (the beginning of a sentence); empty if it is."""
     if not hasattr(os, "O_DIRECT"):
         return "this system has no O_DIRECT"
     if (kind := _file_system(home)) in IN_MEMORY:
@@ -94,7 +94,7 @@ def _why_not_direct(home: StoreHome, names: list[str], sizes: list[int]) -> str:
 
 
 def _file_system(home: StoreHome) -> str:
-    """Type of the file system the directory is on, from ``/proc/self/mountinfo``; empty where unknown."""
+    """Type of the file system the directory is on, from ``/proc/self/mountinfo``; empty if unknown."""
     device = os.fstat(home.fd).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -1,4 +1,4 @@
-"""The cold tier on a disk: a flat file of 4096-byte blocks per table, past the page cache."""
+"""The cold tier on a disk: one flat file of 4096-byte blocks per table, accessed past the page cache."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class SsdStore(ColdStore):
     """Records in files; make one with ``create`` or ``open``.
 
     On disk a record is its float32 words and a checksum word, and every record that ``gather``
-    returns has been verified. ``gather`` always reads the disk: the staging area (``staging_bytes``
-    of DRAM) only spares ``scatter`` the reading of a block that was just gathered, so it is no
-    hidden cache. ``scatter`` returns when its blocks are written; ``flush`` makes them durable.
+    returns has been verified. ``gather`` always reads the disk. The staging area (``staging_bytes`` of DRAM)
+    is not a cache: it only saves ``scatter`` from reading a block that was just gathered. ``scatter`` returns
+    when its blocks are written; ``flush`` makes them durable.
 
-    ``direct`` and ``engine`` ("aio" or "threads") say how the files are reached.
+    ``direct`` and ``engine`` ("aio" or "threads") tell how the files are accessed.
     """
 
     direct: bool
@@ -73,12 +73,12 @@ class SsdStore(ColdStore):
         depth: int = QUEUE_DEPTH,
         scratch: bool = False,
     ) -> SsdStore:
-        """Make a store in ``directory`` (made too, if need be) that holds what ``fill`` gives.
+        """Make a store in ``directory`` (created if it is missing) with the records that ``fill`` gives.
 
-        A store that an earlier run left there is replaced (it is scratch: the durable copy is the
-        checkpoint); one of a crashed run is named in the log. A ``scratch`` store is removed by
-        ``close``, with the directory if a store made it and nothing else is in it. StoreError where a
-        live run uses the directory, or where the files cannot be made or do not fit on the disk.
+        A store that an earlier run left there is replaced, since the durable copy of rows is the checkpoint;
+        the log names a crashed run's. ``close`` removes a ``scratch`` store, and the directory if a store
+        made it and nothing else is in it. StoreError if a live run uses the directory, or if the files cannot
+        be created or do not fit on the disk.
         """
         home = StoreHome(directory, make=True)
         state = store = None
@@ -90,7 +90,8 @@ class SsdStore(ColdStore):
             new = StoreState(layout, file_names(layout), salt, generation=old.generation + 1 if old else 1)
             home.refuse_foreign(new.files)
             state = new
-            home.write_state(state)  # first: what a crash leaves from here on is known as the store's
+            # Written first, so that files left by a crash are known to be the store's.
+            home.write_state(state)
             make_files(home, state.files, BlockMap(layout).file_bytes)
             store = cls(home, state, staging_bytes, depth, scratch)
             store._fill(fill)
@@ -112,10 +113,10 @@ class SsdStore(ColdStore):
         staging_bytes: int = STAGING_BYTES,
         depth: int = QUEUE_DEPTH,
     ) -> SsdStore:
-        """Open the store that ``create`` made in ``directory`` and ``close`` closed.
+        """Open a store that ``create`` made in ``directory`` and ``close`` closed.
 
-        One of a run that crashed is refused; with ``recover`` every record is verified and it is
-        refused only if some are torn. StoreError names the remedy, and the torn rows.
+        A crashed run's store is refused. With ``recover``, every record is verified, and the store is refused
+        only if some are torn. The StoreError names the remedy and the torn rows.
         """
         home = StoreHome(directory, make=False)
         try:
@@ -144,7 +145,7 @@ class SsdStore(ColdStore):
         return store
 
     def gather(self, rows: Rows, out: Records) -> None:
-        """Read records; StoreError for a torn one, or where the disk fails; IndexError outside the layout."""
+        """Read records; StoreError for a torn record or if the disk fails; IndexError outside the layout."""
         began = time.perf_counter()
         assert out.shape == (len(rows), self.layout.width), (out.shape, len(rows))
         places = self._map.places(rows)
@@ -154,9 +155,9 @@ class SsdStore(ColdStore):
         self.io.read_seconds += time.perf_counter() - began
 
     def scatter(self, rows: Rows, records: Records) -> None:
-        """Write records; StoreError where the disk fails; IndexError outside the layout.
+        """Write records; StoreError if the disk fails; IndexError outside the layout.
 
-        After an error each row is as it was, or new, or torn and refused by ``gather``.
+        After an error each row is either unchanged, or new, or torn and then refused by ``gather``.
         """
         began = time.perf_counter()
         assert records.shape == (len(rows), self.layout.width), (records.shape, len(rows))
@@ -175,7 +176,7 @@ class SsdStore(ColdStore):
                 raise store_error("flush", self.directory / name, error.errno or 0) from error
 
     def close(self) -> None:
-        """Flush, mark the store as closed in good order, release files and memory. Twice is once.
+        """Flush, mark the store as properly closed, release files and memory. Calling it again does nothing.
 
         A scratch store is removed instead.
         """
@@ -192,11 +193,12 @@ class SsdStore(ColdStore):
             self._release()
 
     def remove(self) -> None:
-        """Delete the store's files; they go on serving this process until ``close``. Twice is once."""
+        """Delete the store's files; this process can use them until ``close``. Calling it again does
+        nothing."""
         self._home.remove(self._state)
 
     def verify(self) -> Rows:
-        """Read every record of the store; global numbers of those whose checksum is wrong."""
+        """Read every record of the store; returns the global numbers of rows whose checksum is wrong."""
         torn = []
         for start, stop in self._stretches():
             rows = np.arange(start, stop)
@@ -215,7 +217,7 @@ class SsdStore(ColdStore):
         return self._overhead_bytes
 
     def _pieces(self, places: Places) -> list[NDArray[np.int64] | slice]:
-        """Cut a call so that each piece touches no more blocks than the staging area holds."""
+        """Cut a call into pieces that each touch no more blocks than the staging area holds."""
         capacity = self._staging.capacity
         if len(places.blocks) <= capacity:
             return [slice(None)] if len(places.blocks) else []
@@ -252,7 +254,7 @@ class SsdStore(ColdStore):
         self.io.rows_staged += int(counts[staged].sum())
 
     def _read(self, places: Places) -> NDArray[np.uint32]:
-        """Records with their checksum words, uint32 [n, width + 1], straight from the disk."""
+        """Records with their checksum words, uint32 [n, width + 1], read from the disk."""
         blocks, which = np.unique(places.blocks, return_inverse=True)
         slots = self._staging.find(blocks)
         absent = slots < 0
@@ -262,11 +264,11 @@ class SsdStore(ColdStore):
         return words
 
     def _move(self, blocks: NDArray[np.int64], slots: NDArray[np.int64], *, write: bool) -> None:
-        """Transfer blocks (ascending) between files and slots; the slots hold them afterwards."""
+        """Transfer blocks (ascending) between files and slots, which hold the blocks afterwards."""
         if not len(blocks):
             return
         requests = self._map.requests(blocks, slots, self._fds)
-        self._staging.forget(slots)  # if this fails halfway, nothing may be taken from these slots
+        self._staging.forget(slots)  # if this fails halfway, the slots hold nothing valid
         try:
             self._transfer.run(requests, self._staging.bytes, write=write)
         except RequestError as error:
@@ -299,7 +301,7 @@ class SsdStore(ColdStore):
             raise self._torn_error(torn)
 
     def _stretches(self) -> list[tuple[int, int]]:
-        """Runs of global rows, in order, that fill up to ``STREAM_BLOCKS`` blocks of one table each."""
+        """Runs of consecutive global rows, each of at most ``STREAM_BLOCKS`` blocks of one table."""
         step = min(STREAM_BLOCKS, self._staging.capacity) * self._map.rows_per_block
         ends = pairwise(self.layout.bases.tolist())
         return [(row, min(stop, row + step)) for start, stop in ends for row in range(start, stop, step)]

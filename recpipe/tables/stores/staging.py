@@ -1,4 +1,4 @@
-"""A bounded area of DRAM through which blocks travel, at most one copy of each block."""
+"""A bounded area of DRAM through which blocks are moved, with at most one copy of each block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Blocks = NDArray[np.int64]
 
 
 class Staging:
-    """``capacity`` page-aligned block buffers, taken and given up first in, first out.
+    """``capacity`` page-aligned block buffers, reused in first-in, first-out order.
 
     ``bytes`` is the whole area as uint8; ``records`` sees it as float32 words
     [capacity, rows_per_block, record_words], ``words`` as the same in uint32.
@@ -32,15 +32,15 @@ class Staging:
 
     @property
     def overhead_bytes(self) -> int:
-        """DRAM of the buffers and of the tables that find them."""
+        """DRAM of the buffers and of the tables used to find them."""
         return self.bytes.nbytes + self._slot_of.nbytes + self._block_of.nbytes
 
     def find(self, blocks: Blocks) -> Slots:
-        """Slot of each block, -1 where it is not staged."""
+        """The slot of each block, or -1 if it is not staged."""
         return self._slot_of[blocks].astype(np.int64)
 
     def take(self, count: int, keep: Slots) -> Slots:
-        """``count`` slots, oldest first, that are not in ``keep``; what they held is forgotten."""
+        """Take ``count`` slots that are not in ``keep``, oldest first, and forget what they held."""
         reach = count + len(keep)
         assert reach <= self.capacity, (reach, self.capacity)
         slots = (self._next + np.arange(reach)) % self.capacity
@@ -55,12 +55,12 @@ class Staging:
         return slots
 
     def hold(self, blocks: Blocks, slots: Slots) -> None:
-        """Say that ``slots`` now hold ``blocks`` as the files do."""
+        """Note that ``slots`` now hold the same ``blocks`` as the files."""
         self._slot_of[blocks] = slots
         self._block_of[slots] = blocks
 
     def forget(self, slots: Slots) -> None:
-        """Say that ``slots`` hold nothing of use."""
+        """Note that ``slots`` hold nothing valid."""
         blocks = self._block_of[slots]
         self._slot_of[blocks[blocks >= 0]] = -1
         self._block_of[slots] = -1

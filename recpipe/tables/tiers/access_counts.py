@@ -1,7 +1,7 @@
 """The popularity profile: sampled access counts of all rows, kept between runs and shared by plugins.
 
-A share of the epoch's batches is chosen at random (seeded, without replacement, whole batches) and
-read by seeking. The file holds the rows that were seen, their counts, and what they were counted on.
+A share of the epoch's batches is chosen at random (seeded, without replacement) and read directly. The file
+holds the rows that were seen, their counts, and a description of the data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from recpipe.plugin.policy import RowIds
 
 VERSION = 1
 SAMPLE = 0.05
-"""Share of batches that is counted unless told otherwise: equal shares share a file."""
+"""The default share of batches to count. Plugins that use the same share use the same file."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def table_bases(ctx: Context) -> RowIds:
 
 
 def group_rows(ctx: Context, group: int) -> slice:
-    """The numbers of a group's rows among those of all tables."""
+    """The numbers of a group's rows among the rows of all tables."""
     rows = [sum(ctx.tables[name].rows for name in g.tables) for g in ctx.groups]
     return slice(sum(rows[:group]), sum(rows[: group + 1]))
 
@@ -59,7 +59,7 @@ def group_rows(ctx: Context, group: int) -> slice:
 def load_profile(ctx: Context, sample: float = SAMPLE) -> Profile:
     """The profile of a ``sample`` share of the batches: from ``ctx.cache_dir``, or counted and saved there.
 
-    Raises ``UserError`` on a file that is damaged or of other data, and on a folder that cannot be used.
+    Raises ``UserError`` if the file is damaged or for other data, and if the folder cannot be used.
     """
     meta = _meta(ctx, sample)
     if ctx.cache_dir is None:
@@ -86,7 +86,7 @@ def _meta(ctx: Context, sample: float) -> dict[str, Any]:
 
 
 def _count(ctx: Context, sample: float) -> tuple[RowIds, NDArray[np.int32]]:
-    """Read the chosen batches, neighbours in one go."""
+    """Count the chosen batches; adjacent ones are read together."""
     bases = table_bases(ctx)
     counts = np.zeros(int(bases[-1]), np.int32)
     batches = max(1, -(-ctx.epoch_samples // ctx.batch_size))
@@ -104,7 +104,7 @@ def _count(ctx: Context, sample: float) -> tuple[RowIds, NDArray[np.int32]]:
 
 
 def _write(path: Path, meta: dict[str, Any], rows: RowIds, counts: NDArray[np.int32]) -> None:
-    """Written beside its place, then renamed: a reader sees all of it or nothing."""
+    """Write the file under a temporary name and rename it, so that a reader sees all of it or nothing."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def _unusable(verb: str, path: Path, error: OSError) -> UserError:
 
 
 def _read(path: Path, meta: dict[str, Any]) -> Profile | None:
-    """What an earlier run has saved; None where none has."""
+    """The profile that an earlier run has saved, or None."""
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             found, rows, counts = json.loads(str(file["meta"])), file["rows"], file["counts"]
@@ -136,7 +136,8 @@ def _read(path: Path, meta: dict[str, Any]) -> Profile | None:
         return None
     except OSError as error:
         raise _unusable("read", path, error) from error
-    except Exception as error:  # zip archives, zlib, array headers, JSON: their faults have no common base
+    # The errors of zip archives, zlib, array headers and JSON have no common base class.
+    except Exception as error:
         raise UserError(f"the popularity profile {path} is damaged; delete it, it is made anew") from error
     if found != meta:
         raise UserError(f"the popularity profile {path} is of other data or tables; delete it")
@@ -147,7 +148,7 @@ def _read(path: Path, meta: dict[str, Any]) -> Profile | None:
 
 
 def _sound(rows: NDArray[Any], counts: NDArray[Any], total: int) -> bool:
-    """Whether the arrays are what ``Profile`` says, with all rows below ``total``."""
+    """Whether the arrays have the form that ``Profile`` describes, with all rows below ``total``."""
     if rows.dtype != np.int64 or counts.dtype != np.int32 or rows.ndim != 1 or rows.shape != counts.shape:
         return False
     inside = not len(rows) or bool(rows[0] >= 0 and rows[-1] < total)

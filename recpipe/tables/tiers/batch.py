@@ -1,4 +1,4 @@
-"""A batch's way through the tiers of all groups of tables: planned, fetched and carried out together."""
+"""Plans, fetches and carries out a batch in the tiers of all groups of tables together."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from recpipe.tables.tiers.shared_rows import share
 
 @dataclass
 class BatchPlan:
-    """What one batch does to the tiers, group by group; None of a group whose ids the model makes."""
+    """The plans of one batch for each group's tiers; None for a group whose ids the model makes."""
 
     groups: list[TierPlan | None]
     needs_cold: NDArray[np.bool_]
-    """Of each sample, in the batch's own order: whether it looks up a row that is not resident yet."""
+    """For each sample, in the batch's own order, whether it looks up a row that is not resident yet, bool
+    [B]."""
 
     @property
     def planned(self) -> list[TierPlan]:
-        """Those that there are."""
+        """The plans that are not None."""
         return [plan for plan in self.groups if plan is not None]
 
     @property
     def fetches_residents(self) -> bool:
-        """Whether resident lookups must wait for the store too."""
+        """Whether lookups of resident rows must also wait for the store."""
         return any(plan.fetches_residents for plan in self.planned)
 
     def arrange(self, samples: NDArray[np.int64], cold_first: int, alone: bool) -> None:
-        """This trainer's ``samples`` (int64 [n]) in their order, of which those from ``cold_first`` on may
-        need the slab; all samples where it trains ``alone``."""
+        """Restrict the plans to this trainer's ``samples`` (int64 [n]), in this order; those from
+        ``cold_first`` on may need the slab. ``alone``: ``samples`` are all of the batch."""
         for plan in self.planned:
             (reorder if alone else share)(plan, samples, cold_first)
 
@@ -52,12 +53,12 @@ class Tiers:
 
     @property
     def prefetches(self) -> bool:
-        """Whether rows are to be fetched while the batch before trains."""
+        """Whether to fetch rows while the batch before trains."""
         return any(tier.prefetches for tier in self.groups.values())
 
     def plan(self, batch: object, each: GroupIds) -> BatchPlan:
-        """Decide where the lookups of ``batch``, ``each`` group's, go and which rows move; ``DataError`` on
-        an id of no row."""
+        """Decide where the lookups of ``batch`` go (``each``: its ids by group) and which rows move;
+        ``DataError`` if an id has no row."""
         plans: list[TierPlan | None] = [None] * self._count
         needs_cold = np.zeros(batch_size(batch), bool)
         for number, tier in self.groups.items():
@@ -74,12 +75,12 @@ class Tiers:
                 tier.prefetch(self._of(plan, number))
 
     def forget(self) -> None:
-        """Take back a plan whose batch will not be trained."""
+        """Undo a plan whose batch will not be trained."""
         for tier in self.groups.values():
             tier.forget()
 
     def advance(self, plan: BatchPlan) -> None:
-        """The last batch's update is done: rows that leave their tier are sent away."""
+        """Begin this batch, after the last one's update: send away the rows that leave their tier."""
         for number, tier in self.groups.items():
             tier.advance(self._of(plan, number))
 

@@ -1,4 +1,5 @@
-"""A policy's decisions, checked when they are given: a wrong one names who gave it, not what breaks later."""
+"""Checks a policy's decisions when it makes them, so that the error for a wrong one names the policy's
+plugin."""
 
 from __future__ import annotations
 
@@ -18,25 +19,25 @@ from recpipe.plugin.policy import NOTHING, CachePolicy, Placement, RowIds, Slots
 
 @dataclass(frozen=True)
 class Decision:
-    """What a policy has decided for one batch, which looks up ``rows`` (int64 [L], with repeats)."""
+    """A policy's decision for one batch, which looks up ``rows`` (int64 [L], with repeats)."""
 
     moved: Placement
     admitted: Placement
     rows: RowIds
 
     def is_of(self, rows: RowIds) -> bool:
-        """Whether the batch that looks up ``rows`` is the one."""
+        """Whether the decision is for the batch that looks up ``rows``."""
         return self.rows is rows or np.array_equal(self.rows, rows)
 
     def to_state(self) -> dict[str, Any]:
-        """As arrays, for a checkpoint."""
+        """The decision as arrays, for a checkpoint."""
         parts = {"moved": self.moved, "admitted": self.admitted}
         fields = {f"{name}_{field}": getattr(p, field) for name, p in parts.items() for field in _FIELDS}
         return {"rows": self.rows, **fields}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Decision:
-        """From ``to_state``'s result."""
+        """Make a decision from ``to_state``'s result."""
         moved, admitted = (
             Placement(*(state[f"{name}_{field}"] for field in _FIELDS)) for name in ("moved", "admitted")
         )
@@ -52,7 +53,8 @@ _HINTS: dict[str, Any] = {
 
 
 def check_decision(state: Mapping[str, Any], row_of_slot: RowIds, rows: int) -> None:
-    """``Damaged`` on what ``Decision.to_state`` cannot have given where ``row_of_slot`` are resident."""
+    """``Damaged`` if ``state`` cannot be a result of ``Decision.to_state`` while the rows of ``row_of_slot``
+    are resident."""
     hints = {f"{name}_{field}": _HINTS[field] for name in ("moved", "admitted") for field in _FIELDS}
     found = entries({"rows": NDArray[np.int64], **hints}, state, "decided")
     for key, values in found.items():
@@ -71,13 +73,13 @@ def check_decision(state: Mapping[str, Any], row_of_slot: RowIds, rows: int) -> 
 
 
 MARK = np.iinfo(np.int32).min
-"""No place in any tier."""
+"""The mark of a row that is in no tier."""
 
 
 class CheckedPolicy:
-    """Asks ``policy``, which the plugin ``owner`` brought, and refuses placements that make no sense.
+    """Asks ``policy``, which the plugin ``owner`` brought, and refuses invalid placements.
 
-    Each check is a pass or two over the rows that move, by marks in maps that are there anyway.
+    Each check passes once or twice over the rows that move, using marks in maps that exist anyway.
     """
 
     def __init__(self, policy: CachePolicy, owner: Origin) -> None:
@@ -153,7 +155,7 @@ class CheckedPolicy:
 
 
 def _repeats(marks: NDArray[np.int32], numbers: NDArray[np.integer[Any]]) -> bool:
-    """Whether one of ``numbers`` comes twice; what ``marks`` had there is overwritten."""
+    """Whether one of ``numbers`` occurs twice; overwrites ``marks`` at these numbers."""
     order = np.arange(len(numbers), dtype=np.int32)
     marks[numbers] = order
     return bool((marks[numbers] != order).any())

@@ -1,4 +1,4 @@
-"""Which row is in which slot while a batch is trained, whatever is planned ahead."""
+"""Tracks which row is in which slot for the batch being trained, independent of plans for later batches."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from recpipe.tables.tiers.placement import TierPlan
 
 
 class Occupied:
-    """Slots as the batch at hand finds them."""
+    """The slots' contents for the batch being trained."""
 
     def __init__(self, slots: int) -> None:
         self.rows = np.full(slots, -1, np.int64)
-        """Row of each slot; -1: none."""
+        """The row in each slot; -1: the slot is empty."""
         self.count = 0
-        """How many slots have one."""
+        """How many slots are not empty."""
         self._batches = self._filled = 0
         self._evicts = False
 
     def carry_out(self, plan: TierPlan) -> None:
-        """Its rows move."""
+        """Apply a plan's moves."""
         evicted = int(np.count_nonzero(plan.evicted >= 0))
         self._batches += 1
         self._evicts |= evicted > 0
@@ -39,7 +39,7 @@ class Occupied:
         return not full and self._filled > 0.9 * self._batches
 
     def restore(self, rows: RowIds) -> None:
-        """Start with these (int64 [slots])."""
+        """Start with these rows in the slots (int64 [slots])."""
         self.rows[:] = rows
         self.count = int(np.count_nonzero(rows >= 0))
 
@@ -48,7 +48,7 @@ class Occupied:
         return np.sort(self.rows[self.rows >= 0])
 
     def slots_of(self, rows: RowIds) -> NDArray[np.int64]:
-        """Where distinct resident ``rows`` are, int64 [n]."""
+        """The slots of distinct resident ``rows``, int64 [n]."""
         used = np.flatnonzero(self.rows >= 0)
         used = used[np.argsort(self.rows[used])]
         found: NDArray[np.int64] = used[np.searchsorted(self.rows[used], rows)]

@@ -1,4 +1,4 @@
-"""What a tiered collection is made of, as core hands it to whoever builds one."""
+"""What core passes to the builder of a tiered collection."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class TierParts:
 
     tables: TableSet
     slots: int
-    """Rows that ``tiers.resident_bytes`` holds on each trainer."""
+    """How many rows ``tiers.resident_bytes`` holds on each trainer."""
     store: ColdStore
-    """Holds every row at first. Owned by the collection: its ``close`` closes it."""
+    """Holds every row at first. The collection owns it and closes it in ``close``."""
     device: torch.device
     prefetch: bool
-    """Fetch what the next batch needs while this one trains."""
+    """Whether to fetch what the next batch needs while this one trains."""
     ranks: Ranks
-    """Who trains and who holds rows; one process is a group of one."""
+    """The ranks that train and that hold rows; a single process is a group of one."""
     lookups: Callable[[Any], IndexBags]
-    """A whole batch's lookups, as rows of ``tables``; ``DataError`` on an id of no row."""
+    """Returns a whole batch's lookups as rows of ``tables``; ``DataError`` if an id has no row."""
     group: int = 0
     """Number of the group of tables (``Context.groups``)."""

@@ -1,4 +1,4 @@
-"""From a batch's ids to a ``TierPlan``: which lookups go to which tier, and which rows must move first.
+"""Makes a ``TierPlan`` of a batch's ids: which lookups go to which tier, and which rows must move first.
 
 Works on row numbers of a table set with a handful of vectorised passes over the batch's lookups; nothing
 here touches weights. Runs ahead of training, one batch early, in the loader's thread.
@@ -33,11 +33,11 @@ Weights = NDArray[np.float32]
 
 @dataclass
 class TierPlan:
-    """What one batch does to the tiers, and where each of its lookups goes.
+    """The moves of one batch between tiers, and the tier of each of its lookups.
 
-    Bags are feature-major as in a KJT: bag ``f * B + b``. ``cold_first`` is the first sample (in the
-    plan's order) from which on samples may need the slab. Of tables whose rows are not pooled, every id is a
-    bag of its own, which has the id's row in one of the two tiers; the slab's bags are then all of them.
+    Bags are feature-major as in a KJT: bag ``f * B + b``. Samples from ``cold_first`` on (in the plan's
+    order) may need the slab. If rows are not pooled, every id is a bag of its own with its row in one of the
+    two tiers; the slab's bags are then all of them.
     """
 
     batch_size: int
@@ -49,33 +49,33 @@ class TierPlan:
     vacated: Slots
     """Slots that lose their row: ``slots``, then those that are emptied, int32 [E]."""
     evicted: RowIds
-    """The rows that were there, -1 for an empty slot, int64 [E]."""
+    """The rows that were in them, -1 for an empty slot, int64 [E]."""
     slab: RowIds
     """Rows of slab positions 0 .. S - 1, int64 [S]."""
     carried_from: NDArray[np.int64]
-    """Of each row in ``arrivals``: its position in ``departures``, or -1 when the store has it."""
+    """For each row in ``arrivals``, its position in ``departures``, or -1 if the store has it."""
     # lookups
     indices: NDArray[np.int64]
     offsets: Offsets
     slab_indices: NDArray[np.int64]
     slab_offsets: Offsets
     needs_cold: NDArray[np.bool_]
-    """Of each sample, in the batch's own order: whether it looks up a row that is not resident yet."""
+    """For each sample, in the batch's own order, whether it looks up a row that is not resident yet."""
     cold_first: int
     weights: Weights | None = None
-    """Of ``indices``, where ids have weights, float32 ..."""
+    """The weights of ``indices``, float32, if ids have weights."""
     slab_weights: Weights | None = None
-    """... and of ``slab_indices``."""
+    """The weights of ``slab_indices``, float32, if ids have weights."""
     bags: Offsets | None = None
-    """Where each feature's and sample's ids begin, int64 [F * B + 1]; None of pooled rows."""
+    """Where each feature's and sample's ids begin, int64 [F * B + 1]; None for pooled rows."""
     shared: SharedLookups | None = None
-    """This trainer's share of the lookups, where several train."""
+    """This trainer's share of the lookups, if several train."""
     fetched: Future[Landed] | None = None
     """The fetch of ``fetch``'s rows, once it has been started."""
 
     @property
     def arrivals(self) -> RowIds:
-        """Rows that must be brought: first those for slots, then those for the slab."""
+        """Rows that must be fetched or moved: first those for slots, then those for the slab."""
         return np.concatenate((self.placed, self.slab))
 
     @property
@@ -85,7 +85,8 @@ class TierPlan:
 
     @property
     def fetches_residents(self) -> bool:
-        """Whether resident lookups must wait for the store too: a row that gets a slot comes from there."""
+        """Whether lookups of resident rows must also wait for the store, since a row that gets a slot comes
+        from there."""
         return bool((self.carried_from[: len(self.placed)] < 0).any())
 
 
@@ -94,7 +95,7 @@ class Bags:
     """A batch's lookups in all tables: bag i is ``rows[offsets[i] : offsets[i + 1]]``, feature-major."""
 
     rows: RowIds
-    """By their numbers among the rows of all tables, as ``Context.tables`` lists these: int64 [L]."""
+    """Rows numbered over all tables, in the order of ``Context.tables``: int64 [L]."""
     offsets: Offsets
     """int64 [F * B + 1]."""
     batch_size: int
@@ -118,10 +119,10 @@ class IndexBags:
     """Feature-major, int64 [F * B + 1]."""
     batch_size: int
     weights: Weights | None = None
-    """Of the lookups, float32 [L]; None: each counts once."""
+    """Weights of the lookups, float32 [L]; None: each counts once."""
 
     def apart(self) -> IndexBags:
-        """The same lookups, each a bag of its own, of one feature."""
+        """The same lookups, each as a bag of its own, with one feature."""
         lookups = len(self.indices)
         return IndexBags(self.indices, np.arange(lookups + 1), lookups)
 
@@ -133,7 +134,8 @@ class IndexBags:
 
 
 def table_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> IndexBags:
-    """The batch's lookups as rows of the set; features in the tables' order, whatever that of ``sparse``."""
+    """The batch's lookups as rows of the set, with features in the tables' order, independent of that in
+    ``sparse``."""
     sparse = in_order(sparse, tables.features)
     values = sparse.values().cpu().numpy()
     offsets = sparse.offsets().cpu().numpy().astype(np.int64, copy=False)
@@ -144,9 +146,9 @@ def table_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> IndexBags:
 
 
 def checked_rows(tables: TableSet, ids: RowIds, counts: RowIds) -> RowIds:
-    """Rows of ``ids``, which list ``counts[f]`` ids of feature ``f`` after each other.
+    """The rows of ``ids``, in which ``counts[f]`` ids of each feature ``f`` follow each other.
 
-    Raises ``DataError`` on an id that is not in its table.
+    Raises ``DataError`` if an id is not in its table.
     """
     bases, table_of = tables.layout.bases, tables.table_of
     sizes = np.diff(bases)[table_of]
@@ -161,8 +163,8 @@ def checked_rows(tables: TableSet, ids: RowIds, counts: RowIds) -> RowIds:
 class TierPlanner:
     """Keeps the map from rows to tiers as it will be once every planned batch has been carried out.
 
-    A policy is asked once for each batch. A plan that is taken back keeps the policy's decisions, and the
-    same batch finds them when it is planned again, also in a run that goes on from a checkpoint.
+    A policy is asked once for each batch. If a plan is undone, the policy's decisions are kept for when the
+    same batch is planned again, also in a run resumed from a checkpoint.
     """
 
     def __init__(
@@ -173,14 +175,15 @@ class TierPlanner:
         self.pooled = pooled
         """Whether rows are summed by bag."""
         self.carry = carry
-        """Whether slab rows that the next batch needs again stay there, not passing through the store."""
+        """Whether slab rows that the next batch needs again stay in the slab instead of passing through the
+        store."""
         self.asked = policy if owner is None else CheckedPolicy(policy, owner)
         self.where = self.space.residents._where
-        """Of each row its slot, ``IN_STORE``, or its place in the slab: int32 [rows]."""
+        """For each row its slot, ``IN_STORE``, or its place in the slab: int32 [rows]."""
         self.row_of_slot = self.space.residents._row_of_slot
         self.slab_rows: RowIds = np.empty(0, np.int64)
         self.decided: Decision | None = None
-        """For a batch that was taken back."""
+        """The decision for a batch whose plan was undone."""
         self._pending: tuple[TierPlan, RowIds, IndexBags, Decision] | None = None
 
     def plan(self, bags: IndexBags) -> TierPlan:
@@ -214,7 +217,7 @@ class TierPlanner:
         return plan
 
     def commit(self) -> None:
-        """The last plan is being carried out: it cannot be undone any more."""
+        """Note that the last plan is being carried out, so that it cannot be undone any more."""
         self._pending = None
 
     def _distinct(self, rows: RowIds) -> tuple[RowIds, NDArray[np.int32]]:
@@ -230,7 +233,8 @@ class TierPlanner:
         return distinct, which
 
     def _sources(self, slab: RowIds, evicted: RowIds, placed: RowIds, new_slab: RowIds) -> NDArray[np.int64]:
-        """Where each arriving row is among the departing ones (the last slab, then evicted rows), or -1.
+        """The position of each arriving row among the departing ones (the last slab, then evicted rows), or
+        -1.
 
         Without ``carry``, rows do not pass from slab to slab but through the store.
         """
@@ -244,7 +248,7 @@ class TierPlanner:
         self.where[arrivals] = IN_STORE
         self.where[leaving] = -2 - known.astype(np.int32)
         found = self.where[arrivals]
-        # A row may leave its slot and come back into the slab: what arrivals had is restored last.
+        # A row may leave its slot and come back into the slab, so the entries of arrivals are restored last.
         self.where[leaving] = leaving_where
         self.where[arrivals] = arriving_where
         sources = np.where(found < IN_STORE, -2 - found, -1).astype(np.int64)
@@ -291,10 +295,10 @@ class TierPlanner:
         )
 
     def undo(self) -> IndexBags | None:
-        """Take back a plan that has not been carried out: the map then shows where rows really are.
+        """Undo a plan that has not been carried out, so that the map shows where rows really are.
 
-        Returns the bags to plan again later (the same plan comes out), or None when nothing was planned. The
-        policy is told nothing: it has seen the batch, and its decisions wait for it.
+        Returns the bags to plan again later, with the same plan as the result, or None if nothing was
+        planned. The policy is not told: it has seen the batch, and its decisions are kept for it.
         """
         if self._pending is None:
             return None
@@ -310,7 +314,7 @@ class TierPlanner:
         return bags
 
     def restore(self, row_of_slot: RowIds) -> None:
-        """Start from these residents (int64 [slots], -1 for an empty slot) and an empty slab."""
+        """Start from these resident rows (int64 [slots], -1 for an empty slot) and an empty slab."""
         assert self._pending is None
         assert len(row_of_slot) == self.space.slots
         used = np.flatnonzero(row_of_slot >= 0).astype(np.int32)
@@ -327,7 +331,7 @@ class TierPlanner:
 
 
 def reorder(plan: TierPlan, order: NDArray[np.int64], cold_first: int) -> TierPlan:
-    """``plan`` with the samples in ``order``; the slab's bags cover samples ``cold_first ..`` alone."""
+    """``plan`` with the samples in ``order``; the slab's bags cover only samples from ``cold_first`` on."""
     size, plan.batch_size, plan.cold_first = plan.batch_size, len(order), cold_first
     if plan.bags is not None:  # of each id
         size = int(plan.bags[-1])

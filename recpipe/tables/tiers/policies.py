@@ -25,17 +25,17 @@ class NoCache(CachePolicy):
 class HotSet(CachePolicy):
     """A fixed set of resident rows, replaced only by ``retarget``; at most ``chunk`` rows move per batch.
 
-    Rows of the new set that are resident already stay in their slots; migration takes as many
-    batches as it needs, so that the buffers it passes through stay small.
+    Rows of the new set that are already resident stay in their slots. Migration is spread over several
+    batches, so that its buffers stay small.
     """
 
     def __init__(self, space: RowSpace, rows: RowIds | None = None, chunk: int = 65_536) -> None:
         super().__init__(space)
         self.chunk = chunk
         self.target: RowIds = NOTHING.rows
-        """The rows that are resident once all moves are done, sorted."""
+        """The rows that will be resident once all moves are done, sorted."""
         self._moves = NOTHING
-        """Those of the target that are still to come, as far as it has been looked up."""
+        """Rows of the target that still have to move in, as far as they have been determined."""
         self._settled = False
         if rows is not None:
             self.retarget(rows)
@@ -48,7 +48,7 @@ class HotSet(CachePolicy):
         return int((self.space.residents.slot_of(self.target) < 0).sum())
 
     def migrate(self, rows: RowIds) -> Placement:
-        """The next rows that move; at the end whatever is still missing, until nothing is."""
+        """Place the next rows of the target; called for each batch until none is missing."""
         if self._settled:
             return NOTHING
         if not len(self._moves.rows):
@@ -59,7 +59,8 @@ class HotSet(CachePolicy):
         return Placement(moves.slots[:chunk], moves.rows[:chunk])
 
     def _missing(self) -> Placement:
-        """The target's rows that are not resident, and slots for them: empty ones, then those of others."""
+        """The target's rows that are not resident, and slots for them: first empty ones, then those of other
+        rows."""
         held = self.space.residents.row_of_slot
         incoming = self.target[self.space.residents.slot_of(self.target) < 0]
         leaving = np.flatnonzero((held >= 0) & ~np.isin(held, self.target))
@@ -67,7 +68,7 @@ class HotSet(CachePolicy):
         return Placement(slots.astype(np.int32), incoming)
 
     def state_dict(self) -> dict[str, Any]:
-        """The set; which of it is resident core knows."""
+        """The target set. Core saves which rows are resident."""
         return {"target": self.target}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -83,10 +84,10 @@ class HotSet(CachePolicy):
 
 
 class Lru(CachePolicy):
-    """Least recently used, at the granularity of a batch; every missed row is admitted while slots last.
+    """Least recently used, in units of batches; every missed row is admitted as long as there are slots.
 
-    ``stamp`` holds the last batch that looked a slot up; ``ring`` the slots in the order of those
-    lookups, where an entry is out of date once its slot has a newer stamp.
+    ``stamp`` has the last batch that looked up each slot. ``ring`` has slots in the order of those lookups;
+    an entry is out of date once its slot has a newer stamp.
     """
 
     def __init__(self, space: RowSpace) -> None:
@@ -128,7 +129,7 @@ class Lru(CachePolicy):
         return np.concatenate(found) if found else NOTHING.slots
 
     def _compact(self, room: int) -> None:
-        """Drop outdated entries when the ring's end is near; at most one entry per slot remains."""
+        """Drop outdated entries when the ring is nearly full; at most one entry per slot remains."""
         if self.tail + room <= len(self.ring_slot):
             return
         slots, stamps = self._live()
@@ -178,8 +179,8 @@ class Lfu(CachePolicy):
     """Least frequently used, with counts kept for all rows: a missed row replaces a resident one only
     when it has been looked up more often (the rule of FBGEMM's LFU cache).
 
-    Victims come from a list of the least used slots that is made anew when it is used up; a slot
-    whose count has grown since is passed over.
+    Victims come from a list of the least used slots, which is rebuilt when it is used up. Slots whose count
+    has grown since are skipped.
     """
 
     def __init__(self, space: RowSpace) -> None:
@@ -258,9 +259,9 @@ def distinct_slots(slots: Slots, count: int) -> Slots:
 
 
 def policy_bytes(policy: CachePolicy) -> int:
-    """DRAM that a policy's own tables take."""
+    """Bytes of host memory of a policy's own arrays."""
     return sum(v.nbytes for v in vars(policy).values() if isinstance(v, np.ndarray))
 
 
 POLICIES: dict[str, type[CachePolicy]] = {"nocache": NoCache, "lru": Lru, "lfu": Lfu}
-"""Names that ``tiers.policy`` takes beside ``resident`` (no cold tier)."""
+"""The values of ``tiers.policy`` besides ``resident`` (no cold tier)."""

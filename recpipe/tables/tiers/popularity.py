@@ -1,4 +1,4 @@
-"""Popular rows from access counts: the same answer for the same counts, ties included."""
+"""Selects popular rows by access counts; equal counts give the same result, also for ties."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from recpipe.plugin.policy import RowIds
 def top_rows(counts: NDArray[np.int32], size: int, resident: RowIds | None = None) -> RowIds:
     """The ``size`` rows with the highest counts above 0, as global row numbers, int64, sorted.
 
-    Ties go to rows that are ``resident`` already (moving a row for nothing costs two transfers),
-    then to lower row numbers.
+    Of rows with equal counts, those that are already ``resident`` come first (moving a row for nothing costs
+    two transfers), then lower row numbers.
     """
     counted = np.flatnonzero(counts)
     if len(counted) <= size:

@@ -1,4 +1,4 @@
-"""Which rows are resident, as a checkpoint has it: a resumed run takes the same decisions."""
+"""Saves in a checkpoint which rows are resident, so that a resumed run makes the same decisions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANKS = "ranks"
 
 
 def placement_state(planner: TierPlanner) -> dict[str, Any]:
-    """Residents, the policy's state, and what it has decided for a batch that comes."""
+    """The resident rows, the policy's state, and its decision for the next batch."""
     return {
         "policy": type(planner.policy).__name__,
         "slots": planner.space.slots,
@@ -60,7 +60,7 @@ def of_whole(state: Mapping[str, Any]) -> bool:
 
 
 def restore(planner: TierPlanner, state: Mapping[str, Any]) -> None:
-    """Go on with the saved residents, who are in their slots, and the policy as it was."""
+    """Continue with the saved resident rows in their slots and the saved state of the policy."""
     planner.restore(state["row_of_slot"])
     planner.policy.load_state_dict(state["state"])
     if state["decided"] is not None:

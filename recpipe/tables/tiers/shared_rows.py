@@ -1,7 +1,7 @@
-"""Rows that every trainer holds a replica of, updated from the gradients of all of them.
+"""Rows of which every trainer holds a replica, updated from the gradients of all trainers.
 
-Each trainer looks up and differentiates its own samples. The gradients of a row are added over the
-trainers in their order, and all apply the same update to the same bits: replicas never differ.
+Each trainer looks up and differentiates its own samples. A row's gradients are added over the trainers in
+order, and all trainers apply the same update to the same bits, so that replicas never differ.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ if TYPE_CHECKING:
     from recpipe.tables.skipping import RowFilter
 
 Touched = NDArray[np.int64]
-"""Distinct slots that any trainer looks up in a batch, sorted, int64 [U]: the same on every trainer."""
+"""The distinct slots that at least one trainer looks up in a batch, sorted, int64 [U]; the same on every
+trainer."""
 Stay = Callable[[Touched, torch.Tensor], torch.Tensor | None]
-"""Which of these slots to update from these gradients (float32 [U, D]), bool [U]; None: all."""
+"""Returns which of the slots to update from gradients float32 [U, D], as bool [U]; None: all."""
 
 
 @dataclass(frozen=True)
 class SharedLookups:
-    """One trainer's lookups of a batch in each tier, by slot, and the slots that all trainers touch."""
+    """One trainer's lookups of a batch in each tier, by slot, and the slots that any trainer touches."""
 
     resident: tuple[RowBags, Touched]
     slab: tuple[RowBags, Touched]
 
 
 def share(plan: TierPlan, samples: NDArray[np.int64], cold_first: int) -> TierPlan:
-    """This trainer's part of ``plan``: its ``samples`` (int64 [n]) in their order, of which those from
-    ``cold_first`` on may need the slab. Which rows move stays as it was."""
+    """This trainer's part of ``plan``: its ``samples`` (int64 [n]), in this order; those from ``cold_first``
+    on may need the slab. The rows that move stay the same."""
     touched = distinct(plan.indices)
     slab = np.arange(len(plan.slab))
     plan = reorder(plan, samples, cold_first)
@@ -57,9 +58,9 @@ def share(plan: TierPlan, samples: NDArray[np.int64], cold_first: int) -> TierPl
 
 
 class SharedTable(nn.Module):
-    """``rows`` slots for rows of any table, weights float32 [rows, D] and optimizer state [rows, S].
+    """``rows`` slots for rows of any table, with weights float32 [rows, D] and optimizer state [rows, S].
 
-    Stands in for a fused TBE: the update is made in the backward pass.
+    It replaces a fused TBE: the backward pass makes the update.
     """
 
     def __init__(self, tables: TableSet, rows: int, device: torch.device, channel: Channel) -> None:
@@ -69,21 +70,21 @@ class SharedTable(nn.Module):
         self.weights = torch.zeros((rows, tables.dim), device=device)
         self.state = torch.zeros((rows, tables.layout.width - tables.dim), device=device)
         self.stay: Stay | None = None
-        """Which slots to update; None: all."""
+        """Decides which slots to update; None: all."""
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
 
     def forward(self, bags: RowBags, touched: Touched) -> torch.Tensor:
         """Pooled rows of this trainer's samples, float32 [B, F * D].
 
-        ``bags`` are its lookups by slot; ``touched`` the distinct slots that any trainer looks up in
-        this batch, sorted, int64 [U], the same on every trainer.
+        ``bags`` are its lookups by slot. ``touched`` are the distinct slots that any trainer looks up in this
+        batch, sorted, int64 [U], the same on every trainer.
         """
         pooled: torch.Tensor = _Lookup.apply(self._anchor, self, bags, touched)  # type: ignore[no-untyped-call]
         return pooled
 
     def update(self, bags: RowBags, touched: Touched, pooled: torch.Tensor) -> None:
-        """One optimizer step of the ``touched`` slots, from the gradient of this trainer's pooled rows
-        and of the other trainers'."""
+        """Make one optimizer step for the ``touched`` slots, from the gradients of this and the other
+        trainers' pooled rows."""
         dim = self.weights.shape[1]
         mine = bags.gradients(pooled, dim)
         partial = mine.new_zeros((len(touched), dim))
@@ -100,7 +101,7 @@ class SharedTable(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Pooling whose backward updates the table; the anchor makes autograd call it."""
+    """Pooling whose backward pass updates the table. The anchor makes autograd call it."""
 
     @staticmethod
     def forward(
@@ -117,7 +118,8 @@ class _Lookup(torch.autograd.Function):
 
 
 class ReplicatedCollection(AllResident):
-    """All rows on every trainer (``tiers.policy=resident`` with several): replicas with equal bits."""
+    """All rows on every trainer (``tiers.policy=resident`` with several trainers), as replicas with equal
+    bits."""
 
     replicated = True
 
@@ -132,7 +134,7 @@ class ReplicatedCollection(AllResident):
         self.row_filter, self.table.stay = rows, rows.stay
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Rows of this trainer's samples; the trainers tell each other which rows they look up."""
+        """Rows of this trainer's samples. The trainers tell each other which rows they look up."""
         bags = row_bags(self.tables, sparse)
         if torch.is_grad_enabled():
             touched = distinct(np.concatenate(self.trainers.gather(bags.distinct)))
@@ -141,12 +143,12 @@ class ReplicatedCollection(AllResident):
         return bags.pooled(self.table.weights, torch.from_numpy(bags.distinct))
 
     def records_of(self, rows: RowIds) -> torch.Tensor:
-        """Records of distinct ``rows``, float32 [n, width]: a copy."""
+        """A copy of the records of distinct ``rows``, float32 [n, width]."""
         at = torch.from_numpy(rows)
         return torch.cat((self.table.weights[at], self.table.state[at]), dim=1)
 
     def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
-        """Put ``records`` in the place of those of distinct ``rows``, on this trainer."""
+        """Replace the records of distinct ``rows`` by ``records`` on this trainer."""
         at = torch.from_numpy(rows)
         self.table.weights[at] = records[:, : self.tables.dim]
         self.table.state[at] = records[:, self.tables.dim :]

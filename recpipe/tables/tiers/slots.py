@@ -1,6 +1,6 @@
 """The memory of a tier: slots that hold rows of any table, and copies into and out of them.
 
-One trainer keeps them in a fused TBE; several each keep a replica in a ``SharedTable``.
+A single trainer keeps them in a fused TBE; each of several keeps a replica in a ``SharedTable``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make_slots(tables: TableSet, rows: int, device: torch.device, trainers: Chan
 def filter_slots(
     table: nn.Module, rows: RowFilter, rows_in: Callable[[RowIds], RowIds], tables: TableSet
 ) -> None:
-    """Let ``table`` update only the rows that ``rows`` lets stay; ``rows_in`` tells which are in slots."""
+    """Make ``table`` update only the rows that ``rows`` keeps; ``rows_in`` tells which rows are in slots."""
     if isinstance(table, SharedTable):
         table.stay = lambda slots, gradients: rows.stay(rows_in(slots), gradients)
         return
@@ -39,7 +39,7 @@ def filter_slots(
 
 
 def views(table: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [slots, D], of the type that stores them, and optimizer state float32 [slots, S]; writing them
+    """Weights [slots, D], in their storage type, and optimizer state float32 [slots, S]; writing to them
     changes the table."""
     if isinstance(table, SharedTable):
         return table.weights, table.state
@@ -47,7 +47,7 @@ def views(table: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def take(table: nn.Module, slots: torch.Tensor) -> torch.Tensor:
-    """Records of ``slots`` (int64 [n]): a copy, float32 [n, width]."""
+    """A copy of the records in ``slots`` (int64 [n]), float32 [n, width]."""
     weights, state = views(table)
     return torch.cat((weights.index_select(0, slots).float(), state.index_select(0, slots)), dim=1)
 

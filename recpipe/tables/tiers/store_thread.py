@@ -1,4 +1,4 @@
-"""The thread that talks to the cold store: fetches and writes in the order they were asked for."""
+"""The thread that uses the cold store; it fetches and writes in the order of the requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from recpipe.tables.tiers.transfer import Landed, Transfer
 
 @dataclass
 class TierTimes:
-    """Seconds since the run began. ``fetch`` is hidden as far as ``wait`` is shorter."""
+    """Seconds since the run began. The difference between ``fetch`` and ``wait`` was hidden behind
+    training."""
 
     plan: float = 0.0
     fetch: float = 0.0
@@ -33,11 +34,11 @@ class TierTimes:
 
 
 class StoreThread:
-    """One thread, one queue: a fetch sees every write that was queued before it.
+    """One thread with one queue, so that a fetch sees every write that was queued before it.
 
-    ``counters`` and ``times`` hold what training moved. Evaluation, checkpoints and exports use
-    ``fetch_now`` and ``write_now``, which are in neither. Where several ranks train, all of them make the
-    same calls with the same rows: each writes its share, in rounds that all take part in.
+    ``counters`` and ``times`` cover training. Evaluation, checkpoints and exports use ``fetch_now`` and
+    ``write_now``, which are not counted. If several ranks train, all of them make the same calls with the
+    same rows; each writes its share, in rounds in which all take part.
     """
 
     def __init__(self, store: ColdStore, device: torch.device, times: TierTimes, ranks: Ranks) -> None:
@@ -61,7 +62,7 @@ class StoreThread:
             self._writes.append(self._thread.submit(self._counted_write, rows[mine], to_host))
 
     def check_writes(self) -> None:
-        """Raise what a finished write raised; wait when more than two writes are under way."""
+        """Raise the error of a finished write; wait if more than two writes are in progress."""
         waiting = self._writes[:-2] + [w for w in self._writes[-2:] if w.done()]
         for write in waiting:
             write.result()
@@ -77,14 +78,14 @@ class StoreThread:
         self._thread.submit(self.store.scatter, rows[mine], np.ascontiguousarray(records[mine])).result()
 
     def as_stored(self, records: torch.Tensor) -> torch.Tensor:
-        """What the store would give of ``records``: a row that does not pass through it is rounded all the
-        same, whether or not batches are planned ahead or a checkpoint comes in between."""
+        """What the store would return of ``records``. Rows that bypass the store are rounded too, so that
+        results do not depend on batches planned ahead or on checkpoints."""
         if self.store.rounded is None or not len(records):
             return records
         return torch.from_numpy(self.store.rounded(records.cpu().numpy())).to(records.device)
 
     def _share(self, rows: int) -> slice:
-        """Which of ``rows`` this trainer writes."""
+        """Selects those of ``rows`` that this trainer writes."""
         return self.ranks.shares(0, rows)[self.ranks.trainer]
 
     def flush(self) -> None:
@@ -94,7 +95,7 @@ class StoreThread:
         self._thread.submit(self.store.flush).result()
 
     def close(self) -> None:
-        """Wait for all that is queued, raise what failed, and close the store in any case."""
+        """Wait for the queue, close the store in any case, and raise the error of a failed request."""
         try:
             for write in self._writes:
                 write.result()
@@ -122,7 +123,7 @@ class StoreThread:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Add the store's traffic inside to ``counters``."""
+        """Add the store's traffic in the block to ``counters``."""
         before = replace(self.store.io)
         yield
         self.counters = self.counters.plus(self.store.io.plus(before, -1))

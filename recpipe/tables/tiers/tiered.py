@@ -1,8 +1,8 @@
 """``TieredEmbeddingBagCollection``: tables larger than device memory, exact under every cache policy.
 
-Three places for a row: a **resident** slot (a TBE of ``slots`` rows), the **slab** (a second TBE for
-rows that one batch alone needs) or the **cold store**. A row is in one of them at a time and moves
-with its optimizer state, so each update is the one that a single big table would have made.
+A row is in one of three places: a **resident** slot (a TBE of ``slots`` rows), the **slab** (a second TBE for
+rows that one batch alone needs) or the **cold store**. It moves with its optimizer state, so each update is
+the one that a single big table would have made.
 
 A batch passes through four calls, in this order (``forward`` makes all of them):
 
@@ -49,13 +49,13 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
     """TorchRec's ``EmbeddingBagCollection`` interface (KJT in, KeyedTensor out) over tiers.
 
     Args:
-        tables: what is stored, of one dimension and optimizer; rows are summed by bag, or not pooled.
-        policy: which rows are resident when, and by its space how many.
-        store: the cold tier; holds every row at first. Owned: ``close`` closes it.
+        tables: the tables to store, of one dimension and optimizer; rows are summed by bag, or not pooled.
+        policy: decides which rows are resident; its space says how many can be.
+        store: the cold tier, which holds every row at first. It is owned: ``close`` closes it.
         device: where resident rows and slab live.
         prefetch: fetch a batch's rows while the batch before it trains. Off: fetch when its turn comes.
-        ranks: who trains. Several trainers plan alike, each holds a replica of resident rows and slab
-            and looks up its own samples; ``trainers`` is the channel over which gradients are added.
+        ranks: the processes. Several trainers make the same plans; each holds a replica of resident rows and
+            slab and looks up its own samples; ``trainers`` is the channel over which gradients are added.
         owner: the plugin that brought ``policy``, for messages.
     """
 
@@ -89,14 +89,15 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self._slab_written = True
         self._arriving: tuple[TierPlan, torch.Tensor] | None = None
         self._ahead: RowIds = np.empty(0, np.int64)
-        """Rows of the latest fetch ..."""
+        """The rows of the latest fetch."""
         self._rewritten: list[RowIds] = []
-        """... and those of them that were replaced in the store since a batch's rows last came."""
+        """Rows that were replaced in the store since a batch's rows last arrived."""
 
     # -- the four calls ----------------------------------------------------------------------
 
     def bags(self, sparse: KeyedJaggedTensor) -> IndexBags:
-        """The batch's lookups as rows; features in the tables' order, whatever that of ``sparse``."""
+        """The batch's lookups as rows, with features in the tables' order, independent of that in
+        ``sparse``."""
         return table_bags(self.tables, sparse)
 
     def plan(self, sparse: KeyedJaggedTensor) -> TierPlan:
@@ -113,12 +114,12 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         plan.fetched = self.cold.fetch(self._ahead)
 
     def forget(self) -> None:
-        """Take back a plan whose batch will not be trained: the epoch was left early."""
+        """Undo a plan whose batch will not be trained because the epoch was left early."""
         with self._planning:
             self.planner.undo()
 
     def advance(self, plan: TierPlan) -> None:
-        """The last batch's update is done: send departing rows away; start the fetch if nobody has."""
+        """After the last batch's update: send departing rows away; start the fetch if it is not started."""
         self.arrive()  # a batch that was skipped still has its rows
         start = perf_counter()
         self.cold.check_writes()
@@ -148,13 +149,13 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self.times.advance += perf_counter() - start
 
     def _promote(self, plan: TierPlan, carried: torch.Tensor) -> torch.Tensor:
-        """Put carried rows that get a slot there at once; returns the carried rows of the slab."""
+        """Put carried rows that get a slot into it at once; returns the carried rows that go to the slab."""
         promoted = np.flatnonzero(plan.carried_from[: len(plan.placed)] >= 0)
         put(self.resident, self._index(plan.slots[promoted]), carried[: len(promoted)])
         return carried[len(promoted) :]
 
     def arrive(self) -> None:
-        """Wait for the batch's rows and put them into their slots and the slab; at once if they are there."""
+        """Wait for the batch's rows, if they have not arrived, and put them into their slots and the slab."""
         if self._arriving is None:
             return
         plan, carried = self._arriving
@@ -174,7 +175,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self._slab_written = False
 
     def _not_stale(self, rows: RowIds, fetched: torch.Tensor) -> torch.Tensor:
-        """``fetched`` records of ``rows``, but for those that have been replaced since."""
+        """``fetched`` records of ``rows``, with newer ones for rows that have been replaced since."""
         rewritten, self._rewritten = self._rewritten, []
         stale = (
             np.flatnonzero(np.isin(rows, np.concatenate(rewritten))) if rewritten else np.empty(0, np.int64)
@@ -184,7 +185,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         return fetched
 
     def _index(self, positions: NDArray[np.integer[Any]]) -> torch.Tensor:
-        """Positions as torch takes them: int64 on the device."""
+        """Positions as torch needs them: int64 on the device."""
         return torch.from_numpy(positions.astype(np.int64)).to(self.device)
 
     # -- lookups -----------------------------------------------------------------------------
@@ -192,7 +193,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
     def lookup_resident(self, plan: TierPlan) -> torch.Tensor:
         """Pooled resident rows of all samples, float32 [B, F * D]; its backward updates them.
 
-        Not pooled, rows float32 [L, D], zero where a row is in the slab.
+        Without pooling, rows float32 [L, D], zero for rows in the slab.
         """
         if plan.shared is not None:
             return self._shared_lookup(self.resident, *plan.shared.resident)
@@ -201,7 +202,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
     def lookup_slab(self, plan: TierPlan) -> torch.Tensor:
         """Pooled slab rows of samples ``plan.cold_first ..``, float32 [B - cold_first, F * D].
 
-        Not pooled, rows float32 [L, D], zero where a row is resident.
+        Without pooling, rows float32 [L, D], zero for resident rows.
         """
         if plan.shared is not None:
             rows = self._shared_lookup(self.slab, *plan.shared.slab)
@@ -212,7 +213,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         return rows
 
     def _slab_changes(self, _gradient: torch.Tensor) -> None:
-        """Who has written the slab back in the middle of a step, to read rows, is not the last one."""
+        """Note that the slab will change, so that an earlier write-back of it is not the last one."""
         self._slab_written = False
 
     def _lookup(
@@ -230,13 +231,13 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         return pooled
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """All calls in a row: rows of ``sparse``; in eval mode nothing moves or is planned."""
+        """Make all four calls and look up ``sparse``; in eval mode nothing is planned or moved."""
         if not self.training or not torch.is_grad_enabled():
             return self.read_now(sparse)
         return self.lookup_to_train(sparse)
 
     def lookup_to_train(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """All calls in a row, whose result must have its backward pass before the next ones."""
+        """Make all four calls and look up; the result's backward pass must come before the next calls."""
         assert self._trainers is None, "several trainers plan whole batches: see pipeline.loader"
         return self.lookup_planned(self.plan(sparse))
 
@@ -248,7 +249,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         return pooled + self.lookup_slab(plan) if len(plan.slab) else pooled
 
     def read_now(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Rows as they are now, without gradient, as ``lookup`` gives them; for evaluation."""
+        """The current rows in the form of ``lookup``, without gradient, for evaluation."""
         bags = self.bags(sparse)
         distinct, which = np.unique(bags.indices, return_inverse=True)
         weights = self.records_of(distinct)[:, : self.tables.dim]
@@ -268,7 +269,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
 
     @contextmanager
     def quiesced(self) -> Iterator[None]:
-        """Inside, every row is in its slot or in the store, as the last trained batch left it."""
+        """In the block, every row is in its slot or in the store, as the last trained batch left it."""
         with self._planning:
             planned = self.planner.undo()
             self.arrive()
@@ -291,7 +292,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         return self._occupied.resident()
 
     def resident_weights(self, rows: RowIds) -> torch.Tensor:
-        """Weights of distinct resident ``rows``: a copy, float32 [n, D]."""
+        """A copy of the weights of distinct resident ``rows``, float32 [n, D]."""
         self.arrive()  # a batch that was skipped still has its rows
         return take(self.resident, self._index(self._occupied.slots_of(rows)))[:, : self.tables.dim]
 
@@ -301,7 +302,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
             return self.read_rows(rows)
 
     def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
-        """Put ``records`` (float32 [n, width]) in the place of those of distinct ``rows``."""
+        """Replace the records of distinct ``rows`` by ``records`` (float32 [n, width])."""
         with self.quiesced():
             self.write_rows(rows, records.cpu().numpy())
 
@@ -342,21 +343,21 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
             self.write_rows(self.rows_of(region), np.concatenate(values, axis=1))
 
     def placement_state(self) -> dict[str, Any]:
-        """Which rows are resident, the policy's state, and what it has decided for a batch that comes: a
-        resumed run takes the same decisions."""
+        """The resident rows, the policy's state and its decision for the next batch, so that a resumed run
+        makes the same decisions."""
         with self.quiesced():
             return saved_placement.placement_state(self.planner)
 
     def check_placement_state(self, state: Mapping[str, Any]) -> None:
-        """``Damaged`` on what ``placement_state`` cannot have given."""
+        """``Damaged`` if ``state`` cannot be a result of ``placement_state``."""
         saved_placement.check_placement(self.planner, state)
 
     def load_placement_state(self, state: dict[str, Any] | None) -> bool:
-        """Bring the saved residents into their slots, where the tables' rows find them when they are loaded
-        next; whoever was resident before is forgotten.
+        """Assign the saved resident rows to their slots; rows that were resident before are forgotten. The
+        tables are loaded afterwards and fill the slots.
 
-        False when the checkpoint is of a run with another policy or budget: training then goes on
-        exactly, but starts with no row resident.
+        False if the checkpoint is from a run with another policy or budget. Training then continues exactly,
+        but no row is resident at first.
         """
         planner = self.planner
         if state is None or not saved_placement.same_place(planner, state):
@@ -374,7 +375,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
 
     @property
     def io(self) -> IoCounters:
-        """What training moved; evaluation and checkpoints are not in it (``store.io`` has everything)."""
+        """What training moved, without evaluation and checkpoints (``store.io`` has everything)."""
         return self.cold.counters.plus(self.store.background())
 
     @property
@@ -414,7 +415,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         """Write what is left, wait for the store, and release it."""
         try:
             with self.quiesced():
-                pass  # which has written the slab back
+                pass  # it has written the slab back
         finally:
             self.cold.close()
 
@@ -422,7 +423,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         return take(self.slab, torch.arange(len(self._slab_rows), device=self.device))
 
     def _reserve_slab(self, rows: int) -> None:
-        """Make room for ``rows`` slab rows; what it held has been taken out by ``advance``."""
+        """Make room for ``rows`` slab rows; ``advance`` has taken out what it held."""
         have = views(self.slab)[0].shape[0]
         if rows > have:
             self.slab = make_slots(self.tables, 1 << (rows - 1).bit_length(), self.device, self._trainers)

@@ -1,4 +1,4 @@
-"""Records on their way between the device and host memory, without stopping the device.
+"""Moves records between the device and host memory without stopping the device.
 
 On a CPU both are the same memory and nothing is copied. On CUDA, records pass through page-locked
 buffers; copies to the device run on a stream of their own and the training stream waits for an event.
@@ -16,7 +16,7 @@ from recpipe.tables.stores.base import Records
 
 @dataclass
 class Landed:
-    """Records on the device, and what to do before they are read."""
+    """Records on the device, and what to wait for before they are read."""
 
     records: torch.Tensor
     ready: torch.cuda.Event | None
@@ -53,7 +53,8 @@ class Transfer:
         return Landed(records, event)
 
     def to_host(self, records: torch.Tensor) -> Callable[[], Records]:
-        """Start the copy of ``records``; the result, called from the I/O thread, waits and returns it."""
+        """Start the copy of ``records``. Call the result in the I/O thread to wait for the copy and get
+        it."""
         if not self.on_gpu:
             return records.numpy
         host = self.host_buffer(*records.shape)
