@@ -15,6 +15,7 @@ import pytest
 from recpipe.config.compose import compose
 from recpipe.data.batch import Batch
 from recpipe.pipeline.loader import TrainLoader
+from recpipe.pipeline.source import BatchSource
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import installed
 from recpipe.run import run
@@ -94,11 +95,11 @@ def test_together_they_train_as_plain_tables_would(tmp_path, monkeypatch, traine
     assert samples < report["data"]["train_samples"], "slipstream leaves some out, or the test shows nothing"
     assert set(report["altered"]) >= {"EXACT_GRADIENT"}
 
-    def again(self: TrainLoader, first: int) -> Iterator[Batch]:
+    def again(self: BatchSource, first: int, part: object) -> Iterator[Batch]:
         return iter(batches[first:])
 
-    monkeypatch.setattr(TrainLoader, "_batches", again)
-    monkeypatch.setattr(TrainLoader, "__len__", lambda self: len(batches))
+    monkeypatch.setattr(BatchSource, "_batches", again)
+    monkeypatch.setattr(BatchSource, "__len__", lambda self: len(batches))
     export = f"task.export_parameters={tmp_path / 'plain' / 'parameters'}"
     run(compose([*RECIPE, "tiers.policy=nocache", export]), tmp_path)
     assert _apart(tmp_path) <= TOLERANCE
