@@ -77,6 +77,8 @@ _ABOVE_ZERO = (
     *("forward", "backward", "input", "elapsed", "tables", "rows", "dim", "columns", "bytes", "samples"),
     *("world", "local_world", "cores", "threads"),
 )
+CLOCK_MS = 1e-3
+"""What a time is taken for that no pass could measure."""
 Sample = TypeVar("Sample", LookupSample, CollectiveSample, ExchangeSample)
 
 
@@ -192,4 +194,6 @@ class MachineProfile:
 
 
 def _least(samples: Sequence[Sample], *times: str) -> Sample:
-    return replace(samples[0], **{name: min(getattr(sample, name) for sample in samples) for name in times})
+    """The least of each time that is above zero: a virtual machine's processor clock can stand still."""
+    each = {name: [value for s in samples if (value := getattr(s, name)) > 0] for name in times}
+    return replace(samples[0], **{name: min(values, default=CLOCK_MS) for name, values in each.items()})

@@ -128,3 +128,11 @@ def test_the_least_time_of_several_passes_counts() -> None:
     assert least.exchanges == profile.exchanges
     assert [s.forward for s in least.lookups] == [s.forward for s in profile.lookups]
     assert [s.backward for s in least.lookups] == [s.backward for s in slow]
+
+
+def test_a_clock_that_stood_still_measured_nothing() -> None:
+    profile = made_up(machine(2))
+    still = [replace(s, forward=0.0, backward=0.0) for s in profile.lookups]
+    least = MachineProfile.least([replace(profile, lookups=still), profile])
+    assert least == profile
+    MachineProfile.least([replace(profile, lookups=still)]).check()
