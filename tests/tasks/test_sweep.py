@@ -283,7 +283,7 @@ def test_the_table_has_every_job_in_order(tmp_path) -> None:
     one, two, ten = (
         next(line for line in text.splitlines() if line.startswith(n)) for n in ("1 ", "2*", "10")
     )
-    assert " ".join(one.split()) == "1 +plugin=fae 22,727 20.42 0.7700 0.4900 0.8300 - 1 GiB done"
+    assert " ".join(one.split()) == "1 +plugin=fae 24,106 20.42 0.7700 0.4900 0.8300 - 1 GiB done"
     assert two.split()[-5:] == ["4", "MiB", "1", "GiB", "done"]
     assert " ".join(ten.split()) == "10 +plugin=b[ad] - - - - - - - failed"
     assert "every job: seed=1" in text
