@@ -85,9 +85,12 @@ def _speed(throughput: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     all_steps, steady, end_to_end = (
         figures.count(throughput[f"{kind}samples_per_second"]) for kind in ("", "steady_", "end_to_end_")
     )
-    yield "speed", f"{all_steps} samples/s over all steps   step p50/p90/p99 {p50}/{p90}/{p99} ms"
-    if throughput["end_to_end_seconds"] is not None:
-        yield "", f"{steady} without the first steps   {end_to_end} from start to rows written back"
+    times = f"step p50/p90/p99 {p50}/{p90}/{p99} ms"
+    if throughput["end_to_end_seconds"] is None:
+        yield "speed", f"{all_steps} samples/s   {times}"
+    else:
+        yield "speed", f"{all_steps} samples/s over all steps   {steady} without the first ones"
+        yield "", f"{end_to_end} from start to end   {times}"
     if warning := figures.disturbed(throughput["others_cpu_share"], "training"):
         yield "", f"{warning}: alone it is faster"
 

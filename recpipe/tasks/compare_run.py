@@ -40,18 +40,21 @@ def launch(arguments: list[str], directory: Path, ranks: int = 1) -> dict[str, A
     earlier = checkpoints.exists()
     starter = TORCHRUN.format(ranks).split() if ranks > 1 else []
     with _opened(log) as output:
-        # Started in its own session: Ctrl-C reaches only this process, which then ends the run properly.
-        run = subprocess.Popen(
-            [sys.executable, *starter, "-m", "recpipe", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        run = None
         try:
+            with _interrupts_deferred():  # one that comes meanwhile would leave it running
+                # In its own session: Ctrl-C reaches only this process, which then ends the run properly.
+                run = subprocess.Popen(
+                    [sys.executable, *starter, "-m", "recpipe", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             status = run.wait()
         except BaseException:
-            end(run)
+            if run is not None:
+                end(run)
             raise
     # A comparison needs no checkpoints, and those of all runs would fill the disk.
     if not earlier:
@@ -104,6 +107,21 @@ def _failure(status: int, log: Path) -> str:
     how = f"was killed by signal {-status}" if status < 0 else f"failed with status {status}"
     last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
     return f"the run {how} ({last[:200]}); its output is in {log}"
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the end of the block if SIGINT or SIGTERM came in it."""
+    came: list[int] = []
+    both = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda found, _: came.append(found)) for number in both}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 @contextmanager

@@ -44,7 +44,9 @@ def make_report(**changes: Any) -> RunReport:
         "assembly": {"slots": {"splitter": "hotline"}, "chains": {"stream": ["a", "b"]}},
         "altered": [],
         "data": DataFigures(1_000_000, 200_000, 26_000_000, 3),
-        "throughput": Throughput.of_steps([500] * len(seconds), seconds),
+        "throughput": Throughput.of_steps(
+            [500] * len(seconds), seconds, set_up=5.0, evaluation=1.0, start_to_end=60.0
+        ),
         "quality": Quality(0.77, 0.49, 0.83),
         "memory": Memory(1 << 30, 1 << 27, 1 << 31),
         "io": Io("ssd", True, 1234, 1000, 1 << 33, 1 << 32, 3.25),
@@ -164,6 +166,7 @@ def test_terminal_table_says_what_matters() -> None:
     for part in (
         "AUC 0.7700",
         "samples/s over all steps",
+        "from start to end",
         "O_DIRECT",
         "popular share: 71.3%",
         "12,345",

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -775,6 +776,27 @@ def test_an_interrupt_ends_the_run_in_flight(
     signal.signal(signal.SIGINT, before)
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_a_run_starts_ends_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
+) -> None:
+    interpreter(tmp_path, monkeypatch, "exec sleep 60")
+    started: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def interrupted(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*arguments, **options))
+        os.kill(os.getpid(), sent)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt), compare_run.interrupt_on_sigterm():
+        compare_run.launch([], tmp_path / "run")
+    signal.signal(signal.SIGINT, before)
+    assert started[0].poll() is not None
 
 
 @pytest.mark.slow
