@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -195,5 +195,7 @@ class MachineProfile:
 
 def _least(samples: Sequence[Sample], *times: str) -> Sample:
     """The least of each time that is above zero: a virtual machine's processor clock can stand still."""
-    each = {name: [value for s in samples if (value := getattr(s, name)) > 0] for name in times}
-    return replace(samples[0], **{name: min(values, default=CLOCK_MS) for name, values in each.items()})
+    found: dict[str, Any] = {}
+    for name in times:
+        found[name] = min((t for s in samples if (t := getattr(s, name)) > 0), default=CLOCK_MS)
+    return replace(samples[0], **found)
