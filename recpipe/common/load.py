@@ -43,3 +43,9 @@ class Load:
             return None
         busy, own = self.busy - earlier.busy, self.own - earlier.own
         return min(1.0, max(0.0, (busy - own) / total))
+
+
+def used_by_others(since: Load | None) -> float | None:
+    """Share of all processors' time from ``since`` until now that others had; None if it is not known."""
+    now = Load.now()
+    return None if now is None else now.others_since(since)

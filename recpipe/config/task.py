@@ -74,8 +74,12 @@ class CompareConfig:
     """Whether a cache policy runs at the memory of each row that takes more than it, too."""
 
     @property
+    def least_rounds(self) -> int:
+        """Counted rounds at least: the repetitions, and a round for each seed."""
+        return max(self.repetitions, self.seeds - self.warmup)
+
+    @property
     def most_rounds(self) -> int:
         """Counted rounds at most."""
-        if self.precision is None:
-            return self.repetitions
-        return max(self.repetitions, self.max_rounds or 2 * self.repetitions)
+        more = 0 if self.precision is None else self.max_rounds or 2 * self.repetitions
+        return max(self.least_rounds, more)

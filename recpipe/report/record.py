@@ -92,12 +92,12 @@ class Throughput:
         warm_up = min(WARM_UP, len(seconds) // 10)
         end_to_end = start_to_end - evaluation
         return cls(
-            _rate(sum(samples), sum(seconds)),
+            rate(sum(samples), sum(seconds)),
             step_times(seconds),
             step_histogram(seconds),
             first_step,
-            _rate(sum(samples[warm_up:]), sum(seconds[warm_up:])),
-            _rate(sum(samples), end_to_end),
+            rate(sum(samples[warm_up:]), sum(seconds[warm_up:])),
+            rate(sum(samples), end_to_end),
             set_up,
             evaluation,
             end_to_end,
@@ -105,7 +105,8 @@ class Throughput:
         )
 
 
-def _rate(samples: int, seconds: float) -> float:
+def rate(samples: int, seconds: float) -> float:
+    """Samples per second; NaN if there are none."""
     return samples / seconds if samples and seconds > 0 else math.nan
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from recpipe.common.console import Output
 from recpipe.common.made import scratch_directory
@@ -89,8 +89,11 @@ class _Comparison:
     ) -> None:
         self.rows, self.carried, self.launch, self.console = rows, carried, launch, console
         self.config, self.out_dir = config, out_dir
-        self.counted = 0
-        """Counted rounds that are finished."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.progress = Progress(*columns, console=console)
+        self.bar = self.progress.add_task("comparing", total=None)
+        self.finished = 0
+        """Rounds, warm-up included, in which every row has run."""
         self.results = [RowResult(row.name) for row in rows]
         self.base: int | None = None
         """The first exact row, with whose parameters those of other exact rows are compared."""
@@ -113,47 +116,44 @@ class _Comparison:
         A row whose run fails is left out from then on. If the first row fails, the comparison ends, because
         all is relative to it.
         """
-        warmup, columns = self.config.warmup, (TextColumn("{task.description}"), BarColumn())
-        with Progress(*columns, MofNCompleteColumn(), TimeElapsedColumn(), console=self.console) as progress:
-            bar = progress.add_task("comparing", total=(warmup + self._least) * len(self.rows))
-            number = 0
-            while number < warmup + self._least or (self.counted < self._most and not self._precise):
-                counted = number >= warmup
-                label = f"round {self.counted + 1}" if counted else "warm-up"
-                self._run_round(number, label, progress, bar)
-                if number == 0:
-                    self._add_rows(label, progress, bar)
-                    progress.update(bar, description="one rounding")
+        config = self.config
+        with self.progress:
+            while self.counted < config.least_rounds or (
+                self.counted < config.most_rounds and not self._precise
+            ):
+                self._run_rows()
+                if self.finished == 0:
+                    self._add_rows()
+                    self.progress.update(self.bar, description="one rounding")
                     self._run_nudged()
                     shutil.rmtree(self.parameters, ignore_errors=True)
-                number, self.counted = number + 1, self.counted + counted
-                planned = max(number, warmup + self._least) * len(self.rows)
-                progress.update(bar, total=planned)
+                self.finished += 1
 
     @property
-    def _least(self) -> int:
-        """The least number of counted rounds, so that each seed has one."""
-        return max(self.config.repetitions, self.config.seeds - self.config.warmup)
-
-    @property
-    def _most(self) -> int:
-        return max(self.config.most_rounds, self._least)
+    def counted(self) -> int:
+        """Counted rounds that are finished."""
+        return max(0, self.finished - self.config.warmup)
 
     @property
     def _precise(self) -> bool:
         wanted = self.config.precision
         return wanted is None or compared.precise(self.results, wanted)
 
-    def _run_round(self, number: int, label: str, progress: Progress, bar: TaskID, first: int = 0) -> None:
-        """Each row once, from row ``first`` on."""
+    def _run_rows(self, first: int = 0) -> None:
+        """This round's runs of the rows from number ``first`` on."""
+        number, config = self.finished - self.config.warmup + 1, self.config
+        label = f"round {number}" if number > 0 else "warm-up"
+        rounds = max(self.finished + 1, config.warmup + config.least_rounds)
         for index in range(first, len(self.rows)):
-            progress.update(bar, description=f"{label}: {self.rows[index].name}")
+            row = self.rows[index]
+            total = rounds * len(self.rows)
+            self.progress.update(self.bar, description=f"{label}: {row.name}", total=total)
             if self.results[index].failed is None:
-                told = self._run_row(index, number)
-                progress.console.print(f"{label:>10}  {told}", markup=False, highlight=False)
-            progress.advance(bar)
+                told = self._run_row(index)
+                self.progress.console.print(f"{label:>10}  {told}", markup=False, highlight=False)
+            self.progress.advance(self.bar)
 
-    def _add_rows(self, label: str, progress: Progress, bar: TaskID) -> None:
+    def _add_rows(self) -> None:
         """Add policies with the memory of techniques that take more, as rows with the same number of runs."""
         if not self.config.equal_memory:
             return
@@ -162,11 +162,12 @@ class _Comparison:
             self.rows.append(row)
             self.results.append(RowResult(row.name))
             self.carried[row.name] = self.carried[policy.name]
-        self._run_round(0, label, progress, bar, present)
+        self._run_rows(present)
 
-    def _run_row(self, index: int, number: int) -> str:
+    def _run_row(self, index: int) -> str:
         """Run a row once; returns a message about it."""
-        result, export, seed = self.results[index], self.parameters / str(index), number % self.config.seeds
+        result, export, number = self.results[index], self.parameters / str(index), self.finished
+        seed = number % self.config.seeds
         extra = [quoted("task.export_parameters", export)] if number == 0 else []
         if seed:
             extra.append(f"seed={self.results[0].report['recipe']['seed'] + seed}")

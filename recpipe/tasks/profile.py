@@ -13,7 +13,7 @@ import torch
 
 from recpipe import seams
 from recpipe.common import phases
-from recpipe.common.load import Load
+from recpipe.common.load import Load, used_by_others
 from recpipe.common.phases import PHASES
 from recpipe.config.task import ProfileConfig
 from recpipe.model.config import ModelConfig, UserModel
@@ -142,22 +142,22 @@ class StepProfiler(L.Callback):
             return
         timed = slice(self.config.warmup, self.config.warmup + self.config.steps)
         seconds, samples = self.recorder.step_seconds[timed], self.recorder.step_samples[timed]
-        others = report.throughput.others_cpu_share
-        report.throughput = Throughput.of_steps(samples, seconds, others=others)
+        in_training = report.throughput.others_cpu_share
+        report.throughput = Throughput.of_steps(samples, seconds, others=in_training)
         files.write(TRACE, lambda path: self.profiler.export_chrome_trace(str(path)))
         work, lookups = model_work(self.model, config, self.batches)
         work["dense optimizer"] = self.optimizer
         widest = max(group.tables.dim for group in self.model.embeddings.tables.groups)
         before = Load.now()
         limits = machine.measure(FLOAT_BYTES * widest, self.device)
-        after = Load.now()
+        others = used_by_others(before)
         events = self.profiler.events()  # type: ignore[no-untyped-call]
         step = mean_step(middle_half(profiled_steps(events), key=lambda step: step.ms))
         report.profile = {
             **achieved(seconds, step, floors_ms(work, limits, config.precision)),
             "floor": floor_section(work, limits, config.precision, lookups),
             "machine": asdict(limits),
-            "others_cpu_share": None if after is None else after.others_since(before),
+            "others_cpu_share": others,
             "operators": top_operators(self.profiler, self.config.steps),
             "trace": TRACE,
         }

@@ -10,12 +10,12 @@ from typing import Any
 import lightning as L
 
 from recpipe.common.console import log
-from recpipe.common.load import Load
+from recpipe.common.load import Load, used_by_others
 from recpipe.model.metrics import Quality
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch
 from recpipe.report.quality import labelled
-from recpipe.report.record import Point, Throughput
+from recpipe.report.record import Point, Throughput, rate
 from recpipe.training.module import LossTotal, RankingModule
 
 
@@ -121,10 +121,8 @@ class Recorder(L.Callback):
     def _others(self) -> float | None:
         """The share of the processors that other programs used since the first step began. Not with several
         ranks, each of which counts as another program to the others."""
-        now = Load.now()
-        return now.others_since(self._load) if now is not None and self.loader.ranks.world == 1 else None
+        return used_by_others(self._load) if self.loader.ranks.world == 1 else None
 
     def speed_since(self, step: int) -> float:
         """Samples per second of this run's steps from number ``step`` on; NaN if there are none."""
-        seconds = sum(self.step_seconds[step:])
-        return sum(self.step_samples[step:]) / seconds if seconds > 0 else math.nan
+        return rate(sum(self.step_samples[step:]), sum(self.step_seconds[step:]))

@@ -246,33 +246,33 @@ def contents_of_whole(case: Case) -> dict:
     return contents(whole)
 
 
-def test_rows_in_tiers_are_not_cut_where_they_have_one_state(tmp_path) -> None:
-    case = Case("rowwise_adagrad", {"*": "column_wise"}, replace(TIERS, split_rows=True))
-    words = "'a': column_wise cuts rows apart, and in tiers its rows have one optimizer state"
+CUT = "column_wise cuts rows apart, and in tiers its rows have"
+ONE_STATE = Case("rowwise_adagrad", {"*": "column_wise"}, replace(TIERS, split_rows=True))
+WHOLE_RECORDS = GroupCase({"*": "row_wise", "shops": "column_wise"}, int8="both")
+NO_ROW = Case("sgd", {"*": "row_wise"}, replace(TIERS, resident_bytes=1))
+
+
+@pytest.mark.parametrize(
+    ("opened", "case", "words"),
+    [
+        (
+            tiered,
+            ONE_STATE,
+            f"'a': {CUT} one optimizer state",
+        ),
+        (
+            tiered_groups,
+            WHOLE_RECORDS,
+            f"'shops': {CUT} a codec of whole records: shard",
+        ),
+        (tiered, NO_ROW, "leaves not even one row, of 1024 bytes"),
+    ],
+    ids=["cut rows of one state", "cut rows of a codec", "a budget of no row"],
+)
+def test_what_tiers_of_shards_cannot_do_is_refused(tmp_path, opened, case, words) -> None:
     with (
         hold(tmp_path) as run_dir,
         pytest.raises(UserError, match=words),
-        tiered(case, Ranks(), run_dir),
-    ):
-        pass
-
-
-def test_rows_in_tiers_are_not_cut_where_a_codec_wants_them_whole(tmp_path) -> None:
-    case = GroupCase({"*": "row_wise", "shops": "column_wise"}, int8="both")
-    words = "'shops': column_wise cuts rows apart, and in tiers its rows have a codec of whole records: shard"
-    with (
-        hold(tmp_path) as run_dir,
-        pytest.raises(UserError, match=words),
-        tiered_groups(case, Ranks(), run_dir),
-    ):
-        pass
-
-
-def test_a_budget_of_no_row_is_refused(tmp_path) -> None:
-    case = Case("sgd", {"*": "row_wise"}, replace(TIERS, resident_bytes=1))
-    with (
-        hold(tmp_path) as run_dir,
-        pytest.raises(UserError, match="leaves not even one row, of 1024 bytes"),
-        tiered(case, Ranks(), run_dir),
+        opened(case, Ranks(), run_dir),
     ):
         pass

@@ -187,9 +187,7 @@ class TieredLookup(nn.Module):
     def fetch_ahead(self, features: KeyedJaggedTensor) -> None:
         """Plan these ids, which are looked up next, and start to fetch their rows."""
         self._forget()
-        plans = [
-            tiers.plan(named) for (_, tiers), named in zip(self.each(), self._named(features), strict=True)
-        ]
+        plans = self._plan(features)
         for (_, tiers), plan in zip(self.each(), plans, strict=True):
             tiers.prefetch(plan)
         self._ahead = features, plans
@@ -200,6 +198,9 @@ class TieredLookup(nn.Module):
             plans, self._ahead = self._ahead[1], None
             return plans
         self._forget()
+        return self._plan(features)
+
+    def _plan(self, features: KeyedJaggedTensor) -> list[TierPlan]:
         pairs = zip(self.each(), self._named(features), strict=True)
         return [tiers.plan(named) for (_, tiers), named in pairs]
 
