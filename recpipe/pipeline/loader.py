@@ -28,6 +28,7 @@ from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.splitter import Splitter, micro_batch_step
+from recpipe.tables.access_sample import AccessSample
 from recpipe.tables.inputs import GroupIds, Inputs, count_ids
 from recpipe.tables.tiers.batch import BatchPlan, Tiers
 
@@ -50,6 +51,7 @@ class TrainLoader:
         sends_ahead: bool = False,
         sample_filter: SampleFilter | None = None,
         splitter: Owned[Splitter] | None = None,
+        accesses: AccessSample | None = None,
     ) -> None:
         self.source = source
         self.inputs = inputs
@@ -61,6 +63,8 @@ class TrainLoader:
         """Whether each batch is to send the ids of the next one over the ranks (sharded tables)."""
         self.sample_filter = sample_filter
         self.splitter = splitter
+        self.accesses = accesses
+        """Keeps some batches' ids."""
         self.first = 0
         self.handed_out = 0
         """How many batches training has got over all epochs, including those before a resume."""
@@ -168,6 +172,8 @@ class TrainLoader:
     def _with_ids(self, staged: StagedBatch, batch: Any, each: GroupIds) -> StagedBatch:
         """Set the ids of ``staged`` in order; they are ``each`` if it is ``batch`` itself. This is done here
         because the training thread has more to do."""
+        if self.accesses is not None:
+            self.accesses.add(each)
         staged.ids = each if staged.batch is batch else self.inputs.each(staged.batch)
         return staged
 
