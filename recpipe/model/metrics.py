@@ -55,7 +55,7 @@ class Calibration:
 
 BINS = 10
 _EDGE_SAMPLE = 1 << 16
-"""From how many predictions the bins' edges are taken; a sort of all of them would take as long as the AUC."""
+"""From how many predictions the bins' edges are taken; to sort all of them would take as long as the AUC."""
 
 
 def auc(labels: Values, scores: Values) -> float:

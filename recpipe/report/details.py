@@ -1,4 +1,4 @@
-"""The parts of report.json behind the page's plots: a run's intervals, the skew of its lookups, its tables."""
+"""Parts of report.json behind the page's plots: a run's intervals, the skew of its lookups, its tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ class Series:
     """A run's intervals of equally many steps (the last may be shorter): in each list a value for each.
 
     ``step``, ``samples`` and ``seconds`` are those of the whole run at an interval's end, as in ``Point``;
-    all others are those of the interval. Those of the tiers, on this rank, are empty if all rows are resident.
+    all others are those of the interval. Those of the tiers, of this rank, are empty if all rows are
+    resident.
     """
 
     step: list[int] = field(default_factory=list)
@@ -23,7 +24,8 @@ class Series:
     loss: list[float] = field(default_factory=list)
     """Mean training loss."""
     lookups: list[int] = field(default_factory=list)
-    """Ids looked up in tables that are not all resident; empty if the plugin that holds them does not tell."""
+    """Ids looked up in tables that are not all resident; empty if the plugin that holds those does not
+    tell."""
     hits: list[int] = field(default_factory=list)
     """Those of the ``lookups`` whose row was resident before any row moved for the batch."""
     bytes_read: list[int] = field(default_factory=list)

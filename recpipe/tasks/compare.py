@@ -25,6 +25,8 @@ from recpipe.tasks.compare_rows import Row, at_equal_memory, carried_overrides, 
 
 UNTIMED = ("trainer.checkpoint_every=null", "trainer.eval_every=1.0")
 """Overrides that switch off what costs time but is not compared. The user's own come later and win."""
+RUNS = "runs"
+"""The folder of the runs' directories in the comparison's."""
 Launch = Callable[[list[str], Path], dict[str, Any]]
 """Runs ``python -m recpipe`` with these arguments in this directory; returns its report.json, or {} if there
 is none."""
@@ -171,14 +173,15 @@ class _Comparison:
         extra = [quoted("task.export_parameters", export)] if number == 0 else []
         if seed:
             extra.append(f"seed={self.results[0].report['recipe']['seed'] + seed}")
+        name = f"round-{number}-{index}-{self.rows[index].name}"
         try:
-            report = self._launch(index, "train", f"round-{number}-{index}-{self.rows[index].name}", extra)
+            report = self._launch(index, "train", name, extra)
         except UserError as error:
             if index == 0:
                 raise
             result.failed = str(error)
             return f"{error}; left out from here on"
-        result.add(report, seed, counted=number >= self.config.warmup)
+        result.add(report, seed, counted=number >= self.config.warmup, run=f"{RUNS}/{name}")
         if number == 0:
             self._compare_parameters(index, export)
         self._save(self.content(partial=True))
@@ -209,7 +212,7 @@ class _Comparison:
         self.rounding.add(report, seed=0, counted=False)
 
     def _launch(self, index: int, task: str, name: str, extra: list[str]) -> dict[str, Any]:
-        row, directory = self.rows[index], self.out_dir / "runs" / name
+        row, directory = self.rows[index], self.out_dir / RUNS / name
         arguments = [
             *UNTIMED,
             *self.carried[row.name],

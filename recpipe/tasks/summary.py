@@ -12,10 +12,10 @@ from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks
 from recpipe.model.metrics import peak_rss_bytes
 from recpipe.plugin.api import RunFigures
-from recpipe.report.environment import environment
-from recpipe.report.skew import skew_of
 from recpipe.report.details import Skew
+from recpipe.report.environment import environment
 from recpipe.report.record import DataFigures, Io, Memory, PluginFigures, RankFigures, Resumed, RunReport
+from recpipe.report.skew import skew_of
 from recpipe.seams import Collective
 from recpipe.tables.access_sample import AccessSample
 from recpipe.tables.collection import TierFigures

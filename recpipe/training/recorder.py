@@ -63,9 +63,7 @@ class Recorder(L.Callback):
         self.began = self._last = perf_counter()
         self._before = pl_module.seconds
         samples = pl_module.samples or 0
-        self.intervals.begin(
-            trainer.global_step, samples, self._seconds(self.began), pl_module.loss_sum
-        )
+        self.intervals.begin(trainer.global_step, samples, self._seconds(self.began), pl_module.loss_sum)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock of an epoch's first step."""
