@@ -13,7 +13,7 @@ from recpipe.report.run_plots import SAMPLES, SECONDS, column
 
 def legend(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names for curves, which differ even if two rows have the same recipe."""
-    return [f"{number}. {figures.shortened(row['name'])}" for number, row in enumerate(rows, 1)]
+    return [f"{number}. {figures.shortened(row['name'], 22)}" for number, row in enumerate(rows, 1)]
 
 
 def curves(rows: Sequence[Mapping[str, Any]]) -> list[Plot]:
@@ -37,7 +37,7 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> list[Plot]:
             for name, s in zip(names, series, strict=True)
             if s["step"]
         }
-        drawn.append(plots.curves("Speed", speed, Axis("step"), Axis("samples/s", from_zero=True)))
+        drawn.append(plots.curves("Speed", speed, Axis("step", "count"), Axis("samples/s", from_zero=True)))
     return drawn
 
 

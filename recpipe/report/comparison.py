@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recpipe.report import compared_plots, figures, html, plots
+from recpipe.report.plots import Axis
 from recpipe.report.quality import LABELS, shown_figures
 from recpipe.report.record import as_json, replace_file, write_json
 from recpipe.report.remarks import marked_name, notes
@@ -123,7 +124,12 @@ def _plots(rows: Sequence[Mapping[str, Any]]) -> list[plots.Plot]:
         plots.bars(
             "Speed: median, lowest and highest", names, [s["median"] for s in speeds], "samples/s", spread
         ),
-        plots.lines("Speed by round", rounds, curves, "round", "samples/s", from_zero=True),
+        plots.curves(
+            "Speed by round",
+            {name: (rounds, values) for name, values in curves.items()},
+            Axis("round", "count"),
+            Axis("samples/s", from_zero=True),
+        ),
         plots.bars(
             "Cold rows moved", names, [_moved(row["io"], "rows") for row in done], "rows read and written"
         ),

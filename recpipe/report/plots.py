@@ -13,7 +13,14 @@ from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import (
+    EngFormatter,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    PercentFormatter,
+)
 
 from recpipe.report import figures
 
@@ -44,8 +51,9 @@ _STYLE: dict[Any, Any] = {
 _INCHES = 5.2
 """Width of a plot; text of 10 points is still readable where a phone shows it in 8 cm."""
 Values = Sequence[float | None]
-Unit = Literal["number", "bytes", "seconds", "share"]
-"""What an axis shows: bytes and seconds in the unit that fits the largest, shares in percent."""
+Unit = Literal["number", "count", "bytes", "seconds", "share"]
+"""What an axis shows: counts have whole ticks, bytes and seconds the unit that fits the largest, shares are in
+percent."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +242,8 @@ def _dress(axes: Axes, which: Literal["x", "y"], axis: Axis, unit: str = "") -> 
         along.set_major_formatter(PercentFormatter(1.0))
     else:
         along.set_major_formatter(FuncFormatter(_tick))
+        if axis.unit == "count":
+            along.set_major_locator(MaxNLocator("auto", integer=True))
     along.set_label_text(", ".join(part for part in (axis.label, unit) if part))
     if axis.from_zero:
         if which == "x":
@@ -269,7 +279,7 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
 def _legend_size(names: Sequence[str]) -> tuple[int, int]:
     """Columns of a legend that is not wider than the plot, and its lines."""
     longest = max((len(name) for name in names), default=1)
-    columns = max(1, min(3, 70 // (longest + 8)))
+    columns = max(1, min(3, 72 // (longest + 8)))
     return columns, -(-len(names) // columns)
 
 

@@ -77,7 +77,9 @@ def speed(report: Mapping[str, Any]) -> list[Plot]:
     series, throughput = report["series"], report["throughput"]
     if series["step"]:
         each = {"speed": (series["step"], series["samples_per_second"])}
-        drawn.append(plots.curves("Training speed", each, Axis("step"), Axis("samples/s", from_zero=True)))
+        drawn.append(
+            plots.curves("Training speed", each, Axis("step", "count"), Axis("samples/s", from_zero=True))
+        )
     steps = throughput["step_histogram"]
     if steps["counts"]:
         marks = {name: throughput["step_ms"][name] for name in ("p50", "p90", "p99")}
@@ -97,7 +99,7 @@ def cold_tier(report: Mapping[str, Any]) -> list[Plot]:
         ]
         each = {"hit rate": (series["step"], rate)}
         title = f"Hit rate{of_rank}: lookups whose row was resident"
-        drawn.append(plots.curves(title, each, Axis("step"), Axis("", "share", from_zero=True)))
+        drawn.append(plots.curves(title, each, Axis("step", "count"), Axis("", "share", from_zero=True)))
     if any(series["bytes_read"]) or any(series["bytes_written"]):
         moved = {
             name: (
@@ -107,7 +109,7 @@ def cold_tier(report: Mapping[str, Any]) -> list[Plot]:
             for name in ("read", "written")
         }
         title = f"Cold tier{of_rank}: bytes per step"
-        drawn.append(plots.curves(title, moved, Axis("step"), Axis("", "bytes", from_zero=True)))
+        drawn.append(plots.curves(title, moved, Axis("step", "count"), Axis("", "bytes", from_zero=True)))
     return drawn
 
 
