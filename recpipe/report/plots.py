@@ -52,8 +52,8 @@ _INCHES = 5.2
 """Width of a plot; text of 10 points is still readable where a phone shows it in 8 cm."""
 Values = Sequence[float | None]
 Unit = Literal["number", "count", "bytes", "seconds", "share"]
-"""What an axis shows: counts have whole ticks, bytes and seconds the unit that fits the largest, shares are in
-percent."""
+"""What an axis shows: counts have whole ticks, bytes and seconds the unit that fits the largest, shares are
+in percent."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -168,7 +169,7 @@ def test_result_files_hold_the_public_schema(tmp_path: Path) -> None:
         assert "max_parameter_difference" in row
         assert row["samples_per_second"].keys() == {"median", "min", "max"}
     page = (tmp_path / "compare.html").read_text()
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 6
     assert "<script" not in page
     for part in (
         "fae+slipstream*",
@@ -181,6 +182,26 @@ def test_result_files_hold_the_public_schema(tmp_path: Path) -> None:
         assert part in text
     assert "!" not in text
     assert max(map(len, text.splitlines()[:-1])) <= 80
+
+
+def test_each_row_links_to_the_report_of_its_first_counted_run(tmp_path: Path) -> None:
+    runs = three_rows()
+
+    def launch(arguments: list[str], directory: Path) -> dict[str, Any]:
+        directory.mkdir(parents=True, exist_ok=True)
+        if value_of(arguments, "tiers.policy") != "lru":  # its page could not be written
+            (directory / "report.html").write_text("")
+        return runs(arguments, directory)
+
+    content, _ = run(config("resident", "lru", "fae+slipstream"), tmp_path / "there", launch)  # type: ignore[arg-type]
+    assert [row["run"] for row in content["rows"]] == [
+        "runs/round-1-0-resident", "runs/round-1-1-lru", "runs/round-1-2-fae+slipstream"
+    ]  # fmt: skip
+    (tmp_path / "there").rename(tmp_path / "moved")
+    page = (tmp_path / "moved" / "compare.html").read_text()
+    links = set(re.findall(r'<a href="([^"]*)"', page))
+    assert links == {"runs/round-1-0-resident/report.html", "runs/round-1-2-fae%2Bslipstream/report.html"}
+    assert all((tmp_path / "moved" / unquote(link)).is_file() for link in links)
 
 
 def test_a_row_named_twice_shows_the_noise(tmp_path: Path) -> None:
