@@ -19,7 +19,6 @@ from matplotlib.ticker import (
     LogLocator,
     MaxNLocator,
     NullFormatter,
-    PercentFormatter,
 )
 
 from recpipe.report import figures
@@ -239,7 +238,7 @@ def _dress(axes: Axes, which: Literal["x", "y"], axis: Axis, unit: str = "") -> 
         axes.set_xscale("log")
         _log_ticks(axes, *axes.get_xlim(), share=axis.unit == "share")
     elif axis.unit == "share":
-        along.set_major_formatter(PercentFormatter(1.0))
+        along.set_major_formatter(FuncFormatter(_percent))
     else:
         along.set_major_formatter(FuncFormatter(_tick))
         if axis.unit == "count":
