@@ -44,7 +44,7 @@ class Intervals:
         self.tables = tables
         self.every = 1
         self._sums: list[_Sum] = []
-        self._steps = 0
+        self._steps = self._noted = 0
 
     def begin(self, step: int, samples: int, seconds: float, loss: torch.Tensor) -> None:
         """Start before the first step of this part."""
@@ -59,17 +59,18 @@ class Intervals:
     @property
     def complete(self) -> bool:
         """Whether the sums after the last step are noted."""
-        return self._steps % self.every == 0
+        return self._noted == self._steps
 
     def note(
         self, step: int, samples: int, seconds: float, trained: int, busy: float, loss: torch.Tensor
     ) -> None:
         """Note the sums after this step."""
+        self._noted = self._steps
         moved, found = _of_tiers(self.tables.tier_figures())
         self._sums.append(_Sum(step, samples, seconds, trained, busy, loss, moved, found))
-        if len(self._sums) > INTERVALS + 1:
-            self._sums = self._sums[::2]
-            self.every *= 2
+        if len(self._sums) > INTERVALS + 1 and self._steps % self.every == 0:
+            self._sums = self._sums[::2]  # without the latest
+            self.every, self._noted = 2 * self.every, -1
 
     def series(self) -> Series:
         """The differences between neighbouring sums."""
