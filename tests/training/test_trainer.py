@@ -131,7 +131,14 @@ def test_a_resumed_run_tells_where_it_stands_and_counts_the_whole_and_its_part(t
     own = report["throughput"]["end_to_end_seconds"]
     assert before["series"]["seconds"][-1] < last["seconds"] < before["series"]["seconds"][-1] + own
     assert (series["step"][0], series["step"][-1], sum(series["steps"])) == (31, 50, 20)
-    assert sum(series["lookups"]) == report["data"]["lookups"]
+    assert sum(series["lookups"]) == report["data"]["lookups"] == report["skew"]["lookups"]
+    assert 0 < sum(series["hits"]) < sum(series["lookups"])
+    assert 0 < sum(series["bytes_read"]) <= report["io"]["bytes_read"]
+    assert sum(report["calibration"]["samples"]) == report["data"]["eval_samples"]
+    tables, tiers = report["memory"]["tables"], report["assembly"]["tiers"]
+    assert sum(table["rows"] for table in tables) == tiers["rows"]
+    assert sum(t["weight_bytes"] + t["state_bytes"] for t in tables) == sum(tiers["table_bytes"].values())
+    assert 0 < sum(table["resident_bytes"] for table in tables) <= report["memory"]["resident_bytes"]
     shown = " ".join(log.split())
     assert "before: 30 steps, 1,920 samples this part: 20 steps, 1,280 samples" in shown
     assert "whole run: 50 steps, 3,200 samples" in shown
