@@ -10,8 +10,7 @@ from typing import Any
 from recpipe.report.exactness import FACTOR, Difference, limit
 from recpipe.report.intervals import mean_interval, median_interval, width
 from recpipe.report.merging import merged
-from recpipe.report.quality import LABELS
-from recpipe.report.record import VERDICT
+from recpipe.report.quality import LABELS, VERDICT
 
 SPEEDS = {
     "all_steps": "samples_per_second",

@@ -11,8 +11,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from omegaconf import OmegaConf
 
 from recpipe.report import figures, folding, measured, plots, run_plots
-from recpipe.report.quality import FIRST, LABELS, Figures, labelled, shown_figures
-from recpipe.report.record import VERDICT, replace_file
+from recpipe.report.quality import FIRST, LABELS, VERDICT, Figures, labelled, shown_figures
+from recpipe.report.record import replace_file
 
 
 def write(report: Mapping[str, Any], directory: Path) -> Path:

@@ -248,7 +248,9 @@ def _dress(axes: Axes, which: Literal["x", "y"], axis: Axis, unit: str = "") -> 
         if which == "x":
             axes.set_xlim(left=0)
         else:
-            axes.set_ylim(bottom=0, top=1.02 if axis.unit == "share" else max(axes.get_ylim()[1], 1e-12))
+            axes.set_ylim(
+                bottom=0, top=1.02 if axis.unit == "share" else max(1.04 * axes.get_ylim()[1], 1e-12)
+            )
 
 
 def _log_ticks(axes: Axes, low: float, high: float, share: bool = False) -> None:

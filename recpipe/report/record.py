@@ -16,8 +16,6 @@ from recpipe.model.metrics import Calibration, Quality
 from recpipe.report.details import Series, Skew, TableMemory
 
 SCHEMA = 1
-VERDICT = "verdict"
-"""The figure of a plugin that says in a sentence whether it paid in this run, and why."""
 WARM_UP = 10
 """Steps that the steady speed leaves out, at most."""
 BINS_PER_DECADE = 40
