@@ -7,14 +7,13 @@ future batches need announces it, and a thread reads it into host memory while t
 in host memory until there are enough of them.
 
 Every call sees the newest record: it looks first among waiting writes, then in what was read ahead, then in
-the store.
+the store. Memory grows with the rows on their way, not with the tables: rows are found by binary search.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -23,12 +22,18 @@ from numpy.typing import NDArray
 
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records, Rows
 
-NOWHERE = -1
-GROUP_BITS = 6
-"""A place in a group is ``position << GROUP_BITS | number of the group``; groups are numbered modulo 64."""
-MAX_GROUPS = (1 << GROUP_BITS) - 1
 WRITE_ROWS = 4096
 """How many rows of a lot are written before a waiting read has its turn."""
+Found = NDArray[np.bool_]
+
+
+def positions(rows: Rows, wanted: Rows) -> tuple[Rows, Found]:
+    """For each of ``wanted``, its position in sorted ``rows`` (any, if it is not there) and whether it is
+    there."""
+    if not len(rows):
+        return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
+    at = np.minimum(np.searchsorted(rows, wanted), len(rows) - 1)
+    return at, rows[at] == wanted
 
 
 @dataclass
@@ -39,14 +44,50 @@ class ReadGroup:
     records: Records | None = None
     done: Future[None] = field(default_factory=Future)
 
+    @property
+    def nbytes(self) -> int:
+        """Its memory."""
+        return self.rows.nbytes + (0 if self.records is None else self.records.nbytes)
 
-@dataclass
+
 class Writes:
-    """Rows that wait to be written, with their newest records; the first ``count`` places are used."""
+    """Rows that wait to be written, each with its newest record; at most ``capacity``."""
 
-    rows: Rows
-    records: Records
-    count: int = 0
+    def __init__(self, capacity: int, width: int) -> None:
+        self.rows: Rows = np.empty(0, np.int64)
+        """Sorted."""
+        self.records = np.empty((capacity, width), np.float32)
+        self.written = 0
+        """How many of ``rows``, from the first on, the store already has."""
+        self._places = np.empty(0, np.int32)
+
+    def find(self, wanted: Rows) -> tuple[NDArray[np.int32], Found]:
+        """Places in ``records`` of those of ``wanted`` that wait, and which these are."""
+        at, here = positions(self.rows, wanted)
+        here &= at >= self.written
+        return self._places[at[here]], here
+
+    def put(self, rows: Rows, records: Records) -> None:
+        """Add distinct ``rows``, or replace their records."""
+        places, here = self.find(rows)
+        self.records[places] = records[here]
+        new = np.flatnonzero(~here)
+        new = new[np.argsort(rows[new])]
+        at = np.searchsorted(self.rows, rows[new])
+        fresh = np.arange(len(self.rows), len(self.rows) + len(new), dtype=np.int32)
+        self.records[fresh] = records[new]
+        self.rows = np.insert(self.rows, at, rows[new])
+        self._places = np.insert(self._places, at, fresh)
+
+    def next(self, count: int) -> tuple[Rows, Records]:
+        """Up to ``count`` rows that are to be written next, and their records."""
+        part = slice(self.written, self.written + count)
+        return self.rows[part], self.records[self._places[part]]
+
+    @property
+    def nbytes(self) -> int:
+        """Its memory."""
+        return self.records.nbytes + self.rows.nbytes + self._places.nbytes
 
 
 class BulkStore(ColdStore):
@@ -54,7 +95,8 @@ class BulkStore(ColdStore):
 
     Args:
         inner: the store itself. Owned: ``close`` closes it.
-        write_rows: how many rows wait in memory before they are written.
+        write_rows: how many rows wait in memory before they are written. While they are written, so many
+            more may wait.
     """
 
     def __init__(self, inner: ColdStore, write_rows: int) -> None:
@@ -66,65 +108,57 @@ class BulkStore(ColdStore):
         self.missed = 0
         """How many rows ``gather`` had to read itself."""
         self.waited = 0.0
-        """Seconds that ``gather`` waited for groups being read."""
+        """Seconds that calls waited for groups being read and lots being written."""
         self.announced = 0
         """How many groups were announced."""
+        self.announced_rows = 0
+        """How many rows they had."""
         self.peak_bytes = 0
         """The most host memory that groups and waiting writes took, in bytes."""
         self._capacity = max(1, write_rows)
         self._background = IoCounters()
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, "recpipe-bulk")
-        self._groups: OrderedDict[int, ReadGroup] = OrderedDict()
-        self._ahead = np.full(self.layout.total_rows, NOWHERE, np.int32)
-        """For each row, the place of its newest record in a group, or NOWHERE."""
+        self._groups: dict[int, ReadGroup] = {}
         self._active = self._new_writes()
         self._leaving: Writes | None = None
         self._written: Future[None] | None = None
-        self._waiting = np.full(self.layout.total_rows, NOWHERE, np.int32)
-        """For each row that waits to be written, its place: 2 * position + parity of the lot."""
-        self._parity = 0
 
     # -- reading -----------------------------------------------------------------------------
 
     def announce(self, rows: Rows) -> int:
         """Start reading distinct ``rows``; returns at once, with the group's number for ``retire``.
 
-        Later ``gather`` calls find the rows here. If there are more than 63 groups, the oldest is forgotten.
+        Later ``gather`` calls find the rows here.
         """
-        group = ReadGroup(np.sort(rows))
+        made = ReadGroup(np.sort(rows))
         with self._lock:
             self._raise_faults()
-            number = self.announced % (MAX_GROUPS + 1)
+            number = self.announced
             self.announced += 1
-            if len(self._groups) == MAX_GROUPS:
-                self.retire(next(iter(self._groups)))
-            self._groups[number] = group
-            self._ahead[group.rows] = (np.arange(len(rows), dtype=np.int32) << GROUP_BITS) | number
-        self._thread.submit(self._read, group)
+            self.announced_rows += len(rows)
+            self._groups[number] = made
+        self._thread.submit(self._read, made)
         return number
 
     def retire(self, number: int) -> None:
         """Forget a group, unless that has happened already: its batches have fetched their rows."""
         with self._lock:
-            group = self._groups.pop(number, None)
-            if group is None:
-                return
-            ahead = self._ahead[group.rows]
-            mine = (ahead != NOWHERE) & ((ahead & MAX_GROUPS) == number)
-            self._ahead[group.rows[mine]] = NOWHERE
+            self._groups.pop(number, None)
 
     def _read(self, group: ReadGroup) -> None:
         try:
             records = np.empty((len(group.rows), self.layout.width), np.float32)
+            with self._lock:
+                cold = np.flatnonzero(~self._take_waiting(group.rows, records))
             before = replace(self.inner.io)
-            self.inner.gather(group.rows, records)
+            came = np.empty((len(cold), self.layout.width), np.float32)
+            self.inner.gather(group.rows[cold], came)
+            records[cold] = came
             self._background = self._background.plus(self.inner.io.plus(before, -1))
             with self._lock:
-                # This thread also writes, so records replaced meanwhile or not written yet are among the
-                # waiting writes.
-                newer = np.flatnonzero(self._waiting[group.rows] != NOWHERE)
-                records[newer] = self._waiting_records(group.rows[newer])
+                # This thread also writes, so whatever was replaced meanwhile is among the waiting writes.
+                self._take_waiting(group.rows, records)
                 group.records = records
                 self._count_memory()
             group.done.set_result(None)
@@ -136,29 +170,41 @@ class BulkStore(ColdStore):
         while True:
             with self._lock:
                 self._raise_faults()
-                waits = self._waiting[rows] != NOWHERE
-                left = np.flatnonzero(~waits)
-                ahead = self._ahead[rows[left]]
-                under_way = self._under_way(ahead)
-                if not under_way:
-                    out[waits] = self._waiting_records(rows[waits])
-                    for number, group in self._groups.items():
-                        here = np.flatnonzero((ahead != NOWHERE) & ((ahead & MAX_GROUPS) == number))
-                        if len(here):
-                            assert group.records is not None
-                            out[left[here]] = group.records[ahead[here] >> GROUP_BITS]
-                    break
+                left = np.flatnonzero(~self._take_waiting(rows, out))
+                group, left = self._take_ahead(rows, left, out)
+            if group is None:
+                break
             began = time.perf_counter()
-            under_way[0].done.exception()
+            group.done.exception()
             self.waited += time.perf_counter() - began
-        left = left[ahead == NOWHERE]
         if len(left):
             self._gather_now(rows, left, out)
 
-    def _under_way(self, ahead: NDArray[np.int32]) -> list[ReadGroup]:
-        """Groups that will bring some of the rows at these places and have not arrived yet."""
-        needed = np.bincount(ahead[ahead != NOWHERE] & MAX_GROUPS, minlength=MAX_GROUPS + 1)
-        return [group for number, group in self._groups.items() if needed[number] and group.records is None]
+    def _take_waiting(self, rows: Rows, out: Records) -> Found:
+        """Copy the records of ``rows`` that wait to be written into ``out``; returns which these are."""
+        places, here = self._active.find(rows)
+        out[here] = self._active.records[places]
+        if self._leaving is not None:
+            rest = np.flatnonzero(~here)
+            places, older = self._leaving.find(rows[rest])
+            out[rest[older]] = self._leaving.records[places]
+            here[rest[older]] = True
+        return here
+
+    def _take_ahead(self, rows: Rows, left: Rows, out: Records) -> tuple[ReadGroup | None, Rows]:
+        """Copy the records that groups have of ``rows[left]`` into ``out``.
+
+        Returns a group that will bring some of them and has not arrived yet, or None, and what is left.
+        """
+        for group in self._groups.values():
+            at, here = positions(group.rows, rows[left])
+            if not here.any():
+                continue
+            if group.records is None:
+                return group, left
+            out[left[here]] = group.records[at[here]]
+            left = left[~here]
+        return None, left
 
     def _gather_now(self, rows: Rows, left: NDArray[np.int64], out: Records) -> None:
         """Read rows that were not announced from the store, after everything that is queued."""
@@ -187,78 +233,55 @@ class BulkStore(ColdStore):
             self._keep(rows[part], records[part])
 
     def _keep(self, rows: Rows, records: Records) -> None:
-        if self._active.count + len(rows) > self._capacity:
+        if len(self._active.rows) + len(rows) > self._capacity:
             self._start_writing()
         with self._lock:
-            waiting = self._waiting[rows]
-            place = waiting >> 1
-            new = np.flatnonzero((waiting == NOWHERE) | ((waiting & 1) != self._parity))
-            active = self._active
-            place[new] = active.count + np.arange(len(new), dtype=np.int32)
-            active.rows[place[new]] = rows[new]
-            active.records[place] = records
-            active.count += len(new)
-            self._waiting[rows] = (place << 1) | self._parity
+            self._active.put(rows, records)
             self._refresh_groups(rows, records)
             self._count_memory()
 
     def _refresh_groups(self, rows: Rows, records: Records) -> None:
         """Replace records that were read ahead. A group being read takes over waiting writes when it
         arrives."""
-        ahead = self._ahead[rows]
-        for number, group in self._groups.items():
-            here = np.flatnonzero((ahead != NOWHERE) & ((ahead & MAX_GROUPS) == number))
-            if len(here) and group.records is not None:
-                group.records[ahead[here] >> GROUP_BITS] = records[here]
+        for group in self._groups.values():
+            if group.records is not None:
+                at, here = positions(group.rows, rows)
+                group.records[at[here]] = records[here]
 
     def _start_writing(self) -> None:
         """Hand the waiting writes to the thread; blocks while it still writes the last lot."""
         if self._written is not None:
+            began = time.perf_counter()
             self._written.result()
+            self.waited += time.perf_counter() - began
         with self._lock:
             leaving = self._leaving = self._active
             self._active = self._new_writes()
-            self._parity ^= 1
-        order = np.argsort(leaving.rows[: leaving.count])
         self._written = Future()
-        self._thread.submit(self._write, leaving, order, self._written)
+        self._thread.submit(self._write, leaving, self._written)
 
-    def _write(self, leaving: Writes, order: NDArray[np.int64], written: Future[None]) -> None:
-        """Write the first rows of ``order``, then queue the rest again, after reads that came meanwhile."""
+    def _write(self, leaving: Writes, written: Future[None]) -> None:
+        """Write some rows, then queue the rest again, after reads that came meanwhile."""
         try:
-            part, rest = order[:WRITE_ROWS], order[WRITE_ROWS:]
-            rows = leaving.rows[part]
+            rows, records = leaving.next(WRITE_ROWS)
             before = replace(self.inner.io)
-            self.inner.scatter(rows, leaving.records[part])
+            self.inner.scatter(rows, records)
             self._background = self._background.plus(self.inner.io.plus(before, -1))
             with self._lock:
-                waiting = self._waiting[rows]
-                done = (waiting != NOWHERE) & ((waiting & 1) != self._parity)
-                self._waiting[rows[done]] = NOWHERE
-                if not len(rest):
+                leaving.written += len(rows)
+                ended = leaving.written == len(leaving.rows)
+                if ended:
                     self._leaving = None
         except BaseException as fault:
             written.set_exception(fault)
         else:
-            if len(rest):
-                self._thread.submit(self._write, leaving, rest, written)
-            else:
+            if ended:
                 written.set_result(None)
+            else:
+                self._thread.submit(self._write, leaving, written)
 
     def _new_writes(self) -> Writes:
-        shape = (self._capacity, self.layout.width)
-        return Writes(np.empty(self._capacity, np.int64), np.empty(shape, np.float32))
-
-    def _waiting_records(self, rows: Rows) -> Records:
-        """Newest records of ``rows``, all of which wait to be written."""
-        waiting = self._waiting[rows]
-        active = (waiting & 1) == self._parity
-        records = np.empty((len(rows), self.layout.width), np.float32)
-        records[active] = self._active.records[waiting[active] >> 1]
-        if not active.all():
-            assert self._leaving is not None
-            records[~active] = self._leaving.records[waiting[~active] >> 1]
-        return records
+        return Writes(self._capacity, self.layout.width)
 
     # -- the rest ----------------------------------------------------------------------------
 
@@ -284,9 +307,8 @@ class BulkStore(ColdStore):
     def close(self) -> None:
         """Write everything that waits and close the store. Calling it again does nothing."""
         try:
-            if self._active.count:
+            if len(self._active.rows):
                 self._start_writing()
-                self._active.count = 0
             if self._written is not None:
                 self._written.result()
         finally:
@@ -294,8 +316,8 @@ class BulkStore(ColdStore):
             self.inner.close()
 
     def _count_memory(self) -> None:
-        held = sum(group.records.nbytes for group in self._groups.values() if group.records is not None)
-        held += self._active.records.nbytes + (self._leaving.records.nbytes if self._leaving else 0)
+        held = sum(group.nbytes for group in self._groups.values())
+        held += self._active.nbytes + (self._leaving.nbytes if self._leaving else 0)
         self.peak_bytes = max(self.peak_bytes, held)
 
     @property
@@ -305,6 +327,5 @@ class BulkStore(ColdStore):
 
     @property
     def overhead_bytes(self) -> int:
-        """The store's own overhead, 8 bytes per row, and the most that groups and waiting writes took."""
-        maps = self._ahead.nbytes + self._waiting.nbytes
-        return self.inner.overhead_bytes + maps + self.peak_bytes
+        """The store's own overhead, and the most that groups and waiting writes took."""
+        return self.inner.overhead_bytes + self.peak_bytes
