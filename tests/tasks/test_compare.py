@@ -383,7 +383,7 @@ def test_the_budget_is_corrected_where_what_a_policy_keeps_beside_its_rows_grows
             memory = {"resident_bytes": slots, "tier_overhead_bytes": beside, "peak_rss_bytes": 0}
             return super().__call__(arguments, directory) | {"memory": memory}
 
-    runs = Growing({name: [report(100.0) for _ in range(3)] for name in ("lru", "fae")})
+    runs = Growing({name: [report(100.0) for _ in range(5)] for name in ("lru", "fae")})
     content, _ = run(config("lru", "fae", repetitions=2, warmup=0), tmp_path, runs)
     budgets = [value_of(arguments, "tiers.resident_bytes") for arguments in runs.arguments]
     # 1400 bytes more are 1400 / 1.5 bytes of rows and what belongs to them.
