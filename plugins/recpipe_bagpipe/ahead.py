@@ -119,4 +119,3 @@ class Ahead(Generic[S]):
             self._batches.append(self._read.popleft())
             self._steps.append(step)
             self._changed.notify_all()
-

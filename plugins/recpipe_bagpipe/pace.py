@@ -1,4 +1,4 @@
-"""Decides how many batches a group has: as many as memory allows where training waits, few where it does not."""
+"""Decides how many batches a group has: as many as memory allows if training waits, otherwise few."""
 
 from __future__ import annotations
 

@@ -46,7 +46,9 @@ class BagPipe(Plugin):
         self, *, lookahead: int | str, cleanup: int | float, increase: int = 1, decrease: int = 2
     ) -> None:
         if lookahead != AUTO and (isinstance(lookahead, str) or lookahead < 1):
-            raise PluginError(f"plugins.bagpipe.lookahead={lookahead}: must be auto or a number of at least 1")
+            raise PluginError(
+                f"plugins.bagpipe.lookahead={lookahead}: must be auto or a number of at least 1"
+            )
         for name, value, least in (("increase", increase, 1), ("decrease", decrease, 2)):
             if value < least:
                 raise PluginError(f"plugins.bagpipe.{name}={value}: must be at least {least}")
@@ -83,6 +85,7 @@ class PlannedTables(Cache):
         self.knobs, self.trainers = knobs, ctx.trainers
         self.budgets = {group.tables: group.slots * group.record_bytes for group in ctx.groups}
         """Each group's share of the resident bytes."""
+        self.rows = {g.tables: sum(ctx.tables[name].rows for name in g.tables) for g in ctx.groups}
         # For each group of tables:
         self.policies: list[Lookahead] = []
         self.replicas: list[Replicas] = []
@@ -90,8 +93,11 @@ class PlannedTables(Cache):
         self._bulk: list[BulkStore] = []
 
     def beside(self, group: GroupInfo) -> int:
-        """What a single trainer's batches and rows on their way take of the budget."""
-        return int((WAITING + 2 * WRITES) * group.slots * group.record_bytes) if self.trainers == 1 else 0
+        """What a single trainer's batches and rows on their way take of the budget; nothing if every row can
+        be resident."""
+        if self.trainers > 1 or group.slots >= self.rows[group.tables]:
+            return 0
+        return int((WAITING + 2 * WRITES) * group.slots * group.record_bytes)
 
     def store(self, store: ColdStore) -> ColdStore:
         """The store in bulk for a single trainer; several trainers make their own rounds."""

@@ -11,7 +11,7 @@ import numpy as np
 from recpipe.kit import Batch, BulkStore, IndexBags, distinct, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.pace import Pace
-from recpipe_bagpipe.window import UNKNOWN, Group, Rows, Steps, Window
+from recpipe_bagpipe.window import UNKNOWN, Group, Rows, Steps, Window, positions
 
 KNOWN = 1 << 62
 """The worth of rows that a known batch needs, the next batch first, lies below this and above all others'."""
@@ -21,9 +21,9 @@ class Lookahead(CachePolicy):
     """Rows that known batches need stay resident, those needed first before others; then those looked up most
     often since they came.
 
-    When a group's first batch comes, the rows of the next group that are neither resident nor on their way are
-    announced to ``bulk``; a row gets its slot when its batch comes. ``bulk`` is also the prefetch gate: a row that
-    was evicted and is announced again is found among its waiting writes.
+    When a group's first batch comes, the rows of the next group that are neither resident nor on their way
+    are announced to ``bulk``; a row gets its slot when its batch comes. ``bulk`` is also the prefetch gate: a
+    row that was evicted and is announced again is found among its waiting writes.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Lookahead(CachePolicy):
         self.due[held[unknown]] = self._first + group.first_use[here][unknown]
         for before in self._open:
             before.link(group)
-        cold = group.rows[~here]
+        cold = group.rows[~here].astype(np.int64)
         cold = cold[~np.isin(cold, self._coming, assume_unique=True)]
         self._coming = cold
         self._open.append(group)
@@ -146,16 +146,15 @@ class Lookahead(CachePolicy):
         placed = misses[: len(taken)]
         self.evicted += len(taken) - len(fresh)
         self.often[taken] = 0
-        at = np.minimum(np.searchsorted(rows, placed), max(0, len(rows) - 1))
-        known = rows[at] == placed if len(rows) else np.zeros(len(placed), bool)
-        # A row that another plugin brought into the batch has no known next use.
-        self._touch(taken, np.where(known, next_use[at], UNKNOWN) if len(rows) else np.full(len(taken), UNKNOWN))
-        self.last[taken] = self.step
+        at, known = positions(rows, placed)
+        again = np.full(len(taken), UNKNOWN, np.int32)  # of a row that another plugin brought into the batch
+        again[known] = next_use[at[known]]
+        self._touch(taken, again)
         self.step += 1
         return Placement(taken, placed)
 
     def _touch(self, slots: Slots, next_use: Steps) -> None:
-        """Note that the current batch looks up the rows in ``slots``, which are needed again at ``next_use``."""
+        """Note that the current batch looks up the rows in ``slots``, needed again at ``next_use``."""
         self.due[slots] = np.where(next_use == UNKNOWN, UNKNOWN, next_use + self._first)
         self.often[slots] += 1
         self.last[slots] = self.step

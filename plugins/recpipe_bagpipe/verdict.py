@@ -20,9 +20,8 @@ def verdict(run: RunFigures, policies: Sequence[Lookahead], bulks: Sequence[Bulk
     moved = f"{reading + writing:.1f} s of reading and writing in bulk"
     shrunk = [policy.pace.calm_at for policy in policies if policy.pace.shrunk]
     if shrunk and len(shrunk) == len(policies):
-        return (
-            f"nothing was waited for: the window was shortened from group {shrunk[0]} on, and ended at groups of "
-            f"{max(policy.pace.wanted for policy in policies)} batches"
-        )
+        size = max(policy.pace.wanted for policy in policies)
+        told = f"from group {shrunk[0]} on less was read ahead, at last {size} batches at a time"
+        return f"nothing was waited for: {told}"
     hidden = 1 - min(1.0, waited / max(1e-9, reading + writing))
     return f"{hidden:.0%} of {moved} were hidden behind training; {rows / groups:,.0f} rows a read"

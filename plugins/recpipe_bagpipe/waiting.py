@@ -14,8 +14,8 @@ LARGEST = np.iinfo(np.int32).max
 
 
 class Waiting:
-    """A batch that waits. Ids of recpipe's own ``Batch`` are kept in 32 bits, and lengths that are all 1 not at
-    all; a batch of another type is kept as it is."""
+    """A batch that waits. Ids of recpipe's own ``Batch`` are kept in 32 bits, and lengths that are all 1 are
+    not kept; a batch of another type is kept as it is."""
 
     def __init__(self, batch: Batch) -> None:
         self._restore: Callable[[], Batch]
@@ -35,7 +35,9 @@ def _packed(batch: Batch) -> tuple[Callable[[], Batch], int] | None:
     sparse = batch.sparse
     ids, lengths = sparse.values(), sparse.lengths()
     plain = sparse.weights_or_none() is None and not sparse.variable_stride_per_key()
-    if not plain or ids.dtype != torch.int64 or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= LARGEST):
+    if not plain or ids.dtype != torch.int64:
+        return None
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= LARGEST:
         return None
     keys, dense, labels, stride = sparse.keys(), batch.dense, batch.labels, sparse.stride()
     small, kind, bags = ids.to(torch.int32), lengths.dtype, lengths.numel()

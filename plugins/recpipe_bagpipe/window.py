@@ -1,9 +1,9 @@
-"""For a single trainer: the oracle. It reads batches ahead of training, in groups, and knows every row's next
-use.
+"""For a single trainer: the oracle. It reads batches ahead of training and knows every row's next use.
 
-A thread reads. Batches whose rows are read from the store together are a group. The first groups have 1, 2, 4, 8
-... batches, so that training starts when the first batch's rows are there; later ones have as many as the window
-says. A group ends early where its rows would fill half of the slots, since two groups' rows are needed at a time.
+A thread reads. Batches whose rows are read from the store together are a group. The first groups have 1, 2,
+4, 8 ... batches, so that training starts when the first batch's rows are there; later ones have as many as
+asked for. A group ends early if its rows would fill half of the slots, since those of two groups are needed
+at a time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,21 @@ from recpipe_bagpipe.waiting import Waiting
 
 Rows = NDArray[np.int64]
 Steps = NDArray[np.int32]
-ROW_BYTES = 20
+Small = NDArray[np.int32] | NDArray[np.int64]
+"""Row numbers, of 32 bits where all numbers fit."""
+ROW_BYTES = 12
 """What a group takes for each row that a batch looks up, about."""
 UNKNOWN = np.iinfo(np.int32).max
 """The next use of a row that no known batch looks up again."""
+
+
+def positions(rows: Small, wanted: Small) -> tuple[Rows, NDArray[np.bool_]]:
+    """For each of ``wanted``, its position in sorted ``rows`` (any, if it is not there), and whether it is
+    there."""
+    if not len(rows):
+        return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
+    at = np.minimum(np.searchsorted(rows, wanted), len(rows) - 1)
+    return at, rows[at] == wanted
 
 
 @dataclass
@@ -35,11 +46,11 @@ class Group:
     """Number of its first batch."""
     sizes: list[int]
     """How many distinct rows each batch looks up."""
-    looked_up: Rows
+    looked_up: Small
     """These rows, batch after batch, sorted within each."""
     next_use: Steps
     """For each of ``looked_up``, the next known batch that looks the row up."""
-    rows: Rows
+    rows: Small
     """All rows of the group, sorted."""
     first_use: Steps
     """For each of ``rows``, the first batch of the group that looks it up."""
@@ -53,14 +64,13 @@ class Group:
         """The rows of batch ``number`` and their next uses."""
         start = sum(self.sizes[: number - self.first])
         part = slice(start, start + self.sizes[number - self.first])
-        return self.looked_up[part], self.next_use[part]
+        return self.looked_up[part].astype(np.int64), self.next_use[part]
 
     def link(self, later: Group) -> None:
         """Fill in next uses that ``later`` tells, the group after those that are linked already."""
-        open_ = np.flatnonzero(self.next_use == UNKNOWN)
-        at = np.minimum(np.searchsorted(later.rows, self.looked_up[open_]), len(later.rows) - 1)
-        here = later.rows[at] == self.looked_up[open_]
-        self.next_use[open_[here]] = later.first_use[at[here]]
+        ends = np.flatnonzero(self.next_use == UNKNOWN)
+        at, again = positions(later.rows, self.looked_up[ends])
+        self.next_use[ends[again]] = later.first_use[at[again]]
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +82,9 @@ class Group:
 def group_of(first: int, batches: list[Rows]) -> Group:
     """The group of ``batches``, each given by its distinct rows, of which the first has number ``first``."""
     sizes = [len(rows) for rows in batches]
-    looked_up = np.concatenate(batches)
+    looked_up: Small = np.concatenate(batches)
+    if len(looked_up) and looked_up.max() < UNKNOWN:
+        looked_up = looked_up.astype(np.int32)
     steps = np.repeat(np.arange(first, first + len(batches), dtype=np.int32), sizes)
     order = np.argsort(looked_up, kind="stable")  # by row, then by batch
     ordered = looked_up[order]
@@ -194,8 +206,8 @@ class Window:
         return waiting
 
     def _hand_over(self, first: int, batches: list[Waiting], rows: list[Rows]) -> int:
-        """Make a group and wait until the next one may be read: once this one was asked for, or if no batch waits
-        to be trained. Returns the group's number of batches."""
+        """Make a group and wait until the next one may be read: once this one was asked for, or if no batch
+        waits to be trained. Returns the group's number of batches."""
         group = group_of(first, rows)
         with self._changed:
             self._made += 1

@@ -161,8 +161,8 @@ class CachePolicy(ABC):
 
     @property
     def waiting_bytes(self) -> int:
-        """The most host memory that it has taken beside the arrays among its attributes, for batches that wait,
-        say; the report's memory counts both."""
+        """The most host memory that it has taken beside the arrays among its attributes, as for batches that
+        wait; the report's memory counts both."""
         return 0
 
     @abstractmethod
@@ -213,8 +213,8 @@ class Cache(ABC):
         """
 
     def beside(self, group: GroupInfo) -> int:
-        """How many bytes of the group's budget (``group.slots`` records) the cache keeps for its own buffers; the
-        slots get the rest. Called once for each group, before ``store``. Not called if tables are sharded."""
+        """How many bytes of the group's budget (``group.slots`` records) the cache keeps for its own buffers;
+        the slots get the rest. Called once for each group, before ``store``, unless tables are sharded."""
         return 0
 
     def store(self, store: ColdStore) -> ColdStore:
