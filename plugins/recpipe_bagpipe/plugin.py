@@ -27,10 +27,10 @@ from recpipe_bagpipe.verdict import verdict
 AUTO = "auto"
 SEVERAL_LOOKAHEAD = 200
 """The lookahead of several trainers where none is given: the paper's."""
-WAITING, WRITES = 0.2, 0.075
-"""Shares of the budget: for batches and rows on their way, and for each of two lots of rows to be written."""
+WAITING, WRITES = 0.2, 0.15
+"""Shares of the budget: for batches and rows on their way, and for rows that wait to be written."""
 LEAST_WRITES = 512
-"""Rows of a lot, however small the budget is."""
+"""Rows that wait to be written at most, however small the budget is."""
 
 
 class BagPipe(Plugin):
@@ -97,14 +97,14 @@ class PlannedTables(Cache):
         be resident."""
         if self.trainers > 1 or group.slots >= self.rows[group.tables]:
             return 0
-        return int((WAITING + 2 * WRITES) * group.slots * group.record_bytes)
+        return int((WAITING + WRITES) * group.slots * group.record_bytes)
 
     def store(self, store: ColdStore) -> ColdStore:
         """The store in bulk for a single trainer; several trainers make their own rounds."""
         if self.trainers > 1:
             return store
-        lot = int(WRITES * self.budgets[store.layout.tables]) // _row_bytes(store)
-        self._bulk.append(BulkStore(store, write_rows=max(LEAST_WRITES, lot)))
+        rows = int(WRITES * self.budgets[store.layout.tables]) // _row_bytes(store)
+        self._bulk.append(BulkStore(store, write_rows=max(LEAST_WRITES, rows)))
         return self._bulk[-1]
 
     def collection(self, parts: TierParts) -> TableCollection | None:
@@ -166,8 +166,8 @@ class PlannedTables(Cache):
 
 
 def _row_bytes(store: ColdStore) -> int:
-    """Bytes of a row on its way: its record, its number and its place."""
-    return 4 * store.layout.width + 12
+    """Bytes of a row on its way: its record, its number and what finds it."""
+    return 4 * store.layout.width + 17
 
 
 def _summed(groups: Sequence[Mapping[str, int]]) -> dict[str, Figure]:

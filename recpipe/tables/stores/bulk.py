@@ -4,7 +4,8 @@ together.
 A batch needs a few thousand rows scattered over all blocks of the store. The sorted rows of many batches
 share blocks or are in adjacent ones, which the ssd store merges into large requests. A caller that knows what
 future batches need announces it, and a thread reads it into host memory while training goes on. Writes wait
-in host memory until there are enough of them.
+in host memory, and the thread passes over them in the order of the rows, again and again, like an elevator:
+where it comes by, a whole round's rows have gathered.
 
 Every call sees the newest record: it looks first among waiting writes, then in what was read ahead, then in
 the store. Memory grows with the rows on their way, not with the tables: rows are found by binary search.
@@ -22,8 +23,10 @@ from numpy.typing import NDArray
 
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records, Rows
 
-WRITE_ROWS = 4096
-"""How many rows of a lot are written before a waiting read has its turn."""
+FULL = 0.75
+"""The share of the waiting writes' room from which rows are written."""
+PIECES = 8
+"""How many pieces of the room are written one after the other, each before reads that came meanwhile."""
 Found = NDArray[np.bool_]
 
 
@@ -57,37 +60,59 @@ class Writes:
         self.rows: Rows = np.empty(0, np.int64)
         """Sorted."""
         self.records = np.empty((capacity, width), np.float32)
-        self.written = 0
-        """How many of ``rows``, from the first on, the store already has."""
         self._places = np.empty(0, np.int32)
+        """The place of each of ``rows`` in ``records``."""
+        self._free = np.arange(capacity, dtype=np.int32)
+        self._changed = np.zeros(capacity, bool)
+        """Of each place, whether its record is newer than what ``piece`` gave away."""
 
     def find(self, wanted: Rows) -> tuple[NDArray[np.int32], Found]:
         """Places in ``records`` of those of ``wanted`` that wait, and which these are."""
         at, here = positions(self.rows, wanted)
-        here &= at >= self.written
         return self._places[at[here]], here
 
-    def put(self, rows: Rows, records: Records) -> None:
-        """Add distinct ``rows``, or replace their records."""
+    def put(self, rows: Rows, records: Records) -> bool:
+        """Add distinct ``rows``, or replace their records; False, and nothing is done, if there is no room."""
         places, here = self.find(rows)
-        self.records[places] = records[here]
         new = np.flatnonzero(~here)
+        if len(new) > len(self._free):
+            return False
+        self.records[places] = records[here]
+        self._changed[places] = True
         new = new[np.argsort(rows[new])]
-        at = np.searchsorted(self.rows, rows[new])
-        fresh = np.arange(len(self.rows), len(self.rows) + len(new), dtype=np.int32)
+        fresh, self._free = self._free[: len(new)], self._free[len(new) :]
         self.records[fresh] = records[new]
+        self._changed[fresh] = True
+        at = np.searchsorted(self.rows, rows[new])
         self.rows = np.insert(self.rows, at, rows[new])
         self._places = np.insert(self._places, at, fresh)
+        return True
 
-    def next(self, count: int) -> tuple[Rows, Records]:
-        """Up to ``count`` rows that are to be written next, and their records."""
-        part = slice(self.written, self.written + count)
-        return self.rows[part], self.records[self._places[part]]
+    def piece(self, first: int) -> tuple[Rows, Records]:
+        """The next rows to write, from number ``first`` on, or else from the start; and their records."""
+        start = int(np.searchsorted(self.rows, first)) % max(1, len(self.rows))
+        part = slice(start, start + max(1, len(self.records) // PIECES))
+        places = self._places[part]
+        self._changed[places] = False
+        return self.rows[part], self.records[places]
+
+    def written(self, rows: Rows) -> None:
+        """Drop the ``rows`` of a piece that has been written, but for those that changed meanwhile."""
+        at, _ = positions(self.rows, rows)
+        at = at[~self._changed[self._places[at]]]
+        self._free = np.concatenate((self._free, self._places[at]))
+        self.rows, self._places = np.delete(self.rows, at), np.delete(self._places, at)
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to write some."""
+        return len(self.rows) > FULL * len(self.records)
 
     @property
     def nbytes(self) -> int:
         """Its memory."""
-        return self.records.nbytes + self.rows.nbytes + self._places.nbytes
+        parts = (self.records, self.rows, self._places, self._free, self._changed)
+        return sum(part.nbytes for part in parts)
 
 
 class BulkStore(ColdStore):
@@ -95,8 +120,7 @@ class BulkStore(ColdStore):
 
     Args:
         inner: the store itself. Owned: ``close`` closes it.
-        write_rows: how many rows wait in memory before they are written. While they are written, so many
-            more may wait.
+        write_rows: how many rows wait in memory at most.
     """
 
     def __init__(self, inner: ColdStore, write_rows: int) -> None:
@@ -108,21 +132,21 @@ class BulkStore(ColdStore):
         self.missed = 0
         """How many rows ``gather`` had to read itself."""
         self.waited = 0.0
-        """Seconds that calls waited for groups being read and lots being written."""
+        """Seconds that calls waited for groups being read and for room for writes."""
         self.announced = 0
         """How many groups were announced."""
         self.announced_rows = 0
         """How many rows they had."""
         self.peak_bytes = 0
         """The most host memory that groups and waiting writes took, in bytes."""
-        self._capacity = max(1, write_rows)
         self._background = IoCounters()
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, "recpipe-bulk")
         self._groups: dict[int, ReadGroup] = {}
-        self._active = self._new_writes()
-        self._leaving: Writes | None = None
-        self._written: Future[None] | None = None
+        self._waiting = Writes(max(1, write_rows), self.layout.width)
+        self._next_row = 0
+        """Where the next piece of waiting writes begins."""
+        self._writing: Future[None] | None = None
 
     # -- reading -----------------------------------------------------------------------------
 
@@ -182,13 +206,8 @@ class BulkStore(ColdStore):
 
     def _take_waiting(self, rows: Rows, out: Records) -> Found:
         """Copy the records of ``rows`` that wait to be written into ``out``; returns which these are."""
-        places, here = self._active.find(rows)
-        out[here] = self._active.records[places]
-        if self._leaving is not None:
-            rest = np.flatnonzero(~here)
-            places, older = self._leaving.find(rows[rest])
-            out[rest[older]] = self._leaving.records[places]
-            here[rest[older]] = True
+        places, here = self._waiting.find(rows)
+        out[here] = self._waiting.records[places]
         return here
 
     def _take_ahead(self, rows: Rows, left: Rows, out: Records) -> tuple[ReadGroup | None, Rows]:
@@ -228,17 +247,23 @@ class BulkStore(ColdStore):
             self._raise_faults()
         if self.rounded is not None:  # rounded at once: what is read must not depend on when it is written
             records = self.rounded(records)
-        for start in range(0, len(rows), self._capacity):
-            part = slice(start, start + self._capacity)
-            self._keep(rows[part], records[part])
+        size = len(self._waiting.records)
+        for start in range(0, len(rows), size):
+            self._keep(rows[start : start + size], records[start : start + size])
 
     def _keep(self, rows: Rows, records: Records) -> None:
-        if len(self._active.rows) + len(rows) > self._capacity:
-            self._start_writing()
-        with self._lock:
-            self._active.put(rows, records)
-            self._refresh_groups(rows, records)
-            self._count_memory()
+        while True:
+            with self._lock:
+                if self._waiting.put(rows, records):
+                    self._refresh_groups(rows, records)
+                    self._count_memory()
+                    if self._waiting.full:
+                        self._write_more()
+                    return
+                writing = self._write_more()
+            began = time.perf_counter()
+            writing.result()
+            self.waited += time.perf_counter() - began
 
     def _refresh_groups(self, rows: Rows, records: Records) -> None:
         """Replace records that were read ahead. A group being read takes over waiting writes when it
@@ -248,40 +273,36 @@ class BulkStore(ColdStore):
                 at, here = positions(group.rows, rows)
                 group.records[at[here]] = records[here]
 
-    def _start_writing(self) -> None:
-        """Hand the waiting writes to the thread; blocks while it still writes the last lot."""
-        if self._written is not None:
-            began = time.perf_counter()
-            self._written.result()
-            self.waited += time.perf_counter() - began
+    def _write_more(self) -> Future[None]:
+        """Have the thread write a piece, unless it is about to; returns when that is done."""
         with self._lock:
-            leaving = self._leaving = self._active
-            self._active = self._new_writes()
-        self._written = Future()
-        self._thread.submit(self._write, leaving, self._written)
+            if self._writing is None or self._writing.done():
+                self._writing = Future()
+                self._thread.submit(self._write, self._writing)
+            return self._writing
 
-    def _write(self, leaving: Writes, written: Future[None]) -> None:
-        """Write some rows, then queue the rest again, after reads that came meanwhile."""
+    def _write(self, done: Future[None]) -> None:
+        """Write a piece; if there is more to write, queue it after reads that came meanwhile."""
         try:
-            rows, records = leaving.next(WRITE_ROWS)
+            with self._lock:
+                rows, records = self._waiting.piece(self._next_row)
             before = replace(self.inner.io)
             self.inner.scatter(rows, records)
             self._background = self._background.plus(self.inner.io.plus(before, -1))
             with self._lock:
-                leaving.written += len(rows)
-                ended = leaving.written == len(leaving.rows)
-                if ended:
-                    self._leaving = None
+                self._waiting.written(rows)
+                self._next_row = int(rows[-1]) + 1 if len(rows) else 0
         except BaseException as fault:
-            written.set_exception(fault)
-        else:
-            if ended:
-                written.set_result(None)
-            else:
-                self._thread.submit(self._write, leaving, written)
+            done.set_exception(fault)
+            return
+        done.set_result(None)
+        if self._waiting.full:
+            self._write_more()
 
-    def _new_writes(self) -> Writes:
-        return Writes(self._capacity, self.layout.width)
+    def _write_all(self) -> None:
+        self._raise_faults()
+        while len(self._waiting.rows):
+            self._write_more().result()
 
     # -- the rest ----------------------------------------------------------------------------
 
@@ -294,31 +315,25 @@ class BulkStore(ColdStore):
         for group in self._groups.values():
             if group.done.done():
                 group.done.result()
-        if self._written is not None and self._written.done():
-            self._written.result()
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
 
     def flush(self) -> None:
         """Write everything that waits, and make it as durable as the store makes it."""
-        self._start_writing()
-        assert self._written is not None
-        self._written.result()
+        self._write_all()
         self._thread.submit(self.inner.flush).result()
 
     def close(self) -> None:
         """Write everything that waits and close the store. Calling it again does nothing."""
         try:
-            if len(self._active.rows):
-                self._start_writing()
-            if self._written is not None:
-                self._written.result()
+            self._write_all()
         finally:
             self._thread.shutdown(wait=True)
             self.inner.close()
 
     def _count_memory(self) -> None:
         held = sum(group.nbytes for group in self._groups.values())
-        held += self._active.nbytes + (self._leaving.nbytes if self._leaving else 0)
-        self.peak_bytes = max(self.peak_bytes, held)
+        self.peak_bytes = max(self.peak_bytes, held + self._waiting.nbytes)
 
     @property
     def cold_bytes(self) -> int:

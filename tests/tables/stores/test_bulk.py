@@ -153,7 +153,8 @@ def test_memory_grows_with_the_rows_on_their_way() -> None:
     store = BulkStore(make("host", Path()), 10)
     store.announce(np.arange(50))
     read(store, np.arange(50))
-    assert store.overhead_bytes - store.inner.overhead_bytes == store.peak_bytes == 50 * (24 + 8) + 10 * 24
+    assert store.overhead_bytes - store.inner.overhead_bytes == store.peak_bytes
+    assert store.peak_bytes == 50 * (24 + 8) + 10 * (24 + 4 + 1)
     store.close()
 
 
