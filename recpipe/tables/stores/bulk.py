@@ -72,7 +72,7 @@ class Writes:
         return self._places[at[here]], here
 
     def put(self, rows: Rows, records: Records) -> bool:
-        """Add distinct ``rows``, or replace their records; False, and nothing is done, if there is no room."""
+        """Add distinct ``rows``, or replace their records; False if there is no room, and nothing is done."""
         places, here = self.find(rows)
         new = np.flatnonzero(~here)
         if len(new) > len(self._free):
