@@ -107,14 +107,15 @@ class Lookahead(CachePolicy):
 
     def _announce(self, group: Group) -> None:
         """Note when residents are needed next, and read what ``group`` needs and is not there."""
-        slots = self.space.residents.slot_of(group.rows)
+        rows = group.rows.astype(np.int64)
+        slots = self.space.residents.slot_of(rows)
         here = slots >= 0
         held = slots[here]
         unknown = (self.due[held] == UNKNOWN) | (self.due[held] < self.step)
         self.due[held[unknown]] = self._first + group.first_use[here][unknown]
         for before in self._open:
             before.link(group)
-        cold = group.rows[~here].astype(np.int64)
+        cold = rows[~here]
         cold = cold[~np.isin(cold, self._coming, assume_unique=True)]
         self._coming = cold
         self._open.append(group)
