@@ -151,20 +151,28 @@ class _Comparison:
             total = rounds * len(self.rows)
             self.progress.update(self.bar, description=f"{label}: {row.name}", total=total)
             if self.results[index].failed is None:
-                told = self._run_row(index)
-                self.progress.console.print(f"{label:>10}  {told}", markup=False, highlight=False)
+                self._tell(label, self._run_row(index))
             self.progress.advance(self.bar)
+
+    def _tell(self, label: str, text: str) -> None:
+        self.progress.console.print(f"{label:>10}  {text}", markup=False, highlight=False)
 
     def _add_rows(self) -> None:
         """Add policies with the memory of techniques that take more, as rows with the same number of runs."""
         if not self.config.equal_memory:
             return
         present = len(self.rows)
-        for row, policy in at_equal_memory(self.rows, self.results):
-            self.rows.append(row)
-            self.results.append(RowResult(row.name))
-            self.carried[row.name] = self.carried[policy.name]
+        added = at_equal_memory(self.rows, self.results)
+        for match in added:
+            self.rows.append(match.row)
+            self.results.append(RowResult(match.row.name))
+            self.carried[match.row.name] = self.carried[match.policy.name]
         self._run_rows(present)
+        for index, match in enumerate(added, present):
+            better = None if self.results[index].failed else match.corrected(self.results[index])
+            if better is not None:
+                self.rows[index], self.results[index] = better.row, RowResult(better.row.name)
+                self._tell("budget", self._run_row(index))
 
     def _run_row(self, index: int) -> str:
         """Run a row once; returns a message about it."""

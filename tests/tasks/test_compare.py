@@ -396,6 +396,23 @@ def test_a_policy_runs_at_the_memory_of_a_technique_that_takes_more(tmp_path: Pa
     assert "lru@fae" in text
 
 
+def test_the_budget_is_corrected_where_what_a_policy_keeps_beside_its_rows_grows_too(tmp_path: Path) -> None:
+    class Growing(FakeRuns):
+        def __call__(self, arguments: list[str], directory: Path) -> dict[str, Any]:
+            slots = int(value_of(arguments, "tiers.resident_bytes") or 1000)
+            beside = 2000 if "+plugin=[fae]" in arguments else 100 + slots // 2
+            memory = {"resident_bytes": slots, "tier_overhead_bytes": beside, "peak_rss_bytes": 0}
+            return super().__call__(arguments, directory) | {"memory": memory}
+
+    runs = Growing({name: [report(100.0) for _ in range(5)] for name in ("lru", "fae")})
+    content, _ = run(config("lru", "fae", repetitions=2, warmup=0), tmp_path, runs)
+    budgets = [value_of(arguments, "tiers.resident_bytes") for arguments in runs.arguments]
+    # 1400 bytes more are 1400 / 1.5 bytes of rows and what belongs to them.
+    assert [budget for budget in budgets if budget] == ["2400", "1933", "1933"]
+    assert content["rows"][2]["memory_bytes"] == 1933 + 100 + 966
+    assert len(content["rows"][2]["rounds"]) == 2
+
+
 def test_a_row_can_have_settings_of_its_own(tmp_path: Path) -> None:
     runs = FakeRuns({"hotline": [report(s) for s in (100.0, 80.0, 90.0)]})
     names = ("hotline", "hotline:micro_batches=1", "hotline:tiers.prefetch=false:seed.x=1")
