@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,8 +22,12 @@ class MissedTotals:
 
     def plus(self, other: MissedTotals) -> MissedTotals:
         """Totals of both together."""
-        sums = (getattr(self, f.name) + getattr(other, f.name) for f in fields(self)[:-1])
-        return MissedTotals(*sums, max(self.largest, other.largest))
+        return MissedTotals(
+            self.reads + other.reads,
+            self.missing + other.missing,
+            self.updates + other.updates,
+            max(self.largest, other.largest),
+        )
 
 
 class Missed:

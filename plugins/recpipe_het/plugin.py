@@ -51,9 +51,9 @@ class HET(Plugin):
                 raise PluginError(
                     f"plugins.het.{name}={value}: give a whole number of updates, at least 0 and below 2^63"
                 )
-        for name, value, known in (("cache", cache, CACHES), ("updates", updates, UPDATES)):
-            if value not in known:
-                raise PluginError(f"plugins.het.{name}={value}: choose one of {', '.join(known)}")
+        for name, word, known in (("cache", cache, [*CACHES]), ("updates", updates, [*UPDATES])):
+            if word not in known:
+                raise PluginError(f"plugins.het.{name}={word}: choose one of {', '.join(known)}")
         if not isinstance(measure_staleness, bool):
             raise PluginError(f"plugins.het.measure_staleness={measure_staleness}: give true or false")
         self.settings = Settings(

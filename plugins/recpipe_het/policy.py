@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import distinct, within
+from recpipe.kit import distinct_slots, within
 from recpipe.plugin import CachePolicy, Placement, RowIds, RowSpace, Slots
 
 PERMANENT_USES = 10
@@ -42,7 +42,7 @@ class LfuOpt(CachePolicy):
         """Put misses into empty slots, then into the slots of the least used rows that this batch does not
         use."""
         self.step += 1
-        hits = distinct(hits) if len(hits) else NONE
+        hits = distinct_slots(hits, self.space.slots)
         self._touch(hits, np.minimum(self.uses[hits] + 1, PERMANENT_USES).astype(np.int8))
         slots = self._claim(len(misses))
         return Placement(slots, misses[: len(slots)])
