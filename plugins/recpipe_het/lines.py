@@ -1,4 +1,4 @@
-"""The trainer's side: cached rows with their gradients that have not been pushed yet."""
+"""The trainer's side: cached rows with their updates that have not been pushed yet."""
 
 from __future__ import annotations
 
@@ -6,39 +6,29 @@ from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
-from recpipe.kit import TableOptimizer, updated
 from recpipe.plugin import CachePolicy, Slots
 from recpipe_het.bounds import Bounds
-from recpipe_het.messages import ABSENT, Check, Floats, Push, Reply, Rows
+from recpipe_het.messages import ABSENT, NONE, Check, Floats, Push, Reply, Rows, Sums
+from recpipe_het.pending import Pending
 
 
 class Lines:
     """One trainer's cache. The calls for a batch are ``open``, (a round with the holders), ``receive``,
     ``add``.
 
-    ``make_policy`` gives an empty policy; ``width`` is that of a record. A line's view is what its holder
-    would have if the line were pushed now and no other trainer pushed.
+    ``make_policy`` gives an empty policy; ``pending`` has the records, by slot. Updates of rows without a
+    line, and of rows with bound 0, do not wait: the next round pushes their gradients.
     """
 
-    def __init__(
-        self,
-        make_policy: Callable[[], CachePolicy],
-        bounds: Bounds,
-        optimizer: TableOptimizer,
-        dim: int,
-        width: int,
-    ) -> None:
-        self._make_policy, self.bounds = make_policy, bounds
-        self.optimizer, self.dim, self.width = optimizer, dim, width
+    def __init__(self, make_policy: Callable[[], CachePolicy], bounds: Bounds, pending: Pending) -> None:
+        self._make_policy, self.bounds, self.pending = make_policy, bounds, pending
         self.policy = make_policy()
-        space = self.policy.space
-        self.residents = space.residents
-        self.version = np.full(space.slots, ABSENT, np.int64)
-        self.updates = np.zeros(space.slots, np.int64)
-        self.base = np.zeros((space.slots, width), np.float32)
-        self.gradient = np.zeros((space.slots, dim), np.float32)
+        self.residents = self.policy.space.residents
+        slots = self.policy.space.slots
+        self.version = np.full(slots, ABSENT, np.int64)
+        self.updates = np.zeros(slots, np.int64)
+        """How many updates of each line are waiting."""
         self.pushed: Counter[str] = Counter()
         """How many rows were pushed, by reason."""
         self.largest_pending = 0
@@ -46,9 +36,11 @@ class Lines:
 
     def _close(self) -> None:
         """Note that no batch is open."""
-        self._rows: Rows = np.empty(0, np.int64)
+        self._rows: Rows = NONE
         self._slots: Slots = np.empty(0, np.int32)
-        self._loose = Push.of(self.dim, [])
+        self._bounds: Rows = NONE
+        self._at_once = Sums.none(self.pending.dim)
+        """Gradients that the next round pushes."""
 
     def open(self, rows: Rows, looked_up: Rows) -> tuple[Push, Check]:
         """Start a batch that looks up the distinct ``rows``; ``looked_up`` has them with repeats.
@@ -58,79 +50,86 @@ class Lines:
         slots = self.residents.slot_of(rows)
         hit = slots >= 0
         placement = self.policy.admit(slots[hit], rows[~hit], looked_up)
-        push = Push.of(self.dim, [self.due(), self._take(placement.slots, "eviction")])
-        self._place(placement.slots, placement.rows)
-        self._rows, self._slots = rows, self.residents.slot_of(rows)
+        push = self.due().plus(self._take(placement.slots, "eviction"))
+        self.residents.put(placement.slots, placement.rows)
+        self.version[placement.slots] = ABSENT
+        self._rows, self._slots, self._bounds = rows, self.residents.slot_of(rows), self.bounds.of(rows)
         versions = np.full(len(rows), ABSENT, np.int64)
         versions[hit] = self.version[slots[hit]]
         return push, Check(rows, versions)
 
     def due(self) -> Push:
-        """What must be pushed now: gradients without a line, and lines over their bound. All of them belong
+        """What must be pushed now: gradients that do not wait, and lines over their bound. All of them belong
         to the open batch, since those of earlier batches were pushed when it was opened."""
-        loose, self._loose = self._loose, Push.of(self.dim, [])
-        self.pushed["no_line"] += len(loose.rows)
-        cached = self._slots >= 0
-        slots = self._slots[cached]
-        over = slots[self.updates[slots] > self.bounds.of(self._rows[cached])]
-        return Push.of(self.dim, [loose, self._take(over, "bound")])
+        sums, self._at_once = self._at_once, Sums.none(self.pending.dim)
+        if len(sums.rows):
+            slots = self._slots[~self._waits]
+            cached = slots >= 0
+            self.pushed["bound"] += int(cached.sum())
+            self.pushed["no_line"] += int((~cached).sum())
+            self.pending.step(slots[cached], sums.values[cached])
+            self.version[slots[cached]] += sums.updates[cached]
+        slots, bounds = self._slots[self._waits], self._bounds[self._waits]
+        over = self._take(slots[self.updates[slots] > bounds], "bound")
+        return Push(sums, Sums.none(self.pending.width)).plus(over)
+
+    @property
+    def _waits(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which rows of the open batch have lines whose updates may wait, bool [U]."""
+        return (self._slots >= 0) & (self._bounds > 0)
 
     def _take(self, slots: Slots, reason: str) -> Push:
-        """The pending gradients of ``slots``, which from now on are part of their base records."""
+        """The waiting updates of ``slots``, which from now on are part of their base records."""
         slots = slots[self.updates[slots] > 0]
-        push = Push(self.residents.row_of_slot[slots], self.updates[slots], self.gradient[slots])
-        self.base[slots] = self._view(slots)
-        self.version[slots] += push.updates
-        self.updates[slots], self.gradient[slots] = 0, 0
+        if not len(slots):
+            return self.pending.nothing()
+        updates = self.updates[slots]
+        push = self.pending.take(slots, self.residents.row_of_slot[slots], updates)
+        self.version[slots] += updates
+        self.updates[slots] = 0
         self.pushed[reason] += len(slots)
         return push
-
-    def _place(self, slots: Slots, rows: Rows) -> None:
-        self.residents.put(slots, rows)
-        self.version[slots] = ABSENT
 
     def receive(self, reply: Reply) -> Floats:
         """Store the pulled records; returns the batch's records from this trainer's view, float32 [U,
         width]."""
-        records = np.zeros((len(self._rows), self.width), np.float32)
+        records = np.empty((len(self._rows), self.pending.width), np.float32)
         records[reply.positions] = reply.records
         slots = self._slots[reply.positions]
         lined = slots >= 0
-        self.base[slots[lined]] = reply.records[lined]
+        self.pending.put(slots[lined], reply.records[lined])
         self.version[slots[lined]] = reply.versions[lined]
         cached = self._slots >= 0
-        records[cached] = self._view(self._slots[cached])
+        records[cached] = self.pending.view(self._slots[cached])
         return records
-
-    def _view(self, slots: Slots) -> Floats:
-        base, gradient = torch.from_numpy(self.base[slots]), torch.from_numpy(self.gradient[slots])
-        view: Floats = updated(self.optimizer, base, gradient).numpy()
-        return view
 
     def add(self, gradients: Floats) -> None:
         """Add one local update of the open batch's rows, float32 [U, D]; what is ``due`` is pushed in the
         next round."""
-        cached = self._slots >= 0
-        slots = self._slots[cached]
-        self.gradient[slots] += gradients[cached]
+        waits = self._waits
+        slots = self._slots[waits]
+        self.pending.add(slots, gradients[waits])
         self.updates[slots] += 1
-        self.largest_pending = max(self.largest_pending, int(self.updates[slots].max(initial=0)))
-        rows, loose = self._rows[~cached], gradients[~cached]
-        if len(self._loose.rows):  # from the same batch, so they have the same rows
-            self._loose = Push(rows, self._loose.updates + 1, self._loose.gradients + loose)
+        rows, now = self._rows[~waits], gradients[~waits]
+        have = self._at_once
+        if len(have.rows):  # from the same batch, so they have the same rows
+            self._at_once = Sums(rows, have.updates + 1, have.values + now)
         else:
-            self._loose = Push(rows, np.ones(len(rows), np.int64), loose)
+            self._at_once = Sums(rows, np.ones(len(rows), np.int64), now)
+        lined = self._slots[~waits] >= 0
+        most = (self.updates[slots].max(initial=0), self._at_once.updates[lined].max(initial=0))
+        self.largest_pending = max(self.largest_pending, *map(int, most))
 
     def flush(self) -> Push:
         """Everything that has not been pushed."""
         due = self.due()
-        used = np.flatnonzero(self.updates > 0).astype(np.int32)
-        return Push.of(self.dim, [due, self._take(used, "flush")])
+        waiting = np.flatnonzero(self.updates > 0).astype(np.int32)
+        return due.plus(self._take(waiting, "flush"))
 
     def clear(self) -> None:
         """Forget all lines, which must have been flushed, and what the policy has learned."""
         assert not self.updates.any(), "flush before clear"
-        assert not len(self._loose.rows), "flush before clear"
+        assert not len(self._at_once.rows), "flush before clear"
         self._close()
         self.residents.empty(np.arange(len(self.version), dtype=np.int32))
         self.policy = self._make_policy()
@@ -139,6 +138,5 @@ class Lines:
 
     @property
     def overhead_bytes(self) -> int:
-        """DRAM beyond the base records: pending gradients, versions and maps."""
-        parts = (self.version, self.updates, self.gradient)
-        return self.residents.nbytes + sum(part.nbytes for part in parts)
+        """DRAM beyond the base records: waiting updates, versions and maps."""
+        return self.residents.nbytes + self.pending.overhead_bytes + self.version.nbytes + self.updates.nbytes

@@ -9,36 +9,76 @@ from numpy.typing import NDArray
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
+NONE: Rows = np.empty(0, np.int64)
 ABSENT = -1
 """The version of a row of which the trainer has no record."""
 
 
 @dataclass(frozen=True)
-class Push:
-    """Gradients of distinct rows. ``gradients`` float32 [n, D]; ``updates`` int64 [n]: how many local updates
-    are in each sum."""
+class Sums:
+    """One vector for each of distinct rows: ``values`` float32 [n, width]; ``updates`` int64 [n]: how many
+    local updates are in each."""
 
     rows: Rows
     updates: Rows
-    gradients: Floats
+    values: Floats
 
     @classmethod
-    def of(cls, dim: int, parts: list[Push]) -> Push:
-        """Join ``parts``, whose rows are distinct."""
-        none = np.empty(0, np.int64)
-        return cls(
-            np.concatenate([none, *(p.rows for p in parts)]),
-            np.concatenate([none, *(p.updates for p in parts)]),
-            np.concatenate([np.empty((0, dim), np.float32), *(p.gradients for p in parts)]),
+    def none(cls, width: int) -> Sums:
+        """No rows."""
+        return cls(NONE, NONE, np.empty((0, width), np.float32))
+
+    def plus(self, *others: Sums) -> Sums:
+        """All rows of these, which must be distinct."""
+        parts = [part for part in (self, *others) if len(part.rows)] or [self]
+        if len(parts) == 1:
+            return parts[0]
+        return Sums(
+            np.concatenate([part.rows for part in parts]),
+            np.concatenate([part.updates for part in parts]),
+            np.concatenate([part.values for part in parts]),
         )
 
 
 @dataclass(frozen=True)
+class Push:
+    """A trainer's updates of distinct rows. ``gradients`` [n, D]: the holder makes one optimizer step with
+    each row's sum. ``steps`` [n, record width]: what the trainer's own steps changed in weights and optimizer
+    state; the holder adds it."""
+
+    gradients: Sums
+    steps: Sums
+
+    @property
+    def rows(self) -> Rows:
+        """All its rows, int64 [n]."""
+        return np.concatenate((self.gradients.rows, self.steps.rows))
+
+    @property
+    def updates(self) -> Rows:
+        """The local updates of each of ``rows``, int64 [n]."""
+        return np.concatenate((self.gradients.updates, self.steps.updates))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the vectors, without row numbers."""
+        return self.gradients.values.nbytes + self.steps.values.nbytes
+
+    def plus(self, other: Push) -> Push:
+        """All rows of both, which must be distinct."""
+        return Push(self.gradients.plus(other.gradients), self.steps.plus(other.steps))
+
+
+@dataclass(frozen=True)
 class Check:
-    """Distinct rows that a trainer reads; ``versions`` (int64 [n]) of its copies, or ``ABSENT``."""
+    """Distinct rows that a trainer reads; ``versions`` (int64 [n]) of its copies, or ``ABSENT``.
+
+    ``training``: they are those of a training batch, whose missed updates are counted.
+    """
 
     rows: Rows
     versions: Rows
+    training: bool = True
 
 
 @dataclass(frozen=True)

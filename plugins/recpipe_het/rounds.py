@@ -3,7 +3,8 @@ answers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +12,9 @@ from numpy.typing import NDArray
 from recpipe.kit import ColdStore, HoldersStore, Ranks, TableSet
 from recpipe_het.bounds import Bounds
 from recpipe_het.holder import Holder
-from recpipe_het.messages import Check, Floats, Push, Reply, Rows
+from recpipe_het.messages import NONE, Check, Floats, Push, Reply, Rows, Sums
+from recpipe_het.missed import Missed, MissedTotals
 
-NONE: Rows = np.empty(0, np.int64)
 Items = NDArray[np.void]
 
 
@@ -35,82 +36,161 @@ class Totals:
     """How many updates holders applied."""
     largest_staleness: int = 0
     """As in ``Holder``."""
+    missed: MissedTotals = field(default_factory=MissedTotals)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the ranks tell each other before a round."""
+
+    sizes: Rows
+    """How many items of each kind come from each rank, [ranks, kinds]."""
+    totals: Rows
+    """How many items of each kind all ranks send to any, [kinds]."""
+    made: Rows
+    """How many updates of the batch that it read last each rank has made since the last round, [ranks]."""
+    training: NDArray[np.bool_]
+    """Whether the rows that each rank checks are those of a training batch, [ranks]."""
+    stop: bool
+    """Whether a rank announces that no round follows."""
 
 
 class Rounds:
-    """This rank's side of the rounds, with its holder if it holds rows. Every rank makes one."""
+    """This rank's side of the rounds, with its holder if it holds rows. Every rank makes one.
 
-    def __init__(self, tables: TableSet, store: ColdStore, ranks: Ranks, bounds: Bounds) -> None:
+    ``measured``: holders count what reads miss. One trainer alone misses nothing.
+    """
+
+    def __init__(
+        self, tables: TableSet, store: ColdStore, ranks: Ranks, bounds: Bounds, *, measured: bool
+    ) -> None:
         self.dim, self.width = tables.dim, tables.layout.width
         self.store, self.ranks = store, ranks
         self.channel = ranks.channel()
-        self.made = 0
-        """How many updates this rank's trainer has made; the next round tells the others."""
         self.totals = Totals()
         self.holder: Holder | None = None
+        self._made = self._made_now = 0
         local = store.local if isinstance(store, HoldersStore) else store
         if local is not None:
             part = bounds.part(ranks.holders.index(ranks.rank), len(ranks.holders))
-            self.holder = Holder(local, tables.optimizer, tables.dim, part)
+            trainers = len(ranks.trainers)
+            missed = Missed(trainers, local.layout.total_rows) if measured and trainers > 1 else None
+            self.holder = Holder(local, tables.optimizer, tables.dim, part, missed)
         self._write = np.dtype([("row", "<i8"), ("record", "<f4", (self.width,))])
-        self._push = np.dtype([("row", "<i8"), ("updates", "<i8"), ("gradient", "<f4", (self.dim,))])
+        self._gradients, self._steps = (
+            np.dtype([("row", "<i8"), ("updates", "<i8"), ("values", "<f4", (width,))])
+            for width in (self.dim, self.width)
+        )
         self._check = np.dtype([("row", "<i8"), ("version", "<i8")])
         self._reply = np.dtype([("at", "<i8"), ("version", "<i8"), ("record", "<f4", (self.width,))])
 
+    def update_made(self, rows: int) -> None:
+        """This rank's trainer has made an update of every row that it read last; the next round tells the
+        others."""
+        self._made += rows
+        self._made_now += 1
+
     def run(self, push: Push | None = None, check: Check | None = None, write: Write | None = None) -> Reply:
         """Run one round. Writes and pushes of all ranks are applied before checks are answered."""
-        reply, _ = self._round(self._packed(push, check, write), stop=False)
+        if self.channel.size == 1:
+            return self._alone(push, check, write)
+        training = check is not None and check.training
+        reply, _ = self._round(self._packed(push, check, write), training=training)
         return reply
 
     def serve(self) -> None:
         """Take part in the trainers' rounds until they stop."""
-        while not self._round(self._packed(), stop=False)[1]:
+        while not self._round(self._packed())[1]:
             pass
 
     def stop(self) -> None:
         """Tell the ranks that only hold rows that no round follows."""
-        self._round(self._packed(), stop=True)
+        if self.channel.size > 1:
+            self._round(self._packed(), stop=True)
+
+    def _alone(self, push: Push | None, check: Check | None, write: Write | None) -> Reply:
+        """A round of one process: nothing is sent."""
+        holder = self.holder
+        assert holder is not None, "one process holds all rows"
+        self.totals = Totals(self._made, holder.applied, holder.largest_staleness)
+        if write is not None and len(write.rows):
+            holder.store.scatter(write.rows, write.records)
+        if push is not None:
+            holder.push([(0, push)])
+        if check is None:
+            return Reply(NONE, NONE, np.empty((0, self.width), np.float32))
+        return holder.pull(0, check)
 
     def _packed(
         self, push: Push | None = None, check: Check | None = None, write: Write | None = None
     ) -> list[Items]:
-        """The arrays that a round sends."""
+        """The arrays that a round sends, one for each kind of item."""
         written = np.empty(0 if write is None else len(write.rows), self._write)
         if write is not None:
             written["row"], written["record"] = write.rows, write.records
-        pushed = np.empty(0 if push is None else len(push.rows), self._push)
-        if push is not None:
-            pushed["row"], pushed["updates"], pushed["gradient"] = push.rows, push.updates, push.gradients
+        pushed = [
+            _packed_sums(sums, kind)
+            for sums, kind in (
+                (None if push is None else push.gradients, self._gradients),
+                (None if push is None else push.steps, self._steps),
+            )
+        ]
         checked = np.empty(0 if check is None else len(check.rows), self._check)
         if check is not None:
             checked["row"], checked["version"] = check.rows, check.versions
-        return [written, pushed, checked]
+        return [written, *pushed, checked]
 
-    def _round(self, items: list[Items], *, stop: bool) -> tuple[Reply, bool]:
+    def _round(self, items: list[Items], *, training: bool = False, stop: bool = False) -> tuple[Reply, bool]:
         """Returns the holders' answers, and whether a rank has announced that no round follows."""
         parts = [self._by_holder(item) for item in items]
-        sizes, totals, stopped = self._tell(parts, items, stop)
-        writes, pushes, checks = (
-            self._send(*sent) for sent in zip(items, parts, sizes.T, totals, strict=True)
+        told = self._tell(parts, items, training, stop)
+        writes, gradients, steps, checks = (
+            self._send(*sent) for sent in zip(items, parts, told.sizes.T, told.totals, strict=True)
         )
         if self.holder is not None:
             for part in writes:
                 if len(part):
                     self.holder.store.scatter(part["row"].copy(), part["record"].copy())
-            self.holder.push([Push(p["row"].copy(), p["updates"], p["gradient"]) for p in pushes])
-        return self._answer(checks, parts[2], totals[2]), stopped
+            self._apply(self.holder, told, gradients, steps)
+        return self._answer(told, checks, parts[3]), told.stop
 
-    def _tell(self, parts: list[list[Rows]], items: list[Items], stop: bool) -> tuple[Rows, Rows, bool]:
-        """Exchange how many items of each kind come from each rank, [ranks, 3], and are sent in total,
-        [3]."""
-        applied, stale = (
-            (0, 0) if self.holder is None else (self.holder.applied, self.holder.largest_staleness)
+    def _apply(self, holder: Holder, told: Told, gradients: list[Items], steps: list[Items]) -> None:
+        """Apply what all trainers push."""
+        if holder.missed is not None:
+            for trainer, rank in enumerate(self.ranks.trainers):
+                holder.missed.made(trainer, int(told.made[rank]))
+        holder.push(
+            [
+                (trainer, Push(_unpacked_sums(gradients[rank]), _unpacked_sums(steps[rank])))
+                for trainer, rank in enumerate(self.ranks.trainers)
+            ]
         )
-        mine = [*(len(item) for item in items), int(stop), self.made, applied, stale]
+
+    def _tell(self, parts: list[list[Rows]], items: list[Items], training: bool, stop: bool) -> Told:
+        """Exchange the sizes of what follows, and what is known of this rank's updates and reads."""
+        kinds, holder = len(items), self.holder
+        figures = [0] * 6
+        if holder is not None:
+            missed = MissedTotals() if holder.missed is None else holder.missed.totals
+            figures = [holder.applied, holder.largest_staleness, *astuple(missed)]
+        mine = [*map(len, items), int(stop), int(training), self._made_now, self._made, *figures]
+        self._made_now = 0
         headers = [np.array([[*(len(p[rank]) for p in parts), *mine]]) for rank in range(self.channel.size)]
         told = np.concatenate(self.channel.exchange(headers, [1] * self.channel.size))
-        self.totals = Totals(int(told[:, 7].sum()), int(told[:, 8].sum()), int(told[:, 9].max()))
-        return told[:, :3], told[:, 3:6].sum(axis=0), bool(told[:, 6].any())
+        rest = told[:, 2 * kinds :]
+        self.totals = Totals(
+            int(rest[:, 3].sum()),
+            int(rest[:, 4].sum()),
+            int(rest[:, 5].max()),
+            reduce(MissedTotals.plus, (MissedTotals(*map(int, of_rank)) for of_rank in rest[:, 6:])),
+        )
+        return Told(
+            told[:, :kinds],
+            told[:, kinds : 2 * kinds].sum(axis=0),
+            rest[:, 2],
+            rest[:, 1].astype(bool),
+            bool(rest[:, 0].any()),
+        )
 
     def _by_holder(self, items: Items) -> list[Rows]:
         """Positions of the items for each rank, whose rows are numbered as on that rank from here on."""
@@ -132,14 +212,18 @@ class Rounds:
         came = self.channel.exchange([_raw(items[part]) for part in parts], sizes.tolist())
         return [_items(part, items.dtype) for part in came]
 
-    def _answer(self, checks: list[Items], asked: list[Rows], total: int) -> Reply:
-        if not total:
+    def _answer(self, told: Told, checks: list[Items], asked: list[Rows]) -> Reply:
+        """The holders' answers; ``asked`` are the positions of what was asked of each."""
+        if not told.totals[3] and not told.training.any():
             return Reply(NONE, NONE, np.empty((0, self.width), np.float32))
         answers = []
-        for check in checks:
+        for rank, check in enumerate(checks):
             answer = np.empty(0, self._reply)
-            if self.holder is not None and len(check):
-                reply = self.holder.pull(Check(check["row"].copy(), check["version"]))
+            # Holders also note that a batch read none of their rows.
+            if self.holder is not None and (len(check) or told.training[rank]):
+                asker = self.ranks.trainers.index(rank)
+                rows, versions = check["row"].copy(), check["version"].copy()
+                reply = self.holder.pull(asker, Check(rows, versions, bool(told.training[rank])))
                 answer = np.empty(len(reply.positions), self._reply)
                 answer["at"], answer["version"] = reply.positions, reply.versions
                 answer["record"] = reply.records
@@ -148,6 +232,17 @@ class Rounds:
         at = np.concatenate([part[reply["at"]] for part, reply in zip(asked, came, strict=True)])
         whole = np.concatenate(came)
         return Reply(at, whole["version"].copy(), whole["record"].copy())
+
+
+def _packed_sums(sums: Sums | None, kind: np.dtype[np.void]) -> Items:
+    packed = np.empty(0 if sums is None else len(sums.rows), kind)
+    if sums is not None:
+        packed["row"], packed["updates"], packed["values"] = sums.rows, sums.updates, sums.values
+    return packed
+
+
+def _unpacked_sums(items: Items) -> Sums:
+    return Sums(items["row"].copy(), items["updates"].copy(), items["values"].copy())
 
 
 def _raw(items: Items) -> NDArray[np.uint8]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.kit import (
+    HoldersStore,
     IoCounters,
     Records,
     Region,
@@ -24,7 +25,7 @@ from recpipe.kit import (
     row_bags,
 )
 from recpipe_het.lines import Lines
-from recpipe_het.messages import ABSENT, Check, Push, Rows
+from recpipe_het.messages import ABSENT, Check, Floats, Push, Reply, Rows
 from recpipe_het.rounds import Rounds, Totals, Write
 
 
@@ -40,6 +41,10 @@ class Shipped:
     rows_pulled: int = 0
     rows_pushed: int = 0
     """Rows pushed, without those pushed only for an evaluation, a checkpoint or the report."""
+    bytes_pushed: int = 0
+    """Bytes of the gradients or steps of those rows."""
+    stale_pulls: int = 0
+    """Cached rows that were pulled because they were older than their bound."""
     largest_stale_pull: int = 0
     """The largest difference of versions found when a cached row was pulled."""
 
@@ -56,6 +61,8 @@ class HetTables(RowCollection):
         self.shipped = Shipped()
         self.io, self.times = IoCounters(), TierTimes()
         self._empty = True
+        self._waiting = False
+        """Whether trainers may have updates that were not pushed; the same on all of them."""
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def lookup(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
@@ -77,7 +84,7 @@ class HetTables(RowCollection):
         self._empty = False
         push, check = self.lines.open(rows, looked_up)
         start = perf_counter()
-        reply = self.rounds.run(push, check)
+        reply = self._training_round(push, check)
         self.times.wait += perf_counter() - start
         had = check.versions[reply.positions]
         stale = (reply.versions - had)[had != ABSENT]
@@ -86,30 +93,51 @@ class HetTables(RowCollection):
         shipped.checks += len(rows)
         shipped.hits += int((check.versions != ABSENT).sum())
         shipped.rows_pulled += len(reply.positions)
+        shipped.stale_pulls += len(stale)
         shipped.largest_stale_pull = max(shipped.largest_stale_pull, int(stale.max(initial=0)))
-        self._count_push(push)
-        self.io.rows_read += len(reply.positions)
-        self.io.bytes_read += reply.records.nbytes
         return self.lines.receive(reply)
 
-    def _count_push(self, push: Push) -> None:
+    def _training_round(self, push: Push, check: Check | None = None) -> Reply:
+        """A round whose traffic is training's."""
+        store = self.rounds.store
+        before = replace(store.io)
+        reply = self.rounds.run(push, check)
         self.shipped.rows_pushed += len(push.rows)
-        self.io.rows_written += len(push.rows)
-        self.io.bytes_written += push.gradients.nbytes
+        self.shipped.bytes_pushed += push.nbytes
+        if isinstance(store, HoldersStore):  # rows move between ranks, counted as that store counts them
+            moved = IoCounters(
+                rows_read=len(reply.positions),
+                rows_written=len(push.rows),
+                bytes_read=reply.records.nbytes,
+                bytes_written=push.nbytes,
+            )
+        else:
+            moved = store.io.plus(before, -1)
+        self.io = self.io.plus(moved)
+        return reply
+
+    def add_update(self, gradients: Floats) -> None:
+        """Add one update of the rows of the last training batch, float32 [U, D]."""
+        self._waiting = True
+        self.rounds.update_made(len(gradients))
+        self.lines.add(gradients)
 
     def _current(self, rows: Rows) -> Records:
         """Records of distinct ``rows`` with all trainers' updates; this traffic is not counted as
         training's."""
         out = np.empty((len(rows), self.tables.layout.width), np.float32)
-        reply = self.rounds.run(self._flushed(), Check(rows, np.full(len(rows), ABSENT, np.int64)))
+        check = Check(rows, np.full(len(rows), ABSENT, np.int64), training=False)
+        reply = self.rounds.run(self._flushed(), check)
         out[reply.positions] = reply.records
         return out
 
-    def _flushed(self) -> Push:
-        """Take all pending gradients; those that were due anyway count as training's traffic."""
-        due = self.lines.due()
-        self._count_push(due)
-        return Push.of(self.tables.dim, [due, self.lines.flush()])
+    def _flushed(self) -> Push | None:
+        """Push what is due anyway, as training's traffic, and take all other updates."""
+        if not self._waiting:
+            return None
+        self._waiting = False
+        self._training_round(self.lines.due())
+        return self.lines.flush()
 
     def _forget(self) -> None:
         """Push everything and drop all lines, so that a resumed run starts as this one goes on."""
@@ -137,14 +165,18 @@ class HetTables(RowCollection):
         self.rounds.run(write=Write(self.rows_of(region)[chosen], np.concatenate(values, axis=1)[chosen]))
 
     def tier_figures(self) -> TierFigures:
-        """This trainer's traffic with the holders, times and memory."""
+        """Traffic of training, times and memory, without that of counting what reads miss.
+
+        In one process the traffic is the store's. Between ranks it is the records and updates that this
+        trainer exchanges with holders.
+        """
         store, holder = self.rounds.store, self.rounds.holder
         versions = 0 if holder is None else holder.versions.nbytes
         return TierFigures(
             self.io,
             self.times,
             store.direct,
-            self.lines.base.nbytes,
+            self.lines.pending.base.nbytes,
             store.cold_bytes,
             self.lines.overhead_bytes + policy_bytes(self.lines.policy) + versions + store.overhead_bytes,
             bool((self.lines.residents.row_of_slot < 0).any()),
@@ -176,6 +208,5 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None]:
         tables, bags = ctx.call
-        tables.rounds.made += len(bags.distinct)
-        tables.lines.add(bags.gradients(gradient.contiguous(), tables.tables.dim).numpy())
+        tables.add_update(bags.gradients(gradient.contiguous(), tables.tables.dim).numpy())
         return None, None, None, None

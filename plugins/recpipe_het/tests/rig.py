@@ -7,6 +7,8 @@ from recpipe_het.bounds import Bounds
 from recpipe_het.holder import Holder
 from recpipe_het.lines import Lines
 from recpipe_het.messages import Check, Floats, Push, Rows
+from recpipe_het.missed import Missed, MissedTotals
+from recpipe_het.pending import UPDATES, Pending
 
 from recpipe.plugin.policy import CachePolicy, RowSpace
 from recpipe.tables.specs import TableOptimizer
@@ -37,6 +39,7 @@ class World:
         policy: type[CachePolicy] = Lru,
         optimizer: str = "sgd",
         slack: int = 0,
+        updates: str = "each",
     ) -> None:
         tables = len(bounds)
         layout = StoreLayout(
@@ -48,33 +51,36 @@ class World:
         store = make_store("host", layout, lambda t, a, b: np.zeros((b - a, layout.width), np.float32))
         kept = Bounds(layout.bases, np.array(bounds))
         loosened = Bounds(layout.bases, kept.updates + slack)
-        self.holder = Holder(store, self.optimizer, DIM, loosened)
+        self.holder = Holder(store, self.optimizer, DIM, loosened, Missed(workers, rows))
         self.rows = rows
 
         def make() -> CachePolicy:
             return policy(RowSpace(layout.bases, slots))
 
-        self.workers = [
-            Worker(Lines(make, kept, self.optimizer, DIM, layout.width), rows) for _ in range(workers)
-        ]
+        def pending() -> Pending:
+            return UPDATES[updates](slots, self.optimizer, DIM, layout.width)
+
+        self.workers = [Worker(Lines(make, kept, pending()), rows) for _ in range(workers)]
         self.applied = np.zeros((workers, rows), np.int64)
         self.total = np.zeros((rows, DIM), np.float32)
         self.stale = np.zeros(rows, np.int64)
         self.unseen = np.zeros(rows, np.int64)
         self.peer = np.zeros(rows, np.int64)
+        self.missed = MissedTotals()
+        """By the ledgers, as the holder should have counted."""
         self.seen = np.zeros((workers, workers, rows), np.int64)
         self.pulled = self.pushed = self.asked = 0
 
     def push(self, pushes: list[tuple[int, Push]]) -> None:
         """Apply one round's pushes, by worker."""
-        self.holder.push([push for _, push in pushes])
+        self.holder.push(pushes)
         for who, push in pushes:
             self.applied[who, push.rows] += push.updates
             self.pushed += len(push.rows)
 
     def read(self, who: int, check: Check) -> Floats:
         """Answer a check, measure staleness, return the worker's view."""
-        reply = self.holder.pull(check)
+        reply = self.holder.pull(who, check)
         self.pulled += len(reply.positions)
         self.asked += len(check.rows)
         worker, rows = self.workers[who], check.rows
@@ -91,7 +97,10 @@ class World:
         missing = np.stack(
             [self.workers[w].made[rows] - self.seen[who][w][rows] for w in others] or [0 * rows]
         )
-        self.unseen[rows] = np.maximum(self.unseen[rows], missing.sum(axis=0))
+        of_all = missing.sum(axis=0)
+        read = MissedTotals(len(rows), int((of_all > 0).sum()), int(of_all.sum()), int(of_all.max(initial=0)))
+        self.missed = self.missed.plus(read)
+        self.unseen[rows] = np.maximum(self.unseen[rows], of_all)
         self.peer[rows] = np.maximum(self.peer[rows], missing.max(axis=0))
         return view
 
@@ -104,6 +113,8 @@ class World:
         self.workers[who].made[rows] += 1
         self.total[rows] += gradients
         self.workers[who].lines.add(gradients)
+        assert self.holder.missed is not None
+        self.holder.missed.made(who, 1)
 
     def step(self, who: int, rows: Rows, gradients: Floats) -> Floats:
         """A batch of one worker alone, as in an asynchronous run; its view of the rows before the update."""

@@ -14,6 +14,13 @@ from recpipe.tasks.plugins import SAMPLE
 from recpipe.testing import SMALL, PluginSuite, Trained, train
 
 RUN: tuple[str, ...] = (*SMALL, "trainer.progress=false")
+KNOBS: dict[str, Any] = {
+    "bound": 1,
+    "bounds": None,
+    "cache": "lru",
+    "updates": "each",
+    "measure_staleness": True,
+}
 
 
 class TestHet(PluginSuite):
@@ -36,16 +43,18 @@ class TestHet(PluginSuite):
         ("bounds", 7, "bounds=7: give bounds by table"),
         ("bounds", {"a": -2}, "bounds.a=-2: give a whole number"),
         ("cache", "fifo", "cache=fifo: choose one of lru, lfu, lfuopt"),
+        ("updates", "all", "updates=all: choose one of each, summed"),
+        ("measure_staleness", 3, "measure_staleness=3: give true or false"),
     ],
 )
 def test_knobs_out_of_range(knob: str, value: Any, said: str) -> None:
     with pytest.raises(PluginError, match=f"plugins.het.{said}"):
-        HET(**{"bound": 1, "bounds": None, "cache": "lru"} | {knob: value})
+        HET(**KNOBS | {knob: value})
 
 
 def test_bounds_name_tables() -> None:
     with pytest.raises(PluginError, match="bounds.nosuch: no such table"):
-        HET(bound=1, bounds={"nosuch": 2}, cache="lru").contribute(SAMPLE)
+        HET(**KNOBS | {"bounds": {"nosuch": 2}}).contribute(SAMPLE)
 
 
 @pytest.mark.parametrize("cache", ["lru", pytest.param("lfu", marks=pytest.mark.soak), "lfuopt"])
@@ -55,6 +64,36 @@ def test_bound_zero_is_the_run_without_a_cache(cache: str, tmp_path: Path) -> No
     assert mine.parameters.keys() == plain.parameters.keys()
     for name, values in plain.parameters.items():
         np.testing.assert_allclose(mine.parameters[name], values, atol=1e-5, err_msg=name)
+
+
+def test_one_trainer_with_a_bound_is_the_run_without_a_cache(tmp_path: Path) -> None:
+    """Nothing is stale, and each update makes a step of its own. Steps of summed gradients are another
+    algorithm: the negative control."""
+    plain = train([*RUN, "tiers.policy=nocache"], tmp_path / "plain")
+
+    def furthest(*words: str) -> float:
+        het = train([*RUN, "+plugin=het", "tiers.resident_bytes=30%", *words], tmp_path / f"het{len(words)}")
+        shown = het.report["plugins"]["het"]
+        assert shown["reads_missing_share"] == 0
+        assert shown["verdict"].startswith("one trainer, so no row is ever stale: it saved ")
+        return max(
+            float(np.abs(het.parameters[name] - values).max()) for name, values in plain.parameters.items()
+        )
+
+    assert furthest() < 1e-5
+    assert furthest("plugins.het.updates=summed") > 1e-3
+
+
+def test_traffic_is_the_stores(tmp_path: Path) -> None:
+    """Counted as for other caches: blocks of the device, of which a row takes more than its own bytes."""
+    shown = train([*RUN, "+plugin=het", "plugins.het.bound=2", "tiers=ssd"], tmp_path / "run").report
+    het, io = shown["plugins"]["het"], shown["io"]
+    assert (io["rows_written"], io["rows_read"]) == (
+        het["rows_pushed"],
+        het["rows_pulled"] + het["rows_pushed"],  # a holder reads a row to update it
+    )
+    assert io["bytes_written"] > het["bytes_pushed"]
+    assert io["bytes_read"] > het["bytes_pulled"]
 
 
 @pytest.mark.parametrize("cache", ["lru", pytest.param("lfu", marks=pytest.mark.soak), "lfuopt"])

@@ -27,6 +27,9 @@ def test_staleness_is_bounded(bound: int, policy: type[CachePolicy]) -> None:
     workers = len(world.workers)
     assert world.stale.max() <= bound
     assert world.stale.max() == world.holder.largest_staleness, "the report's figure is the rig's"
+    assert world.holder.missed is not None
+    assert world.holder.missed.totals == world.missed, "and so is what reads miss"
+    assert (world.missed.largest > 0) is (bound > 0)
     assert world.peer.max() <= 2 * bound
     assert world.unseen.max() <= workers * bound
     assert world.pulled <= world.asked
@@ -42,6 +45,38 @@ def test_lockstep_bounds_are_the_papers() -> None:
         assert world.stale.max() <= bound
         assert world.peer.max() <= 2 * bound
         assert world.unseen.max() <= len(world.workers) * bound
+
+
+def read_once(world: World, who: int, row: int) -> None:
+    """A step of a trainer on one row."""
+    world.step(who, np.array([row]), np.ones((1, DIM), np.float32))
+
+
+@pytest.mark.parametrize(("bound", "missed"), [(0, 0), (3, 2), (100, 10)])
+def test_updates_that_a_peer_keeps_to_itself_are_missed(bound: int, missed: int) -> None:
+    """Trainer 0 updates a row of which trainer 1 has a line. The version, of which ``largest_staleness``
+    tells, does not move while trainer 0 has not pushed."""
+    world = World(workers=2, bounds=(bound,))
+    read_once(world, 1, 7)
+    world.flush()
+    for _ in range(10):
+        read_once(world, 0, 7)
+    read_once(world, 1, 7)
+    assert world.holder.missed is not None
+    totals = world.holder.missed.totals
+    # With bound 3, trainer 0 pushes 4 updates twice; the 8 are over trainer 1's bound, and 2 still wait.
+    assert totals.largest == missed
+    assert totals.reads == 12
+    assert world.holder.largest_staleness == 0, "blind"
+
+
+def test_a_flush_leaves_nothing_to_miss() -> None:
+    """What is pushed is taken off again, to the last update."""
+    world = World(bounds=(3,))
+    schedule(world, seed=6)
+    world.flush()
+    assert world.holder.missed is not None
+    assert not world.holder.missed.waiting.any()
 
 
 def lockstep(world: World, rng: np.random.Generator) -> None:
@@ -62,10 +97,11 @@ def test_a_looser_check_breaks_the_bound() -> None:
     assert world.stale.max() == world.holder.largest_staleness == 2
 
 
+@pytest.mark.parametrize("updates", ["each", "summed"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_no_update_is_lost(policy: type[CachePolicy]) -> None:
+def test_no_update_is_lost(policy: type[CachePolicy], updates: str) -> None:
     """After a flush versions count all updates, and values are their sums, exactly."""
-    world = World(bounds=(3,), policy=policy)
+    world = World(bounds=(3,), policy=policy, updates=updates)
     schedule(world, seed=5)
     world.flush()
     assert np.array_equal(world.holder.versions, sum(w.made for w in world.workers))
@@ -83,10 +119,11 @@ def test_own_writes_are_read(policy: type[CachePolicy]) -> None:
         assert np.array_equal(world.step(0, rows, gradients), before)
 
 
+@pytest.mark.parametrize("updates", ["each", "summed"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
-def test_bound_zero_is_synchronous(optimizer: str) -> None:
+def test_bound_zero_is_synchronous(optimizer: str, updates: str) -> None:
     """Bitwise the rank-ordered reference, with gradients that round."""
-    world = World(bounds=(0,), optimizer=optimizer)
+    world = World(bounds=(0,), optimizer=optimizer, updates=updates)
     reference = torch.zeros(world.rows, world.holder.store.layout.width)
     rng = np.random.default_rng(9)
     for _ in range(200):
@@ -107,7 +144,7 @@ def test_bound_zero_is_synchronous(optimizer: str) -> None:
 
 def test_several_updates_in_one_push_are_one_adagrad_step() -> None:
     """The holder's step takes the sum of the gradients; the local view is that step already."""
-    world = World(workers=1, bounds=(5,), optimizer="adagrad")
+    world = World(workers=1, bounds=(5,), optimizer="adagrad", updates="summed")
     rows, one = np.array([3]), np.ones((1, DIM), np.float32)
     for _ in range(3):
         world.step(0, rows, one)
@@ -121,6 +158,38 @@ def test_several_updates_in_one_push_are_one_adagrad_step() -> None:
     for _ in range(3):
         thrice = updated(TableOptimizer("adagrad", 1.0), thrice, torch.ones(1, DIM))
     assert not np.array_equal(expected, thrice.numpy())
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("updates", ["each", "summed"])
+def test_one_trainer_with_a_step_for_each_update_trains_as_without_a_cache(
+    updates: str, optimizer: str
+) -> None:
+    """Whatever waits, is evicted or pushed; steps of summed gradients are the negative control."""
+    world = World(workers=1, bounds=(7,), optimizer=optimizer, updates=updates)
+    plain = torch.zeros(world.rows, world.holder.store.layout.width)
+    rng = np.random.default_rng(11)
+    furthest = 0.0
+    for _ in range(200):
+        rows, _ = batch(rng, world.rows)
+        gradients = rng.standard_normal((len(rows), DIM)).astype(np.float32)
+        seen, at = world.step(0, rows, gradients), torch.from_numpy(rows)
+        furthest = max(furthest, float(np.abs(seen - plain[at].numpy()).max()))
+        plain[at] = updated(world.optimizer, plain[at], torch.from_numpy(gradients))
+    world.flush()
+    furthest = max(furthest, float(np.abs(world.holder.read(np.arange(world.rows)) - plain.numpy()).max()))
+    assert world.workers[0].lines.pushed["eviction"] > 0
+    assert furthest < 1e-4 if updates == "each" else furthest > 0.1
+
+
+def test_several_trainers_steps_keep_the_sum_of_squares() -> None:
+    """Adagrad's state counts every trainer's gradients once, although each made its steps alone."""
+    world = World(workers=2, bounds=(9,), optimizer="adagrad")
+    for _ in range(3):
+        for who in (0, 1):
+            world.step(who, np.array([3]), np.full((1, DIM), 1.0 + who, np.float32))
+    world.flush()
+    assert np.allclose(world.holder.read(np.array([3]))[0, DIM:], 3 * (1 + 4))
 
 
 def test_bounds_are_per_table() -> None:

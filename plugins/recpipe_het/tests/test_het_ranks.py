@@ -31,6 +31,7 @@ def test_bound_zero_is_one_process_without_a_cache(
     assert difference(tmp_path / "one", tmp_path / "many") < 1e-5
     shown = report["plugins"]["het"]
     assert shown["largest_staleness"] == 0
+    assert shown["largest_missed_updates"] == shown["mean_missed_updates"] == 0
     assert shown["cache_hits"] > 0
     assert shown["updates_made"] == shown["updates_applied"] > shown["version_checks"]
 
@@ -57,6 +58,8 @@ def test_staleness_of_two_trainers_is_bounded_on_real_rows(criteo: tuple[str, ..
     quiet = ("trainer.logger=null", "trainer.checkpoint_every=null")
     shown = together(tmp_path / "run", 2, *quiet, base=recipe)["plugins"]["het"]
     assert 0 < shown["largest_staleness"] <= bound
+    assert bound < shown["largest_missed_updates"] <= 2 * bound, "its own and what the holder has not told"
+    assert 0 < shown["reads_missing_share"] < 1
     assert shown["largest_stale_pull"] > bound, "what was older has been pulled"
     assert shown["largest_pending"] == bound + 1, "and what waited longer has been pushed"
     assert shown["updates_made"] == shown["updates_applied"] > shown["version_checks"]
