@@ -52,7 +52,7 @@ KINDS = {
     "Skipper": ["begin", "keep", "update"],
     "Quantizer": ["codecs", "cold", "storage"],
     "RowCodec": ["decode", "encode"],
-    "EpochOrder": ["batches"],
+    "EpochOrder": ["batches", "is_datas_own"],
     "Plugin": ["contribute"],
 }
 EXPORTS = [

@@ -118,6 +118,13 @@ class EpochOrder(ABC):
         batch ahead of training. Every sample of the epoch must be in exactly one batch; core checks this when
         the epoch ends."""
 
+    def is_datas_own(self) -> bool:
+        """Whether this is the data module's order after all; core then reads the data as without it.
+
+        Asked once, when the run is built and the data can be read. If so, nothing else is called.
+        """
+        return False
+
 
 StreamWrapper = Callable[["Iterator[Batch]"], "Iterator[Batch]"]
 BatchTransform = Callable[["Batch"], "Batch"]
