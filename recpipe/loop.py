@@ -26,6 +26,7 @@ from recpipe.pipeline.parts import find_out
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.sample_filter import SampleFilter
 from recpipe.pipeline.source import BatchSource
+from recpipe.pipeline.splitting import Splitting
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.errors import PluginError
 from recpipe.setup.placing import Unplaced
@@ -107,7 +108,10 @@ def place(
         equip_loop(cfg.trainer.backend, placed, data.batch_size, device, default_cache_dir() / "backend")
         source = BatchSource(data, data.batch_size, assembly.feed)
         filtered = SampleFilter.of(assembly.skipper, placed.rows)
-        loader = TrainLoader(source, inputs, tiers, device, ranks, sample_filter=filtered, splitter=splitter)
+        splitting = Splitting.of(splitter, cfg.trainer.split, data.batch_size, tiers, ranks.channel())
+        loader = TrainLoader(
+            source, inputs, tiers, device, ranks, sample_filter=filtered, splitting=splitting
+        )
         in_loop = InLoop(placed)
         stack.callback(in_loop.undo)
         outer.callback(stack.pop_all().close)

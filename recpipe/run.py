@@ -37,6 +37,7 @@ from recpipe.model.sizes import sizes_of
 from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.pipeline.sample_filter import SampleFilter
 from recpipe.pipeline.source import BatchSource
+from recpipe.pipeline.splitting import Splitting
 from recpipe.report.files import ReportFiles
 from recpipe.setup.footprint import require_inputs, require_memory
 from recpipe.setup.given import NOTHING, Given, Outcome
@@ -201,7 +202,10 @@ def run_on(
         ahead = tier_config.prefetch and bool(embeddings.each(SendsAhead))
         source = BatchSource(dataset, cfg.data.batch_size, assembly.feed)
         filtered = SampleFilter.of(assembly.skipper, model.rows)
-        loader = TrainLoader(source, inputs, tiers, device, ranks, ahead, filtered, assembly.splitter)
+        splitting = Splitting.of(
+            assembly.splitter, trainer_config.split, cfg.data.batch_size, tiers, trainers
+        )
+        loader = TrainLoader(source, inputs, tiers, device, ranks, ahead, filtered, splitting)
         evaluation = EvalLoader(dataset, cfg.data.batch_size, inputs, device, ranks)
         make_optimizer = partial(dense_optimizer, cfg.optim.dense)
         backend = equip(

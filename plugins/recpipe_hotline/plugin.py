@@ -98,9 +98,10 @@ def figures(policies: Sequence[PopularRows], splitter: PopularFirst, run: RunFig
     hidden = max(0.0, fetch - run.io.wait_seconds)
     serial, overlapped = fetch + pop + non, max(fetch, pop) + non
     return {
+        "verdict": run.splitting,
         "popular_sample_share": splitter.popular / max(1, splitter.samples),
         "popular_lookup_share": sum(p.hits for p in policies) / max(1, sum(p.lookups for p in policies)),
-        "split_batch_share": splitter.split_batches / max(1, splitter.batches),
+        "split_batch_share": run.split_batches / max(1, splitter.batches),
         "rows_not_moved": sum(p.rows_kept for p in policies),
         "cold_rows_read": run.io.rows_read,
         "cold_bytes_read": run.io.bytes_read,

@@ -16,7 +16,6 @@ class PopularFirst(Splitter):
         self.min_micro_batch = min_micro_batch
         self.samples = 0
         self.popular = 0
-        self.split_batches = 0
         self.batches = 0
 
     def split(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split:
@@ -32,5 +31,4 @@ class PopularFirst(Splitter):
         self.popular += len(popular)
         if min(len(popular), len(others)) < max(1, self.min_micro_batch):
             return Split(np.arange(len(needs_cold)), (len(needs_cold),))
-        self.split_batches += 1
         return Split(np.concatenate((popular, others)), (len(popular), len(needs_cold)))

@@ -175,12 +175,7 @@ def joined(topology: Topology, emulation: Emulation, device: torch.device) -> It
     process = Process.current()
     trainers, holders = topology.roles(process.world)
     if process.world == 1:
-        if emulation.active:
-            raise UserError(
-                "tiers.emulate delays messages between ranks, and this run has one rank; start it with "
-                "torchrun --nproc-per-node=2 -m recpipe ..."
-            )
-        yield Ranks()
+        yield Ranks(emulation=emulation)
         return
     if sys.platform == "linux" and int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == process.world:
         # All ranks are on this machine, so no other machine needs to reach them.

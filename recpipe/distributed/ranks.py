@@ -27,8 +27,8 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Emulation:
-    """A slower network than this machine's (``tiers.emulate``): a delay added to every message between
-    ranks."""
+    """A slower network or device than this machine's (``tiers.emulate``): a delay added to every message
+    between ranks and, in a run of one rank, to every request to its cold store."""
 
     latency_us: Annotated[
         float, Interval(ge=0, le=1e9), BeforeValidator(lambda value: 0.0 if value is None else value)
@@ -43,7 +43,7 @@ class Emulation:
         return self.latency_us > 0 or self.gbit_per_s is not None
 
     def seconds(self, size: int) -> float:
-        """Seconds that a message of ``size`` bytes takes on the emulated network."""
+        """Seconds that a message or request of ``size`` bytes takes in addition."""
         return self.latency_us * 1e-6 + (size * 8e-9 / self.gbit_per_s if self.gbit_per_s else 0.0)
 
 

@@ -23,11 +23,10 @@ from recpipe.data.select import between, select
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import DataError
 from recpipe.pipeline.sample_filter import SampleFilter
-from recpipe.pipeline.share import cut, in_steps
+from recpipe.pipeline.share import cut
 from recpipe.pipeline.source import BatchSource
+from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StagedBatch
-from recpipe.plugin.compose import Owned
-from recpipe.plugin.splitter import Splitter, micro_batch_step
 from recpipe.tables.inputs import GroupIds, Inputs, count_ids
 from recpipe.tables.tiers.batch import BatchPlan, Tiers
 
@@ -49,7 +48,7 @@ class TrainLoader:
         ranks: Ranks | None = None,
         sends_ahead: bool = False,
         sample_filter: SampleFilter | None = None,
-        splitter: Owned[Splitter] | None = None,
+        splitting: Splitting | None = None,
     ) -> None:
         self.source = source
         self.inputs = inputs
@@ -60,7 +59,7 @@ class TrainLoader:
         self.sends_ahead = sends_ahead
         """Whether each batch is to send the ids of the next one over the ranks (sharded tables)."""
         self.sample_filter = sample_filter
-        self.splitter = splitter
+        self.splitting = splitting
         self.first = 0
         self.handed_out = 0
         """How many batches training has got over all epochs, including those before a resume."""
@@ -81,17 +80,20 @@ class TrainLoader:
     def _part(self) -> tuple[int, int] | None:
         """This rank's part of every batch, if nothing in the run needs whole batches."""
         skips = self.sample_filter is not None and self.sample_filter.looks_at_batches
-        unseen = not skips and self.splitter is None and self.tiers is None
+        unseen = not skips and self.splitting is None and self.tiers is None
         return self.ranks.part if unseen and self.source.gives_parts else None
 
     def __iter__(self) -> Iterator[StagedBatch]:
         first, self.first = self.first, 0
         if self.sample_filter is not None:  # an epoch left early had read batches that were not trained
             self.sample_filter.begin_epoch(self.handed_out)
+        if self.splitting is not None:
+            self.splitting.begin_epoch(self.handed_out)
         try:
             with self.source.epoch(first, self._part) as batches:
                 with ThreadPoolExecutor(1, "recpipe-loader") as worker:
-                    for staged in (self._linked if self.sends_ahead else self._planned)(worker, batches):
+                    ready = (self._linked if self.sends_ahead else self._planned)(worker, batches)
+                    for staged in ready if self.splitting is None else _timed(ready, self.splitting):
                         assert staged.ids is not None, "staged with its ids"
                         self.lookups += count_ids(staged.ids)
                         self.handed_out += 1
@@ -172,27 +174,38 @@ class TrainLoader:
         return staged
 
     def _share(self, batch: Any, size: int, plan: BatchPlan | None) -> StagedBatch:
-        """What this rank trains of ``batch``, in the splitter's micro-batches if there is one."""
-        splitter, alone = self.splitter, len(self.ranks.trainers) == 1
-        if splitter is None and alone:
-            return StagedBatch(on_device(batch, self.device), plan, size=size)
+        """What this rank trains of ``batch``, in micro-batches if it is cut."""
+        alone = len(self.ranks.trainers) == 1
         needs_cold = plan.needs_cold if plan is not None else np.zeros(size, bool)
+        split = None if self.splitting is None else self.splitting.cut(batch, needs_cold)
+        several = () if self.splitting is None else (size,)
+        if split is None and alone and (not several or needs_cold.any()):
+            return StagedBatch(on_device(batch, self.device), plan, several, size=size)
         order = np.arange(size)
         bounds: tuple[int, ...] = (size,)
-        if splitter is not None:
-            split = splitter.part.split(batch, needs_cold)
-            order, bounds = split.order, in_steps(split.bounds, micro_batch_step(self.source.batch_size))
+        if split is not None:
+            order, bounds = split.order, split.bounds
         mine = cut(order, bounds, needs_cold, self.ranks)
         if plan is not None:
             plan.arrange(mine.samples, mine.cold_first, alone)
         return StagedBatch(
             on_device(select(batch, mine.samples), self.device),
             plan,
-            mine.bounds if splitter is not None else (),
+            mine.bounds if self.splitting is not None else (),
             mine.cold_from,
             total=size,
             alone=alone,
         )
+
+
+def _timed(ready: Iterator[StagedBatch], splitting: Splitting) -> Iterator[StagedBatch]:
+    """``ready``, telling ``splitting`` how long each batch took until the next one."""
+    started = 0.0
+    for staged in ready:
+        if started:
+            splitting.trained(perf_counter() - started)
+        started = perf_counter()
+        yield staged
 
 
 def _waited(pending: Future[StagedBatch | None]) -> StagedBatch | None:

@@ -145,9 +145,13 @@ class RunFigures:
     io: Io
     """Traffic with the cold tier, the time of its fetches, and how long training waited for them."""
     before_cold_seconds: float
-    """Seconds in micro-batches that needed no cold row; 0 without a splitter."""
+    """Seconds in micro-batches that needed no cold row, of batches that were cut."""
     after_cold_seconds: float
-    """Seconds in micro-batches that needed cold rows; 0 without a splitter."""
+    """Seconds in micro-batches that needed cold rows, of batches that were cut."""
+    split_batches: int = 0
+    """How many batches were trained as several micro-batches."""
+    splitting: str = ""
+    """Whether cutting batches paid, and why, in a sentence; empty without a splitter."""
 
 
 Reporter = Callable[[RunFigures], Mapping[str, Figure]]

@@ -147,6 +147,7 @@ class BlamedSplitter(Splitter):
 
     def __init__(self, origin: Origin, splitter: Splitter) -> None:
         self.origin, self.splitter = origin, splitter
+        self.optional = splitter.optional
 
     def split(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split:
         """As ``Splitter``; ``PluginError`` if the result does not split the batch."""

@@ -72,6 +72,10 @@ class Splitter(ABC):
                 return Split(order, (warm, samples) if 0 < warm < samples else (samples,))
     """
 
+    optional: bool = True
+    """Whether core may train a batch whole where cutting it makes steps no shorter (``trainer.split=auto``).
+    False for a splitter that cuts for another reason, such as the memory of activations."""
+
     @abstractmethod
     def split(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split:
         """How to cut ``batch``. ``needs_cold`` (bool [B]) says for each sample whether it looks up a row that

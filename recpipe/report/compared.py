@@ -10,6 +10,7 @@ from typing import Any
 from recpipe.report.exactness import FACTOR, Difference, limit
 from recpipe.report.intervals import mean_interval, median_interval, width
 from recpipe.report.quality import LABELS
+from recpipe.report.record import VERDICT
 
 SPEEDS = {
     "all_steps": "samples_per_second",
@@ -103,6 +104,12 @@ def _row(result: RowResult, first: RowResult, rounding: RowResult | None) -> dic
         "memory": dict(result.report.get("memory", {})),
         "memory_bytes": result.memory_bytes,
         "cold_start": _cold_start(result.report),
+        "verdicts": {
+            name: figures[VERDICT]
+            for name, figures in result.report.get("plugins", {}).items()
+            if figures.get(VERDICT)
+        },
+        "emulate": result.report.get("ranks", {}).get("emulate"),
         "others_cpu_share": max(result.others, default=None),
         "altered": result.altered,
         "train_samples": result.report.get("data", {}).get("train_samples"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.ticker import EngFormatter
 
@@ -67,6 +67,12 @@ def figure(name: str, value: object) -> str:
 def label(name: str) -> str:
     """``cold_rows_fetched`` as ``cold rows fetched``."""
     return name.replace("_", " ")
+
+
+def emulated(emulation: Mapping[str, float | None]) -> str:
+    """``tiers.emulate`` in words: 100 us a message, 10 Gbit/s."""
+    speed = emulation["gbit_per_s"]
+    return f"{emulation['latency_us']:g} us a message" + (f", {speed:g} Gbit/s" if speed else "")
 
 
 def disturbed(share: float | None, what: str) -> str:

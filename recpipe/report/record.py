@@ -15,6 +15,8 @@ import numpy as np
 from recpipe.model.metrics import Quality
 
 SCHEMA = 1
+VERDICT = "verdict"
+"""The figure of a plugin that says in a sentence whether it paid in this run, and why."""
 WARM_UP = 10
 """Steps that the steady speed leaves out, at most."""
 

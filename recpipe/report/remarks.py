@@ -32,6 +32,8 @@ def notes(content: Mapping[str, Any]) -> list[str]:
         if row["altered"]
     ]
     found += [f"! {fault}" for fault in faults(content)]
+    found += [f"{row['name']}: {verdict}" for row in rows for verdict in row["verdicts"].values()]
+    found += _emulated(rows)
     found += [how_measured(content), *_seeds(content)]
     if warning := _disturbed(rows):
         found.append(warning)
@@ -53,6 +55,16 @@ def how_measured(content: Mapping[str, Any]) -> str:
         return text
     reached = "reached" if content["precise"] else "not reached"
     return f"{text}; {100 * wanted:g}% precision of the ratios {reached}"
+
+
+def _emulated(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The delays of ``tiers.emulate``, each once."""
+    emulations = [row["emulate"] for row in rows if row["emulate"]]
+    return [
+        f"tiers.emulate: messages to the cold tier take {figures.emulated(emulation)} in addition"
+        for number, emulation in enumerate(emulations)
+        if emulation not in emulations[:number]
+    ]
 
 
 def _seeds(content: Mapping[str, Any]) -> list[str]:

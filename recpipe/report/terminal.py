@@ -14,6 +14,7 @@ from rich.text import Text
 from recpipe.common.console import show
 from recpipe.report import figures, measured
 from recpipe.report.quality import labelled
+from recpipe.report.record import VERDICT
 
 _MAX_PLUGIN_ROWS = 12
 
@@ -49,6 +50,8 @@ def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "memory", _memory(report["memory"])
     if report["io"]["store"]:
         yield "cold tier", _io(report["io"])
+        if report["ranks"]["emulate"] and report["ranks"]["world"] == 1:
+            yield "", f"slowed by tiers.emulate: {figures.emulated(report['ranks']['emulate'])} in addition"
     if report["ranks"]["world"] > 1:
         yield "ranks", _ranks(report["ranks"])
     yield from _plugins(report["plugins"])
@@ -116,19 +119,23 @@ def _ranks(ranks: Mapping[str, Any]) -> str:
     roles = f"{len(ranks['trainers'])} training, {len(ranks['holders'])} holding rows, of {ranks['world']}"
     sent, received = figures.size(ranks["bytes_sent"]), figures.size(ranks["bytes_received"])
     text = f"{roles}; rank 0: {figures.count(ranks['messages'])} messages, sent {sent}, received {received}"
-    if ranks["emulate"]:
-        speed = ranks["emulate"]["gbit_per_s"]
-        text += f"; emulated network: {ranks['emulate']['latency_us']:g} us a message"
-        text += f", {speed:g} Gbit/s" if speed else ""
-    return text
+    return text + (f"; emulated network: {figures.emulated(ranks['emulate'])}" if ranks["emulate"] else "")
 
 
 def _plugins(plugins: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Each plugin's scalars; every plugin gets a share of the lines, so that the table stays short."""
+    """Each plugin's verdict and scalars; every plugin gets a share of the lines, so that the table stays
+    short."""
     for name, values in plugins.items():
-        scalars = [(key, value) for key, value in values.items() if not isinstance(value, list | dict)]
+        scalars = [
+            (key, value)
+            for key, value in values.items()
+            if key != VERDICT and not isinstance(value, list | dict)
+        ]
         limit = max(1, _MAX_PLUGIN_ROWS // len(plugins))
-        for index, (key, value) in enumerate(scalars[:limit]):
-            yield name if index == 0 else "", f"{figures.label(key)}: {figures.figure(key, value)}"
+        lines = [f"{figures.label(key)}: {figures.figure(key, value)}" for key, value in scalars[:limit]]
+        if verdict := values.get(VERDICT):
+            lines.insert(0, str(verdict))
+        for index, line in enumerate(lines):
+            yield name if index == 0 else "", line
         if len(scalars) > limit:
             yield "", f"and {len(scalars) - limit} more in the report"

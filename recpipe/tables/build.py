@@ -27,6 +27,7 @@ from recpipe.tables.specs import TableSet
 from recpipe.tables.stores import SsdStore, make_store
 from recpipe.tables.stores.base import ColdStore, Fill, StoreLayout
 from recpipe.tables.stores.coded import Coding, MakeLocal, local_store
+from recpipe.tables.stores.emulated import EmulatedStore
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
 from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.placement import IndexBags
@@ -189,6 +190,9 @@ def opens_store(place: Place, kind: str, directory: Path, staging: int) -> MakeL
         )
         if isinstance(store, SsdStore) and not place.config.dir:
             place.run_dir.at_end(store.remove)  # needed after an error, when nobody closes it
+        # With several ranks the messages between them are delayed.
+        if place.config.emulate.active and place.ranks.world == 1:
+            return EmulatedStore(store, place.config.emulate)
         return store
 
     return local

@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 if TYPE_CHECKING:
     from recpipe.plugin.policy import RowIds
     from recpipe.tables.tiers.placement import TierPlan
+    from recpipe.tables.tiers.store_thread import TierTimes
 
 
 class Planned(ABC):
@@ -30,6 +31,8 @@ class Planned(ABC):
 
     prefetches: bool
     """Whether to fetch a plan's rows while the batch before it trains."""
+    times: TierTimes
+    """Seconds of the host in these calls so far."""
 
     @abstractmethod
     def plan(self, sparse: KeyedJaggedTensor) -> TierPlan:

@@ -37,6 +37,7 @@ def summarize(
     """Everything that report.json holds; ``written_back``: when all rows were, by ``perf_counter``."""
     tiers = embeddings.tier_figures()
     io = _io(tiers, str(described["tiers"]["store"]))
+    splitting = module.loader.splitting
     run = RunFigures(
         steps=len(recorder.step_seconds),
         samples=recorder.samples,
@@ -44,6 +45,8 @@ def summarize(
         io=io,
         before_cold_seconds=module.step_times.before_cold,
         after_cold_seconds=module.step_times.after_cold,
+        split_batches=0 if splitting is None else splitting.batches,
+        splitting="" if splitting is None else splitting.verdict(),
     )
     return RunReport(
         task=cfg.task.name,

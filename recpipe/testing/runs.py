@@ -46,6 +46,7 @@ RECIPE = (
     "optim.by_table={b: {name: rowwise_adagrad, lr: 0.02, eps: 1.0e-3}}",
     "trainer.device=cpu",
     "trainer.backend=plain",
+    "trainer.split=always",
     "trainer.max_epochs=2",
     "trainer.eval_every=1.0",
     f"trainer.checkpoint_every={CHECKPOINT}",

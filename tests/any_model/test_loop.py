@@ -35,7 +35,12 @@ TECHNIQUES = {
     "resident": ("tiers.policy=resident",),
     "lru": ("tiers.policy=lru", "tiers=ssd"),
     "bagpipe": ("+plugin=bagpipe", "plugins.bagpipe.lookahead=4", "tiers.resident_bytes=90%"),
-    "hotline": ("+plugin=hotline", "plugins.hotline.min_micro_batch=1", "plugins.hotline.learn_batches=2"),
+    "hotline": (
+        "+plugin=hotline",
+        "trainer.split=always",
+        "plugins.hotline.min_micro_batch=1",
+        "plugins.hotline.learn_batches=2",
+    ),
 }
 
 

@@ -26,7 +26,12 @@ FLAT = tuple(f"c{i}" for i in range(8))
 TECHNIQUES: dict[str, tuple[str, ...]] = {
     "resident": (),
     "lru_ssd": ("tiers.policy=lru", "tiers=ssd"),
-    "hotline": ("+plugin=hotline", "plugins.hotline.min_micro_batch=1", "plugins.hotline.learn_batches=2"),
+    "hotline": (
+        "+plugin=hotline",
+        "trainer.split=always",
+        "plugins.hotline.min_micro_batch=1",
+        "plugins.hotline.learn_batches=2",
+    ),
     "bagpipe": ("+plugin=bagpipe", "plugins.bagpipe.lookahead=3", "tiers.resident_bytes=90%"),
     "fae": (
         "+plugin=fae",
@@ -36,6 +41,7 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     ),
     "slipstream_hotline": (
         "+plugin=[hotline,slipstream]",
+        "trainer.split=always",
         "plugins.hotline.min_micro_batch=1",
         "plugins.hotline.learn_batches=2",
         "plugins.slipstream.drop=0",

@@ -22,6 +22,7 @@ from recpipe.pipeline.loader import EvalLoader, TrainLoader
 from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.pipeline.sample_filter import SampleFilter
 from recpipe.pipeline.source import BatchSource
+from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import Assembly
@@ -167,7 +168,8 @@ def loader_over(
     assembly = assembly_of(**parts)
     source = BatchSource(dataset, batch_size, assembly.feed)
     filtered = SampleFilter.of(assembly.skipper, view)  # type: ignore[arg-type]
-    return TrainLoader(source, inputs, tiers, CPU, ranks, sample_filter=filtered, splitter=assembly.splitter)
+    splitting = Splitting.of(assembly.splitter, "always", batch_size, tiers, Ranks().channel())
+    return TrainLoader(source, inputs, tiers, CPU, ranks, sample_filter=filtered, splitting=splitting)
 
 
 def eval_loader_of(dataset: Dataset, ranks: Ranks | None = None) -> EvalLoader:

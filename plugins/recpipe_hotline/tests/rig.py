@@ -16,10 +16,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.config.compose import active_plugins, compose
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset, Schema, SparseFeature, SplitName
+from recpipe.distributed.ranks import Ranks
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.source import BatchSource
+from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StagedBatch, StepTimes
 from recpipe.plugin.api import Figure, RunFigures
 from recpipe.plugin.assembly import assemble, gather
@@ -50,6 +52,7 @@ ROOM: tuple[str, ...] = (
     "data.table_scale=1",
     "data.tables={a: 50, b: 500, c: 2000}",
     "trainer.max_steps=40",
+    "trainer.split=always",
     "tiers.resident_bytes=30%",
 )
 """Enough steps to learn, and few enough lookups for popular samples."""
@@ -96,7 +99,9 @@ class Rig:
             self.model.inputs,
             tiers_of(self.embeddings),
             self.device,
-            splitter=self.assembly.splitter,
+            splitting=Splitting.of(
+                self.assembly.splitter, "always", setting.batch_size, None, Ranks().channel()
+            ),
         )
         self.times = StepTimes()
         self.micro: list[tuple[int, ...]] = []
@@ -182,6 +187,7 @@ class Rig:
             ),
             before_cold_seconds=self.times.before_cold,
             after_cold_seconds=self.times.after_cold,
+            split_batches=self.split_batches,
         )
         return self.assembly.figures(run)["hotline"]
 

@@ -20,6 +20,7 @@ from recpipe.testing import SMALL, PluginSuite
 from recpipe.testing import train as run
 
 FIGURES = {
+    "verdict",
     "popular_sample_share",
     "popular_lookup_share",
     "split_batch_share",

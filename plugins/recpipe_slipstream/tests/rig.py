@@ -16,11 +16,13 @@ from recpipe.config.compose import active_plugins, compose
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset
 from recpipe.data.select import select
+from recpipe.distributed.ranks import Ranks
 from recpipe.model.config import ModelConfig
 from recpipe.pipeline import step
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.sample_filter import SampleFilter
 from recpipe.pipeline.source import BatchSource
+from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StagedBatch, StepTimes
 from recpipe.plugin.api import Context, Origin
 from recpipe.plugin.assembly import assemble, gather
@@ -91,7 +93,7 @@ class Rig:
             tiers_of(self.tiers),
             device,
             sample_filter=SampleFilter.of(skipper, self.view),
-            splitter=assembly.splitter,
+            splitting=Splitting.of(assembly.splitter, "always", BATCH, None, Ranks().channel()),
         )
         parts = [owned.part for owned in assembly.callbacks]
         self.callback = next((part for part in parts if isinstance(part, StaleInputs)), None)

@@ -56,6 +56,11 @@ class Tiers:
         """Whether to fetch rows while the batch before trains."""
         return any(tier.prefetches for tier in self.groups.values())
 
+    @property
+    def waited(self) -> float:
+        """Seconds for which training has waited for rows so far."""
+        return sum(tier.times.wait for tier in self.groups.values())
+
     def plan(self, batch: object, each: GroupIds) -> BatchPlan:
         """Decide where the lookups of ``batch`` go (``each``: its ids by group) and which rows move;
         ``DataError`` if an id has no row."""

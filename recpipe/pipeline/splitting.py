@@ -1,0 +1,139 @@
+"""Cuts batches into micro-batches by a plugin's splitter, where that makes steps shorter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.data.batch import Batch
+from recpipe.distributed.ranks import Channel
+from recpipe.pipeline.share import in_steps
+from recpipe.pipeline.trial import LEAST, WORTH, Trial
+from recpipe.plugin.compose import Owned
+from recpipe.plugin.splitter import Split, Splitter, micro_batch_step
+from recpipe.tables.tiers.batch import Tiers
+
+AHEAD = 2
+"""A decision after a trained batch holds from so many batches later: the next one may have been cut."""
+MODES = ("auto", "always", "never")
+"""The values of ``trainer.split``."""
+
+
+@dataclass(frozen=True)
+class _Since:
+    """Whether batches are cut: ``on`` from batch ``number``, ``before`` until then."""
+
+    number: int
+    on: bool
+    before: bool
+
+
+class Splitting:
+    """Asks ``splitter`` for each batch. Under ``mode`` auto, its answer is used while that pays.
+
+    Cutting costs small matrix products and two passes. It can save what training waits for cold rows, at most
+    the time of the samples that need none. ``Trial`` weighs both in trained steps. Micro-batches are rounded
+    down to multiples of ``step`` samples. ``waited`` gives the seconds for which training has waited for cold
+    rows so far; ``agreed`` is as in ``Trial``.
+    """
+
+    def __init__(
+        self,
+        splitter: Splitter,
+        mode: str,
+        step: int,
+        waited: Callable[[], float] = lambda: 0.0,
+        agreed: Callable[[float], float] = lambda value: value,
+    ) -> None:
+        self._splitter = splitter
+        self.mode = mode if splitter.optional or mode != "auto" else "always"
+        self._step = step
+        self._waited = waited
+        self._trial = Trial(agreed)
+        self._since = _Since(0, self.mode == "always", self.mode == "always")
+        self._next = self._trained = 0
+        self._early: dict[int, float] = {}
+        """For each batch that was read and not trained: the share of its samples that would be in the first
+        micro-batch, 0 if it cannot be cut."""
+        self._waited_before = 0.0
+        self._early_sum = self._seconds = self._waits = 0.0
+        self.batches = 0
+        """How many batches were cut."""
+
+    @classmethod
+    def of(
+        cls,
+        splitter: Owned[Splitter] | None,
+        mode: str,
+        batch_size: int,
+        tiers: Tiers | None,
+        trainers: Channel,
+    ) -> Splitting | None:
+        """That of a run's plugins under ``trainer.split=mode``; None without a splitter. All ``trainers``
+        decide alike."""
+        if splitter is None:
+            return None
+
+        def agreed(value: float) -> float:
+            return max(float(each[0]) for each in trainers.gather(np.array([value])))
+
+        def waited() -> float:
+            return 0.0 if tiers is None else tiers.waited
+
+        return cls(splitter.part, mode, micro_batch_step(batch_size), waited, agreed)
+
+    def begin_epoch(self, number: int) -> None:
+        """The next batch has this ``number``, counted over all epochs."""
+        self._next = self._trained = number
+        self._early.clear()
+        self._waited_before = self._waited()
+
+    def cut(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split | None:
+        """How to cut the next batch, whose samples need cold rows or not, bool [B]; None: not at all."""
+        number, self._next = self._next, self._next + 1
+        split = self._splitter.split(batch, needs_cold)
+        bounds = in_steps(split.bounds, self._step)
+        several = len(bounds) > 1
+        self._early[number] = bounds[0] / len(needs_cold) if several else 0.0
+        since = self._since
+        cuts = several and (since.on if number >= since.number else since.before)
+        self.batches += cuts
+        return Split(split.order, bounds) if cuts else None
+
+    def trained(self, seconds: float) -> None:
+        """Note the next trained batch, and the seconds from its start to the start of the one after it."""
+        number, self._trained = self._trained, self._trained + 1
+        early, before = self._early.pop(number), self._waited_before
+        self._waited_before = self._waited()
+        waited = self._waited_before - before
+        self._early_sum += early
+        self._seconds += seconds
+        self._waits += waited
+        if self.mode != "auto":
+            return
+        self._trial.step(seconds, min(waited, early * seconds))
+        if self._trial.on != self._since.on:
+            self._since = _Since(number + AHEAD, self._trial.on, self._since.on)
+
+    def verdict(self) -> str:
+        """Whether cutting batches paid, and why, in one sentence."""
+        trial = self._trial
+        if self.mode != "auto":
+            return f"splitting {'on' if self.mode == 'always' else 'off'}: trainer.split={self.mode}"
+        if trial.decided:
+            on = trial.with_it <= WORTH * trial.without
+            times = f"{1e3 * trial.with_it:.1f} ms a batch with it, {1e3 * trial.without:.1f} without"
+            return f"splitting {'on' if on else 'off'} after {trial.decided} batches: {times}"
+        if not trial.watched:
+            return f"splitting off: the run ended after {trial.steps} batches, before it could be judged"
+        waits = self._waits / max(self._seconds, 1e-9)
+        if waits < LEAST:
+            return f"splitting off: fetches were hidden or short, training waited {waits:.1%} of its time"
+        early = self._early_sum / max(1, trial.steps)
+        return (
+            f"splitting off: {early:.1%} of the samples need no cold row, too few to hide the waits, "
+            f"{waits:.1%} of the time"
+        )

@@ -1,0 +1,120 @@
+"""When batches are cut: always, never, or while it makes steps shorter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recpipe.pipeline.splitting import AHEAD, Splitting
+from recpipe.pipeline.trial import BLOCK, WATCHED
+from recpipe.plugin.splitter import Split, Splitter
+
+SAMPLES = 32
+NEEDS_COLD = np.arange(SAMPLES) >= 20
+
+
+class Early(Splitter):
+    """The first samples first."""
+
+    def __init__(self, early: int = 20) -> None:
+        self.early = early
+
+    def split(self, batch: Any, needs_cold: np.ndarray) -> Split:
+        return Split(np.arange(SAMPLES), (self.early, SAMPLES))
+
+
+class Clock:
+    """Steps in which training waits for cold rows, unless they are cut."""
+
+    def __init__(self, splitting: Splitting, waits: float, cost: float) -> None:
+        self.splitting, self.waits, self.cost = splitting, waits, cost
+        self.waited = 0.0
+
+    def epoch(self, steps: int, first: int = 0) -> list[bool]:
+        """Whether each batch was cut; the next one is always cut before this one has been trained."""
+        self.splitting.begin_epoch(first)
+        cut = [self._cut()]
+        for _ in range(steps):
+            cut.append(self._cut())
+            self.waited += 0.0 if cut[-2] else self.waits
+            self.splitting.trained(1.0 + self.cost if cut[-2] else 1.0 + self.waits)
+        return cut
+
+    def _cut(self) -> bool:
+        return self.splitting.cut(None, NEEDS_COLD) is not None  # type: ignore[arg-type]
+
+
+def clock(mode: str, waits: float = 0.0, cost: float = 0.0, early: int = 20) -> Clock:
+    made: list[Clock] = []
+    splitting = Splitting(Early(early), mode, step=2, waited=lambda: made[0].waited if made else 0.0)
+    made.append(Clock(splitting, waits, cost))
+    return made[0]
+
+
+def test_always_and_never() -> None:
+    always, never = clock("always", waits=0.5), clock("never", waits=0.5)
+    assert all(always.epoch(60))
+    assert not any(never.epoch(60))
+    assert (always.splitting.batches, never.splitting.batches) == (61, 0)
+    assert always.splitting.verdict() == "splitting on: trainer.split=always"
+    assert never.splitting.verdict() == "splitting off: trainer.split=never"
+
+
+def test_it_is_on_where_waits_are_hidden() -> None:
+    timed = clock("auto", waits=0.5, cost=0.1)
+    cut = timed.epoch(80)
+    assert not any(cut[: WATCHED + AHEAD - 1])
+    assert all(cut[WATCHED + 2 * BLOCK + AHEAD :])
+    verdict = timed.splitting.verdict()
+    assert verdict == "splitting on after 28 batches: 1100.0 ms a batch with it, 1500.0 without"
+
+
+@pytest.mark.parametrize(
+    ("waits", "cost", "early", "why"),
+    [
+        (0.0, 0.2, 20, "splitting off: fetches were hidden or short, training waited 0.0% of its time"),
+        (
+            0.5,
+            0.2,
+            1,
+            "splitting off: 0.0% of the samples need no cold row, too few to hide the waits, 33.3%",
+        ),
+        (0.2, 0.6, 20, "splitting off after 28 batches: 1600.0 ms a batch with it, 1200.0 without"),
+    ],
+)
+def test_it_is_off_where_it_does_not_pay(waits: float, cost: float, early: int, why: str) -> None:
+    timed = clock("auto", waits, cost, early)
+    cut = timed.epoch(80)
+    assert sum(cut) <= BLOCK
+    assert timed.splitting.verdict().startswith(why)
+
+
+def test_a_new_epoch_forgets_batches_that_were_not_trained() -> None:
+    timed = clock("auto", waits=0.5, cost=0.1)
+    timed.epoch(40)
+    assert all(timed.epoch(40, first=40)), "the decision stays"
+
+
+def test_a_short_run_says_so() -> None:
+    timed = clock("auto", waits=0.5)
+    timed.epoch(10)
+    assert "the run ended after 10 batches" in timed.splitting.verdict()
+
+
+def test_a_splitter_with_another_purpose_is_not_judged() -> None:
+    class Memory(Early):
+        optional = False
+
+    splitting = Splitting(Memory(), "auto", step=2)
+    splitting.begin_epoch(0)
+    assert splitting.cut(None, NEEDS_COLD) is not None  # type: ignore[arg-type]
+
+
+def test_micro_batches_come_in_steps() -> None:
+    splitting = Splitting(Early(19), "always", step=8)
+    splitting.begin_epoch(0)
+    split = splitting.cut(None, NEEDS_COLD)  # type: ignore[arg-type]
+    assert split is not None
+    assert split.bounds == (16, SAMPLES)
