@@ -28,7 +28,7 @@ class FAE(Plugin):
     the hot rows are a plain cache, and nothing is altered.
     """
 
-    api = (2, 0)
+    api = (2, 1)
     alters = frozenset({Invariant.SAMPLE_ORDER})
 
     def __init__(
