@@ -72,13 +72,14 @@ class ShuffleScheduler(L.Callback):
         scheduler.trained += 1
         epoch_ends = scheduler.trained == sizes.all
         if not plain and scheduler.trained == ends[number]:
-            tails = (sizes.cold_tail > 0) + (sizes.hot_tail > 0)
-            if scheduler.adapts and not (complete and number >= len(segments) - tails):
-                scheduler.decide(agreed(self.slice_loss(model)))
-            coming = scheduler.plan(sizes)[0][number + 1 :]
-            scheduler.swaps += bool(coming) and coming[0].hot != segments[number].hot
             if not scheduler.judged and (number == 1 or epoch_ends):
                 self._judge(agreed)
+            if scheduler.plain_from is None:
+                tails = (sizes.cold_tail > 0) + (sizes.hot_tail > 0)
+                if scheduler.adapts and not (complete and number >= len(segments) - tails):
+                    scheduler.decide(agreed(self.slice_loss(model)))
+                coming = scheduler.plan(sizes)[0][number + 1 :]
+                scheduler.swaps += bool(coming) and coming[0].hot != segments[number].hot
             self._since = None
         if epoch_ends:
             scheduler.end_epoch()

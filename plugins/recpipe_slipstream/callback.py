@@ -65,14 +65,12 @@ class StaleInputs(L.Callback):
 
     # -- Lightning's hooks -------------------------------------------------------------------
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Count the batch, and do the work that is due before the next one. All trainers use the times that
         the first one has measured."""
 
         def agreed(value: float) -> float:
-            return float(pl_module.trainers.gather(np.array([value]))[0][0])  # type: ignore[operator, union-attr]
+            return float(pl_module.trainers.gather(np.array([value]))[0][0])
 
         self.after_batch(agreed)
 
