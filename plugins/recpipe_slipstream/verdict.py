@@ -49,8 +49,8 @@ class Steps:
 
 def sentence(totals: Totals, steps: Steps, drop: float, stopped_at: int | None) -> str:
     """Whether it can have paid, and why. Steps before the marks may have fetched rows that later ones find
-    resident, so they do not tell what was saved; but a whole batch takes at most as much longer as it has more
-    samples."""
+    resident, so they do not tell what was saved; but a whole batch takes at most as much longer as it has
+    more samples."""
     hot = f"{100 * totals.offered_share:.1f}% of the inputs are hot"
     if totals.refused == "hot":
         most = 100 * drop * totals.offered_share
@@ -76,6 +76,6 @@ def sentence(totals: Totals, steps: Steps, drop: float, stopped_at: int | None) 
     paid = "can have paid" if saved > cost else "did not pay"
     return (
         f"{paid}: {told}; steps took {1000 * after:.1f} ms, whole batches would have taken at most "
-        f"{saved:.2f} s more in all, for {cost:.2f} s of snapshots and search and {totals.classify_seconds:.2f} s "
-        "of classification in the loader's thread"
+        f"{saved:.2f} s more in all, for {cost:.2f} s of snapshots and search and "
+        f"{totals.classify_seconds:.2f} s of classification in the loader's thread"
     )
