@@ -92,7 +92,7 @@ def test_the_sentence() -> None:
     steps.before.extend([0.02] * TRIAL)
     steps.after.extend([0.01] * TRIAL)
     assert sentence(totals, steps, 0.3, None).startswith(
-        "paid: left out 20.0% of all inputs, 33.3% of the hot"
+        "can have paid: left out 20.0% of all inputs, 33.3% of the hot"
     )
     totals.snapshot_seconds = 1.5
     assert sentence(totals, steps, 0.3, None).startswith("did not pay")
