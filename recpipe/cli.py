@@ -191,6 +191,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
     """Compose the recipe and run it, once or for each job of a sweep (``-m``)."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
     from omegaconf import DictConfig
 
     from recpipe.common.console import log
@@ -236,7 +237,12 @@ def _run_hydra(argv: Sequence[str]) -> None:
             from recpipe.run import run
             from recpipe.tasks.compare_rows import command_line_overrides
 
-            run(recipe, Path(hydra.runtime.output_dir), command_line_overrides(hydra))
+            directory = Path(hydra.runtime.output_dir)
+            report = run(recipe, directory, command_line_overrides(hydra))
+            if recipe.task.name == "train" and hydra.mode is RunMode.RUN and not _several():
+                from recpipe.tasks.beside import show_beside
+
+                show_beside(recipe, report, directory)
 
     register()
     sweep_launcher.register()

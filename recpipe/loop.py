@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def place(
     if Process.current().world > 1:
         raise UserError("recpipe.place works in one process; several ranks train by recpipe.train")
     device, ranks = choose_device(cfg.trainer.device), Ranks()
+    cfg = replace(cfg, tiers=cfg.tiers.on(device))
     with ExitStack() as stack:
         run_dir = stack.enter_context(hold(directory))
         unplaced = Unplaced.of(cfg, data, device, model)

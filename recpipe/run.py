@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -109,6 +110,7 @@ def _run_task(cfg: Recipe, run_dir: RunDir, given: Given, command_line: Sequence
     if isinstance(cfg.task, InstalledTask):
         return Outcome(run_installed(cfg, run_dir.path))
     device = choose_device(cfg.trainer.device)
+    cfg = replace(cfg, tiers=cfg.tiers.on(device))
     try_out(cfg.optim.dense, device)
     with vector_units(device):
         if cfg.compare is not None:
@@ -232,7 +234,7 @@ def run_on(
         profiler = StepProfiler(profile, recorder, model, device) if profile and leads else None
         if profiler is not None:
             callbacks.insert(1, profiler)
-        evaluates = len(evaluation) > 0 and profile is None
+        evaluates = len(evaluation) > 0 and profile is None and given.evaluates
         trainer = make_trainer(
             trainer_config, loader, evaluates, checkpoint_io, callbacks, logger, run_dir.path, trainers
         )

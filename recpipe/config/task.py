@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 from annotated_types import Interval, MinLen
 
-from recpipe.common.validation import Count, FilePath, Positive, Text
+from recpipe.common.validation import Count, FilePath, Positive, Text, one_of
+from recpipe.tables.tiers.policies import POLICIES
 from recpipe.training.config import TrainerConfig
 
 MOST_RANKS = 1024
@@ -23,6 +24,9 @@ class TaskConfig:
     export_parameters: FilePath | None = None
     nudge: bool = False
     """Whether to move every first weight to a neighbouring float32."""
+    beside: Annotated[str, one_of("auto")] | list[Annotated[str, one_of(*POLICIES)]] | None = None
+    """The policies under which the first steps are trained as well, to be shown beside the run."""
+    beside_steps: Positive = 50
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ BLOCK = 6
 """Steps in turn with and without it while it is tried ..."""
 SETTLING = 2
 """... of which the first ones do not count: they are of batches that were read before the change."""
-PAIRS = 4
+PAIRS = 5
 """The most pairs of blocks of one trial."""
 CLEAR = 0.08
-"""A difference of so large a share ends the trial early."""
+"""A difference of so large a share after two pairs ends the trial early ..."""
+COSTLY = 1.25
+"""... and so does a step with it that takes so many times as long, after the first pair."""
 WORTH = 0.98
 """It stays on if a step with it takes at most this share of the time of one without it."""
 HOLD = 250
@@ -106,7 +108,8 @@ class Trial:
         """Whether the blocks so far decide; then ``on`` is the decision."""
         self.with_it, self.without = (self._agreed(fmean(self._times[on])) for on in (True, False))
         ratio = self.with_it / max(self.without, 1e-9)
-        if abs(ratio - 1) <= CLEAR and self._blocks < 2 * PAIRS:
+        clear = ratio > COSTLY if self._blocks == 2 else abs(ratio - 1) > CLEAR
+        if not clear and self._blocks < 2 * PAIRS:
             return False
         self.on = ratio <= WORTH
         self.decided = self.steps

@@ -24,6 +24,8 @@ class Given:
     """Whether lines, bars and tables are shown on the terminal."""
     files: bool = True
     """Whether to write recpipe.log and report.html, for a user who looks into the run directory."""
+    evaluates: bool = True
+    """Whether to evaluate on the held-out part."""
     keeps: bool = False
     """Whether the caller will use the model; it then ends the run by closing ``Outcome.kept``."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from pydantic import AfterValidator
 
 from recpipe.common.sizes import Amount
@@ -19,6 +20,8 @@ from recpipe.tables.tiers.policies import POLICIES
 
 HOLDERS = "holders"
 """The ``tiers.store`` that partitions rows over the ranks that hold rows."""
+AUTO = "auto"
+"""The ``tiers.store`` that depends on the device, see ``TierConfig.on``."""
 SCRATCH = "tiers"
 """The folder in the run directory for an ssd store without ``tiers.dir``; it is removed when the run ends."""
 
@@ -40,7 +43,7 @@ class TierConfig:
     """``conf/tiers``: where rows are kept. ``resident_bytes`` counts weights and optimizer state."""
 
     policy: Annotated[str, one_of("resident", *POLICIES)]
-    store: Annotated[str, AfterValidator(_renamed), one_of(*KINDS, HOLDERS)]
+    store: Annotated[str, AfterValidator(_renamed), one_of(*KINDS, HOLDERS, AUTO)]
     resident_bytes: int | float | str
     dir: FilePath | None
     prefetch: bool
@@ -54,6 +57,13 @@ class TierConfig:
 
     def __post_init__(self) -> None:
         _ = self._resident  # refuses what is no amount
+
+    def on(self, device: torch.device) -> TierConfig:
+        """With the store that ``auto`` means: host memory beside a GPU; on a CPU, where the resident tier is
+        host memory itself, the SSD."""
+        if self.store != AUTO:
+            return self
+        return replace(self, store="ssd" if device.type == "cpu" else "host")
 
     @cached_property
     def _resident(self) -> Amount:

@@ -1,0 +1,124 @@
+"""A short comparison at the end of a training run: its first steps, once with its plugins and once without.
+
+``task=compare`` is the real one; this one shows in seconds what a technique does, in the same process.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, open_dict
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from recpipe.common.console import alone, log, show
+from recpipe.config.recipe import Recipe
+from recpipe.report import figures
+from recpipe.setup.given import Given
+
+EMBEDDED = "synthetic"
+"""The data of a first look, for which ``task.beside=auto`` compares."""
+PLAIN = ("nocache", "lru")
+"""The policies that ``auto`` compares with."""
+
+
+def policies_beside(cfg: Recipe, report: Mapping[str, Any]) -> Sequence[str]:
+    """The built-in policies that a finished run is to be shown beside; empty: none.
+
+    Only for a run of one process from its first step, whose cache a plugin owns.
+    """
+    owner = report.get("assembly", {}).get("cache")
+    if cfg.task.beside is None or owner not in cfg.plugins or report["ranks"]["world"] > 1 or cfg.resume:
+        return ()
+    if cfg.task.beside == "auto":
+        return PLAIN if cfg.data.name == EMBEDDED else ()
+    return cfg.task.beside
+
+
+def beside(composed: DictConfig, policies: Sequence[str], directory: Path) -> list[dict[str, Any]]:
+    """Train the recipe's first ``task.beside_steps`` steps under each of ``policies`` and with its plugins;
+    a row for each: ``name``, ``samples_per_second`` over all steps, and ``io``."""
+    from recpipe.run import carry_out
+
+    rows = []
+    for name in (*policies, ""):
+        recipe = copy.deepcopy(composed)
+        with open_dict(recipe):
+            recipe.task.export_parameters = None
+            recipe.trainer.update(
+                max_steps=recipe.task.beside_steps, checkpoint_every=None, logger=None, callbacks=[]
+            )
+            if name:
+                recipe.plugins = {}
+                recipe.tiers.policy = name
+        with alone(), tempfile.TemporaryDirectory(prefix="beside-", dir=directory) as folder:
+            given = Given(screen=False, files=False, evaluates=False)
+            report = carry_out(recipe, Path(folder), given).report
+        rows.append(
+            {
+                "name": name or "+".join(composed.plugins),
+                "samples_per_second": report["throughput"]["samples_per_second"],
+                "io": report["io"],
+            }
+        )
+    return rows
+
+
+def show_beside(composed: DictConfig, report: Mapping[str, Any], directory: Path) -> None:
+    """Compare a finished training run, whose report.json has ``report``, if ``task.beside`` asks for it."""
+    cfg = Recipe.of(composed)
+    policies = policies_beside(cfg, report)
+    if not policies:
+        return
+    steps = min(cfg.task.beside_steps, sum(report["throughput"]["step_histogram"]["counts"]))
+    log.info("the first %d steps once more, with and without %s", steps, "+".join(cfg.plugins))
+    rows = beside(composed, policies, directory)
+    show(lambda out: print_beside(rows, steps, out))
+
+
+def print_beside(rows: Sequence[Mapping[str, Any]], steps: int, console: Console) -> None:
+    """The rows as a table, the technique last, and why it is faster or slower than the best of the others."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, column in enumerate(
+        (f"first {steps} steps", "samples/s", "ratio", "cold rows moved", "bytes", "waited")
+    ):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        io = row["io"]
+        table.add_row(
+            row["name"],
+            figures.count(row["samples_per_second"]),
+            figures.decimal(row["samples_per_second"] / rows[0]["samples_per_second"], 2),
+            figures.count(io["rows_read"] + io["rows_written"]),
+            figures.size(_bytes(row)),
+            f"{io['wait_seconds']:.2f} s",
+        )
+    console.print(table)
+    console.print(reason(rows), markup=False, highlight=False)
+
+
+def reason(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the technique, the last row, gained or lost over the first row and over the best of the others."""
+    *others, technique = rows
+    best = max(others, key=lambda row: float(row["samples_per_second"]))
+    parts = [_over(technique, other) for other in ([others[0], best] if best is not others[0] else [best])]
+    return f"{technique['name']} is {'; '.join(parts)}. One run of each; task=compare repeats and checks them"
+
+
+def _over(mine: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    ratio = mine["samples_per_second"] / other["samples_per_second"]
+    moved, theirs = figures.size(_bytes(mine)), figures.size(_bytes(other))
+    waited, their_wait = (row["io"]["wait_seconds"] for row in (mine, other))
+    return (
+        f"{ratio:.2f} times as fast as {other['name']}: it moves {moved} and not {theirs}, and waits "
+        f"{waited:.2f} s and not {their_wait:.2f} s for cold rows"
+    )
+
+
+def _bytes(row: Mapping[str, Any]) -> int:
+    return int(row["io"]["bytes_read"] + row["io"]["bytes_written"])
