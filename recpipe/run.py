@@ -51,6 +51,7 @@ from recpipe.setup.prepare import (
     remove_left_stores,
     resume_from,
 )
+from recpipe.tables.access_sample import AccessSample
 from recpipe.tables.capabilities import SendsAhead
 from recpipe.tables.owners import group_owners, is_sharded
 from recpipe.tables.quantized import check_quantized
@@ -64,6 +65,7 @@ from recpipe.tasks.profile import StepProfiler
 from recpipe.tasks.summary import summarize
 from recpipe.tasks.unshard import load_pretrained
 from recpipe.training.figures import FigureLogger
+from recpipe.training.intervals import Intervals
 from recpipe.training.loggers import make_logger
 from recpipe.training.module import RankingModule
 from recpipe.training.optim import dense_optimizer, try_out
@@ -207,7 +209,8 @@ def run_on(
         splitting = Splitting.of(
             assembly.splitter, trainer_config.split, cfg.data.batch_size, tiers, trainers
         )
-        loader = TrainLoader(source, inputs, tiers, device, ranks, ahead, filtered, splitting)
+        accesses = AccessSample(tables) if leads and profile is None else None
+        loader = TrainLoader(source, inputs, tiers, device, ranks, ahead, filtered, splitting, accesses)
         evaluation = EvalLoader(dataset, cfg.data.batch_size, inputs, device, ranks)
         make_optimizer = partial(dense_optimizer, cfg.optim.dense)
         backend = equip(
@@ -223,7 +226,7 @@ def run_on(
         module = RankingModule(model, make_optimizer, loader, trainers, backend, assembly.around_step)
 
         # 7. Lightning runs the loop.
-        recorder = Recorder(loader, started)
+        recorder = Recorder(loader, started, Intervals(embeddings))
         resumable = partial(check_resumable, module)
         noted = sizes_of(model_config, dataset)
         checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), leads, resumable, noted)

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from recpipe.report import plots
 
-DRAWN = {name: getattr(plots, name) for name in ("lines", "histogram", "bars", "stacked")}
+DRAWN = {name: getattr(plots, name) for name in ("curves", "lines", "histogram", "bars", "stacked")}
 
 
 def blank(title: str, *_: Any, **__: Any) -> plots.Plot:

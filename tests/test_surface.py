@@ -46,7 +46,7 @@ CONTEXT = {
 }
 KINDS = {
     "Planner": ["constrain", "make"],
-    "Cache": ["collection", "policy", "store"],
+    "Cache": ["beside", "collection", "policy", "store"],
     "CachePolicy": ["admit", "check_state", "load_state_dict", "migrate", "state_dict"],
     "Splitter": ["split"],
     "Skipper": ["begin", "keep", "update"],

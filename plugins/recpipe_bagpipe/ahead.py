@@ -1,4 +1,5 @@
-"""Runs the oracle in a separate thread, which reads batches ahead of training and plans them."""
+"""For several trainers: runs the oracle in a separate thread, which reads batches ahead of training and plans
+them."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from recpipe.kit import Batch, leaves, tensors_in
+from recpipe.kit import Batch
 from recpipe_bagpipe.oracle import OraclePlan, Rows
+from recpipe_bagpipe.waiting import size_of
 
 S = TypeVar("S")
 Lookups = tuple[Rows, ...]
@@ -117,9 +119,3 @@ class Ahead(Generic[S]):
             self._batches.append(self._read.popleft())
             self._steps.append(step)
             self._changed.notify_all()
-
-
-def size_of(batch: Batch) -> int:
-    """Bytes of a batch's tensors."""
-    parts = (part for leaf in leaves(batch) for part in tensors_in(leaf))
-    return sum(part.numel() * part.element_size() for part in parts)

@@ -11,6 +11,7 @@ from recpipe.plugin import (
     Context,
     Contribution,
     Figure,
+    GroupInfo,
     Invariant,
     Link,
     Plugin,
@@ -18,8 +19,18 @@ from recpipe.plugin import (
     RowSpace,
     RunFigures,
 )
+from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.policy import Lookahead
 from recpipe_bagpipe.replicas import Replicas, replicas
+from recpipe_bagpipe.verdict import verdict
+
+AUTO = "auto"
+SEVERAL_LOOKAHEAD = 200
+"""The lookahead of several trainers where none is given: the paper's."""
+WAITING, WRITES = 0.2, 0.15
+"""Shares of the budget: for batches and rows on their way, and for rows that wait to be written."""
+LEAST_WRITES = 512
+"""Rows that wait to be written at most, however small the budget is."""
 
 
 class BagPipe(Plugin):
@@ -31,12 +42,14 @@ class BagPipe(Plugin):
     api = (2, 0)
     relies_on = frozenset({Invariant.TABLE_LAYOUT, Invariant.ID_SPACE})
 
-    def __init__(self, *, lookahead: int, cleanup: int | float, increase: int, decrease: int) -> None:
-        for name, value, least in (
-            ("lookahead", lookahead, 1),
-            ("increase", increase, 1),
-            ("decrease", decrease, 2),
-        ):
+    def __init__(
+        self, *, lookahead: int | str, cleanup: int | float, increase: int = 1, decrease: int = 2
+    ) -> None:
+        if lookahead != AUTO and (isinstance(lookahead, str) or lookahead < 1):
+            raise PluginError(
+                f"plugins.bagpipe.lookahead={lookahead}: must be auto or a number of at least 1"
+            )
+        for name, value, least in (("increase", increase, 1), ("decrease", decrease, 2)):
             if value < least:
                 raise PluginError(f"plugins.bagpipe.{name}={value}: must be at least {least}")
         if not cleanup > 0 or (isinstance(cleanup, float) and cleanup > 1):
@@ -44,9 +57,11 @@ class BagPipe(Plugin):
                 f"plugins.bagpipe.cleanup={cleanup}: give a whole number of batches, or a share of the "
                 "lookahead above 0, up to 1"
             )
-        self.lookahead, self.increase, self.decrease = lookahead, increase, decrease
-        self.cleanup = cleanup if isinstance(cleanup, int) else max(1, int(cleanup * lookahead))
-        if self.cleanup > lookahead:
+        self.auto = lookahead == AUTO
+        self.lookahead = SEVERAL_LOOKAHEAD if isinstance(lookahead, str) else lookahead
+        self.increase, self.decrease = increase, decrease
+        self.cleanup = cleanup if isinstance(cleanup, int) else max(1, int(cleanup * self.lookahead))
+        if self.cleanup > self.lookahead:
             raise PluginError(
                 f"plugins.bagpipe.cleanup={cleanup}: rows would expire in rounds further apart than "
                 f"plugins.bagpipe.lookahead={lookahead}; lower it"
@@ -54,7 +69,7 @@ class BagPipe(Plugin):
 
     def contribute(self, ctx: Context) -> Contribution:
         """The cache of all tables, the stream it looks ahead in, and the report."""
-        tables = PlannedTables(self, ctx.trainers)
+        tables = PlannedTables(self, ctx)
         return Contribution(
             # Plugins that drop or reorder whole batches must do so before they are planned.
             stream=[Link(tables.stream)],
@@ -66,19 +81,30 @@ class BagPipe(Plugin):
 class PlannedTables(Cache):
     """Makes the policy of a single trainer or the collection of several, and keeps it for the report."""
 
-    def __init__(self, knobs: BagPipe, trainers: int) -> None:
-        self.knobs, self.trainers = knobs, trainers
+    def __init__(self, knobs: BagPipe, ctx: Context) -> None:
+        self.knobs, self.trainers = knobs, ctx.trainers
+        self.budgets = {group.tables: group.slots * group.record_bytes for group in ctx.groups}
+        """Each group's share of the resident bytes."""
+        self.rows = {g.tables: sum(ctx.tables[name].rows for name in g.tables) for g in ctx.groups}
         # For each group of tables:
         self.policies: list[Lookahead] = []
         self.replicas: list[Replicas] = []
         self._parts: list[TierParts] = []
         self._bulk: list[BulkStore] = []
 
+    def beside(self, group: GroupInfo) -> int:
+        """What a single trainer's batches and rows on their way take of the budget; nothing if every row can
+        be resident."""
+        if self.trainers > 1 or group.slots >= self.rows[group.tables]:
+            return 0
+        return int((WAITING + WRITES) * group.slots * group.record_bytes)
+
     def store(self, store: ColdStore) -> ColdStore:
         """The store in bulk for a single trainer; several trainers make their own rounds."""
         if self.trainers > 1:
             return store
-        self._bulk.append(BulkStore(store, write_rows=max(65_536, store.layout.total_rows // 80)))
+        rows = int(WRITES * self.budgets[store.layout.tables]) // _row_bytes(store)
+        self._bulk.append(BulkStore(store, write_rows=max(LEAST_WRITES, rows)))
         return self._bulk[-1]
 
     def collection(self, parts: TierParts) -> TableCollection | None:
@@ -100,19 +126,19 @@ class PlannedTables(Cache):
     def policy(self, space: RowSpace) -> CachePolicy:
         """The policy of a single trainer."""
         parts, bulk = self._parts[-1], self._bulk[-1]  # store() and collection() of the group came first
-        knobs = self.knobs
-        policy = Lookahead(
-            space, parts.lookups, bulk, knobs.lookahead, knobs.cleanup, knobs.increase, knobs.decrease
-        )
-        self.policies.append(policy)
-        return policy
+        budget = self.budgets[bulk.layout.tables]
+        fixed = None if self.knobs.auto else max(1, self.knobs.lookahead // 2)
+        pace = Pace(fixed, int(WAITING * budget), _row_bytes(bulk), lambda: bulk.waited)
+        self.policies.append(Lookahead(space, parts.lookups, bulk, pace))
+        return self.policies[-1]
 
     def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Read and plan ahead; the stream of each group of tables reads from that of the previous one."""
-        planners: Sequence[Replicas | Lookahead] = self.replicas or self.policies
-        assert planners, "tables are built before batches are read"
-        for number, planner in enumerate(planners, 1):
-            batches = planner.stream(batches, around=len(planners) - number)
+        assert self.replicas or self.policies, "tables are built before batches are read"
+        for policy in self.policies:
+            batches = policy.stream(batches)
+        for number, tables in enumerate(self.replicas, 1):
+            batches = tables.stream(batches, around=len(self.replicas) - number)
         return batches
 
     def figures(self, run: RunFigures) -> dict[str, Figure]:
@@ -124,7 +150,8 @@ class PlannedTables(Cache):
         cold = f"its window of {window:.0f} batches is longer than the run's {run.steps}"
         return {
             **({"cold_start": cold} if window >= run.steps else {}),
-            "rows_fetched": sum(p.announced_rows for p in policies),
+            "verdict": verdict(run, policies, bulks),
+            "rows_fetched": sum(b.announced_rows for b in bulks),
             "rows_expired": sum(p.evicted for p in policies),
             "rows_written": run.io.rows_written,
             "fetch_groups": sum(b.announced for b in bulks),
@@ -132,10 +159,15 @@ class PlannedTables(Cache):
             "critical_misses": run.io.rows_read - sum(b.background().rows_read for b in bulks),
             "lookahead_mean": window,
             "lookahead_least": min(p.window_least for p in policies),
-            "lookahead_bytes": sum(p.peak_bytes for p in policies),
+            "lookahead_bytes": sum(p.waiting_bytes for p in policies),
             "buffer_bytes": sum(b.peak_bytes for b in bulks),
             "wait_seconds": sum(b.waited for b in bulks),
         }
+
+
+def _row_bytes(store: ColdStore) -> int:
+    """Bytes of a row on its way: its record, its number and what finds it."""
+    return 4 * store.layout.width + 17
 
 
 def _summed(groups: Sequence[Mapping[str, int]]) -> dict[str, Figure]:

@@ -1,4 +1,4 @@
-"""For a single trainer: the oracle's plans as a cache policy, with bulk reads in advance."""
+"""For a single trainer: the oracle's groups as a cache policy, with bulk reads in advance."""
 
 from __future__ import annotations
 
@@ -10,134 +10,122 @@ import numpy as np
 
 from recpipe.kit import Batch, BulkStore, IndexBags, distinct, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
-from recpipe_bagpipe.ahead import Ahead, slack
-from recpipe_bagpipe.oracle import OraclePlan, Rows, plan
+from recpipe_bagpipe.pace import Pace
+from recpipe_bagpipe.window import UNKNOWN, Group, Rows, Steps, Window, positions
 
-COLD, RESIDENT, COMING = 0, 1, 2
+KNOWN = 1 << 62
+"""The worth of rows that a known batch needs, the next batch first, lies below this and above all others'."""
 
 
 class Lookahead(CachePolicy):
-    """Rows stay resident while a batch of the window looks them up, and longer if there are free slots.
+    """Rows that known batches need stay resident, those needed first before others; then those looked up most
+    often since they came.
 
-    Before every C-th batch, rows of batches up to 2C ahead that are neither resident nor being read are
-    announced to ``bulk``; a row gets its slot when its batch comes. Slots are taken from rows that were
-    needed longest ago, never from rows that a known batch needs. ``bulk`` is also the prefetch gate: a row
-    that was evicted and is announced again is found among its waiting writes.
+    When a group's first batch comes, the rows of the next group that are neither resident nor on their way
+    are announced to ``bulk``; a row gets its slot when its batch comes. ``bulk`` is also the prefetch gate: a
+    row that was evicted and is announced again is found among its waiting writes.
     """
 
     def __init__(
-        self,
-        space: RowSpace,
-        lookups: Callable[[Any], IndexBags],
-        bulk: BulkStore,
-        lookahead: int,
-        cleanup: int,
-        increase: int,
-        decrease: int,
+        self, space: RowSpace, lookups: Callable[[Any], IndexBags], bulk: BulkStore, pace: Pace
     ) -> None:
         super().__init__(space)
-        self.lookups, self.bulk = lookups, bulk
-        self.lookahead, self.cleanup = lookahead, cleanup
-        self.increase, self.decrease = increase, decrease
+        self.lookups, self.bulk, self.pace = lookups, bulk, pace
         self.step = 0
         """The number of batches planned, over all streams."""
-        self.due = np.full(space.rows, -1, np.int32)
-        """For each row, the last known batch that looks it up, counted like ``step``."""
-        self.state = np.zeros(space.rows, np.uint8)
-        self.used = 0
-        self.peak_bytes = self.announced_rows = self.evicted = 0
-        self.window_sum, self.window_least = 0, lookahead
-        """The sum of the effective lookahead over all batches."""
-        self._ahead: Ahead[OraclePlan] | None = None
-        self._running: Ahead[OraclePlan] | None = None
+        self.due = np.full(space.slots, UNKNOWN, np.int32)
+        """For each slot, the next known batch that looks its row up, counted like ``step``."""
+        self.last = np.full(space.slots, -1, np.int32)
+        """... the last batch that did."""
+        self.often = np.zeros(space.slots, np.int32)
+        """... and how many batches did, since the row came."""
+        self.used = self.evicted = self.window_sum = self.peak_bytes = 0
+        self.window_least = UNKNOWN
+        self._window: Window | None = None
+        self._running: Window | None = None
         self._first = 0
-        self._opened: deque[OraclePlan] = deque()
-        self._current: OraclePlan | None = None
-        self._victims: Slots = NOTHING.slots
-        self._next = 0
-        self._next_open = 0
-        """The batch before which further batches are read next."""
-        self._groups: deque[tuple[int, int]] = deque()
-        """The groups that ``bulk`` keeps: the last batch that each is for, and the group's number."""
+        self._open: deque[Group] = deque()
+        """The group of the current batch, and the next one."""
+        self._numbers: deque[tuple[int, int]] = deque()
+        """Groups that ``bulk`` keeps: the batch after the last that each is for, and its number there."""
+        self._coming: Rows = NOTHING.rows
+        """Rows that the next group's announcement brings, sorted."""
+        self._current: tuple[Rows, Steps] = NOTHING.rows, NOTHING.slots
+        self._victims, self._listed = NOTHING.slots, NOTHING.rows
 
     # -- the stream --------------------------------------------------------------------------
 
-    def stream(self, source: Iterator[Batch], around: int = 0) -> Iterator[Batch]:
-        """The batches of ``source``, read and planned ahead; ``around`` other streams read from this one."""
+    def stream(self, source: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches of ``source``, read and planned ahead."""
 
-        def planned(lookups: Iterator[tuple[Rows, ...]]) -> Iterator[OraclePlan]:
-            knobs = {"increase": self.increase, "decrease": self.decrease}
-            return plan(lookups, self.lookahead, self.cleanup, 1, self.space.slots, **knobs)
+        def rows(batch: Batch) -> Rows:
+            return self.lookups(batch).indices
 
-        def rows(batch: Batch) -> tuple[Rows, ...]:
-            return (self.lookups(batch).indices,)
+        self._window = Window(source, rows, self.pace.batches, self.space.slots)
+        return self._window.batches()
 
-        self._ahead = Ahead(
-            source, rows, planned, lambda made: made, slack(self.lookahead, self.cleanup, around)
-        )
-        return self._ahead.batches()
-
-    def _begin(self, rows: RowIds) -> OraclePlan:
-        """The plan of the next batch, which looks up ``rows``."""
-        restarts = self._ahead is not self._running
+    def _begin(self, rows: RowIds) -> tuple[Rows, Steps]:
+        """The rows that the next batch was announced with, and their next uses; it looks up ``rows``."""
+        restarts = self._window is not self._running
         if restarts:
             self._restart()
-        assert self._ahead is not None, "batches come through the stream"
         number = self.step - self._first
-        if number >= self._next_open or not self._opened:
-            self._open(self._ahead, number)
-        if restarts and not np.array_equal(self._opened[0].rows, distinct(rows)):
+        self._go_on(number)
+        if restarts and not np.array_equal(self._open[0].of(0)[0], distinct(rows)):
             # Core already had the decisions for the stream's first batch and has not asked again.
-            self._arrived(self._opened.popleft().rows)
             self._first -= 1
             number = 1
+            self._go_on(number)
         # The batch before may still be on its way from the store.
-        while self._groups and self._groups[0][0] < number - 2:
-            self.bulk.retire(self._groups.popleft()[1])
-        made = self._opened.popleft()
-        assert made.number == number, (made.number, number)
-        self.window_sum += made.window
-        self.window_least = min(self.window_least, made.window)
-        return made
+        while self._numbers and self._numbers[0][0] < number - 1:
+            self.bulk.retire(self._numbers.popleft()[1])
+        ahead = self._open[-1].end - number
+        self.window_sum += ahead
+        self.window_least = min(self.window_least, ahead)
+        return self._open[0].of(number)
 
     def _restart(self) -> None:
         """Begin a new stream; rows being read for the old one are not awaited any more."""
-        for made in self._opened:
-            self._arrived(made.rows)
-        self._opened.clear()
-        self._running, self._first = self._ahead, self.step
-        self._next_open = 0
-        while self._groups:
-            self.bulk.retire(self._groups.popleft()[1])
+        self._note_memory()
+        self._open.clear()
+        self._running, self._first = self._window, self.step
+        self.due.fill(UNKNOWN)
+        self._coming = NOTHING.rows
+        while self._numbers:
+            self.bulk.retire(self._numbers.popleft()[1])
 
-    def _open(self, ahead: Ahead[OraclePlan], number: int) -> None:
-        """Take the plans of batches up to two intervals ahead and read what they need, one interval at a
-        time."""
-        coming = list(ahead.steps(lambda p: p.number < number + 2 * self._interval(p)))
-        self.peak_bytes = max(self.peak_bytes, ahead.peak_bytes)
-        self._opened.extend(coming)
-        interval = min(map(self._interval, self._opened))
-        self._next_open = number + interval
-        for start in range(0, len(coming), interval):
-            part = coming[start : start + interval]
-            wanted = []
-            for made in part:
-                self.due[made.rows] = self._first + made.ttl
-                cold = made.rows[self.state[made.rows] == COLD]
-                self.state[cold] = COMING
-                wanted.append(cold)
-            group = np.concatenate(wanted)
-            self.announced_rows += len(group)
-            if len(group):
-                self._groups.append((part[-1].number, self.bulk.announce(group)))
+    def _go_on(self, number: int) -> None:
+        """Open groups up to the one after that of batch ``number``."""
+        window = self._running
+        assert window is not None, "batches come through the stream"
+        while self._open and self._open[0].end <= number:
+            window.forget(self._open.popleft())
+            self.pace.note()
+        while len(self._open) < 2 and (group := window.next()) is not None:
+            self._announce(group)
+        self._note_memory()
 
-    def _interval(self, made: OraclePlan) -> int:
-        """The number of batches between two groups; fewer if the budget has shrunk the window."""
-        return max(1, self.cleanup * made.window // self.lookahead)
+    def _announce(self, group: Group) -> None:
+        """Note when residents are needed next, and read what ``group`` needs and is not there."""
+        rows = group.rows.astype(np.int64)
+        slots = self.space.residents.slot_of(rows)
+        here = slots >= 0
+        held = slots[here]
+        unknown = (self.due[held] == UNKNOWN) | (self.due[held] < self.step)
+        self.due[held[unknown]] = self._first + group.first_use[here][unknown]
+        for before in self._open:
+            before.link(group)
+        cold = rows[~here]
+        cold = cold[~np.isin(cold, self._coming, assume_unique=True)]
+        self._coming = cold
+        self._open.append(group)
+        if len(cold):
+            self._numbers.append((group.end, self.bulk.announce(cold)))
+        self.pace.announced(len(cold), len(group.sizes))
 
-    def _arrived(self, rows: Rows) -> None:
-        """Note that ``rows`` are not being read any more, whether they were used or not."""
-        self.state[rows[self.state[rows] == COMING]] = COLD
+    def _note_memory(self) -> None:
+        if self._running is not None:
+            self.peak_bytes = max(self.peak_bytes, self._running.peak_bytes)
 
     # -- the policy --------------------------------------------------------------------------
 
@@ -147,65 +135,87 @@ class Lookahead(CachePolicy):
         return NOTHING
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
-        """Give every miss a free slot, or the slot of a row that no known batch needs."""
-        assert self._current is not None
+        """Give every miss a free slot, or that of the row which is worth least."""
+        self.last[hits] = self.step
+        rows, next_use = self._current
+        slots = self.space.residents.slot_of(rows)
+        here = slots >= 0
+        self._touch(slots[here], next_use[here])
         fresh = np.arange(self.used, min(self.space.slots, self.used + len(misses)), dtype=np.int32)
-        slots = np.concatenate((fresh, self._unneeded(len(misses) - len(fresh))))
+        taken = np.concatenate((fresh, self._least(len(misses) - len(fresh))))
         self.used += len(fresh)
-        held = self.space.residents.row_of_slot
-        placed, leaving = misses[: len(slots)], held[slots]
-        planned = self._current.rows
-        left = leaving[leaving >= 0]
-        self.state[left] = COLD
-        self.evicted += len(left)
-        self.state[placed] = RESIDENT
-        self._arrived(planned)
+        placed = misses[: len(taken)]
+        self.evicted += len(taken) - len(fresh)
+        self.often[taken] = 0
+        at, known = positions(rows, placed)
+        again = np.full(len(taken), UNKNOWN, np.int32)  # of a row that another plugin brought into the batch
+        again[known] = next_use[at[known]]
+        self._touch(taken, again)
         self.step += 1
-        return Placement(slots, placed)
+        return Placement(taken, placed)
 
-    def _unneeded(self, wanted: int) -> Slots:
-        """Up to ``wanted`` slots whose rows no known batch needs, those needed longest ago first."""
+    def _touch(self, slots: Slots, next_use: Steps) -> None:
+        """Note that the current batch looks up the rows in ``slots``, needed again at ``next_use``."""
+        self.due[slots] = np.where(next_use == UNKNOWN, UNKNOWN, next_use + self._first)
+        self.often[slots] += 1
+        self.last[slots] = self.step
+
+    def _worth(self, slots: Slots) -> Rows:
+        """Slots with less are given away first."""
+        due = self.due[slots].astype(np.int64)
+        known = (due != UNKNOWN) & (due > self.step)
+        past = (self.often[slots].astype(np.int64) << 32) + self.last[slots]
+        return np.where(known, KNOWN - due, past)
+
+    def _least(self, wanted: int) -> Slots:
+        """Up to ``wanted`` slots that are worth least, none of them looked up in this batch."""
         found: list[Slots] = []
         refreshed = False
         while wanted > 0:
-            slots = self._victims[self._next : self._next + wanted]
-            self._next += len(slots)
-            # A batch that has become known since then may need the row again.
-            free = slots[self.due[self.space.residents.row_of_slot[slots]] < self.step]
+            slots, listed = self._victims[:wanted], self._listed[:wanted]
+            self._victims, self._listed = self._victims[wanted:], self._listed[wanted:]
+            # A row may have been looked up, or may have become known to be needed, since it was listed.
+            free = slots[(self._worth(slots) == listed) & (self.last[slots] < self.step)]
             found.append(free)
             wanted -= len(free)
-            if self._next >= len(self._victims) and wanted > 0:
+            if not len(self._victims) and wanted > 0:
                 if refreshed:
                     break
-                self._refresh(found, max(8 * wanted, self.used // 8))
+                self._refresh(found, max(8 * wanted, self.used // 16))
                 refreshed = True
         return np.concatenate(found) if found else NOTHING.slots
 
     def _refresh(self, taken: list[Slots], size: int) -> None:
-        """List the ``size`` slots that were needed longest ago, without those ``taken`` for this batch."""
-        due = self.due[self.space.residents.row_of_slot[: self.used]]
-        due[np.concatenate(taken)] = self.step
-        slots = np.flatnonzero(due < self.step).astype(np.int32)
+        """List the ``size`` slots that are worth least, without those ``taken`` for this batch."""
+        free = self.last[: self.used] < self.step
+        free[np.concatenate(taken)] = False
+        slots = np.flatnonzero(free).astype(np.int32)
+        worth = self._worth(slots)
         if len(slots) > size:
-            slots = slots[np.argpartition(due[slots], size)[:size]]
-        self._victims = slots[np.argsort(due[slots], kind="stable")]
-        self._next = 0
+            least = np.argpartition(worth, size)[:size]
+            slots, worth = slots[least], worth[least]
+        order = np.argsort(worth, kind="stable")
+        self._victims, self._listed = slots[order], worth[order]
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The most that batches read ahead have taken."""
+        self._note_memory()
+        return self.peak_bytes
 
     def state_dict(self) -> dict[str, Any]:
-        """The last batch that needed the row in each slot."""
-        rows = self.space.residents.row_of_slot
-        return {"due": np.where(rows < 0, 0, self.due[rows] - self.step).astype(np.int32)}
+        """How often and when the row in each slot was looked up."""
+        return {"often": self.often, "age": np.minimum(self.last - self.step, -1)}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """As in ``CachePolicy``."""
         super().check_state(state)
-        within(state, "due", np.iinfo(np.int32).min, size=self.space.slots)
+        within(state, "often", 0, size=self.space.slots)
+        within(state, "age", np.iinfo(np.int32).min, 0, size=self.space.slots)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the resident rows; batch numbers start again."""
-        rows = self.space.residents.row_of_slot
-        used = rows >= 0
-        self.used = int(used.sum())
-        self.state[rows[used]] = RESIDENT
-        # The batches that need them become known again; the order by age stays.
-        self.due[rows[used]] = np.minimum(state["due"][used], -1)
+        self.used = int((self.space.residents.row_of_slot >= 0).sum())
+        self.often[:], self.last[:] = state["often"], state["age"]
+        # The batches that need them become known again.
+        self.due.fill(UNKNOWN)

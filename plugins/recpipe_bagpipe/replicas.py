@@ -234,18 +234,22 @@ class Replicas(RowCollection):
             store.direct,
             self.replica.records.nbytes,
             store.cold_bytes,
-            self.replica.overhead_bytes + store.overhead_bytes,
+            self.replica.overhead_bytes + store.overhead_bytes + self._lookahead_bytes + self._peak_fetched,
             False,
         )
 
+    @property
+    def _lookahead_bytes(self) -> int:
+        """The most that batches read ahead have taken."""
+        return max(self._peak_bytes, 0 if self._running is None else self._running.peak_bytes)
+
     def figures(self) -> dict[str, int]:
         """The plugin's figures for the report; rows and bytes are those of all trainers together."""
-        waiting = 0 if self._running is None else self._running.peak_bytes
         return {
             "replicas": len(self._ranks.trainers),
             "rows_fetched": self.rows_fetched,
             "rows_expired": self.rows_expired,
-            "lookahead_bytes": max(self._peak_bytes, waiting),
+            "lookahead_bytes": self._lookahead_bytes,
             "buffer_bytes": self._peak_fetched,
             **asdict(self.sync.figures),
         }

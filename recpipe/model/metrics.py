@@ -42,6 +42,22 @@ class Quality:
     """For counts; a mean over samples."""
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """Held-out samples in bins by their predicted click rate, lowest first."""
+
+    predicted: list[float]
+    """The mean predicted rate of each bin."""
+    observed: list[float]
+    """The share of clicks in each bin."""
+    samples: list[int]
+
+
+BINS = 10
+_EDGE_SAMPLE = 1 << 16
+"""From how many predictions the bins' edges are taken; to sort all of them would take as long as the AUC."""
+
+
 def auc(labels: Values, scores: Values) -> float:
     """Exact area under the ROC curve of ``scores`` [N] (logits will do) for 0/1 ``labels`` [N].
 
@@ -107,6 +123,27 @@ def judged(kind: Kind, labels: Values, predictions: Values) -> Quality:
 _NONE = Quality(math.nan, math.nan, math.nan)
 
 
+def calibration(labels: Values, logits: Values) -> Calibration | None:
+    """``logits`` [N] of 0/1 ``labels`` [N] in ``BINS`` bins, or fewer, with about equally many samples.
+
+    Equal predictions are in one bin. None without samples, and if a label is not 0/1 or a prediction NaN.
+    """
+    label, logit = _vectors(labels, logits)
+    clicks = bool(((label == 0) | (label == 1)).all())
+    if label.numel() == 0 or not clicks or bool(logit.isnan().any()):
+        return None
+    some = logit[:: -(-logit.numel() // _EDGE_SAMPLE)].sort().values
+    deciles = torch.arange(1, BINS) * some.numel() // BINS
+    number = torch.bucketize(logit, torch.unique(some[deciles]), right=True)
+    samples = torch.bincount(number)
+    used = samples > 0
+    predicted, clicked = (
+        torch.bincount(number, weights=values.double())[used] / samples[used]
+        for values in (logit.double().sigmoid(), label)
+    )
+    return Calibration(predicted.tolist(), clicked.tolist(), samples[used].tolist())
+
+
 def _poisson_deviance(counts: torch.Tensor, log_rates: torch.Tensor) -> float:
     """Twice the mean loss of log-likelihood compared with rates equal to the ``counts``; NaN if a count is
     negative."""
@@ -145,6 +182,8 @@ class BackgroundQuality:
         self._loss, self._samples = 0.0, 0.0
         self._logits: list[torch.Tensor] = []
         self._labels: list[torch.Tensor] = []
+        self.calibration: Calibration | None = None
+        """Of the latest evaluation whose quality was computed; None unless its labels are clicks."""
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Keep float32 host copies of one batch's ``logits`` [B] and ``labels`` [B]."""
@@ -165,7 +204,7 @@ class BackgroundQuality:
         promised: Future[Quality] = Future()
         threading.Thread(
             target=_keep,
-            args=(promised, self.kind, labels, logits, loss),
+            args=(promised, self, labels, logits, loss),
             name="recpipe-quality",
             daemon=True,
         ).start()
@@ -174,14 +213,16 @@ class BackgroundQuality:
 
 def _keep(
     promised: Future[Quality],
-    kind: Kind,
+    background: BackgroundQuality,
     labels: list[torch.Tensor],
     logits: list[torch.Tensor],
     loss: float,
 ) -> None:
     empty = torch.empty(0)
     try:
-        found = judged(kind, torch.cat([empty, *labels]), torch.cat([empty, *logits]))
+        label, logit = torch.cat([empty, *labels]), torch.cat([empty, *logits])
+        found = judged(background.kind, label, logit)
+        background.calibration = calibration(label, logit) if background.kind == "clicks" else None
         promised.set_result(replace(found, loss=loss))
     except BaseException as fault:
         promised.set_exception(fault)

@@ -27,6 +27,7 @@ from recpipe.pipeline.share import cut
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StagedBatch
+from recpipe.tables.access_sample import AccessSample
 from recpipe.tables.inputs import GroupIds, Inputs, count_ids
 from recpipe.tables.tiers.batch import BatchPlan, Tiers
 
@@ -49,6 +50,7 @@ class TrainLoader:
         sends_ahead: bool = False,
         sample_filter: SampleFilter | None = None,
         splitting: Splitting | None = None,
+        accesses: AccessSample | None = None,
     ) -> None:
         self.source = source
         self.inputs = inputs
@@ -60,6 +62,8 @@ class TrainLoader:
         """Whether each batch is to send the ids of the next one over the ranks (sharded tables)."""
         self.sample_filter = sample_filter
         self.splitting = splitting
+        self.accesses = accesses
+        """Keeps some batches' ids."""
         self.first = 0
         self.handed_out = 0
         """How many batches training has got over all epochs, including those before a resume."""
@@ -170,6 +174,8 @@ class TrainLoader:
     def _with_ids(self, staged: StagedBatch, batch: Any, each: GroupIds) -> StagedBatch:
         """Set the ids of ``staged`` in order; they are ``each`` if it is ``batch`` itself. This is done here
         because the training thread has more to do."""
+        if self.accesses is not None:
+            self.accesses.add(each)
         staged.ids = each if staged.batch is batch else self.inputs.each(staged.batch)
         return staged
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlanner
 
     from recpipe.data.batch import Batch
-    from recpipe.plugin.api import Plugin, TableInfo
+    from recpipe.plugin.api import GroupInfo, Plugin, TableInfo
     from recpipe.plugin.policy import RowIds, RowSpace
     from recpipe.plugin.splitter import Split
     from recpipe.tables.collection import TableCollection
@@ -111,6 +111,18 @@ class BlamedCache(Cache):
                 f"plugin {self.origin}: its cache's policy() returned no CachePolicy: {policy!r}"
             )
         return policy
+
+    def beside(self, group: GroupInfo) -> int:
+        """As ``Cache``; ``PluginError`` if the budget does not have so many bytes."""
+        with blaming(self.origin, "cache.beside"):
+            kept = self.cache.beside(group)
+        budget = group.slots * group.record_bytes
+        if not 0 <= kept <= budget:
+            raise PluginError(
+                f"plugin {self.origin}: its cache keeps {kept:,} bytes beside the rows of "
+                f"{', '.join(group.tables)}, of a budget of {budget:,}"
+            )
+        return kept
 
     def store(self, store: ColdStore) -> ColdStore:
         """As ``Cache``."""

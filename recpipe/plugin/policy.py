@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from recpipe.plugin.api import GroupInfo
     from recpipe.tables.collection import TableCollection
     from recpipe.tables.stores.base import ColdStore
     from recpipe.tables.tiers.parts import TierParts
@@ -158,6 +159,12 @@ class CachePolicy(ABC):
         """
         return NOTHING
 
+    @property
+    def waiting_bytes(self) -> int:
+        """The most host memory that it has taken beside the arrays among its attributes, as for batches that
+        wait; the report's memory counts both."""
+        return 0
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Everything that later decisions depend on: numpy arrays, numbers, strings. Core saves which rows
@@ -204,6 +211,11 @@ class Cache(ABC):
         With sharded tables it is called for each part of the group that a rank looks up together; ``space``
         then numbers the rows of that part.
         """
+
+    def beside(self, group: GroupInfo) -> int:
+        """How many bytes of the group's budget (``group.slots`` records) the cache keeps for its own buffers;
+        the slots get the rest. Called once for each group, before ``store``, unless tables are sharded."""
+        return 0
 
     def store(self, store: ColdStore) -> ColdStore:
         """The cold store to use for the group: ``store`` itself, or a wrapper around it."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from recpipe.report.exactness import FACTOR, Difference, limit
 from recpipe.report.intervals import mean_interval, median_interval, width
-from recpipe.report.quality import LABELS
-from recpipe.report.record import VERDICT
+from recpipe.report.merging import merged
+from recpipe.report.quality import LABELS, VERDICT
 
 SPEEDS = {
     "all_steps": "samples_per_second",
@@ -19,6 +19,8 @@ SPEEDS = {
 }
 """The three speeds of a run and their keys in its report; the first is the main one."""
 HEADLINE = "all_steps"
+CURVE = 40
+"""Points of a row's curves, at most; many rows are drawn into one plot."""
 
 
 @dataclass
@@ -39,16 +41,22 @@ class RowResult:
     """Why an exact row has no ``difference``."""
     failed: str | None = None
     """The error of the run after which the row was left out."""
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    """The report of the first counted run (of the first run, while none is counted), for curves."""
+    run: str | None = None
+    """The directory of that run, relative to the comparison's."""
 
     @property
     def altered(self) -> list[str]:
         """The invariants that its plugins alter; empty for an exact row."""
         return list(self.report.get("altered", ()))
 
-    def add(self, report: Mapping[str, Any], seed: int, counted: bool) -> None:
-        """Add the figures of a run."""
+    def add(self, report: Mapping[str, Any], seed: int, counted: bool, run: str | None = None) -> None:
+        """Add the figures of a run, which is in the directory ``run``."""
         if not self.report:
             self.report = report
+        if not self.shown or (counted and not self.speeds[HEADLINE]):
+            self.shown, self.run = report, run
         self.quality.setdefault(seed, report.get("quality", {}))
         if counted:
             throughput = report["throughput"]
@@ -114,6 +122,9 @@ def _row(result: RowResult, first: RowResult, rounding: RowResult | None) -> dic
         "altered": result.altered,
         "train_samples": result.report.get("data", {}).get("train_samples"),
         "rounds": list(result.speeds[HEADLINE]),
+        "run": result.run,
+        "history": list(result.shown.get("history", ())),
+        "series": merged(result.shown.get("series", {}), CURVE),
     }
 
 

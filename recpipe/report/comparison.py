@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from recpipe.report import figures, html, plots
+from recpipe.report import compared_plots, figures, html, plots
+from recpipe.report.plots import Axis
 from recpipe.report.quality import LABELS, shown_figures
 from recpipe.report.record import as_json, replace_file, write_json
 from recpipe.report.remarks import marked_name, notes
@@ -80,16 +82,30 @@ def write_html(content: Mapping[str, Any], path: Path) -> Path:
     """Write ``path``, compare.html, which needs no other file."""
     rows = content["rows"]
     template = html.page("compare.html.j2")
+    links = [_link(row, path.parent) for row in rows]
     text = template.render(
         content=content,
         rows=rows,
         notes=notes(content),
         name=marked_name,
         plots=_plots(rows),
+        curves=compared_plots.curves(rows),
+        links=links,
         moved=_moved,
         quality=[(name, LABELS[name]) for name in shown_figures(rows)],
     )
     return replace_file(path, text)
+
+
+def _link(row: Mapping[str, Any], directory: Path) -> str | None:
+    """The row's own report, relative to ``directory``; None if there is none."""
+    place = f"{row['run']}/report.html"
+    return quote(place) if row["run"] and (directory / place).is_file() else None
+
+
+def _memory(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    keys = {"resident rows": "resident_bytes", "row maps, policy, slab, buffers": "tier_overhead_bytes"}
+    return {name: [row["memory"].get(key, 0) for row in rows] for name, key in keys.items()}
 
 
 def _plots(rows: Sequence[Mapping[str, Any]]) -> list[plots.Plot]:
@@ -101,18 +117,29 @@ def _plots(rows: Sequence[Mapping[str, Any]]) -> list[plots.Plot]:
     spread = [(speed["min"], speed["max"]) for speed in speeds]
     rounds = list(range(1, max(len(row["rounds"]) for row in done) + 1))
     curves = {
-        f"{index + 1}. {row['name']}": [*row["rounds"], *[None] * (len(rounds) - len(row["rounds"]))]
-        for index, row in enumerate(done)
+        name: [*row["rounds"], *[None] * (len(rounds) - len(row["rounds"]))]
+        for name, row in zip(compared_plots.legend(done), done, strict=True)
     }
-    mib = [(_moved(row["io"], "bytes") or 0) / 2**20 for row in done]
     drawn = [
         plots.bars(
             "Speed: median, lowest and highest", names, [s["median"] for s in speeds], "samples/s", spread
         ),
-        plots.lines("Speed by round", rounds, curves, "round", "samples/s", from_zero=True),
+        plots.curves(
+            "Speed by round",
+            {name: (rounds, values) for name, values in curves.items()},
+            Axis("round", "count"),
+            Axis("samples/s", from_zero=True),
+        ),
         plots.bars(
             "Cold rows moved", names, [_moved(row["io"], "rows") for row in done], "rows read and written"
         ),
-        plots.bars("Cold bytes moved", names, mib, "MiB read and written"),
+        plots.bars(
+            "Cold bytes moved",
+            names,
+            [_moved(row["io"], "bytes") for row in done],
+            "read and written",
+            unit="bytes",
+        ),
+        plots.stacked("Memory", names, _memory(done), "resident rows, and all beside them", "bytes"),
     ]
     return drawn + html.quality_bars(names, done)

@@ -25,10 +25,29 @@ def size(value: float | None) -> str:
     """Bytes in the binary unit that needs at most three digits; ``-`` for None."""
     if value is None:
         return "-"
-    scaled, unit = float(value), 0
-    while abs(scaled) >= 1000 and unit < len(_UNITS) - 1:
-        scaled, unit = scaled / 1024, unit + 1
-    return f"{scaled:.3g} {_UNITS[unit]}"
+    scale, unit = byte_unit(abs(value))
+    return f"{value / scale:.3g} {unit}"
+
+
+def byte_unit(largest: float) -> tuple[float, str]:
+    """The binary unit in which ``largest`` bytes need at most three digits: its bytes and its name."""
+    power = 0
+    while largest >= 1000 and power < len(_UNITS) - 1:
+        largest, power = largest / 1024, power + 1
+    return 1024.0**power, _UNITS[power]
+
+
+def time_unit(largest: float) -> tuple[float, str]:
+    """The unit for times of up to ``largest`` seconds: its seconds and its name."""
+    if largest < 300:
+        return 1.0, "s"
+    return (60.0, "min") if largest < 3 * 3600 else (3600.0, "h")
+
+
+def shortened(text: str, most: int = 28) -> str:
+    """``text``, without its middle if it has more than ``most`` characters."""
+    head = most * 2 // 3
+    return text if len(text) <= most else f"{text[: head - 1]}…{text[head - most :]}"
 
 
 def decimal(value: float | None, digits: int = 4) -> str:
@@ -52,10 +71,11 @@ def scientific(value: float | None) -> str:
 
 
 def figure(name: str, value: object) -> str:
-    """A plugin's figure, formatted by the end of its name: ``_bytes``, ``_share``, ``_seconds``."""
+    """A plugin's figure, formatted by its name: with ``bytes`` in it, or ``_share`` or ``_seconds`` at its
+    end."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "-" if value is None else str(value)
-    if name.endswith("bytes"):
+    if "bytes" in name.split("_"):
         return size(value)
     if name.endswith("share"):
         return f"{100 * value:.1f}%"

@@ -10,8 +10,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from omegaconf import OmegaConf
 
-from recpipe.report import figures, measured, plots
-from recpipe.report.quality import FIRST, LABELS, Figures, labelled, shown_figures
+from recpipe.report import figures, folding, measured, plots, run_plots
+from recpipe.report.quality import FIRST, LABELS, VERDICT, Figures, labelled, shown_figures
 from recpipe.report.record import replace_file
 
 
@@ -26,12 +26,17 @@ def render(report: Mapping[str, Any]) -> str:
         report=report,
         quality=[(_TILES.get(label, label), value) for label, value in labelled(report["quality"])],
         warnings=_warnings(report),
-        learning=_learning(report["history"]),
-        speed=_speed(report),
+        learning=run_plots.learning(report) + run_plots.calibration(report),
+        speed=run_plots.speed(report),
+        cold=run_plots.cold_tier(report) + run_plots.skew(report),
+        memory=run_plots.memory(report),
+        tables=folding.folded(report["memory"]["tables"], folding.LARGEST),
+        summary=folding.summary(report["memory"]["tables"]),
+        shards=folding.shards((report["assembly"].get("shards") or {}).get("tables", {})),
         profile=_profile(report.get("profile")),
         plugins={name: _plugin(values) for name, values in report["plugins"].items()},
         recipe=OmegaConf.to_yaml(OmegaConf.create(dict(report["recipe"]))),
-        assembly=_flat(report["assembly"]),
+        assembly=folding.flat({key: value for key, value in report["assembly"].items() if key != "shards"}),
     )
 
 
@@ -90,42 +95,6 @@ def quality_bars(names: Sequence[str], several: Sequence[Figures]) -> list[plots
     return drawn
 
 
-def _learning(history: list[dict[str, Any]]) -> list[plots.Plot]:
-    if not history:
-        return []
-    samples = [point["samples"] for point in history]
-
-    def column(name: str) -> list[float | None]:
-        return [point[name] for point in history]
-
-    names = shown_figures(history)
-    first = next((name for name in FIRST if name in names), "")
-    if "logloss" in names:
-        held_out, unit = {"evaluation logloss": column("logloss")}, "nats"
-    else:
-        held_out, unit = {"evaluation loss": column("eval_loss")}, ""
-    drawn = [
-        plots.lines("Loss", samples, held_out | {"training loss": column("loss")}, "samples trained", unit)
-    ]
-    if first:
-        title = f"{LABELS[first]} on the held-out part"
-        drawn.insert(0, plots.lines(title, samples, {LABELS[first]: column(first)}, "samples trained"))
-    return drawn
-
-
-def _speed(report: Mapping[str, Any]) -> list[plots.Plot]:
-    drawn = []
-    if history := report["history"]:
-        speed = {"speed": [point["samples_per_second"] for point in history]}
-        samples = [point["samples"] for point in history]
-        drawn.append(plots.lines("Training speed", samples, speed, "samples trained", "samples/s", True))
-    steps = report["throughput"]["step_histogram"]
-    if steps["counts"]:
-        title = "Step time (last bar: the slowest 1%)"
-        drawn.append(plots.histogram(title, steps["edges_ms"], steps["counts"], "ms per step"))
-    return drawn
-
-
 def _profile(section: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The template's values for the report's ``profile``."""
     if section is None:
@@ -140,7 +109,9 @@ def _profile(section: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _plugin(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A plugin's scalars as table rows and its lists as curves."""
+    """A plugin's verdict, its scalars as table rows and its lists as curves."""
+    verdict = values.get(VERDICT)
+    values = {name: value for name, value in values.items() if name != VERDICT}
     scalars = {name: value for name, value in values.items() if not isinstance(value, list | dict)}
     curves = [
         _curve(name, value) for name, value in values.items() if isinstance(value, list) and _drawable(value)
@@ -150,7 +121,7 @@ def _plugin(values: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in values.items()
         if isinstance(value, dict) or (isinstance(value, list) and not _drawable(value))
     }
-    return {"scalars": scalars | texts, "plots": curves}
+    return {"verdict": verdict, "scalars": scalars | texts, "plots": curves}
 
 
 def _drawable(values: list[Any]) -> bool:
@@ -167,18 +138,3 @@ def _curve(name: str, values: list[Any]) -> plots.Plot:
     pairs = values if isinstance(values[0], list) else [[index, value] for index, value in enumerate(values)]
     title = figures.label(name)
     return plots.lines(title, [x for x, _ in pairs], {title: [y for _, y in pairs]}, "")
-
-
-def _flat(tree: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Nested assembly as (dotted key, value) rows; lists of scalars stay on one row."""
-    if isinstance(tree, Mapping) and tree:
-        return [
-            row
-            for key, item in tree.items()
-            for row in _flat(item, f"{prefix}.{key}" if prefix else str(key))
-        ]
-    if isinstance(tree, list) and any(isinstance(item, Mapping | list) for item in tree):
-        return [row for index, item in enumerate(tree) for row in _flat(item, f"{prefix}[{index}]")]
-    if isinstance(tree, list):
-        return [(prefix, ", ".join(map(str, tree)) or "-")]
-    return [(prefix, "-" if tree in (None, {}, "") else str(tree))] if prefix else []

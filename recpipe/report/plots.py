@@ -7,13 +7,21 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter
+from matplotlib.ticker import (
+    EngFormatter,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+)
+
+from recpipe.report import figures
 
 # matplotlib writes colours into the SVG. This one is not used elsewhere; it becomes the page's text colour.
 _INK = "#010203"
@@ -21,6 +29,7 @@ COLOURS = (
     *("#3b82c4", "#d9822b", "#3f9c6b", "#b0527f", "#8a6fc7", "#9b8b3c"),
     *("#4ba3a8", "#c05a4a", "#8b929c", "#5d6fb3", "#a9714b"),
 )
+_DASHES = ("-", "--", ":")
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "recpipe",
@@ -38,6 +47,12 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.linewidth": 0.6,
 }
+_INCHES = 5.2
+"""Width of a plot; text of 10 points is still readable where a phone shows it in 8 cm."""
+Values = Sequence[float | None]
+Unit = Literal["number", "count", "bytes", "seconds", "share"]
+"""What an axis shows: counts have whole ticks, bytes and seconds the unit that fits the largest, shares are
+in percent."""
 
 
 @dataclass(frozen=True)
@@ -48,52 +63,108 @@ class Plot:
     svg: Markup
 
 
+@dataclass(frozen=True)
+class Axis:
+    """An axis of a plot; the unit that fits the values is added to its ``label``."""
+
+    label: str = ""
+    unit: Unit = "number"
+    log: bool = False
+    from_zero: bool = False
+
+
+def curves(
+    title: str, series: Mapping[str, tuple[Values, Values]], x: Axis, y: Axis, diagonal: str = ""
+) -> Plot:
+    """One curve per entry of ``series``, its x and y values; None leaves a gap.
+
+    ``diagonal``: the name of the line where both are equal; '' draws none.
+    """
+    with rc_context(_STYLE):
+        names = list(series) + ([diagonal] if diagonal else [])
+        columns, lines_of_names = _legend_size(names)
+        figure, axes = _canvas("", "", height=3.0 + 0.2 * (lines_of_names if len(names) > 1 else 0))
+        scales = [_scale(axis, [part[i] for part in series.values()]) for i, axis in enumerate((x, y))]
+        for number, (name, parts) in enumerate(series.items()):
+            across, up = (
+                [value / scale for value in _floats(part)]
+                for part, (scale, _) in zip(parts, scales, strict=True)
+            )
+            axes.plot(
+                across,
+                up,
+                color=COLOURS[number % len(COLOURS)],
+                linestyle=_DASHES[number // len(COLOURS) % len(_DASHES)],
+                linewidth=1.4,
+                marker="o" if len(up) <= 24 else "",
+                markersize=3.5 if len(up) > 1 else 6,
+                label=name,
+            )
+        if diagonal:
+            low, high = (end(axes.get_xlim()[i], axes.get_ylim()[i]) for i, end in ((0, min), (1, max)))
+            axes.plot([low, high], [low, high], color=_INK, linewidth=0.8, linestyle="--", label=diagonal)
+        _dress(axes, "x", x, scales[0][1])
+        _dress(axes, "y", y, scales[1][1])
+        if len(names) > 1:
+            figure.legend(
+                loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5, columnspacing=1.2
+            )
+        return _finish(title, figure)
+
+
 def lines(
     title: str,
-    x: Sequence[float | None],
-    series: Mapping[str, Sequence[float | None]],
+    x: Values,
+    series: Mapping[str, Values],
     x_label: str,
     y_label: str = "",
     from_zero: bool = False,
 ) -> Plot:
-    """One curve per entry of ``series`` over ``x``; None leaves a gap."""
-    with rc_context(_STYLE):
-        figure, axes = _canvas(x_label, y_label)
-        for colour, (name, values) in zip(_cycle(len(series)), series.items(), strict=True):
-            marker = "o" if len(values) <= 60 else ""
-            axes.plot(_floats(x), _floats(values), color=colour, marker=marker, markersize=3.5, label=name)
-        if from_zero:
-            axes.set_ylim(bottom=0)
-        if len(series) > 1:
-            figure.legend(loc="outside lower center", ncols=3, frameon=False)
-        return _finish(title, figure)
+    """One curve per entry of ``series`` over the same ``x``; None leaves a gap."""
+    each = {name: (x, values) for name, values in series.items()}
+    return curves(title, each, Axis(x_label), Axis(y_label, from_zero=from_zero))
 
 
-def histogram(title: str, edges: Sequence[float], counts: Sequence[int], x_label: str) -> Plot:
-    """Bars of ``counts`` [n] between ``edges`` [n + 1]."""
+def histogram(
+    title: str,
+    edges: Sequence[float],
+    counts: Sequence[int],
+    x_label: str,
+    marks: Mapping[str, float] | None = None,
+) -> Plot:
+    """Bars of ``counts`` [n] between ``edges`` [n + 1], on a log axis, with lines at the values of
+    ``marks``."""
     with rc_context(_STYLE):
         figure, axes = _canvas(x_label, "steps")
         widths = [right - left for left, right in pairwise(edges)]
         axes.bar(edges[:-1], counts, width=widths, align="edge", color=COLOURS[0], linewidth=0)
+        axes.set_xscale("log")
+        _log_ticks(axes, edges[0], edges[-1])
+        for number, (name, value) in enumerate((marks or {}).items()):
+            axes.axvline(value, color=COLOURS[number + 1], linewidth=1.2, label=f"{name} {value:.3g}")
+        if marks:
+            figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
         return _finish(title, figure)
 
 
 def bars(
     title: str,
     names: Sequence[str],
-    values: Sequence[float | None],
+    values: Values,
     x_label: str,
     spread: Sequence[tuple[float, float]] | None = None,
     from_zero: bool = True,
+    unit: Unit = "number",
 ) -> Plot:
     """Horizontal bars, first name on top, or dots if zero is not a natural start.
 
     ``spread``: the lowest and highest value of each name, drawn as a whisker; None draws none.
     """
     with rc_context(_STYLE):
-        figure, axes = _canvas(x_label, "", height=0.9 + 0.38 * len(names))
+        figure, axes = _canvas("", "", height=0.9 + 0.38 * len(names))
         rows = list(range(len(names)))
-        lengths = _floats(values)
+        scale, suffix = _scale(Axis(x_label, unit), [values])
+        lengths = [value / scale for value in _floats(values)]
         if from_zero:
             axes.barh(rows, lengths, color=_cycle(len(names)), height=0.62)
         else:
@@ -105,41 +176,112 @@ def bars(
         if spread is not None:
             for row, (low, high) in zip(rows, spread, strict=True):
                 axes.plot([low, high], [row, row], color=_INK, linewidth=1.6, marker="|", markersize=8)
-        axes.grid(axis="y", visible=False)
-        axes.set_yticks(rows, names)
-        axes.set_ylim(len(names) - 0.4, -0.6)
+        _name_rows(axes, names)
+        _dress(axes, "x", Axis(x_label), suffix)
         return _finish(title, figure)
 
 
-def stacked(title: str, names: Sequence[str], parts: Mapping[str, Sequence[float]], x_label: str) -> Plot:
+def stacked(
+    title: str,
+    names: Sequence[str],
+    parts: Mapping[str, Sequence[float]],
+    x_label: str,
+    unit: Unit = "number",
+) -> Plot:
     """Horizontal bars, first name on top, each the sum of its ``parts`` (by part: a value for each name)."""
     with rc_context(_STYLE):
-        figure, axes = _canvas(x_label, "", height=1.6 + 0.5 * len(names))
+        columns, lines_of_names = _legend_size(list(parts))
+        figure, axes = _canvas("", "", height=0.9 + 0.38 * len(names) + 0.2 * lines_of_names)
+        sums = [sum(each) for each in zip(*parts.values(), strict=True)]
+        scale, suffix = _scale(Axis(x_label, unit), [sums])
         rows = list(range(len(names)))
         left = [0.0] * len(names)
         for colour, (part, values) in zip(_cycle(len(parts)), parts.items(), strict=True):
-            axes.barh(rows, values, left=left, color=colour, height=0.62, label=part, linewidth=0)
-            left = [before + value for before, value in zip(left, values, strict=True)]
-        axes.grid(axis="y", visible=False)
-        axes.set_yticks(rows, names)
-        axes.set_ylim(len(names) - 0.4, -0.6)
-        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5, columnspacing=1.2)
+            lengths = [value / scale for value in values]
+            axes.barh(rows, lengths, left=left, color=colour, height=0.62, label=part, linewidth=0)
+            left = [before + value for before, value in zip(left, lengths, strict=True)]
+        _name_rows(axes, names)
+        _dress(axes, "x", Axis(x_label), suffix)
+        figure.legend(
+            loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5, columnspacing=1.2
+        )
         return _finish(title, figure)
 
 
 def _canvas(x_label: str, y_label: str, height: float = 3.0) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.4, height), layout="constrained")
+    figure = Figure(figsize=(_INCHES, height), layout="constrained")
     axes = figure.subplots()
-    axes.set_xlabel(x_label)
-    axes.xaxis.set_major_formatter(FuncFormatter(_tick))
     axes.set_axisbelow(True)
-    axes.set_ylabel(y_label)
+    _dress(axes, "x", Axis(x_label))
+    _dress(axes, "y", Axis(y_label))
     return figure, axes
+
+
+def seconds_axis(label: str, values: Sequence[Values]) -> Axis:
+    """An axis of seconds that begins at 0, unless all ``values`` are far from it, as in a resumed run."""
+    known = [value for part in values for value in part if value is not None]
+    return Axis(label, "seconds", from_zero=bool(known) and 2 * min(known) <= max(known))
+
+
+def _scale(axis: Axis, values: Sequence[Values]) -> tuple[float, str]:
+    """What to divide the values by, and the unit that they then have."""
+    largest = max((abs(v) for part in values for v in part if v is not None), default=0.0)
+    if axis.unit == "bytes":
+        return figures.byte_unit(largest)
+    return figures.time_unit(largest) if axis.unit == "seconds" else (1.0, "")
+
+
+def _dress(axes: Axes, which: Literal["x", "y"], axis: Axis, unit: str = "") -> None:
+    """Label, ticks and limits."""
+    along = axes.xaxis if which == "x" else axes.yaxis
+    if axis.log and which == "x":
+        axes.set_xscale("log")
+        _log_ticks(axes, *axes.get_xlim(), share=axis.unit == "share")
+    elif axis.unit == "share":
+        along.set_major_formatter(FuncFormatter(_percent))
+    else:
+        along.set_major_formatter(FuncFormatter(_tick))
+        if axis.unit == "count":
+            along.set_major_locator(MaxNLocator("auto", integer=True))
+    along.set_label_text(", ".join(part for part in (axis.label, unit) if part))
+    if axis.from_zero:
+        if which == "x":
+            axes.set_xlim(left=0)
+        else:
+            axes.set_ylim(
+                bottom=0, top=1.02 if axis.unit == "share" else max(1.04 * axes.get_ylim()[1], 1e-12)
+            )
+
+
+def _log_ticks(axes: Axes, low: float, high: float, share: bool = False) -> None:
+    """Labels 1, 2, 5, 10 .. on a log axis of less than three decades, else 1, 10, 100 .."""
+    subs = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)
+    axes.xaxis.set_major_locator(LogLocator(subs=subs, numticks=12))
+    axes.xaxis.set_major_formatter(FuncFormatter(_percent if share else _tick))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _percent(value: float, _position: int) -> str:
+    return f"{100 * value:g}%"
 
 
 def _tick(value: float, _position: int) -> str:
     """A label such as 200k (not 0.2 with 1e6 at the end of the axis) or 0.77 (not 770m)."""
     return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:g}"
+
+
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Names at horizontal bars, the first on top; long ones are cut in the middle."""
+    axes.grid(axis="y", visible=False)
+    axes.set_yticks(range(len(names)), [figures.shortened(name) for name in names])
+    axes.set_ylim(len(names) - 0.4, -0.6)
+
+
+def _legend_size(names: Sequence[str]) -> tuple[int, int]:
+    """Columns of a legend that is not wider than the plot, and its lines."""
+    longest = max((len(name) for name in names), default=1)
+    columns = max(1, min(3, 72 // (longest + 8)))
+    return columns, -(-len(names) // columns)
 
 
 def _finish(title: str, figure: Figure) -> Plot:
@@ -157,7 +299,7 @@ def _finish(title: str, figure: Figure) -> Plot:
     return Plot(title, Markup(svg))
 
 
-def _floats(values: Sequence[float | None]) -> list[float]:
+def _floats(values: Values) -> list[float]:
     return [float("nan") if value is None else float(value) for value in values]
 
 

@@ -1,10 +1,12 @@
-"""Selects the figures of quality that a report shows: those that fit the model's loss and labels."""
+"""Selects the figures that a report shows: of quality, those that fit the model's loss and labels."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+VERDICT = "verdict"
+"""The figure of a plugin that says in a sentence whether it paid in this run, and why."""
 CLICKS = ("auc", "logloss", "ne")
 LABELS = {
     "auc": "AUC",

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.model.metrics import Quality
+from recpipe.model.metrics import Calibration, Quality
+from recpipe.report.details import Series, Skew, TableMemory
 
 SCHEMA = 1
-VERDICT = "verdict"
-"""The figure of a plugin that says in a sentence whether it paid in this run, and why."""
 WARM_UP = 10
 """Steps that the steady speed leaves out, at most."""
+BINS_PER_DECADE = 40
+"""Bins of the step times' histogram for each factor of 10."""
 
 
 @dataclass
@@ -121,6 +122,8 @@ class Memory:
     cold_bytes: int
     tier_overhead_bytes: int = 0
     """Memory of the tiers beside the resident rows: row maps, the policy's arrays, slab, buffers."""
+    tables: Sequence[TableMemory] = ()
+    """Each table, in the order of the row numbers."""
 
 
 @dataclass
@@ -166,6 +169,9 @@ class Point:
     rmse: float = math.nan
     mae: float = math.nan
     poisson_deviance: float = math.nan
+    seconds: float = math.nan
+    """Seconds from the process's start, without evaluations; of a resumed run, those of the parts before, up
+    to their checkpoint, are included. NaN if the checkpoint does not have them."""
 
 
 @dataclass
@@ -228,6 +234,11 @@ class RunReport:
     ranks: RankFigures = field(default_factory=RankFigures)
     resumed: Resumed | None = None
     """None: the run began with its first step."""
+    series: Series = field(default_factory=Series)
+    calibration: Calibration | None = None
+    """Of the latest evaluation; None unless the labels are clicks."""
+    skew: Skew | None = None
+    """None if no batch has its ids, and in a profile."""
     profile: Mapping[str, Any] | None = None
     """A step's time by phases, and the least it could take; only for task=profile."""
 
@@ -248,15 +259,17 @@ def step_times(seconds: Sequence[float]) -> StepMilliseconds:
     return StepMilliseconds(float(p50), float(p90), float(p99))
 
 
-def step_histogram(seconds: Sequence[float], bins: int = 40) -> Histogram:
-    """Steps by duration in ``bins`` equal bins up to the 99th percentile; the last bin includes longer
-    steps."""
+def step_histogram(seconds: Sequence[float]) -> Histogram:
+    """Steps by duration in bins of equal width on a log scale, ``BINS_PER_DECADE`` for each factor of 10, so
+    that a first step of seconds does not squeeze all others into one bin."""
     if not len(seconds):
         return Histogram([], [])
-    milliseconds = np.asarray(seconds, dtype=np.float64) * 1e3
-    # Otherwise a first step of seconds (compilation, page faults) would squeeze all others into one bin.
-    capped = np.minimum(milliseconds, np.percentile(milliseconds, 99))
-    counts, edges = np.histogram(capped, bins=bins)
+    milliseconds = np.maximum(np.asarray(seconds, dtype=np.float64) * 1e3, 1e-3)
+    ends = np.log10([milliseconds.min(), milliseconds.max()]) * BINS_PER_DECADE
+    low, high = math.floor(ends[0]), math.floor(ends[1]) + 1
+    edges = 10 ** (np.arange(low, high + 1) / BINS_PER_DECADE)
+    places = np.clip(np.searchsorted(edges, milliseconds, side="right") - 1, 0, high - low - 1)
+    counts = np.bincount(places, minlength=high - low)
     return Histogram([float(edge) for edge in edges], [int(count) for count in counts])
 
 

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from recpipe.common.console import show
 from recpipe.report import figures, measured
-from recpipe.report.quality import labelled
-from recpipe.report.record import VERDICT
+from recpipe.report.quality import VERDICT, labelled
 
 _MAX_PLUGIN_ROWS = 12
 

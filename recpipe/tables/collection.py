@@ -58,6 +58,10 @@ class TierFigures:
     overhead_bytes: int
     cold_start: bool
     """Whether its cache was never full: what was measured is how it fills."""
+    lookups: int | None = None
+    """How many ids training has looked up; None if that and ``hits`` are not counted."""
+    hits: int | None = None
+    """Those whose row was resident before any row moved for their batch."""
 
     def plus(self, other: TierFigures) -> TierFigures:
         """The figures of both together. Seconds are summed, although both stores may have worked at the same
@@ -70,6 +74,8 @@ class TierFigures:
             self.cold_bytes + other.cold_bytes,
             self.overhead_bytes + other.overhead_bytes,
             self.cold_start and other.cold_start,
+            None if self.lookups is None or other.lookups is None else self.lookups + other.lookups,
+            None if self.hits is None or other.hits is None else self.hits + other.hits,
         )
 
 

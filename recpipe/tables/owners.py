@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recpipe.errors import UserError
+from recpipe.plugin.api import GroupInfo
 from recpipe.plugin.assembly import Assembly
 from recpipe.plugin.compose import Owned
 from recpipe.plugin.errors import PluginConflict
@@ -51,6 +52,9 @@ def group_owners(config: TierConfig, assembly: Assembly, tables: ModelTables) ->
             share, slots = group.tables.total_bytes, group.tables.layout.total_rows
         elif name == NOCACHE:
             share, slots = 0, 0
+        elif cache is not None and not is_sharded(config, assembly):
+            info = GroupInfo(group.tables.layout.tables, group.tables.record_bytes, slots)
+            slots -= -(-cache.part.beside(info) // info.record_bytes)
         owners.append(GroupOwner(name, slots, share, cache))
     _check_sharding(config, assembly, owners)
     return owners

@@ -25,6 +25,8 @@ from recpipe.tasks.compare_rows import Row, at_equal_memory, carried_overrides, 
 
 UNTIMED = ("trainer.checkpoint_every=null", "trainer.eval_every=1.0")
 """Overrides that switch off what costs time but is not compared. The user's own come later and win."""
+RUNS = "runs"
+"""The folder of the runs' directories in the comparison's."""
 Launch = Callable[[list[str], Path], dict[str, Any]]
 """Runs ``python -m recpipe`` with these arguments in this directory; returns its report.json, or {} if there
 is none."""
@@ -149,20 +151,28 @@ class _Comparison:
             total = rounds * len(self.rows)
             self.progress.update(self.bar, description=f"{label}: {row.name}", total=total)
             if self.results[index].failed is None:
-                told = self._run_row(index)
-                self.progress.console.print(f"{label:>10}  {told}", markup=False, highlight=False)
+                self._tell(label, self._run_row(index))
             self.progress.advance(self.bar)
+
+    def _tell(self, label: str, text: str) -> None:
+        self.progress.console.print(f"{label:>10}  {text}", markup=False, highlight=False)
 
     def _add_rows(self) -> None:
         """Add policies with the memory of techniques that take more, as rows with the same number of runs."""
         if not self.config.equal_memory:
             return
         present = len(self.rows)
-        for row, policy in at_equal_memory(self.rows, self.results):
-            self.rows.append(row)
-            self.results.append(RowResult(row.name))
-            self.carried[row.name] = self.carried[policy.name]
+        added = at_equal_memory(self.rows, self.results)
+        for match in added:
+            self.rows.append(match.row)
+            self.results.append(RowResult(match.row.name))
+            self.carried[match.row.name] = self.carried[match.policy.name]
         self._run_rows(present)
+        for index, match in enumerate(added, present):
+            better = None if self.results[index].failed else match.corrected(self.results[index])
+            if better is not None:
+                self.rows[index], self.results[index] = better.row, RowResult(better.row.name)
+                self._tell("budget", self._run_row(index))
 
     def _run_row(self, index: int) -> str:
         """Run a row once; returns a message about it."""
@@ -171,14 +181,15 @@ class _Comparison:
         extra = [quoted("task.export_parameters", export)] if number == 0 else []
         if seed:
             extra.append(f"seed={self.results[0].report['recipe']['seed'] + seed}")
+        name = f"round-{number}-{index}-{self.rows[index].name}"
         try:
-            report = self._launch(index, "train", f"round-{number}-{index}-{self.rows[index].name}", extra)
+            report = self._launch(index, "train", name, extra)
         except UserError as error:
             if index == 0:
                 raise
             result.failed = str(error)
             return f"{error}; left out from here on"
-        result.add(report, seed, counted=number >= self.config.warmup)
+        result.add(report, seed, counted=number >= self.config.warmup, run=f"{RUNS}/{name}")
         if number == 0:
             self._compare_parameters(index, export)
         self._save(self.content(partial=True))
@@ -209,7 +220,7 @@ class _Comparison:
         self.rounding.add(report, seed=0, counted=False)
 
     def _launch(self, index: int, task: str, name: str, extra: list[str]) -> dict[str, Any]:
-        row, directory = self.rows[index], self.out_dir / "runs" / name
+        row, directory = self.rows[index], self.out_dir / RUNS / name
         arguments = [
             *UNTIMED,
             *self.carried[row.name],

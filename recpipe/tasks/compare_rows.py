@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +94,39 @@ def _setting(text: str, row: str, plugins: tuple[str, ...]) -> str:
     return f"plugins.{plugins[0]}.{text}"
 
 
-def at_equal_memory(rows: Sequence[Row], results: Sequence[RowResult]) -> list[tuple[Row, Row]]:
+@dataclass(frozen=True)
+class EqualMemory:
+    """A policy once more, with a budget at which it takes as much memory as a technique."""
+
+    row: Row
+    policy: Row
+    taken: int
+    """What the policy takes at the budget of the other rows, in bytes."""
+    budget: int
+    """The resident rows of these bytes."""
+    target: int
+    """What the technique takes."""
+
+    def corrected(self, result: RowResult) -> EqualMemory | None:
+        """The same with a better budget, if a run at this one missed the target; None if it did not.
+
+        What a policy keeps beside its rows grows with their number, by how much two runs tell.
+        """
+        more, gained = self.row.resident_bytes, (result.memory_bytes or 0) - self.taken
+        assert more is not None
+        if gained <= 0 or abs(self.taken + gained - self.target) <= (ALIKE - 1) * self.target:
+            return None
+        budget = self.budget + (more - self.budget) * (self.target - self.taken) // gained
+        return replace(self, row=replace(self.row, resident_bytes=budget))
+
+
+def at_equal_memory(rows: Sequence[Row], results: Sequence[RowResult]) -> list[EqualMemory]:
     """Cache policies among ``rows``, each once more for every technique that takes more memory than it.
 
-    Returns (the new row, the policy's row). Its budget is larger by what the technique takes more: resident
-    rows, buffers, replicas and maps together, as the first run of each has measured them.
+    The budget is larger by what the technique takes more: resident rows, buffers, replicas and maps together,
+    as the first run of each has measured them.
     """
-    found: list[tuple[Row, Row]] = []
+    found: list[EqualMemory] = []
     ran = [(row, result) for row, result in zip(rows, results, strict=True) if result.report]
     measured = [(row, result.report["memory"], result.memory_bytes) for row, result in ran]
     for policy, memory, taken in measured:
@@ -113,7 +139,8 @@ def at_equal_memory(rows: Sequence[Row], results: Sequence[RowResult]) -> list[t
             budget = memory["resident_bytes"] + more - taken
             if all(max(budget, b) > ALIKE * min(budget, b) for b in budgets):
                 budgets.append(budget)
-                found.append((Row(f"{policy.name}@{technique.name}", policy.policy, (), budget), policy))
+                row = Row(f"{policy.name}@{technique.name}", policy.policy, (), budget)
+                found.append(EqualMemory(row, policy, taken, memory["resident_bytes"], more))
     return found
 
 

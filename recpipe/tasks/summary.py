@@ -12,11 +12,16 @@ from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Ranks
 from recpipe.model.metrics import peak_rss_bytes
 from recpipe.plugin.api import RunFigures
+from recpipe.report.details import Skew
 from recpipe.report.environment import environment
 from recpipe.report.record import DataFigures, Io, Memory, PluginFigures, RankFigures, Resumed, RunReport
+from recpipe.report.skew import skew_of
 from recpipe.seams import Collective
-from recpipe.tables.collection import TableCollection, TierFigures
+from recpipe.tables.access_sample import AccessSample
+from recpipe.tables.collection import TierFigures
+from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables
+from recpipe.tasks.table_memory import memory_of_tables
 from recpipe.training.module import RankingModule
 from recpipe.training.recorder import Recorder
 
@@ -27,7 +32,7 @@ def summarize(
     plugin_figures: Callable[[RunFigures], Mapping[str, PluginFigures]],
     described: Mapping[str, Any],
     tables: ModelTables,
-    embeddings: TableCollection,
+    embeddings: GroupedCollection,
     module: RankingModule,
     ranks: Ranks,
     resumed_from: Path | None,
@@ -64,14 +69,24 @@ def summarize(
         ),
         throughput=recorder.throughput(written_back),
         quality=recorder.quality,
-        memory=_memory(described, ranks, tables, tiers),
+        memory=_memory(described, ranks, tables, embeddings, tiers),
         io=io,
         plugins=plugin_figures(run),
         environment=environment(),
         history=recorder.history,
         ranks=_ranks(ranks, embeddings.collectives),
         resumed=_resumed(resumed_from, module, recorder),
+        series=recorder.intervals.series(),
+        calibration=module.quality.calibration,
+        skew=_skew(module.loader.accesses, tables),
     )
+
+
+def _skew(accesses: AccessSample | None, tables: ModelTables) -> Skew | None:
+    if accesses is None:
+        return None
+    rows = {table.name: table.rows for table in tables.tables}
+    return skew_of(accesses.counts(), rows, accesses.lookups, accesses.batches)
 
 
 def _resumed(checkpoint: Path | None, module: RankingModule, recorder: Recorder) -> Resumed | None:
@@ -105,16 +120,21 @@ def _ranks(ranks: Ranks, collectives: Mapping[str, Collective]) -> RankFigures:
 
 
 def _memory(
-    described: Mapping[str, Any], ranks: Ranks, tables: ModelTables, tiers: TierFigures | None
+    described: Mapping[str, Any],
+    ranks: Ranks,
+    tables: ModelTables,
+    embeddings: GroupedCollection,
+    tiers: TierFigures | None,
 ) -> Memory:
+    each = memory_of_tables(described, tables, embeddings)
     resident = tables.total_bytes if tiers is None else 0
     if described["shards"] is not None:
         mine = described["shards"]["ranks"][ranks.rank]
         resident = mine["bytes"] - mine["tiered_bytes"]
     if tiers is None:
-        return Memory(peak_rss_bytes(), resident, 0, 0)
+        return Memory(peak_rss_bytes(), resident, 0, 0, each)
     resident += tiers.resident_bytes
-    return Memory(peak_rss_bytes(), resident, tiers.cold_bytes, tiers.overhead_bytes)
+    return Memory(peak_rss_bytes(), resident, tiers.cold_bytes, tiers.overhead_bytes, each)
 
 
 def _io(tiers: TierFigures | None, store: str) -> Io:

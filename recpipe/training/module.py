@@ -89,6 +89,9 @@ class RankingModule(L.LightningModule):
         self.samples: int | None = 0
         """Samples trained so far in the whole run; None if the resumed checkpoint does not have their
         number."""
+        self.seconds = 0.0
+        """Seconds from the process's start to the end of the latest step, without evaluations; of a resumed
+        run, with those of the parts before it, or NaN if the checkpoint does not have them."""
         self._batches_done = 0
         self._random_state: dict[str, Any] | None = None
 
@@ -164,6 +167,11 @@ class RankingModule(L.LightningModule):
     def beside(self) -> Beside | None:
         """Threads for work on tables."""
         return None if self.backend is None else self.backend.beside
+
+    @property
+    def loss_sum(self) -> torch.Tensor:
+        """The sum of the losses of the steps that this process has trained; it may still be on its way."""
+        return self._loss_sum
 
     def loss_total(self) -> LossTotal:
         """The total loss of the steps that this process has trained; waits for a GPU."""
@@ -298,6 +306,7 @@ class RankingModule(L.LightningModule):
         checkpoint["recpipe"] = {
             "batches_done": done,
             "samples": self.samples,
+            "seconds": self.seconds,
             "made_with": self.made_with(),
             "order": self.order(),
             "dense_defaults": self._fresh_optimizer().defaults,
@@ -335,6 +344,7 @@ class RankingModule(L.LightningModule):
         self.loader.first = int(saved["batches_done"])
         self.loader.handed_out = int(checkpoint["global_step"])
         self.samples = saved.get("samples")  # older checkpoints lack it
+        self.seconds = saved.get("seconds", math.nan)  # likewise
         self._random_state = saved["random"]
         if self.backend is not None and saved.get("backend") is not None:  # older checkpoints lack it
             self.backend.restore(saved["backend"])

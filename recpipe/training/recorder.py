@@ -16,14 +16,16 @@ from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch
 from recpipe.report.quality import labelled
 from recpipe.report.record import Point, Throughput, rate
+from recpipe.training.intervals import Intervals
 from recpipe.training.module import LossTotal, RankingModule
 
 
 class Recorder(L.Callback):
     """Times the steps, keeps the learning curve, and prints a line for each evaluation."""
 
-    def __init__(self, loader: TrainLoader, started: float) -> None:
+    def __init__(self, loader: TrainLoader, started: float, intervals: Intervals) -> None:
         self.loader = loader
+        self.intervals = intervals
         self.started = started
         self.first_step_seconds = math.nan
         """Seconds from ``started`` to the end of the first step; NaN before that."""
@@ -40,6 +42,10 @@ class Recorder(L.Callback):
         self._load: Load | None = None
         self.evaluation_seconds = 0.0
         self._evaluating = 0.0
+        self._before = 0.0
+        """Seconds of the parts before this one."""
+        self._trained = 0
+        self._busy = 0.0
         self._last = 0.0
         self._reported = 0
         self._loss = LossTotal()
@@ -52,8 +58,12 @@ class Recorder(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock of the first step; in a run resumed inside an epoch, no epoch starts."""
+        assert isinstance(pl_module, RankingModule)
         self._load = Load.now()
         self.began = self._last = perf_counter()
+        self._before = pl_module.seconds
+        samples = pl_module.samples or 0
+        self.intervals.begin(trainer.global_step, samples, self._seconds(self.began), pl_module.loss_sum)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock of an epoch's first step."""
@@ -68,13 +78,34 @@ class Recorder(L.Callback):
         batch_idx: int,
     ) -> None:
         """Time the step from the end of the one before, so that waiting for data counts."""
+        assert isinstance(pl_module, RankingModule)
         now = perf_counter()
         if not self.step_seconds:
             self.first_step_seconds = now - self.started
         self.step_seconds.append(now - self._last)
         self.step_samples.append(batch.consumed)
         self.skipped_samples += batch.skipped
+        self._trained += batch.consumed
+        self._busy += now - self._last
+        pl_module.seconds = self._seconds(now)
+        if self.intervals.due():
+            self._note(trainer, pl_module)
         self._last = perf_counter()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Close the last interval."""
+        assert isinstance(pl_module, RankingModule)
+        if not self.intervals.complete:
+            self._note(trainer, pl_module)
+
+    def _note(self, trainer: L.Trainer, module: RankingModule) -> None:
+        samples = self._trained if module.samples is None else module.samples
+        step = trainer.global_step
+        self.intervals.note(step, samples, module.seconds, self._trained, self._busy, module.loss_sum)
+
+    def _seconds(self, now: float) -> float:
+        """Seconds from the process's start to ``now`` without evaluations, and those of the parts before."""
+        return self._before + now - self.started - self.evaluation_seconds
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock of an evaluation."""
@@ -95,7 +126,13 @@ class Recorder(L.Callback):
         held_out = "  ".join(f"{label} {value:.4f}" for label, value in labelled(measured))
         self.history.append(
             Point(
-                step, samples, loss=loss, samples_per_second=speed, eval_loss=measured.pop("loss"), **measured
+                step,
+                samples,
+                loss=loss,
+                samples_per_second=speed,
+                eval_loss=measured.pop("loss"),
+                seconds=pl_module.seconds,
+                **measured,
             )
         )
         log.info(

@@ -75,6 +75,10 @@ def _check_own(module: RankingModule, recpipe: Mapping[str, Any]) -> None:
         samples = entries({"samples": int | None}, recpipe, "recpipe")["samples"]
         if samples is not None and samples < 0:
             raise Damaged(f"recpipe.samples is {samples}")
+    if "seconds" in recpipe:  # likewise
+        seconds = entries({"seconds": float}, recpipe, "recpipe")["seconds"]
+        if seconds < 0:
+            raise Damaged(f"recpipe.seconds is {seconds}")
     if saved["fingerprint"] != module.loader.source.dataset.fingerprint:
         raise UserError(
             "the checkpoint was made on other data (or another recipe for it); resume with the same data"

@@ -12,7 +12,14 @@ import torch
 from torchmetrics.functional.classification import binary_auroc
 
 from recpipe.model import metrics
-from recpipe.model.metrics import BackgroundQuality, auc, logloss, normalized_entropy, quality
+from recpipe.model.metrics import (
+    BackgroundQuality,
+    auc,
+    calibration,
+    logloss,
+    normalized_entropy,
+    quality,
+)
 
 
 def brute_force_auc(labels: torch.Tensor, scores: torch.Tensor) -> float:
@@ -140,3 +147,49 @@ def test_peak_rss_sees_memory_that_was_freed_until_it_is_reset() -> None:
     assert metrics.peak_rss_bytes() >= before + 0.9 * size
     metrics.reset_peak_rss()
     assert metrics.peak_rss_bytes() < before + 0.5 * size
+
+
+@pytest.mark.parametrize("count", [7, 1000, 200_001])
+def test_calibration_bins_have_all_samples_and_about_equally_many(count: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(count)
+    found = calibration((torch.rand(count) < logits.sigmoid()).float(), logits)
+    assert found is not None
+    assert sum(found.samples) == count
+    assert len(found.samples) == min(count, 10)
+    assert found.predicted == sorted(found.predicted)
+    if count > 100:
+        assert max(found.samples) < 1.1 * min(found.samples)
+    weights = torch.tensor(found.samples, dtype=torch.float64) / count
+    mean = float((weights * torch.tensor(found.predicted)).sum())
+    assert mean == pytest.approx(float(logits.double().sigmoid().mean()))
+
+
+def test_calibration_tells_true_rates_from_shifted_ones() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(100_000)
+    labels = (torch.rand(100_000) < logits.sigmoid()).float()
+
+    def off(shift: float) -> float:
+        found = calibration(labels, logits + shift)
+        assert found is not None
+        return max(abs(p - o) for p, o in zip(found.predicted, found.observed, strict=True))
+
+    assert off(0.0) < 0.02
+    assert off(0.5) > 0.08
+
+
+def test_equal_predictions_are_one_bin_and_other_labels_none() -> None:
+    found = calibration(torch.tensor([1.0, 0, 0, 0]), torch.zeros(4))
+    assert found == metrics.Calibration([0.5], [0.25], [4])
+    assert calibration(torch.tensor([2.0]), torch.zeros(1)) is None
+    assert calibration(torch.empty(0), torch.empty(0)) is None
+    assert calibration(torch.ones(1), torch.tensor([math.nan])) is None
+
+
+def test_only_clicks_are_calibrated() -> None:
+    for kind, there in (("clicks", True), ("counts", False)):
+        background = BackgroundQuality(kind)  # type: ignore[arg-type]
+        background.add(torch.zeros(2), torch.ones(2))
+        background.submit().result(10)
+        assert (background.calibration is not None) == there

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from recpipe.model.metrics import Quality
-from recpipe.report import figures, html, plots, terminal
+from recpipe.model.metrics import Calibration, Quality
+from recpipe.report import figures, folding, html, plots, terminal
+from recpipe.report.details import Series, Skew, TableMemory, TableSkew
 from recpipe.report.environment import environment
+from recpipe.report.merging import merged
 from recpipe.report.record import (
     DataFigures,
     Io,
@@ -31,13 +34,16 @@ from recpipe.report.record import (
     step_times,
     write_json,
 )
+from recpipe.report.skew import skew_of
 
 pytestmark = pytest.mark.usefixtures("real_plots")
 
 
 def make_report(**changes: Any) -> RunReport:
     seconds = list(np.random.default_rng(0).gamma(30, 0.0007, 500))
-    curve = [Point(i, i * 512, 0.5 + i / 100, 0.6, 0.9, 0.61, 20_000.0 + i) for i in range(1, 10)]
+    curve = [
+        Point(i, i * 512, 0.5 + i / 100, 0.6, 0.9, 0.61, 20_000.0 + i, seconds=5.0 + i) for i in range(1, 10)
+    ]
     content: dict[str, Any] = {
         "task": "train",
         "recipe": {"seed": 1, "data": {"name": "synthetic"}},
@@ -89,7 +95,7 @@ def test_report_json_has_every_public_key(tmp_path: Path) -> None:
     assert content["throughput"]["step_ms"].keys() == {"p50", "p90", "p99"}
     assert content["history"][0].keys() == {
         "step", "samples", "auc", "logloss", "ne", "loss", "samples_per_second",
-        "eval_loss", "mse", "rmse", "mae", "poisson_deviance",
+        "eval_loss", "mse", "rmse", "mae", "poisson_deviance", "seconds",
     }  # fmt: skip
     assert list(tmp_path.glob("new/*")) == [path]
 
@@ -134,7 +140,10 @@ def test_step_histogram_counts_every_step_and_is_not_stretched_by_one() -> None:
     histogram = step_histogram([0.010 + i / 1e5 for i in range(500)] + [9.0])
     assert sum(histogram.counts) == 501
     assert len(histogram.edges_ms) == len(histogram.counts) + 1
-    assert histogram.edges_ms[-1] < 20
+    assert histogram.edges_ms[0] <= 10
+    assert histogram.edges_ms[-1] > 9000
+    assert sum(count > 0 for count in histogram.counts) > 5, "10 to 15 ms are several bins"
+    assert step_histogram([0.02, 0.02]).counts == [2]
 
 
 def test_environment_names_versions_and_machine() -> None:
@@ -222,7 +231,7 @@ def test_html_is_one_file_without_outside_resources(tmp_path: Path) -> None:
 
 def test_html_shows_curves_tables_and_recipe() -> None:
     page = html.render(make_report().to_dict())
-    assert page.count("<svg") == 5  # AUC, loss, speed, step times, the plugin's list
+    assert page.count("<svg") == 6  # AUC and loss by samples and by time, step times, the plugin's list
     for part in ("0.7700", "popular share", "71.3%", "seed: 1", "slots.splitter", "AUC on the held-out part"):
         assert part in page
     assert "prefers-color-scheme: dark" in page
@@ -259,3 +268,98 @@ def test_plugin_figures_take_their_unit_from_the_name() -> None:
     assert figures.figure("rows", 1234567) == "1,234,567"
     assert figures.figure("on", True) == "True"
     assert figures.short(2_434_567) == "2.43M"
+
+
+def table(name: str, rows: int, resident: int | None = 10) -> TableMemory:
+    return TableMemory(name, rows, 16, 64 * rows, 4 * rows, resident, resident and 68 * resident, 68 * rows)
+
+
+def full_report(**changes: Any) -> RunReport:
+    """With all that is drawn."""
+    steps = list(range(10, 110, 10))
+    series = Series(
+        steps, [10] * 10, [512 * s for s in steps], [5.0 + s for s in steps], [1e4] * 10, [0.5] * 10,
+        [1000] * 10, list(range(0, 1000, 100)), [4096] * 10, [0] * 10,
+    )  # fmt: skip
+    memory = Memory(1 << 30, 1 << 27, 1 << 31, 5000, [table(f"C{n}", n) for n in range(1, 27)])
+    skew = Skew(500, 3, [TableSkew(None, 351, 500, [0.01, 1.0], [0.4, 1.0])])
+    bins = Calibration([0.1, 0.6], [0.2, 0.5], [100, 300])
+    content = {"series": series, "memory": memory, "skew": skew, "calibration": bins}
+    return make_report(**(content | changes))
+
+
+def test_html_draws_tiers_skew_memory_and_calibration_where_they_are_measured() -> None:
+    page = html.render(full_report().to_dict())
+    assert page.count("<svg") == 6 + 6  # speed, hit rate, cold bytes, skew, memory, calibration
+    for part in (
+        "Hit rate: lookups",
+        "Access skew, from 500 lookups of 3 batches",
+        "Calibration: 400 held-out samples in 2 bins",
+        "18 smaller tables",
+        "26 tables, 1 to 26 rows, 351 in all",
+    ):
+        assert part in page
+    assert page.count("smaller tables") == 2, "in the table and in the plot"
+    assert "C2<" not in page
+
+
+def test_a_verdict_stands_above_its_plugins_figures() -> None:
+    plugins = {"hotline": {"a": 1, "verdict": "fetches were hidden"}}
+    page = html.render(make_report(plugins=plugins).to_dict())
+    assert page.index("fetches were hidden") < page.index(">a<")
+    assert page.count("fetches were hidden") == 1
+    assert ">verdict<" not in page
+
+
+def test_tables_of_a_kind_are_one_line() -> None:
+    tree: dict[str, Any] = {
+        "cache": "lru",
+        "tables": {f"C{n}": {"cache": "hotline", "init": None} for n in range(26)},
+        "bytes": {f"C{n}": 1024 * (n + 1) for n in range(26)},
+        "other": {"a": None, "b": None, "c": None, "d": None},
+    }
+    rows = dict(folding.flat(tree))
+    assert rows["tables.(26: C0, C1 … C25).cache"] == "hotline"
+    assert rows["bytes"] == "26: 1 KiB to 26 KiB"
+    assert rows["other.a"] == rows["other.d"] == "-", "only parts of one kind are folded"
+    assert len(rows) == 1 + 2 + 1 + 4
+    tree["tables"]["C3"] = {"cache": "fae", "init": None}
+    rows = dict(folding.flat(tree))
+    assert rows["tables.C3.cache"] == "fae"
+    assert rows["tables.(25: C0, C1 … C25).cache"] == "hotline"
+
+
+def test_folded_tables_keep_their_sums() -> None:
+    tables = [as_json(asdict(table(f"C{n}", n))) for n in range(1, 27)]
+    for largest, lines in ((8, 9), (25, 26), (30, 26)):
+        found = folding.folded(tables, largest)
+        assert len(found) == lines
+        assert sum(line.weight_bytes for line in found) == 64 * 351
+        assert sum(line.resident_rows or 0 for line in found) == 260
+    assert folding.folded([*tables, as_json(asdict(table("x", 1, None)))], 8)[-1].resident_rows is None
+    assert folding.folded([], 8) == []
+
+
+def test_merged_intervals_keep_steps_ends_and_the_mean_speed() -> None:
+    series = as_json(asdict(full_report().series)) | {"samples_per_second": [100.0, 300.0] * 5}
+    found = merged(series, 5)
+    assert found["step"] == [20, 40, 60, 80, 100]
+    assert found["steps"] == [20] * 5
+    assert found["samples_per_second"] == pytest.approx([150.0] * 5), "equal samples, not equal seconds"
+    assert merged(series, 3)["steps"] == [40, 40, 20]
+    assert merged({}, 3)["step"] == []
+
+
+def test_skew_ends_at_all_rows_and_tells_a_few_hot_rows_from_equal_ones() -> None:
+    counts = {"hot": np.array([1, 900, 99]), "even": np.full(1000, 2)}
+    found = skew_of(counts, {"hot": 10_000, "even": 1000}, 3000, 7)
+    assert found is not None
+    everything, hot, even = found.tables
+    assert (everything.name, hot.name, even.name) == (None, "hot", "even")
+    assert (everything.rows, everything.lookups, found.batches) == (11_000, 3000, 7)
+    for curve in found.tables:
+        assert curve.share_of_rows[-1] == curve.share_of_lookups[-1] == 1
+        assert np.all(np.diff(curve.share_of_lookups) >= 0)
+    assert hot.share_of_lookups[0] == 0.9
+    assert np.allclose(even.share_of_lookups, even.share_of_rows, rtol=1e-3)
+    assert skew_of({}, {}, 0, 0) is None

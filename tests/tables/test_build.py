@@ -13,9 +13,9 @@ import pytest
 from recpipe.common.run_dir import hold
 from recpipe.distributed.ranks import Emulation, Ranks
 from recpipe.errors import UserError
-from recpipe.plugin.api import Contribution, Origin, TableInfo
+from recpipe.plugin.api import Contribution, GroupInfo, Origin, TableInfo
 from recpipe.plugin.assembly import Assembly, assemble
-from recpipe.plugin.errors import PluginConflict
+from recpipe.plugin.errors import PluginConflict, PluginError
 from recpipe.plugin.policy import Cache, RowSpace
 from recpipe.plugin.quantizer import Quantizer
 from recpipe.tables.build import Place, build_tables
@@ -135,6 +135,24 @@ def test_every_group_has_its_own_owner() -> None:
             np.testing.assert_array_equal(
                 group.tables.fill(name, 0, 10), TABLES.groups[0].tables.fill(name, 0, 10)
             )
+
+
+def test_slots_are_what_a_cache_leaves_of_the_budget() -> None:
+    class Buffered(Kept):
+        def __init__(self, share: float) -> None:
+            super().__init__("*")
+            self.share = share
+
+        def beside(self, group: GroupInfo) -> int:
+            return int(self.share * group.slots * group.record_bytes)
+
+    (whole,) = group_owners(TIERS, assembly(cache=[Buffered(0.0)]), TABLES)
+    (part,) = group_owners(TIERS, assembly(cache=[Buffered(0.3)]), TABLES)
+    assert (part.slots, part.resident_bytes) == (int(whole.slots * 0.7), whole.resident_bytes)
+    with pytest.raises(
+        PluginError, match=r"plugin acme .*keeps .* bytes beside the rows of a, b, c, of a budget"
+    ):
+        group_owners(TIERS, assembly(cache=[Buffered(1.1)]), TABLES)
 
 
 def test_a_cache_of_all_tables_and_a_policy_are_refused() -> None:

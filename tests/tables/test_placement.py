@@ -252,3 +252,18 @@ def test_needs_cold_marks_samples_with_slab_rows() -> None:
         slab = set(plan.slab.tolist())
         bag_needs = np.array([bool(slab & set(rows)) for rows in expected(bags)])
         assert plan.needs_cold.tolist() == bag_needs.reshape(FEATURES, -1).any(axis=0).tolist()
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_hits_are_lookups_of_rows_that_were_resident_before_the_batch(kind: str) -> None:
+    planner = planner_of(kind, carry=True)
+    hits = looked_up = 0
+    for bags in batches():
+        before = set(planner.space.residents.rows.tolist())
+        plan = planner.plan(bags)
+        planner.commit()
+        assert plan.hits == sum(row in before for row in bags.indices.tolist())
+        assert plan.looked_up == len(bags.indices)
+        hits, looked_up = hits + plan.hits, looked_up + plan.looked_up
+    assert (hits == 0) == (kind == "nocache")
+    assert hits < looked_up

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -168,7 +169,7 @@ def test_result_files_hold_the_public_schema(tmp_path: Path) -> None:
         assert "max_parameter_difference" in row
         assert row["samples_per_second"].keys() == {"median", "min", "max"}
     page = (tmp_path / "compare.html").read_text()
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 6
     assert "<script" not in page
     for part in (
         "fae+slipstream*",
@@ -181,6 +182,26 @@ def test_result_files_hold_the_public_schema(tmp_path: Path) -> None:
         assert part in text
     assert "!" not in text
     assert max(map(len, text.splitlines()[:-1])) <= 80
+
+
+def test_each_row_links_to_the_report_of_its_first_counted_run(tmp_path: Path) -> None:
+    runs = three_rows()
+
+    def launch(arguments: list[str], directory: Path) -> dict[str, Any]:
+        directory.mkdir(parents=True, exist_ok=True)
+        if value_of(arguments, "tiers.policy") != "lru":  # its page could not be written
+            (directory / "report.html").write_text("")
+        return runs(arguments, directory)
+
+    content, _ = run(config("resident", "lru", "fae+slipstream"), tmp_path / "there", launch)  # type: ignore[arg-type]
+    assert [row["run"] for row in content["rows"]] == [
+        "runs/round-1-0-resident", "runs/round-1-1-lru", "runs/round-1-2-fae+slipstream"
+    ]  # fmt: skip
+    (tmp_path / "there").rename(tmp_path / "moved")
+    page = (tmp_path / "moved" / "compare.html").read_text()
+    links = set(re.findall(r'<a href="([^"]*)"', page))
+    assert links == {"runs/round-1-0-resident/report.html", "runs/round-1-2-fae%2Bslipstream/report.html"}
+    assert all((tmp_path / "moved" / unquote(link)).is_file() for link in links)
 
 
 def test_a_row_named_twice_shows_the_noise(tmp_path: Path) -> None:
@@ -373,6 +394,23 @@ def test_a_policy_runs_at_the_memory_of_a_technique_that_takes_more(tmp_path: Pa
     assert len(content["rows"][4]["rounds"]) == 2
     assert content["rows"][4]["memory_bytes"] == content["rows"][2]["memory_bytes"]
     assert "lru@fae" in text
+
+
+def test_the_budget_is_corrected_where_what_a_policy_keeps_beside_its_rows_grows_too(tmp_path: Path) -> None:
+    class Growing(FakeRuns):
+        def __call__(self, arguments: list[str], directory: Path) -> dict[str, Any]:
+            slots = int(value_of(arguments, "tiers.resident_bytes") or 1000)
+            beside = 2000 if "+plugin=[fae]" in arguments else 100 + slots // 2
+            memory = {"resident_bytes": slots, "tier_overhead_bytes": beside, "peak_rss_bytes": 0}
+            return super().__call__(arguments, directory) | {"memory": memory}
+
+    runs = Growing({name: [report(100.0) for _ in range(5)] for name in ("lru", "fae")})
+    content, _ = run(config("lru", "fae", repetitions=2, warmup=0), tmp_path, runs)
+    budgets = [value_of(arguments, "tiers.resident_bytes") for arguments in runs.arguments]
+    # 1400 bytes more are 1400 / 1.5 bytes of rows and what belongs to them.
+    assert [budget for budget in budgets if budget] == ["2400", "1933", "1933"]
+    assert content["rows"][2]["memory_bytes"] == 1933 + 100 + 966
+    assert len(content["rows"][2]["rounds"]) == 2
 
 
 def test_a_row_can_have_settings_of_its_own(tmp_path: Path) -> None:

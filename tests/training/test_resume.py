@@ -101,6 +101,7 @@ CASES: tuple[tuple[str, Change], ...] = (
     ("current.ready is 'x'", lambda c: _progress(c, "epoch_progress")["current"].update(ready="x")),
     ("unknown 'increment_by'", lambda c: _progress(c, "epoch_progress")["total"].update(increment_by=1)),
     ("recpipe.samples is -1", lambda c: c["recpipe"].update(samples=-1)),
+    ("recpipe.seconds is -1", lambda c: c["recpipe"].update(seconds=-1.0)),
     ("lightning_version is '1.4'", lambda c: c.update({"pytorch-lightning_version": "1.4"})),
     ("state.1. lacks 'exp_avg'", lambda c: c["optimizer_states"][0]["state"][1].pop("exp_avg")),
     ("state.99. is of no parameter", lambda c: c["optimizer_states"][0]["state"].update({99: {}})),

@@ -122,7 +122,23 @@ def test_a_resumed_run_tells_where_it_stands_and_counts_the_whole_and_its_part(t
         "checkpoint": str(saved), "step": 30, "samples": 1920, "steps": 20, **sums
     }  # fmt: skip
     assert report["data"]["train_samples"] == 20 * 64
-    assert (report["history"][-1]["step"], report["history"][-1]["samples"]) == (50, 3200)
+    last, series = report["history"][-1], report["series"]
+    assert (last["step"], last["samples"]) == (50, 3200)
+    # Time goes on from where the first part's checkpoint was, and does not include evaluations.
+    before = json.loads((tmp_path / "part" / "report.json").read_text())
+    assert before["history"][-1]["seconds"] == pytest.approx(before["series"]["seconds"][-1], abs=1e-3)
+    assert series["seconds"][0] > before["series"]["seconds"][-1] > 0
+    own = report["throughput"]["end_to_end_seconds"]
+    assert before["series"]["seconds"][-1] < last["seconds"] < before["series"]["seconds"][-1] + own
+    assert (series["step"][0], series["step"][-1], sum(series["steps"])) == (31, 50, 20)
+    assert sum(series["lookups"]) == report["data"]["lookups"] == report["skew"]["lookups"]
+    assert 0 < sum(series["hits"]) < sum(series["lookups"])
+    assert 0 < sum(series["bytes_read"]) <= report["io"]["bytes_read"]
+    assert sum(report["calibration"]["samples"]) == report["data"]["eval_samples"]
+    tables, tiers = report["memory"]["tables"], report["assembly"]["tiers"]
+    assert sum(table["rows"] for table in tables) == tiers["rows"]
+    assert sum(t["weight_bytes"] + t["state_bytes"] for t in tables) == sum(tiers["table_bytes"].values())
+    assert 0 < sum(table["resident_bytes"] for table in tables) <= report["memory"]["resident_bytes"]
     shown = " ".join(log.split())
     assert "before: 30 steps, 1,920 samples this part: 20 steps, 1,280 samples" in shown
     assert "whole run: 50 steps, 3,200 samples" in shown
@@ -133,13 +149,14 @@ def test_a_checkpoint_that_does_not_tell_its_samples(trained, tmp_path, monkeypa
     load = RankingModule.on_load_checkpoint
 
     def older(self, checkpoint) -> None:
-        del checkpoint["recpipe"]["samples"]
+        del checkpoint["recpipe"]["samples"], checkpoint["recpipe"]["seconds"]
         load(self, checkpoint)
 
     monkeypatch.setattr(RankingModule, "on_load_checkpoint", older)
     trained("rest", f"resume={tmp_path}/part")
     report = json.loads((tmp_path / "rest" / "report.json").read_text())
     assert (report["resumed"]["samples"], report["resumed"]["total_samples"]) == (None, None)
+    assert report["history"][-1]["seconds"] is None
     assert (report["resumed"]["step"], report["data"]["train_samples"]) == (9, 16 * 64)
     assert "after step 9 and an unknown number of samples" in said(tmp_path / "rest")
     assert "before: 9 steps, samples unknown" in said(tmp_path / "rest")

@@ -266,7 +266,7 @@ class GroupTiers(nn.Module):
 
     def figures(self) -> TierFigures:
         """The sums of their figures."""
-        nothing = TierFigures(IoCounters(), TierTimes(), None, 0, 0, 0, False)
+        nothing = TierFigures(IoCounters(), TierTimes(), None, 0, 0, 0, False, 0, 0)
         found = [tiers.tier_figures() for tiers in self.each()]
         return reduce(TierFigures.plus, found) if found else nothing
 

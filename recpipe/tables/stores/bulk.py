@@ -4,17 +4,17 @@ together.
 A batch needs a few thousand rows scattered over all blocks of the store. The sorted rows of many batches
 share blocks or are in adjacent ones, which the ssd store merges into large requests. A caller that knows what
 future batches need announces it, and a thread reads it into host memory while training goes on. Writes wait
-in host memory until there are enough of them.
+in host memory, and the thread passes over them in the order of the rows, again and again, like an elevator:
+where it comes by, a whole round's rows have gathered.
 
 Every call sees the newest record: it looks first among waiting writes, then in what was read ahead, then in
-the store.
+the store. Memory grows with the rows on their way, not with the tables: rows are found by binary search.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -23,12 +23,20 @@ from numpy.typing import NDArray
 
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records, Rows
 
-NOWHERE = -1
-GROUP_BITS = 6
-"""A place in a group is ``position << GROUP_BITS | number of the group``; groups are numbered modulo 64."""
-MAX_GROUPS = (1 << GROUP_BITS) - 1
-WRITE_ROWS = 4096
-"""How many rows of a lot are written before a waiting read has its turn."""
+FULL = 0.75
+"""The share of the waiting writes' room from which rows are written."""
+PIECES = 8
+"""How many pieces of the room are written one after the other, each before reads that came meanwhile."""
+Found = NDArray[np.bool_]
+
+
+def positions(rows: Rows, wanted: Rows) -> tuple[Rows, Found]:
+    """For each of ``wanted``, its position in sorted ``rows`` (any, if it is not there) and whether it is
+    there."""
+    if not len(rows):
+        return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
+    at = np.minimum(np.searchsorted(rows, wanted), len(rows) - 1)
+    return at, rows[at] == wanted
 
 
 @dataclass
@@ -39,14 +47,72 @@ class ReadGroup:
     records: Records | None = None
     done: Future[None] = field(default_factory=Future)
 
+    @property
+    def nbytes(self) -> int:
+        """Its memory."""
+        return self.rows.nbytes + (0 if self.records is None else self.records.nbytes)
 
-@dataclass
+
 class Writes:
-    """Rows that wait to be written, with their newest records; the first ``count`` places are used."""
+    """Rows that wait to be written, each with its newest record; at most ``capacity``."""
 
-    rows: Rows
-    records: Records
-    count: int = 0
+    def __init__(self, capacity: int, width: int) -> None:
+        self.rows: Rows = np.empty(0, np.int64)
+        """Sorted."""
+        self.records = np.empty((capacity, width), np.float32)
+        self._places = np.empty(0, np.int32)
+        """The place of each of ``rows`` in ``records``."""
+        self._free = np.arange(capacity, dtype=np.int32)
+        self._changed = np.zeros(capacity, bool)
+        """Of each place, whether its record is newer than what ``piece`` gave away."""
+
+    def find(self, wanted: Rows) -> tuple[NDArray[np.int32], Found]:
+        """Places in ``records`` of those of ``wanted`` that wait, and which these are."""
+        at, here = positions(self.rows, wanted)
+        return self._places[at[here]], here
+
+    def put(self, rows: Rows, records: Records) -> bool:
+        """Add distinct ``rows``, or replace their records; False if there is no room, and nothing is done."""
+        places, here = self.find(rows)
+        new = np.flatnonzero(~here)
+        if len(new) > len(self._free):
+            return False
+        self.records[places] = records[here]
+        self._changed[places] = True
+        new = new[np.argsort(rows[new])]
+        fresh, self._free = self._free[: len(new)], self._free[len(new) :]
+        self.records[fresh] = records[new]
+        self._changed[fresh] = True
+        at = np.searchsorted(self.rows, rows[new])
+        self.rows = np.insert(self.rows, at, rows[new])
+        self._places = np.insert(self._places, at, fresh)
+        return True
+
+    def piece(self, first: int) -> tuple[Rows, Records]:
+        """The next rows to write, from number ``first`` on, or else from the start; and their records."""
+        start = int(np.searchsorted(self.rows, first)) % max(1, len(self.rows))
+        part = slice(start, start + max(1, len(self.records) // PIECES))
+        places = self._places[part]
+        self._changed[places] = False
+        return self.rows[part], self.records[places]
+
+    def written(self, rows: Rows) -> None:
+        """Drop the ``rows`` of a piece that has been written, but for those that changed meanwhile."""
+        at, _ = positions(self.rows, rows)
+        at = at[~self._changed[self._places[at]]]
+        self._free = np.concatenate((self._free, self._places[at]))
+        self.rows, self._places = np.delete(self.rows, at), np.delete(self._places, at)
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to write some."""
+        return len(self.rows) > FULL * len(self.records)
+
+    @property
+    def nbytes(self) -> int:
+        """Its memory."""
+        parts = (self.records, self.rows, self._places, self._free, self._changed)
+        return sum(part.nbytes for part in parts)
 
 
 class BulkStore(ColdStore):
@@ -54,7 +120,7 @@ class BulkStore(ColdStore):
 
     Args:
         inner: the store itself. Owned: ``close`` closes it.
-        write_rows: how many rows wait in memory before they are written.
+        write_rows: how many rows wait in memory at most.
     """
 
     def __init__(self, inner: ColdStore, write_rows: int) -> None:
@@ -66,65 +132,57 @@ class BulkStore(ColdStore):
         self.missed = 0
         """How many rows ``gather`` had to read itself."""
         self.waited = 0.0
-        """Seconds that ``gather`` waited for groups being read."""
+        """Seconds that calls waited for groups being read and for room for writes."""
         self.announced = 0
         """How many groups were announced."""
+        self.announced_rows = 0
+        """How many rows they had."""
         self.peak_bytes = 0
         """The most host memory that groups and waiting writes took, in bytes."""
-        self._capacity = max(1, write_rows)
         self._background = IoCounters()
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, "recpipe-bulk")
-        self._groups: OrderedDict[int, ReadGroup] = OrderedDict()
-        self._ahead = np.full(self.layout.total_rows, NOWHERE, np.int32)
-        """For each row, the place of its newest record in a group, or NOWHERE."""
-        self._active = self._new_writes()
-        self._leaving: Writes | None = None
-        self._written: Future[None] | None = None
-        self._waiting = np.full(self.layout.total_rows, NOWHERE, np.int32)
-        """For each row that waits to be written, its place: 2 * position + parity of the lot."""
-        self._parity = 0
+        self._groups: dict[int, ReadGroup] = {}
+        self._waiting = Writes(max(1, write_rows), self.layout.width)
+        self._next_row = 0
+        """Where the next piece of waiting writes begins."""
+        self._writing: Future[None] | None = None
 
     # -- reading -----------------------------------------------------------------------------
 
     def announce(self, rows: Rows) -> int:
         """Start reading distinct ``rows``; returns at once, with the group's number for ``retire``.
 
-        Later ``gather`` calls find the rows here. If there are more than 63 groups, the oldest is forgotten.
+        Later ``gather`` calls find the rows here.
         """
-        group = ReadGroup(np.sort(rows))
+        made = ReadGroup(np.sort(rows))
         with self._lock:
             self._raise_faults()
-            number = self.announced % (MAX_GROUPS + 1)
+            number = self.announced
             self.announced += 1
-            if len(self._groups) == MAX_GROUPS:
-                self.retire(next(iter(self._groups)))
-            self._groups[number] = group
-            self._ahead[group.rows] = (np.arange(len(rows), dtype=np.int32) << GROUP_BITS) | number
-        self._thread.submit(self._read, group)
+            self.announced_rows += len(rows)
+            self._groups[number] = made
+        self._thread.submit(self._read, made)
         return number
 
     def retire(self, number: int) -> None:
         """Forget a group, unless that has happened already: its batches have fetched their rows."""
         with self._lock:
-            group = self._groups.pop(number, None)
-            if group is None:
-                return
-            ahead = self._ahead[group.rows]
-            mine = (ahead != NOWHERE) & ((ahead & MAX_GROUPS) == number)
-            self._ahead[group.rows[mine]] = NOWHERE
+            self._groups.pop(number, None)
 
     def _read(self, group: ReadGroup) -> None:
         try:
             records = np.empty((len(group.rows), self.layout.width), np.float32)
+            with self._lock:
+                cold = np.flatnonzero(~self._take_waiting(group.rows, records))
             before = replace(self.inner.io)
-            self.inner.gather(group.rows, records)
+            came = np.empty((len(cold), self.layout.width), np.float32)
+            self.inner.gather(group.rows[cold], came)
+            records[cold] = came
             self._background = self._background.plus(self.inner.io.plus(before, -1))
             with self._lock:
-                # This thread also writes, so records replaced meanwhile or not written yet are among the
-                # waiting writes.
-                newer = np.flatnonzero(self._waiting[group.rows] != NOWHERE)
-                records[newer] = self._waiting_records(group.rows[newer])
+                # This thread also writes, so whatever was replaced meanwhile is among the waiting writes.
+                self._take_waiting(group.rows, records)
                 group.records = records
                 self._count_memory()
             group.done.set_result(None)
@@ -136,29 +194,36 @@ class BulkStore(ColdStore):
         while True:
             with self._lock:
                 self._raise_faults()
-                waits = self._waiting[rows] != NOWHERE
-                left = np.flatnonzero(~waits)
-                ahead = self._ahead[rows[left]]
-                under_way = self._under_way(ahead)
-                if not under_way:
-                    out[waits] = self._waiting_records(rows[waits])
-                    for number, group in self._groups.items():
-                        here = np.flatnonzero((ahead != NOWHERE) & ((ahead & MAX_GROUPS) == number))
-                        if len(here):
-                            assert group.records is not None
-                            out[left[here]] = group.records[ahead[here] >> GROUP_BITS]
-                    break
+                left = np.flatnonzero(~self._take_waiting(rows, out))
+                group, left = self._take_ahead(rows, left, out)
+            if group is None:
+                break
             began = time.perf_counter()
-            under_way[0].done.exception()
+            group.done.exception()
             self.waited += time.perf_counter() - began
-        left = left[ahead == NOWHERE]
         if len(left):
             self._gather_now(rows, left, out)
 
-    def _under_way(self, ahead: NDArray[np.int32]) -> list[ReadGroup]:
-        """Groups that will bring some of the rows at these places and have not arrived yet."""
-        needed = np.bincount(ahead[ahead != NOWHERE] & MAX_GROUPS, minlength=MAX_GROUPS + 1)
-        return [group for number, group in self._groups.items() if needed[number] and group.records is None]
+    def _take_waiting(self, rows: Rows, out: Records) -> Found:
+        """Copy the records of ``rows`` that wait to be written into ``out``; returns which these are."""
+        places, here = self._waiting.find(rows)
+        out[here] = self._waiting.records[places]
+        return here
+
+    def _take_ahead(self, rows: Rows, left: Rows, out: Records) -> tuple[ReadGroup | None, Rows]:
+        """Copy the records that groups have of ``rows[left]`` into ``out``.
+
+        Returns a group that will bring some of them and has not arrived yet, or None, and what is left.
+        """
+        for group in self._groups.values():
+            at, here = positions(group.rows, rows[left])
+            if not here.any():
+                continue
+            if group.records is None:
+                return group, left
+            out[left[here]] = group.records[at[here]]
+            left = left[~here]
+        return None, left
 
     def _gather_now(self, rows: Rows, left: NDArray[np.int64], out: Records) -> None:
         """Read rows that were not announced from the store, after everything that is queued."""
@@ -182,83 +247,62 @@ class BulkStore(ColdStore):
             self._raise_faults()
         if self.rounded is not None:  # rounded at once: what is read must not depend on when it is written
             records = self.rounded(records)
-        for start in range(0, len(rows), self._capacity):
-            part = slice(start, start + self._capacity)
-            self._keep(rows[part], records[part])
+        size = len(self._waiting.records)
+        for start in range(0, len(rows), size):
+            self._keep(rows[start : start + size], records[start : start + size])
 
     def _keep(self, rows: Rows, records: Records) -> None:
-        if self._active.count + len(rows) > self._capacity:
-            self._start_writing()
-        with self._lock:
-            waiting = self._waiting[rows]
-            place = waiting >> 1
-            new = np.flatnonzero((waiting == NOWHERE) | ((waiting & 1) != self._parity))
-            active = self._active
-            place[new] = active.count + np.arange(len(new), dtype=np.int32)
-            active.rows[place[new]] = rows[new]
-            active.records[place] = records
-            active.count += len(new)
-            self._waiting[rows] = (place << 1) | self._parity
-            self._refresh_groups(rows, records)
-            self._count_memory()
+        while True:
+            with self._lock:
+                if self._waiting.put(rows, records):
+                    self._refresh_groups(rows, records)
+                    self._count_memory()
+                    if self._waiting.full:
+                        self._write_more()
+                    return
+                writing = self._write_more()
+            began = time.perf_counter()
+            writing.result()
+            self.waited += time.perf_counter() - began
 
     def _refresh_groups(self, rows: Rows, records: Records) -> None:
         """Replace records that were read ahead. A group being read takes over waiting writes when it
         arrives."""
-        ahead = self._ahead[rows]
-        for number, group in self._groups.items():
-            here = np.flatnonzero((ahead != NOWHERE) & ((ahead & MAX_GROUPS) == number))
-            if len(here) and group.records is not None:
-                group.records[ahead[here] >> GROUP_BITS] = records[here]
+        for group in self._groups.values():
+            if group.records is not None:
+                at, here = positions(group.rows, rows)
+                group.records[at[here]] = records[here]
 
-    def _start_writing(self) -> None:
-        """Hand the waiting writes to the thread; blocks while it still writes the last lot."""
-        if self._written is not None:
-            self._written.result()
+    def _write_more(self) -> Future[None]:
+        """Have the thread write a piece, unless it is about to; returns when that is done."""
         with self._lock:
-            leaving = self._leaving = self._active
-            self._active = self._new_writes()
-            self._parity ^= 1
-        order = np.argsort(leaving.rows[: leaving.count])
-        self._written = Future()
-        self._thread.submit(self._write, leaving, order, self._written)
+            if self._writing is None or self._writing.done():
+                self._writing = Future()
+                self._thread.submit(self._write, self._writing)
+            return self._writing
 
-    def _write(self, leaving: Writes, order: NDArray[np.int64], written: Future[None]) -> None:
-        """Write the first rows of ``order``, then queue the rest again, after reads that came meanwhile."""
+    def _write(self, done: Future[None]) -> None:
+        """Write a piece; if there is more to write, queue it after reads that came meanwhile."""
         try:
-            part, rest = order[:WRITE_ROWS], order[WRITE_ROWS:]
-            rows = leaving.rows[part]
+            with self._lock:
+                rows, records = self._waiting.piece(self._next_row)
             before = replace(self.inner.io)
-            self.inner.scatter(rows, leaving.records[part])
+            self.inner.scatter(rows, records)
             self._background = self._background.plus(self.inner.io.plus(before, -1))
             with self._lock:
-                waiting = self._waiting[rows]
-                done = (waiting != NOWHERE) & ((waiting & 1) != self._parity)
-                self._waiting[rows[done]] = NOWHERE
-                if not len(rest):
-                    self._leaving = None
+                self._waiting.written(rows)
+                self._next_row = int(rows[-1]) + 1 if len(rows) else 0
         except BaseException as fault:
-            written.set_exception(fault)
-        else:
-            if len(rest):
-                self._thread.submit(self._write, leaving, rest, written)
-            else:
-                written.set_result(None)
+            done.set_exception(fault)
+            return
+        done.set_result(None)
+        if self._waiting.full:
+            self._write_more()
 
-    def _new_writes(self) -> Writes:
-        shape = (self._capacity, self.layout.width)
-        return Writes(np.empty(self._capacity, np.int64), np.empty(shape, np.float32))
-
-    def _waiting_records(self, rows: Rows) -> Records:
-        """Newest records of ``rows``, all of which wait to be written."""
-        waiting = self._waiting[rows]
-        active = (waiting & 1) == self._parity
-        records = np.empty((len(rows), self.layout.width), np.float32)
-        records[active] = self._active.records[waiting[active] >> 1]
-        if not active.all():
-            assert self._leaving is not None
-            records[~active] = self._leaving.records[waiting[~active] >> 1]
-        return records
+    def _write_all(self) -> None:
+        self._raise_faults()
+        while len(self._waiting.rows):
+            self._write_more().result()
 
     # -- the rest ----------------------------------------------------------------------------
 
@@ -271,32 +315,25 @@ class BulkStore(ColdStore):
         for group in self._groups.values():
             if group.done.done():
                 group.done.result()
-        if self._written is not None and self._written.done():
-            self._written.result()
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
 
     def flush(self) -> None:
         """Write everything that waits, and make it as durable as the store makes it."""
-        self._start_writing()
-        assert self._written is not None
-        self._written.result()
+        self._write_all()
         self._thread.submit(self.inner.flush).result()
 
     def close(self) -> None:
         """Write everything that waits and close the store. Calling it again does nothing."""
         try:
-            if self._active.count:
-                self._start_writing()
-                self._active.count = 0
-            if self._written is not None:
-                self._written.result()
+            self._write_all()
         finally:
             self._thread.shutdown(wait=True)
             self.inner.close()
 
     def _count_memory(self) -> None:
-        held = sum(group.records.nbytes for group in self._groups.values() if group.records is not None)
-        held += self._active.records.nbytes + (self._leaving.records.nbytes if self._leaving else 0)
-        self.peak_bytes = max(self.peak_bytes, held)
+        held = sum(group.nbytes for group in self._groups.values())
+        self.peak_bytes = max(self.peak_bytes, held + self._waiting.nbytes)
 
     @property
     def cold_bytes(self) -> int:
@@ -305,6 +342,5 @@ class BulkStore(ColdStore):
 
     @property
     def overhead_bytes(self) -> int:
-        """The store's own overhead, 8 bytes per row, and the most that groups and waiting writes took."""
-        maps = self._ahead.nbytes + self._waiting.nbytes
-        return self.inner.overhead_bytes + maps + self.peak_bytes
+        """The store's own overhead, and the most that groups and waiting writes took."""
+        return self.inner.overhead_bytes + self.peak_bytes

@@ -62,6 +62,10 @@ class TierPlan:
     needs_cold: NDArray[np.bool_]
     """For each sample, in the batch's own order, whether it looks up a row that is not resident yet."""
     cold_first: int
+    looked_up: int
+    """Number of the whole batch's lookups."""
+    hits: int
+    """Those of them whose row was resident before any row moved for the batch."""
     weights: Weights | None = None
     """The weights of ``indices``, float32, if ids have weights."""
     slab_weights: Weights | None = None
@@ -194,6 +198,8 @@ class TierPlanner:
             known = None
         residents, before = self.space.residents, self.slab_rows
         moved = self.asked.migrate(bags.indices) if known is None else known.moved
+        # What a policy moves in for this batch was not resident.
+        early = self._resident(bags.indices) if len(moved.slots) or len(moved.freed) else None
         emptied = residents.empty(moved.freed)
         dropped = residents.put(moved.slots, moved.rows)
         where = self.where[bags.indices]
@@ -212,13 +218,18 @@ class TierPlanner:
         self.where[slab] = -2 - np.arange(len(slab), dtype=np.int32)
         self.slab_rows = slab
         where[missing] = self.where[misses][which]
-        plan = self._lookups(bags, where, slots, placed, vacated, evicted, slab, carried_from)
+        found = len(hits) if early is None else early
+        plan = self._lookups(bags, where, slots, placed, vacated, evicted, slab, carried_from, found)
         self._pending = (plan, before, bags, known or Decision(moved, admitted, bags.indices))
         return plan
 
     def commit(self) -> None:
         """Note that the last plan is being carried out, so that it cannot be undone any more."""
         self._pending = None
+
+    def _resident(self, rows: RowIds) -> int:
+        """How many of ``rows`` are in a slot."""
+        return int(np.count_nonzero(self.where[rows] >= 0))
 
     def _distinct(self, rows: RowIds) -> tuple[RowIds, NDArray[np.int32]]:
         """Distinct ``rows`` and, for each row, its position among them; O(n), by marking the map."""
@@ -267,6 +278,7 @@ class TierPlanner:
         evicted: RowIds,
         slab: RowIds,
         carried: RowIds,
+        hits: int,
     ) -> TierPlan:
         """The plan with its samples in the batch's own order."""
         resident = where >= 0
@@ -289,6 +301,8 @@ class TierPlanner:
             slab_offsets=in_slab[bags.offsets] if self.pooled else in_slab,
             needs_cold=needs_cold,
             cold_first=0,
+            looked_up=len(where),
+            hits=hits,
             weights=None if weights is None else weights[resident],
             slab_weights=None if weights is None else weights[~resident],
             bags=None if self.pooled else bags.offsets,

@@ -259,8 +259,9 @@ def distinct_slots(slots: Slots, count: int) -> Slots:
 
 
 def policy_bytes(policy: CachePolicy) -> int:
-    """Bytes of host memory of a policy's own arrays."""
-    return sum(v.nbytes for v in vars(policy).values() if isinstance(v, np.ndarray))
+    """Bytes of host memory of a policy: its own arrays, and what it says to take beside them."""
+    arrays = sum(v.nbytes for v in vars(policy).values() if isinstance(v, np.ndarray))
+    return arrays + policy.waiting_bytes
 
 
 POLICIES: dict[str, type[CachePolicy]] = {"nocache": NoCache, "lru": Lru, "lfu": Lfu}

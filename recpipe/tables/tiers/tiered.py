@@ -87,6 +87,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self._occupied = Occupied(self.slots)
         self._slab_rows: RowIds = np.empty(0, np.int64)
         self._slab_written = True
+        self._looked_up = self._hits = 0
         self._arriving: tuple[TierPlan, torch.Tensor] | None = None
         self._ahead: RowIds = np.empty(0, np.int64)
         """The rows of the latest fetch."""
@@ -145,6 +146,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
             self.prefetch(plan)
         self._slab_rows, self._slab_written = plan.slab, True
         self._occupied.carry_out(plan)
+        self._looked_up += plan.looked_up
+        self._hits += plan.hits
         self._arriving = (plan, self._promote(plan, carried_records))
         self.times.advance += perf_counter() - start
 
@@ -404,6 +407,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
             self.store.cold_bytes,
             self.overhead_bytes,
             self._occupied.cold_start,
+            self._looked_up,
+            self._hits,
         )
 
     def write_back(self) -> None:

@@ -140,6 +140,24 @@ def test_a_group_that_is_announced_after_a_write_sees_it() -> None:
     store.close()
 
 
+def test_announced_rows_that_wait_to_be_written_are_not_read() -> None:
+    store = BulkStore(make("host", Path()), 100)
+    store.scatter(np.array([1, 2]), values(np.array([1, 2]), -5))
+    store.announce(np.array([2, 3]))
+    assert read(store, np.array([2, 3]))[:, 0].tolist() == [-5, 3]
+    assert store.background().rows_read == 1
+    store.close()
+
+
+def test_memory_grows_with_the_rows_on_their_way() -> None:
+    store = BulkStore(make("host", Path()), 10)
+    store.announce(np.arange(50))
+    read(store, np.arange(50))
+    assert store.overhead_bytes - store.inner.overhead_bytes == store.peak_bytes
+    assert store.peak_bytes == 50 * (24 + 8) + 10 * (24 + 4 + 1)
+    store.close()
+
+
 def test_a_row_of_two_groups_survives_the_older_one() -> None:
     store = BulkStore(make("host", Path()), 100)
     older, *_ = (store.announce(np.array(rows)) for rows in ([1, 2], [2, 3], [4, 5]))

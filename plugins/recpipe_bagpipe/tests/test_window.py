@@ -1,0 +1,115 @@
+"""The single trainer's oracle: groups, next uses, and how many batches a group has."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from recpipe_bagpipe.pace import FEW, PATIENCE, Pace
+from recpipe_bagpipe.waiting import Waiting, size_of
+from recpipe_bagpipe.window import UNKNOWN, Window, group_of
+
+from recpipe.data.batch import Batch
+from recpipe.data.config import SyntheticConfig
+from recpipe.data.make import open_dataset
+
+
+def test_next_uses_are_those_of_the_stream() -> None:
+    random = np.random.default_rng(0)
+    batches = [np.unique(random.integers(0, 40, 12)) for _ in range(9)]
+    groups = [group_of(0, batches[:2]), group_of(2, batches[2:5]), group_of(5, batches[5:])]
+    for number, group in enumerate(groups):
+        for later in groups[number + 1 :]:
+            group.link(later)
+    for number, rows in enumerate(batches):
+        group = next(g for g in groups if g.first <= number < g.end)
+        found, next_use = group.of(number)
+        assert np.array_equal(found, rows)
+        for row, told in zip(rows, next_use, strict=True):
+            uses = (later for later in range(number + 1, 9) if row in batches[later])
+            assert told == next(uses, UNKNOWN)
+
+
+class Bare(Window):
+    """A window whose batches are numbers."""
+
+    def _waits(self, batch: Any) -> Any:
+        return SimpleNamespace(nbytes=1, batch=lambda: batch)
+
+
+def read(slots: int, size: int, count: int = 20) -> list[int]:
+    """The sizes of the groups of ``count`` batches, of which batch i looks up rows 10 i to 10 i + 9."""
+    source: Any = iter(range(count))
+    window = Bare(source, lambda number: np.arange(10) + 10 * int(number), lambda _: size, slots)  # type: ignore[call-overload]
+    trained: list[Any] = []
+    training = threading.Thread(target=lambda: trained.extend(window.batches()))
+    training.start()
+    groups = list(iter(window.next, None))
+    training.join()
+    assert trained == list(range(count))
+    assert [group.first for group in groups] == [0, *(group.end for group in groups[:-1])]
+    return [len(group.sizes) for group in groups]
+
+
+def test_the_first_groups_are_small_and_later_ones_as_large_as_asked() -> None:
+    assert read(slots=10_000, size=6) == [1, 2, 4, 6, 6, 1]
+
+
+def test_two_groups_fit_the_slots() -> None:
+    assert read(slots=60, size=6)[:4] == [1, 2, 3, 3]
+
+
+def test_a_waiting_batch_comes_back_as_it_was() -> None:
+    for pooling in (1, 3):
+        data = open_dataset(SyntheticConfig(samples=400, table_scale=0.01, pooling=pooling), seed=1)
+        batch = next(iter(data.batches("train", 64)))
+        waiting = Waiting(batch)
+        assert waiting.nbytes < size_of(batch)
+        again = waiting.batch()
+        assert isinstance(again, Batch)
+        for mine, its in ((batch.dense, again.dense), (batch.labels, again.labels)):
+            assert torch.equal(mine, its)
+        assert again.sparse.keys() == batch.sparse.keys()
+        for name in ("values", "lengths", "offsets"):
+            mine, its = getattr(batch.sparse, name)(), getattr(again.sparse, name)()
+            assert mine.dtype == its.dtype
+            assert torch.equal(mine, its)
+
+
+class Clock:
+    """Time and waits of a run, as the test says."""
+
+    def __init__(self) -> None:
+        self.now = self.waited = 0.0
+
+    def train(self, pace: Pace, share: float) -> int:
+        """Train a group, of which training waits this share; returns the size of the next one."""
+        self.now, self.waited = self.now + 1, self.waited + share
+        pace.note()
+        return pace.batches(100)
+
+
+def test_groups_shrink_where_nothing_is_waited_for_and_grow_with_waits() -> None:
+    clock = Clock()
+    pace = Pace(None, 30_000, 1, lambda: clock.waited, lambda: clock.now)
+    whole = pace.batches(100)
+    assert whole == 99  # of a third of the memory
+    sizes = [clock.train(pace, 0.0) for _ in range(8 * PATIENCE)]
+    assert sizes[PATIENCE - 2] == whole
+    assert sizes[-1] == FEW
+    assert pace.shrunk
+    assert [clock.train(pace, 0.5) for _ in range(8)][-1] == whole
+    assert not pace.shrunk
+
+
+def test_a_fixed_window_stays_and_memory_bounds_the_other() -> None:
+    clock = Clock()
+    fixed = Pace(7, 10, 1, lambda: clock.waited, lambda: clock.now)
+    assert {clock.train(fixed, share) for share in (0.0, 0.0, 0.5)} == {7}
+    bound = Pace(None, 3_000, 10, lambda: clock.waited, lambda: clock.now)
+    bound.announced(rows=100, batches=2)
+    assert bound.batches(100) == 3_000 // (300 + 1000 + 1)
+    assert bound.batches(10_000) == 1

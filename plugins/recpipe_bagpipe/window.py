@@ -1,0 +1,220 @@
+"""For a single trainer: the oracle. It reads batches ahead of training and knows every row's next use.
+
+A thread reads. Batches whose rows are read from the store together are a group. The first groups have 1, 2,
+4, 8 ... batches, so that training starts when the first batch's rows are there; later ones have as many as
+asked for. A group ends early if its rows would fill half of the slots, since those of two groups are needed
+at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.kit import Batch, distinct
+from recpipe_bagpipe.waiting import Waiting
+
+Rows = NDArray[np.int64]
+Steps = NDArray[np.int32]
+Small = NDArray[np.int32] | NDArray[np.int64]
+"""Row numbers, of 32 bits where all numbers fit."""
+ROW_BYTES = 12
+"""What a group takes for each row that a batch looks up, about."""
+UNKNOWN = np.iinfo(np.int32).max
+"""The next use of a row that no known batch looks up again."""
+
+
+def positions(rows: Small, wanted: Small) -> tuple[Rows, NDArray[np.bool_]]:
+    """For each of ``wanted``, its position in sorted ``rows`` (any, if it is not there), and whether it is
+    there."""
+    if not len(rows):
+        return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
+    at = np.minimum(np.searchsorted(rows, wanted), len(rows) - 1)
+    return at, rows[at] == wanted
+
+
+@dataclass
+class Group:
+    """Batches whose rows are read together. Batches are counted from the stream's first one."""
+
+    first: int
+    """Number of its first batch."""
+    sizes: list[int]
+    """How many distinct rows each batch looks up."""
+    looked_up: Small
+    """These rows, batch after batch, sorted within each."""
+    next_use: Steps
+    """For each of ``looked_up``, the next known batch that looks the row up."""
+    rows: Small
+    """All rows of the group, sorted."""
+    first_use: Steps
+    """For each of ``rows``, the first batch of the group that looks it up."""
+
+    @property
+    def end(self) -> int:
+        """The number of the batch after the last."""
+        return self.first + len(self.sizes)
+
+    def of(self, number: int) -> tuple[Rows, Steps]:
+        """The rows of batch ``number`` and their next uses."""
+        start = sum(self.sizes[: number - self.first])
+        part = slice(start, start + self.sizes[number - self.first])
+        return self.looked_up[part].astype(np.int64), self.next_use[part]
+
+    def link(self, later: Group) -> None:
+        """Fill in next uses that ``later`` tells, the group after those that are linked already."""
+        ends = np.flatnonzero(self.next_use == UNKNOWN)
+        at, again = positions(later.rows, self.looked_up[ends])
+        self.next_use[ends[again]] = later.first_use[at[again]]
+
+    @property
+    def nbytes(self) -> int:
+        """Its memory."""
+        parts = (self.looked_up, self.next_use, self.rows, self.first_use)
+        return sum(part.nbytes for part in parts)
+
+
+def group_of(first: int, batches: list[Rows]) -> Group:
+    """The group of ``batches``, each given by its distinct rows, of which the first has number ``first``."""
+    sizes = [len(rows) for rows in batches]
+    looked_up: Small = np.concatenate(batches)
+    if len(looked_up) and looked_up.max() < UNKNOWN:
+        looked_up = looked_up.astype(np.int32)
+    steps = np.repeat(np.arange(first, first + len(batches), dtype=np.int32), sizes)
+    order = np.argsort(looked_up, kind="stable")  # by row, then by batch
+    ordered = looked_up[order]
+    again = ordered[1:] == ordered[:-1]
+    next_use = np.full(len(looked_up), UNKNOWN, np.int32)
+    next_use[order[:-1][again]] = steps[order[1:][again]]
+    begins = np.concatenate((np.ones(min(1, len(ordered)), bool), ~again))
+    return Group(first, sizes, looked_up, next_use, ordered[begins], steps[order[begins]])
+
+
+class Window:
+    """One stream: ``batches`` yields its batches to training, ``next`` the groups that they are in.
+
+    Different threads read the two. Reading starts when the first batch is asked for.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[Batch],
+        lookups: Callable[[Batch], Rows],
+        size: Callable[[int], int],
+        slots: int,
+    ) -> None:
+        """``size``: told the bytes that a batch takes while it waits, says how many batches a group has now.
+        ``slots``: how many rows can be resident."""
+        self.peak_bytes = 0
+        """The most bytes that batches and groups have taken at the same time."""
+        self._source, self._lookups, self._size, self._slots = source, lookups, size, slots
+        self._changed = threading.Condition()
+        self._batches: deque[Waiting] = deque()
+        self._groups: deque[Group] = deque()
+        self._asked = 0
+        """The number of groups that ``next`` was asked for."""
+        self._made = 0
+        self._bytes = 0
+        self._done = self._stopped = False
+        self._fault: BaseException | None = None
+
+    def batches(self) -> Iterator[Batch]:
+        """The batches of the source, in order; raises the errors of reading them."""
+        threading.Thread(target=self._run, name="recpipe-oracle", daemon=True).start()
+        try:
+            while (batch := self._next_batch()) is not None:
+                yield batch
+        finally:
+            with self._changed:
+                self._stopped = True
+                self._changed.notify_all()
+
+    def next(self) -> Group | None:
+        """The next group; waits for it. None at the end of the stream."""
+        with self._changed:
+            self._asked += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._groups or self._done)
+            if self._groups:
+                return self._groups.popleft()
+            self._check()
+            return None
+
+    def forget(self, group: Group) -> None:
+        """Note that ``group`` is not used any more."""
+        with self._changed:
+            self._bytes -= group.nbytes
+
+    def _next_batch(self) -> Batch | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._batches or self._done)
+            if not self._batches:
+                self._check()
+                return None
+            waiting = self._batches.popleft()
+            self._bytes -= waiting.nbytes
+            self._changed.notify_all()
+        return waiting.batch()
+
+    def _check(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
+    def _run(self) -> None:
+        try:
+            self._read()
+        except BaseException as fault:
+            self._fault = fault
+        with self._changed:
+            self._done = True
+            self._changed.notify_all()
+
+    def _read(self) -> None:
+        first, wanted = 0, 1
+        batches: list[Waiting] = []
+        rows: list[Rows] = []
+        bound = 0
+        """How many distinct rows ``rows`` have at most."""
+        for batch in self._source:
+            mine = distinct(self._lookups(batch))
+            bound += len(mine)
+            if rows and bound > self._slots // 2:
+                bound = len(distinct(np.concatenate((*rows, mine))))
+                if bound > self._slots // 2:
+                    first += self._hand_over(first, batches, rows)
+                    batches, rows, bound = [], [], len(mine)
+            batches.append(self._waits(batch))
+            rows.append(mine)
+            if self._stopped:
+                return
+            if len(batches) >= min(wanted, self._size(batches[-1].nbytes + ROW_BYTES * len(mine))):
+                first += self._hand_over(first, batches, rows)
+                batches, rows, bound, wanted = [], [], 0, 2 * wanted
+        if batches:
+            self._hand_over(first, batches, rows)
+
+    def _waits(self, batch: Batch) -> Waiting:
+        waiting = Waiting(batch)
+        with self._changed:
+            self._bytes += waiting.nbytes
+            self.peak_bytes = max(self.peak_bytes, self._bytes)
+        return waiting
+
+    def _hand_over(self, first: int, batches: list[Waiting], rows: list[Rows]) -> int:
+        """Make a group and wait until the next one may be read: once this one was asked for, or if no batch
+        waits to be trained. Returns the group's number of batches."""
+        group = group_of(first, rows)
+        with self._changed:
+            self._made += 1
+            self._batches.extend(batches)
+            self._groups.append(group)
+            self._bytes += group.nbytes
+            self.peak_bytes = max(self.peak_bytes, self._bytes)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._made <= self._asked or not self._batches or self._stopped)
+        return len(batches)

@@ -1,0 +1,148 @@
+"""The plots of report.html that core makes, from the content of report.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from recpipe.report import figures, plots
+from recpipe.report.folding import LARGEST, Fold, folded
+from recpipe.report.plots import Axis, Plot, Values
+from recpipe.report.quality import FIRST, LABELS, shown_figures
+
+SAMPLES = Axis("samples trained")
+SECONDS = "since the process's start, evaluation apart"
+
+
+def learning(report: Mapping[str, Any]) -> list[Plot]:
+    """The main figure of quality and the loss, each over samples and over time."""
+    history: Sequence[Mapping[str, Any]] = report["history"]
+    if not history:
+        return []
+    names = shown_figures(history)
+    first = next((name for name in FIRST if name in names), "")
+    drawn = []
+    if first:
+        title = f"{LABELS[first]} on the held-out part"
+        drawn += [
+            plots.curves(f"{title}, by {how}", {LABELS[first]: (x, column(history, first))}, axis, Axis())
+            for how, x, axis in _over(history)
+        ]
+    held_out, unit = ("logloss", "nats") if "logloss" in names else ("eval_loss", "")
+    training = report["series"]
+    for how, x, axis in _over(history):
+        each = {
+            f"evaluation {'logloss' if unit else 'loss'}": (x, column(history, held_out)),
+            "training loss": (training["samples" if axis is SAMPLES else "seconds"], training["loss"]),
+        }
+        drawn.append(plots.curves(f"Loss, by {how}", each, axis, Axis(unit)))
+    return drawn
+
+
+def column(history: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
+    """One figure of every point of a learning curve."""
+    return [point.get(name) for point in history]
+
+
+def _over(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, Values, Axis]]:
+    """Two x axes. There is no time in a run resumed from an older checkpoint."""
+    seconds = column(history, "seconds")
+    found: list[tuple[str, Values, Axis]] = [("samples", column(history, "samples"), SAMPLES)]
+    if any(value is not None for value in seconds):
+        found.append(("wall time", seconds, plots.seconds_axis(SECONDS, [seconds])))
+    return found
+
+
+def calibration(report: Mapping[str, Any]) -> list[Plot]:
+    """The observed click rate over the predicted one, by bins of the held-out samples."""
+    found = report["calibration"]
+    if found is None:
+        return []
+    samples = figures.count(sum(found["samples"]))
+    each = {"bins of predictions": (found["predicted"], found["observed"])}
+    return [
+        plots.curves(
+            f"Calibration: {samples} held-out samples in {len(found['samples'])} bins",
+            each,
+            Axis("predicted rate", "share"),
+            Axis("observed rate", "share"),
+            diagonal="perfectly calibrated",
+        )
+    ]
+
+
+def speed(report: Mapping[str, Any]) -> list[Plot]:
+    """Speed over steps, and the times of steps."""
+    drawn = []
+    series, throughput = report["series"], report["throughput"]
+    if series["step"]:
+        each = {"speed": (series["step"], series["samples_per_second"])}
+        drawn.append(
+            plots.curves("Training speed", each, Axis("step", "count"), Axis("samples/s", from_zero=True))
+        )
+    steps = throughput["step_histogram"]
+    if steps["counts"]:
+        marks = {name: throughput["step_ms"][name] for name in ("p50", "p90", "p99")}
+        title = "Step times"
+        drawn.append(plots.histogram(title, steps["edges_ms"], steps["counts"], "ms per step", marks))
+    return drawn
+
+
+def cold_tier(report: Mapping[str, Any]) -> list[Plot]:
+    """Hit rate and cold traffic over steps."""
+    series, drawn = report["series"], []
+    of_rank = " of rank 0" if report["ranks"]["world"] > 1 else ""
+    if series["lookups"]:
+        rate = [
+            hits / lookups if lookups else None
+            for hits, lookups in zip(series["hits"], series["lookups"], strict=True)
+        ]
+        each = {"hit rate": (series["step"], rate)}
+        title = f"Hit rate{of_rank}: lookups whose row was resident"
+        drawn.append(plots.curves(title, each, Axis("step", "count"), Axis("", "share", from_zero=True)))
+    if any(series["bytes_read"]) or any(series["bytes_written"]):
+        moved = {
+            name: (
+                series["step"],
+                [b / n for b, n in zip(series[f"bytes_{name}"], series["steps"], strict=True)],
+            )
+            for name in ("read", "written")
+        }
+        title = f"Cold tier{of_rank}: bytes per step"
+        drawn.append(plots.curves(title, moved, Axis("step", "count"), Axis("", "bytes", from_zero=True)))
+    return drawn
+
+
+def skew(report: Mapping[str, Any]) -> list[Plot]:
+    """The share of lookups over the share of rows, the most popular first."""
+    found = report["skew"]
+    if found is None or not found["tables"]:
+        return []
+    each = {
+        f"{figures.shortened(table['name'] or 'all tables')} ({figures.short(table['rows'])} rows)": (
+            table["share_of_rows"],
+            table["share_of_lookups"],
+        )
+        for table in found["tables"]
+    }
+    title = f"Access skew, from {figures.count(found['lookups'])} lookups of {found['batches']} batches"
+    rows = Axis("most popular rows", "share", log=True)
+    return [plots.curves(title, each, rows, Axis("lookups", "share", from_zero=True))]
+
+
+def memory(report: Mapping[str, Any]) -> list[Plot]:
+    """Bytes of the largest tables, by tier."""
+    lines: list[Fold] = folded(report["memory"]["tables"], LARGEST)
+    if not lines:
+        return []
+    parts: dict[str, list[float]] = {
+        "resident": [line.resident_bytes or 0 for line in lines],
+        "cold": [line.cold_bytes for line in lines],
+    }
+    parts = {name: values for name, values in parts.items() if any(values)}
+    names = [line.name for line in lines]
+    if overhead := report["memory"]["tier_overhead_bytes"]:
+        names.append("beside them")
+        parts = {name: [*values, 0.0] for name, values in parts.items()}
+        parts["row maps, policy, slab, buffers"] = [*[0.0] * len(lines), overhead]
+    return [plots.stacked("Memory by table and tier", names, parts, "", "bytes")] if parts else []

@@ -1,0 +1,53 @@
+"""The sample of looked-up rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.tables.access_sample import AccessSample
+from recpipe.tables.groups import ModelTables
+from recpipe.tables.specs import Table, TableOptimizer, TableSet
+
+TABLES = ModelTables.single(
+    TableSet((Table("a", 50, ("f", "g")), Table("b", 9, ("h",))), 4, TableOptimizer("sgd", 0.1), 0)
+)
+
+
+def batch(rng: np.random.Generator) -> KeyedJaggedTensor:
+    lengths = rng.integers(0, 4, 3 * 8)
+    rows = np.repeat([50, 50, 9], lengths.reshape(3, 8).sum(1))
+    ids = torch.from_numpy((rng.random(len(rows)) ** 2 * rows).astype(np.int64))
+    return KeyedJaggedTensor(["f", "g", "h"], ids, lengths=torch.from_numpy(lengths))
+
+
+def counted(batches: list[KeyedJaggedTensor]) -> dict[str, list[int]]:
+    ids = {key: torch.cat([b[key].values() for b in batches]) for key in ("f", "g", "h")}
+    of_table = {"a": torch.cat((ids["f"], ids["g"])), "b": ids["h"]}
+    times = {name: torch.bincount(part) for name, part in of_table.items()}
+    return {name: sorted(part[part > 0].tolist()) for name, part in times.items()}
+
+
+def test_a_small_run_is_counted_whole() -> None:
+    rng = np.random.default_rng(0)
+    batches = [batch(rng) for _ in range(5)]
+    sample = AccessSample(TABLES)
+    for one in batches:
+        sample.add((one,))
+    assert {name: sorted(found.tolist()) for name, found in sample.counts().items()} == counted(batches)
+    assert (sample.batches, sample.lookups) == (5, sum(one.values().numel() for one in batches))
+
+
+def test_a_long_run_is_sampled_evenly() -> None:
+    rng = np.random.default_rng(0)
+    batches = [batch(rng) for _ in range(100)]
+    sample = AccessSample(TABLES, most=400)
+    for one in batches:
+        sample.add((one,))
+    assert sample.stride > 1
+    assert sample.lookups <= 400
+    kept = batches[:: sample.stride]
+    assert sample.batches == len(kept)
+    assert {name: sorted(found.tolist()) for name, found in sample.counts().items()} == counted(kept)
+    assert AccessSample(TABLES).counts() == {}
