@@ -105,6 +105,8 @@ def test_small_types() -> None:
         "io": "Io",
         "before_cold_seconds": "float",
         "after_cold_seconds": "float",
+        "split_batches": "int",
+        "splitting": "str",
     }
     assert fields(plugin.GroupInfo) == {"tables": "tuple[str, ...]", "record_bytes": "int", "slots": "int"}
     assert list(fields(plugin.Link)) == ["part", "name", "before", "after"]
