@@ -13,7 +13,7 @@ import recpipe
 from recpipe import kit, plugin
 from tests.processes import ROOT
 
-API = (2, 0)
+API = (2, 1)
 PUBLIC = ("recpipe", "recpipe.kit", "recpipe.plugin", "recpipe.testing")
 CONTRIBUTION = {
     "order": "EpochOrder | None",
@@ -52,7 +52,7 @@ KINDS = {
     "Skipper": ["begin", "keep", "update"],
     "Quantizer": ["codecs", "cold", "storage"],
     "RowCodec": ["decode", "encode"],
-    "EpochOrder": ["batches"],
+    "EpochOrder": ["batches", "is_datas_own"],
     "Plugin": ["contribute"],
 }
 EXPORTS = [
@@ -105,6 +105,8 @@ def test_small_types() -> None:
         "io": "Io",
         "before_cold_seconds": "float",
         "after_cold_seconds": "float",
+        "split_batches": "int",
+        "splitting": "str",
     }
     assert fields(plugin.GroupInfo) == {"tables": "tuple[str, ...]", "record_bytes": "int", "slots": "int"}
     assert list(fields(plugin.Link)) == ["part", "name", "before", "after"]

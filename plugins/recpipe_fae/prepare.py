@@ -1,18 +1,22 @@
-"""What FAE learns before training, once, when it is first needed: the hot set and the samples' classes."""
+"""What FAE learns before training, when it is first needed: the hot set, what separating mini-batches could
+gain, and the samples' classes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.kit import Batch, HotSet, group_rows, load_profile, table_bases, top_rows
 from recpipe.plugin import Cache, CachePolicy, Context, EpochOrder, RowIds, RowSpace
-from recpipe_fae.classify import Classes, class_batches, classify
-from recpipe_fae.schedule import Scheduler, plan
+from recpipe_fae.classify import Classes, class_batches, classify, remaining
+from recpipe_fae.estimate import Estimate, estimate
+from recpipe_fae.hotset import HotOnUse
+from recpipe_fae.schedule import Scheduler, Sizes
 
 CHUNK = 65_536
 """How many rows enter the hot set per batch, unless the first cold segment is too short for that."""
@@ -36,17 +40,20 @@ def choose(counts: NDArray[np.int32], bases: RowIds, threshold: float | None, sl
 
 
 class Preparation:
-    """The profile, the hot rows and the classes of one run."""
+    """The profile, the hot rows and, if mini-batches are separated, the classes of one run."""
 
-    def __init__(self, ctx: Context, rule: HotRule) -> None:
-        self.ctx, self.rule = ctx, rule
-        self.hot_rows: RowIds = np.empty(0, np.int64)
+    def __init__(self, ctx: Context, rule: HotRule, phases: str, loss_samples: int | None) -> None:
+        self.ctx, self.rule, self.phases = ctx, rule, phases
+        batches = max(1, -(-ctx.epoch_samples // ctx.batch_size))
+        slices = max(1, min(-(-(loss_samples or 0) // ctx.batch_size), batches // 10))
+        self.slice_from = None if loss_samples is None else batches - slices
+        """The first of the data module's batches whose samples are the slice; None: there is no slice."""
         self.reused = False
-        self.profile_seconds = self.classify_seconds = 0.0
-        self._classes: Classes | None = None
+        self.profile_seconds = self.estimate_seconds = self.classify_seconds = 0.0
 
-    def prepare(self) -> None:
-        """Choose the hot rows, for each group at most as many as it has slots, and classify all samples."""
+    @cached_property
+    def hot_rows(self) -> RowIds:
+        """The hot rows, for each group at most as many as it has slots."""
         start = time.perf_counter()
         bases = table_bases(self.ctx)
         profile = load_profile(self.ctx, self.rule.sample)
@@ -58,10 +65,34 @@ class Preparation:
             own = bases[first : last + 1] - rows.start
             chosen.append(rows.start + choose(counts[rows], own, self.rule.threshold, group.slots))
             first = last
-        self.hot_rows = np.concatenate(chosen)
-        middle = time.perf_counter()
-        self._classes = classify(self.ctx, self.hot_rows)
-        self.profile_seconds, self.classify_seconds = middle - start, time.perf_counter() - middle
+        self.profile_seconds = time.perf_counter() - start
+        return np.concatenate(chosen)
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """What separating mini-batches could gain."""
+        hot_rows, start = self.hot_rows, time.perf_counter()
+        found = estimate(self.ctx, hot_rows)
+        self.estimate_seconds = time.perf_counter() - start
+        return found
+
+    @property
+    def separates(self) -> bool:
+        """Whether mini-batches are separated, at least until a trial says that it does not pay."""
+        return self.phases == "always" or (self.phases == "auto" and self.estimate.can_pay)
+
+    @cached_property
+    def classes(self) -> Classes:
+        """The samples' classes."""
+        hot_rows, start = self.hot_rows, time.perf_counter()
+        found = classify(self.ctx, hot_rows)
+        self.classify_seconds = time.perf_counter() - start
+        return found
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The classes' mini-batches."""
+        return self.classes.sizes(self.slice_from)
 
     def rows_of(self, group: int) -> RowIds:
         """The hot rows of a group, numbered within it."""
@@ -75,27 +106,21 @@ class Preparation:
         """Bytes of the hot rows' records."""
         return sum(len(self.rows_of(n)) * group.record_bytes for n, group in enumerate(self.ctx.groups))
 
-    @property
-    def classes(self) -> Classes:
-        """The samples' classes."""
-        if self._classes is None:
-            self.prepare()
-        assert self._classes is not None
-        return self._classes
-
 
 class HotTables(Cache):
-    """The cache whose resident rows are the hot set; it is filled before the first hot mini-batch."""
+    """The cache whose resident rows are the hot set. It is filled before the first hot mini-batch or, where
+    mini-batches are not separated, by the first batches that use the rows."""
 
     def __init__(self, prepared: Preparation, scheduler: Scheduler) -> None:
         self.prepared, self.scheduler = prepared, scheduler
 
     def policy(self, space: RowSpace) -> CachePolicy:
         """The policy for ``space``."""
-        classes = self.prepared.classes
         rows = self.prepared.rows_of(space.group)
-        first = plan([self.scheduler.start], classes.batches(False), classes.batches(True))
-        cold = first[0].stop if first and not first[0].hot else 1
+        if not self.prepared.separates:
+            return HotOnUse(space, rows)
+        segments, _ = self.scheduler.plan(self.prepared.sizes)
+        cold = segments[0].stop if segments and not segments[0].hot else 1
         return HotSet(space, rows, max(CHUNK, -(-len(rows) // cold)))
 
 
@@ -105,25 +130,30 @@ class HotAndCold(EpochOrder):
     def __init__(self, prepared: Preparation, scheduler: Scheduler) -> None:
         self.prepared, self.scheduler = prepared, scheduler
 
+    def is_datas_own(self) -> bool:
+        """Whether mini-batches are not separated at all."""
+        return not self.prepared.separates
+
     def __len__(self) -> int:
-        classes = self.prepared.classes
-        return classes.batches(False) + classes.batches(True)
+        return self.prepared.sizes.all
 
     def batches(self, first: int) -> Iterator[Batch]:
-        """Mini-batches from number ``first`` on; waits if a segment's rate is not decided yet."""
+        """Mini-batches from number ``first`` on; waits if a segment is not decided yet."""
         classes, ctx = self.prepared.classes, self.prepared.ctx
         readers: dict[bool, Iterator[Batch]] = {}
+        done = {False: 0, True: 0}
         position = number = 0
         while position < len(self):
-            sizes = (classes.batches(False), classes.batches(True))
-            segment = self.scheduler.segment(number, position, *sizes)
+            segment = self.scheduler.segment(number, position, self.prepared.sizes)
             if segment is None:
-                return
+                break
             number += 1
-            size = segment.stop - segment.start
-            skipped = min(size, max(0, first - position))
-            if skipped < size and segment.hot not in readers:
+            skipped = min(len(segment), max(0, first - position))
+            if skipped < len(segment) and segment.hot not in readers:
                 readers[segment.hot] = class_batches(ctx, classes, segment.hot, segment.start + skipped)
-            for _ in range(skipped, size):
+            for _ in range(skipped, len(segment)):
                 yield next(readers[segment.hot])
-            position += size
+            done[segment.hot] = segment.stop
+            position += len(segment)
+        if position < len(self) and not self.scheduler.stopped:
+            yield from remaining(ctx, classes, done, len(self) - position, max(0, first - position))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from math import ceil
 from time import perf_counter
 from typing import Any
@@ -13,49 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.kit import Bags, Batch, Damaged, Mark, RowView, entries, within
-from recpipe_slipstream.classifier import InputClassifier, Marks
+from recpipe_slipstream.classifier import InputClassifier, Marks, Seen, classify
+from recpipe_slipstream.method import Method, Totals
 from recpipe_slipstream.snapshot import Changes, changes, count_touches
 from recpipe_slipstream.threshold import SEARCHES, input_scores, stale_share
+from recpipe_slipstream.verdict import LEAST, SHORTER, TRIAL, Steps
 
 FILLED = 0.01
 """Hot rows have settled if a batch adds less than this share to them, or if no slot is empty."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """The plugin's knobs, with shares converted to batches; see its yaml."""
-
-    drop: float
-    window: int
-    start: int
-    sampled_batches: int
-    epoch_batches: int
-    stale_lookups: int | None
-    min_touches: int
-    snapshot_every: int | None
-    search: str
-    control: str | None
-
-
-@dataclass
-class Totals:
-    """Sums over the batches trained so far, also before a resume; seconds are host time."""
-
-    samples: int = 0
-    hot: int = 0
-    dropped: int = 0
-    marked_hot: int = 0
-    """How many hot inputs the marks in force have classified."""
-    marked_dropped: int = 0
-    """How many of them were left out."""
-    snapshots: int = 0
-    threshold: float = 0.0
-    sampled_inputs: int = 0
-    sampled_share: float = 0.0
-    snapshot_seconds: float = 0.0
-    search_seconds: float = 0.0
-    classify_seconds: float = 0.0
-    freeze_seconds: float = 0.0
 
 
 class StaleInputs(L.Callback):
@@ -97,40 +61,64 @@ class StaleInputs(L.Callback):
         """How many rows were in slots after the last trained batch."""
         self._gained = 0
         """How many of them that batch has added."""
+        self.steps = Steps()
 
     # -- Lightning's hooks -------------------------------------------------------------------
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Count the batch, and do the work that is due before the next one."""
-        self.after_batch()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Count the batch, and do the work that is due before the next one. All trainers use the times that
+        the first one has measured."""
+
+        def agreed(value: float) -> float:
+            return float(pl_module.trainers.gather(np.array([value]))[0][0])
+
+        self.after_batch(agreed)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The step in which an evaluation happens is not timed."""
+        self.steps.pause()
 
     def start(self, view: RowView) -> None:
         """Start, or continue after ``done`` batches, with the rows in ``view``."""
         self.view, self._resident = view, view.resident_count
 
-    def after_batch(self) -> None:
-        """Handle a batch that has been trained."""
+    def after_batch(self, agreed: Callable[[float], float] = float) -> None:
+        """Handle a batch that has been trained; ``agreed`` chooses one value for all trainers."""
         view = self.view
         assert view is not None, "training has begun"
         before, self._resident = self._resident, view.resident_count
         self._gained = self._resident - before
         seen = self.classifier.trained(self.done)
-        self._count(seen.samples, seen.hot, seen.dropped, seen.seconds)
+        marked = self.classifier.in_force(self.done) is not None
+        self.steps.end(marked)
+        self._count(seen, marked)
         if self.before is not None:
             count_touches(self.touches, self.before.rows, seen.rows)
         self.done += 1
+        self._try(agreed)
         self._advance(view)
 
-    def _count(self, samples: int, hot: int, dropped: int, seconds: float) -> None:
+    def _try(self, agreed: Callable[[float], float]) -> None:
+        """Stop if steps under marks have not become shorter."""
+        times = self.steps.medians
+        if not self.method.tries or self.totals.marked_batches != TRIAL or times is None:
+            return
+        before, after = times
+        if agreed(after / before) >= SHORTER:
+            # Batch ``done`` may have been classified already.
+            self.classifier.stopped_at = self.done + 1
+            self.next_window = None
+
+    def _count(self, seen: Seen, marked: bool) -> None:
         totals = self.totals
-        totals.samples += samples
-        totals.hot += hot
-        totals.dropped += dropped
-        totals.marked_hot += hot
-        totals.marked_dropped += dropped
-        totals.classify_seconds += seconds
+        totals.samples += seen.samples
+        totals.hot += seen.hot
+        totals.dropped += seen.dropped
+        totals.marked_hot += seen.hot
+        totals.marked_dropped += seen.dropped
+        totals.classified += seen.samples * marked
+        totals.marked_batches += marked
+        totals.classify_seconds += seen.seconds
 
     # -- blocks ------------------------------------------------------------------------------
 
@@ -144,7 +132,10 @@ class StaleInputs(L.Callback):
             if self.next_window is None or first + 1 < self.next_window:
                 return
             if self._settled(view) and first >= self.next_window:
-                self.classifier.window = (first, first + self.method.window)
+                if self.method.tries and not self._offers(view):
+                    self.next_window = self._next(first)
+                else:
+                    self.classifier.window = (first, first + self.method.window)
         elif self.done == window[0]:
             self.before = view.mark()
             self.touches = np.zeros(len(self.before.rows), np.int64)
@@ -153,6 +144,22 @@ class StaleInputs(L.Callback):
         else:
             return
         self.totals.snapshot_seconds += perf_counter() - start
+        self.steps.pause()
+
+    def _next(self, first: int) -> int | None:
+        """When the window after the one that began with batch ``first`` may begin."""
+        every = self.method.snapshot_every
+        return None if every is None else first + every
+
+    def _offers(self, view: RowView) -> bool:
+        """Whether enough inputs are hot now for something to be had."""
+        rows = view.resident()
+        resident = Marks(0, rows, np.zeros(len(rows), bool), self.rows)
+        hot = [classify(resident, bags, None)[0] for bags in self._sampled(self.done)]
+        self.totals.offered_share = float(np.concatenate(hot).mean()) if hot else 0.0
+        enough = self.method.drop * self.totals.offered_share >= LEAST
+        self.totals.refused = "" if enough else "hot"
+        return enough
 
     def _settled(self, view: RowView) -> bool:
         """Whether hot rows have settled in their slots; a window before that would see few of them."""
@@ -166,36 +173,44 @@ class StaleInputs(L.Callback):
         before = self.before
         moved = changes(before.rows, view.moved(before), self.touches, self.method.min_touches)
         self.before, self.classifier.window = None, None
-        every = self.method.snapshot_every
-        self.next_window = None if every is None else window[0] + every
+        self.next_window = self._next(window[0])
         if not len(moved.rows):
             # The hot set was replaced meanwhile, for example when another plugin's phase ended: try again.
             self.next_window = self.done
             return
         start = perf_counter()
-        totals, scores = self.totals, self._sampled_scores(moved, window[1])
+        totals, (scores, inputs) = self.totals, self._sampled_scores(moved, window[1])
         totals.threshold = SEARCHES[self.method.search](scores, self.method.drop)
         totals.sampled_inputs = len(scores)
         totals.sampled_share = stale_share(scores, totals.threshold)
         totals.snapshots += 1
+        totals.offered_share = len(scores) / max(1, inputs)
+        enough = totals.sampled_share * totals.offered_share >= LEAST
+        totals.refused = "" if enough or not self.method.tries else "stale"
         totals.marked_hot = totals.marked_dropped = 0
-        stale = moved.stale(totals.threshold)
-        marks = Marks(self.done + 1, moved.rows, stale, self.rows)
-        self.classifier.marks = (*self.classifier.marks[-1:], marks)
+        if not totals.refused:
+            stale = moved.stale(totals.threshold)
+            marks = Marks(self.done + 1, moved.rows, stale, self.rows)
+            self.classifier.marks = (*self.classifier.marks[-1:], marks)
         seconds = perf_counter() - start
         totals.search_seconds += seconds
         totals.snapshot_seconds -= seconds
 
-    def _sampled_scores(self, moved: Changes, end: int) -> NDArray[np.float32]:
-        """Scores of the hot inputs in batches chosen at random from the rest of the epoch."""
+    def _sampled_scores(self, moved: Changes, end: int) -> tuple[NDArray[np.float32], int]:
+        """Scores of the hot inputs in the sample, and how many inputs it has in all."""
+        scores, inputs = [np.empty(0, np.float32)], 0
+        for bags in self._sampled(end):
+            scores.append(input_scores(moved, bags, self.method.stale_lookups))
+            inputs += bags.batch_size
+        return np.concatenate(scores), inputs
+
+    def _sampled(self, end: int) -> Iterator[Bags]:
+        """Batches chosen at random from the rest of the epoch after batch ``end``."""
         rest = np.arange(end % self.method.epoch_batches, self.method.epoch_batches)
         rng = np.random.default_rng((self.seed, self.totals.snapshots))
         chosen = np.sort(rng.choice(rest, min(self.method.sampled_batches, len(rest)), replace=False))
-        scores = [np.empty(0, np.float32)]
         for number in chosen.tolist():
-            batch = next(self.batches(number))
-            scores.append(input_scores(moved, self.classifier.lookups(batch), self.method.stale_lookups))
-        return np.concatenate(scores)
+            yield self.classifier.lookups(next(self.batches(number)))
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -206,6 +221,7 @@ class StaleInputs(L.Callback):
             "done": self.done,
             "next_window": self.next_window,
             "window": self.classifier.window,
+            "stopped_at": self.classifier.stopped_at,
             "before": None if before is None else {"rows": before.rows, "weights": before.weights},
             "touches": self.touches.copy(),
             "marks": [
@@ -243,6 +259,7 @@ class StaleInputs(L.Callback):
         window = state_dict["window"]
         self.classifier.window = None if window is None else (window[0], window[1])
         before = state_dict["before"]
+        self.classifier.stopped_at = state_dict["stopped_at"]
         self.before = None if before is None else Mark(**before)
         self.touches = state_dict["touches"]
         self.classifier.marks = tuple(Marks(**marks) for marks in state_dict["marks"])
@@ -253,6 +270,7 @@ _STATE = {
     "done": int,
     "next_window": int | None,
     "window": tuple[int, int] | None,
+    "stopped_at": int | None,
     "before": Mark | None,
     "touches": NDArray[np.int64],
     "marks": list[Any],

@@ -9,7 +9,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import Bags, Batch
+from recpipe.kit import Bags, Batch, batch_size
 from recpipe.plugin import RowIds
 from recpipe_slipstream.threshold import samples_of
 
@@ -68,7 +68,7 @@ class Seen:
 
     number: int
     rows: RowIds
-    """The global rows that the kept inputs look up, with repeats."""
+    """The global rows that the kept inputs look up, with repeats; empty if nobody wants to know."""
     samples: int
     hot: int = 0
     """How many inputs were classified as hot."""
@@ -96,21 +96,30 @@ class InputClassifier:
         self.random_seed = random_seed
         self.window: tuple[int, int] | None = None
         """The batches [first, end) between two snapshots, whose inputs are all trained."""
+        self.stopped_at: int | None = None
+        """From this batch on nothing is left out any more."""
         self.marks: tuple[Marks, ...] = ()
         """The marks in force and those for later, by ``first``."""
         self._seen: dict[int, Seen] = {}
 
     def in_force(self, number: int) -> Marks | None:
-        """The marks for batch ``number``; None in a window and before the first marks."""
-        if self.window is not None and self.window[0] <= number < self.window[1]:
+        """The marks for batch ``number``; None in a window, before the first marks and after the last."""
+        if self.in_window(number) or (self.stopped_at is not None and number >= self.stopped_at):
             return None
         return next((marks for marks in reversed(self.marks) if marks.first <= number), None)
+
+    def in_window(self, number: int) -> bool:
+        """Whether batch ``number`` is between two snapshots."""
+        return self.window is not None and self.window[0] <= number < self.window[1]
 
     def keep(self, batch: Batch, number: int) -> NDArray[np.bool_] | None:
         """Which inputs are not stale, bool [B]; None if all are kept, which includes a batch with only stale
         inputs."""
-        start = perf_counter()
-        marks, bags = self.in_force(number), self.lookups(batch)
+        start, marks = perf_counter(), self.in_force(number)
+        if marks is None and not self.in_window(number):
+            self._seen[number] = Seen(number, np.empty(0, np.int64), batch_size(batch))
+            return None
+        bags = self.lookups(batch)
         if marks is None:
             self._seen[number] = Seen(number, bags.rows, bags.batch_size, seconds=perf_counter() - start)
             return None

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from recpipe.plugin import Context, Contribution, Figure, Invariant, Plugin, PluginError
-from recpipe_slipstream.callback import Method, StaleInputs, Totals, batches_of
+from recpipe_slipstream.callback import StaleInputs, batches_of
 from recpipe_slipstream.hotset import HotTables
+from recpipe_slipstream.method import Method, Totals
 from recpipe_slipstream.skipper import Frozen, Stale
 from recpipe_slipstream.threshold import SEARCHES
+from recpipe_slipstream.verdict import sentence
 
 
 class Slipstream(Plugin):
@@ -38,6 +40,7 @@ class Slipstream(Plugin):
         threshold: str,
         freeze_stale_rows: bool,
         control: str | None,
+        skip: str,
     ) -> None:
         for knob, share in (("window", window), ("sample", sample)):
             if not 0 < share <= 1:
@@ -58,7 +61,9 @@ class Slipstream(Plugin):
             raise _wrong("control", control, "choose random, or null for Slipstream itself")
         if control and freeze_stale_rows:
             raise _wrong("control", control, "it knows no stale rows to freeze: set one of the two")
-        self.control = control
+        if skip not in ("auto", "always"):
+            raise _wrong("skip", skip, "choose auto or always; plugins.slipstream.drop=0 is never")
+        self.control, self.tries = control, skip == "auto"
         self.drop, self.window, self.start, self.sample = drop, window, start, sample
         self.stale_lookups, self.min_touches = stale_lookups, min_touches
         self.snapshot_every, self.threshold = snapshot_every, threshold
@@ -90,6 +95,7 @@ class Slipstream(Plugin):
             snapshot_every=self.snapshot_every,
             search=self.threshold,
             control=self.control,
+            tries=self.tries,
         )
         tables = ctx.tables.values()
         rows, dim = sum(table.rows for table in tables), max(table.dim for table in tables)
@@ -110,7 +116,14 @@ def figures(callback: StaleInputs | None) -> dict[str, Figure]:
     """What was left out, and the threshold; all 0 if the plugin is off (None)."""
     totals = callback.totals if callback else Totals()
     marks = callback.classifier.marks[-1:] if callback else ()
+    verdict = "nothing was left out, as asked for (plugins.slipstream.drop=0)"
+    if callback:
+        classifier, method = callback.classifier, callback.method
+        verdict = sentence(totals, callback.steps, method.drop, classifier.stopped_at)
     return {
+        "verdict": verdict,
+        "dropped_input_share": totals.dropped / max(1, totals.samples),
+        "hot_input_share": totals.hot / totals.classified if totals.classified else totals.offered_share,
         "dropped_share": totals.dropped / max(1, totals.samples),
         "dropped_hot_share": totals.dropped / max(1, totals.hot),
         "dropped_samples": totals.dropped,

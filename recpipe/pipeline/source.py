@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from recpipe.data.ahead import read_ahead
 from recpipe.data.batch import Batch
@@ -20,6 +21,8 @@ class BatchSource:
         self.dataset = dataset
         self.batch_size = batch_size
         self.feed = feed or Feed()
+        if self.feed.order is not None and self.feed.order.part.is_datas_own():
+            self.feed = replace(self.feed, order=None)
         self._check = OrderCheck.of(dataset, batch_size, self.feed)
 
     def __len__(self) -> int:

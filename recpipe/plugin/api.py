@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from recpipe.report.record import Io
     from recpipe.tables.tiers.placement import Bags
 
-API = (2, 0)
+API = (2, 1)
 """Version of this file's contract: a plugin's major must equal it, its minor must not exceed it."""
 
 P = TypeVar("P")
@@ -117,6 +117,13 @@ class EpochOrder(ABC):
         """An epoch's batches from number ``first`` on; called and drawn from in the loader's thread, one
         batch ahead of training. Every sample of the epoch must be in exactly one batch; core checks this when
         the epoch ends."""
+
+    def is_datas_own(self) -> bool:
+        """Whether this is the data module's order after all; core then reads the data as without it.
+
+        Asked once, when the run is built and the data can be read. If so, nothing else is called.
+        """
+        return False
 
 
 StreamWrapper = Callable[["Iterator[Batch]"], "Iterator[Batch]"]

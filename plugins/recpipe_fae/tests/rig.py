@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ from tests.placing import context_of, model_over, tiers_of
 SIZE = 256
 
 
+def never_read(first: int) -> Iterator[Batch]:
+    """The evaluation part: reading it would be a leak into training."""
+    raise AssertionError("FAE reads the evaluation part")
+
+
 class Run(Rig):
     """A run with FAE, or (``resident``) all rows resident and the data's own order."""
 
@@ -58,11 +64,11 @@ class Run(Rig):
             epoch_samples=dataset.size("train"),
             cache_dir=folder,
             batches=lambda first: dataset.batches("train", SIZE, first),
-            held_out=lambda first: dataset.batches("eval", SIZE, first),
+            held_out=never_read,
         )
         plugins = {} if resident else active_plugins(compose(["+plugin=fae"]))
         if not resident:
-            plugins["fae"] |= {"held_out_samples": 512} | knobs
+            plugins["fae"] |= {"phases": "always", "loss_samples": 512} | knobs
         self.assembly: Assembly = assemble(gather(activate(plugins), self.ctx), self.ctx.tables)
         space = RowSpace(self.tables.layout.bases, slots)
         policy = (

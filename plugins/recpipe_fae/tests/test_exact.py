@@ -75,9 +75,10 @@ def test_a_hot_phase_leaves_the_cold_store_alone(
 ) -> None:
     """By the store's own counters, from the update of its first batch to that of its last."""
     run = Run(synthetic, "sgd", 0.6, tmp_path, rate=rate, schedule=schedule).epoch()
-    scheduler, classes = run.order.scheduler, run.order.prepared.classes
-    sizes = (classes.batches(False), classes.batches(True))
-    segments = plan(scheduler.history, *sizes) if schedule else plan([], *sizes, rate)
+    scheduler = run.order.scheduler
+    sizes = run.order.prepared.sizes
+    segments, complete = plan(scheduler.history, sizes) if schedule else plan([], sizes, rate)
+    assert complete
     # Without a decision to wait for, the loader fetches the next cold batch while the last hot one trains.
     ahead, start, checked = 0 if schedule else 1, 0, 0
     for segment in segments:
@@ -97,8 +98,7 @@ def test_a_hot_phase_leaves_the_cold_store_alone(
 def test_reading_from_the_middle_is_reading_from_the_start(synthetic: Dataset, tmp_path: Path) -> None:
     run = Run(synthetic, "sgd", 0.6, tmp_path)
     order = run.order
-    classes = order.prepared.classes
-    order.scheduler.rates = [30.0] * len(plan([], classes.batches(False), classes.batches(True), 30))
+    order.scheduler.rates = [30.0] * len(plan([], order.prepared.sizes, 30)[0])
     whole = list(order.batches(0))
     assert len(whole) == len(order)
     for first in (1, len(whole) // 2, len(whole) - 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from recpipe_fae.plugin import FAE
@@ -15,6 +15,7 @@ from recpipe.testing import PluginSuite
 class TestFAE(PluginSuite):
     plugin = "fae"
     pins = True
+    knobs: ClassVar = {"phases": "always"}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,9 @@ class TestFAE(PluginSuite):
         ("threshold", 0),
         ("rate", 0.5),
         ("rate", 101),
-        ("held_out_samples", 0),
+        ("loss_samples", 0),
+        ("held_out_samples", 4096),
+        ("phases", "sometimes"),
     ],
 )
 def test_a_bad_knob_is_named(knob: str, value: Any) -> None:

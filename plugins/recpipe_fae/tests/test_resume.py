@@ -15,7 +15,8 @@ RECIPE = (
     *SMALL,
     "+plugin=fae",
     "plugins.fae.rate=30",
-    "plugins.fae.held_out_samples=300",
+    "plugins.fae.phases=always",
+    "plugins.fae.loss_samples=300",
     "data.samples=5000",
     "data.batch_size=100",
     "data.table_scale=1",
@@ -54,7 +55,7 @@ def test_resumed_is_bitwise_the_run_that_never_stopped(step: int, whole: Trained
     for name, value in whole.parameters.items():
         np.testing.assert_array_equal(rest.parameters[name], value, err_msg=name)
     ours, theirs = (r.report["plugins"]["fae"] for r in (rest, whole))
-    for name in ("rates", "held_out_losses", "swaps"):
+    for name in ("rates", "slice_losses", "swaps"):
         assert ours[name] == theirs[name]
     assert len(set(theirs["rates"])) > 1, "no decision has changed the rate"
     assert 0.1 < theirs["hot_input_share"] < 0.9

@@ -24,6 +24,9 @@ from recpipe.testing import SMALL, PluginSuite, Trained
 from recpipe.testing import train as run
 
 FIGURES = {
+    "verdict",
+    "dropped_input_share",
+    "hot_input_share",
     "dropped_share",
     "dropped_hot_share",
     "dropped_samples",
@@ -45,7 +48,7 @@ FIGURES = {
 class TestSlipstream(PluginSuite):
     plugin = "slipstream"
     pins = True
-    knobs: ClassVar = {"window": 0.1, "sample": 0.1}
+    knobs: ClassVar = {"window": 0.1, "sample": 0.1, "skip": "always"}
     # Enough hot inputs, and enough batches to find them in.
     overrides: ClassVar = (
         "data.samples=20000",
@@ -58,6 +61,9 @@ class TestSlipstream(PluginSuite):
         assert set(shown) == FIGURES
         assert 0.02 < shown["dropped_share"] < 0.3
         assert shown["dropped_share"] == shown["dropped_samples"] / trained.report["data"]["train_samples"]
+        assert shown["dropped_input_share"] == shown["dropped_share"]
+        assert 0.1 < shown["hot_input_share"] < 0.9
+        assert f"{100 * shown['dropped_share']:.1f}% of all inputs" in shown["verdict"]
         assert shown["dropped_hot_share"] == shown["realised_share"] == pytest.approx(0.3, abs=0.08)
         assert shown["snapshots"] == 1
         assert 0 < shown["stale_rows"] < shown["hot_rows"]
@@ -74,7 +80,11 @@ class TestSlipstream(PluginSuite):
 
 
 ROOM = (*SMALL, *FEW_LOOKUPS, "trainer.progress=false")
-KNOBS = ("plugins.slipstream.window=0.1", "plugins.slipstream.sample=0.1")
+KNOBS = (
+    "plugins.slipstream.window=0.1",
+    "plugins.slipstream.sample=0.1",
+    "plugins.slipstream.skip=always",
+)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +101,7 @@ KNOBS = ("plugins.slipstream.window=0.1", "plugins.slipstream.sample=0.1")
         ("stale_lookups", 0, "must be at least 1"),
         ("snapshot_every", 0, "must be at least 1"),
         ("threshold", "guess", "choose quantile or bisection"),
+        ("skip", "never", "choose auto or always"),
     ],
 )
 def test_knobs_out_of_range(knob: str, value: Any, remedy: str) -> None:
@@ -209,7 +220,11 @@ def test_resumed_is_bitwise_the_run_that_never_stopped(
     for name, value in expected.parameters.items():
         np.testing.assert_array_equal(rest.parameters[name], value, err_msg=name)
     shown = [
-        {k: v for k, v in r.report["plugins"]["slipstream"].items() if not k.endswith("seconds")}
+        {
+            k: v
+            for k, v in r.report["plugins"]["slipstream"].items()
+            if k != "verdict" and not k.endswith("seconds")
+        }
         for r in (expected, rest)
     ]
     assert shown[0] == shown[1]

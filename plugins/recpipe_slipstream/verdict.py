@@ -1,0 +1,81 @@
+"""Whether leaving inputs out pays: what can be had, what steps take, and the report's sentence on it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+
+from recpipe_slipstream.method import Totals
+
+LEAST = 0.02
+"""If less than this share of all inputs could be left out, it is not worth the snapshots."""
+TRIAL = 32
+"""So many steps with marks show whether steps have become shorter."""
+ENOUGH = 4
+"""Fewer steps tell nothing."""
+SHORTER = 0.99
+"""Steps must take less than this share of what they took before, else leaving inputs out ends."""
+
+
+@dataclass
+class Steps:
+    """Seconds of the newest steps before marks and under them, without those in which something else
+    happened."""
+
+    before: deque[float] = field(default_factory=lambda: deque(maxlen=TRIAL))
+    after: deque[float] = field(default_factory=lambda: deque(maxlen=512))
+    _since: float | None = None
+
+    def end(self, marked: bool) -> None:
+        """A step has ended; ``marked``: its batch was trained under marks."""
+        now = perf_counter()
+        if self._since is not None:
+            (self.after if marked else self.before).append(now - self._since)
+        self._since = now
+
+    def pause(self) -> None:
+        """Something that is no step has happened."""
+        self._since = None
+
+    @property
+    def medians(self) -> tuple[float, float] | None:
+        """The medians before and after; None until there are enough of both."""
+        if min(len(self.before), len(self.after)) < ENOUGH:
+            return None
+        return median(self.before), median(self.after)
+
+
+def sentence(totals: Totals, steps: Steps, drop: float, stopped_at: int | None) -> str:
+    """Whether it can have paid, and why. Steps before the marks may have fetched rows that later ones find
+    resident, so they do not tell what was saved; but a whole batch takes at most as much longer as it has
+    more samples."""
+    hot = f"{100 * totals.offered_share:.1f}% of the inputs are hot"
+    if totals.refused == "hot":
+        most = 100 * drop * totals.offered_share
+        return f"nothing was left out, and no snapshot taken: {hot}, so that at most {most:.1f}% could be"
+    if totals.refused == "stale":
+        found = 100 * totals.sampled_share
+        return f"nothing was left out: {hot}, and {found:.1f}% of these were stale after the window"
+    if not totals.snapshots:
+        return "nothing was left out: the run ended before a window did"
+    dropped = 100 * totals.dropped / max(1, totals.samples)
+    told = f"left out {dropped:.1f}% of all inputs, {100 * totals.dropped / max(1, totals.hot):.1f}% of the "
+    told += "hot ones it classified"
+    times = steps.medians
+    if times is None:
+        return f"{told}; too few steps to tell whether it paid"
+    before, after = times
+    compared = f"steps took {1000 * after:.1f} ms, and {1000 * before:.1f} before"
+    if stopped_at is not None:
+        return f"{told}, and stopped before batch {stopped_at}: {compared}"
+    share = totals.dropped / max(1, totals.classified)
+    saved = after * totals.marked_batches * share / (1 - share)
+    cost = totals.snapshot_seconds + totals.search_seconds
+    paid = "can have paid" if saved > cost else "did not pay"
+    return (
+        f"{paid}: {told}; steps took {1000 * after:.1f} ms, whole batches would have taken at most "
+        f"{saved:.2f} s more in all, for {cost:.2f} s of snapshots and search and "
+        f"{totals.classify_seconds:.2f} s of classification in the loader's thread"
+    )
