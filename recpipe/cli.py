@@ -239,10 +239,11 @@ def _run_hydra(argv: Sequence[str]) -> None:
 
             directory = Path(hydra.runtime.output_dir)
             report = run(recipe, directory, command_line_overrides(hydra))
-            if recipe.task.name == "train" and hydra.mode is RunMode.RUN and not _several():
+            if report and recipe.task.name == "train" and hydra.mode is RunMode.RUN and not _several():
+                from recpipe.run import carry_out
                 from recpipe.tasks.beside import show_beside
 
-                show_beside(recipe, report, directory)
+                show_beside(recipe, report, directory, carry_out)
 
     register()
     sweep_launcher.register()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from rich.table import Table
 from recpipe.common.console import alone, log, show
 from recpipe.config.recipe import Recipe
 from recpipe.report import figures
-from recpipe.setup.given import Given
+from recpipe.setup.given import Given, Outcome
 
 EMBEDDED = "synthetic"
 """The data of a first look, for which ``task.beside=auto`` compares."""
+Train = Callable[[DictConfig, Path, Given], Outcome]
+"""Carries out a recipe in a folder: ``recpipe.run.carry_out``."""
 PLAIN = ("nocache", "lru")
 """The policies that ``auto`` compares with."""
 
@@ -40,11 +42,11 @@ def policies_beside(cfg: Recipe, report: Mapping[str, Any]) -> Sequence[str]:
     return cfg.task.beside
 
 
-def beside(composed: DictConfig, policies: Sequence[str], directory: Path) -> list[dict[str, Any]]:
-    """Train the recipe's first ``task.beside_steps`` steps under each of ``policies`` and with its plugins;
+def beside(
+    composed: DictConfig, policies: Sequence[str], directory: Path, train: Train
+) -> list[dict[str, Any]]:
+    """Train, by ``train``, the recipe's first ``task.beside_steps`` steps under each of ``policies`` and with its plugins;
     a row for each: ``name``, ``samples_per_second`` over all steps, and ``io``."""
-    from recpipe.run import carry_out
-
     rows = []
     for name in (*policies, ""):
         recipe = copy.deepcopy(composed)
@@ -58,7 +60,7 @@ def beside(composed: DictConfig, policies: Sequence[str], directory: Path) -> li
                 recipe.tiers.policy = name
         with alone(), tempfile.TemporaryDirectory(prefix="beside-", dir=directory) as folder:
             given = Given(screen=False, files=False, evaluates=False)
-            report = carry_out(recipe, Path(folder), given).report
+            report = train(recipe, Path(folder), given).report
         rows.append(
             {
                 "name": name or "+".join(composed.plugins),
@@ -69,7 +71,7 @@ def beside(composed: DictConfig, policies: Sequence[str], directory: Path) -> li
     return rows
 
 
-def show_beside(composed: DictConfig, report: Mapping[str, Any], directory: Path) -> None:
+def show_beside(composed: DictConfig, report: Mapping[str, Any], directory: Path, train: Train) -> None:
     """Compare a finished training run, whose report.json has ``report``, if ``task.beside`` asks for it."""
     cfg = Recipe.of(composed)
     policies = policies_beside(cfg, report)
@@ -77,7 +79,7 @@ def show_beside(composed: DictConfig, report: Mapping[str, Any], directory: Path
         return
     steps = min(cfg.task.beside_steps, sum(report["throughput"]["step_histogram"]["counts"]))
     log.info("the first %d steps once more, with and without %s", steps, "+".join(cfg.plugins))
-    rows = beside(composed, policies, directory)
+    rows = beside(composed, policies, directory, train)
     show(lambda out: print_beside(rows, steps, out))
 
 

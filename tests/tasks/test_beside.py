@@ -11,7 +11,7 @@ from rich.console import Console
 
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
-from recpipe.run import run
+from recpipe.run import carry_out, run
 from recpipe.tasks.beside import beside, policies_beside, print_beside, reason
 from recpipe.testing import SMALL
 
@@ -42,7 +42,7 @@ def test_a_run_whose_cache_is_no_plugins_is_not(report) -> None:
 
 
 def test_rows_are_the_first_steps_under_each(tmp_path: Path) -> None:
-    rows = beside(compose([*RUN, "+plugin=hotline"]), ["nocache", "lru"], tmp_path)
+    rows = beside(compose([*RUN, "+plugin=hotline"]), ["nocache", "lru"], tmp_path, carry_out)
     assert [row["name"] for row in rows] == ["nocache", "lru", "hotline"]
     nocache, lru, hotline = (row["io"]["rows_read"] for row in rows)
     assert nocache > lru > 0
