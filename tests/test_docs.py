@@ -187,6 +187,8 @@ def test_commands_compose(arguments: list[str]) -> None:
     if len(overrides) < len(arguments) and "-m" in arguments:
         overrides = [re.sub(r"^([^=\[{]+=[^,\[{]+),.*", r"\1", override) for override in overrides]
     overrides = [override for override in overrides if override not in ("--cfg", "job")]
+    if "task=compare" in overrides:  # the command line hands knobs on to the rows that have the plugin
+        overrides = [f"+{word}" if word.startswith("plugins.") else word for word in overrides]
     compose(overrides)
 
 

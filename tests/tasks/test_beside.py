@@ -32,9 +32,13 @@ def test_the_embedded_data_under_a_caching_plugin_is_compared(report) -> None:
     assert asked(report, "task.beside=[lfu]") == ["lfu"]
     assert asked(report, "task.beside=null") == []
     assert asked(report, "resume=somewhere") == []
+
+
+def test_other_data_only_if_asked(report) -> None:
     parquet = ("data=parquet", "data.path=x", "data.label=y", "data.sparse=[a]", "data.table_rows=3")
-    assert asked(report, *parquet) == []
-    assert asked(report, *parquet, "task.beside=[lru]") == ["lru"]
+    for words, rows in (((), ()), (("task.beside=[lru]",), ["lru"])):
+        recipe = Recipe.of(compose([*parquet, "+plugin=hotline", *words]))
+        assert policies_beside(recipe, report) == rows
 
 
 def test_a_run_whose_cache_is_no_plugins_is_not(report) -> None:
