@@ -45,8 +45,8 @@ def policies_beside(cfg: Recipe, report: Mapping[str, Any]) -> Sequence[str]:
 def beside(
     composed: DictConfig, policies: Sequence[str], directory: Path, train: Train
 ) -> list[dict[str, Any]]:
-    """Train, by ``train``, the recipe's first ``task.beside_steps`` steps under each of ``policies`` and with its plugins;
-    a row for each: ``name``, ``samples_per_second`` over all steps, and ``io``."""
+    """Train, by ``train``, the recipe's first ``task.beside_steps`` steps under each of ``policies`` and with
+    its plugins; a row for each: ``name``, ``samples_per_second`` over all steps, and ``io``."""
     rows = []
     for name in (*policies, ""):
         recipe = copy.deepcopy(composed)
