@@ -215,7 +215,8 @@ class Lookahead(CachePolicy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the resident rows; batch numbers start again."""
-        self.used = int((self.space.residents.row_of_slot >= 0).sum())
         self.often[:], self.last[:] = state["often"], state["age"]
+        # Residents alone would not do: slots that were given to the next batch's rows are empty until then.
+        self.used = int(np.count_nonzero(self.often))
         # The batches that need them become known again.
         self.due.fill(UNKNOWN)

@@ -190,10 +190,11 @@ def test_reading_tables_between_batches_and_new_epochs_change_nothing(
     assert same(*ends)
 
 
-def test_a_resumed_run_equals_an_undisturbed_one(clicks: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("resident", [0.08, 0.5])
+def test_a_resumed_run_equals_an_undisturbed_one(clicks: Dataset, tmp_path: Path, resident: float) -> None:
     knobs = {"lookahead": 8, "cleanup": 3}
-    whole = Run(clicks, tmp_path / "whole", knobs, resident=0.08).train(STEPS).finish()
-    first = Run(clicks, tmp_path / "first", knobs, resident=0.08)
+    whole = Run(clicks, tmp_path / "whole", knobs, resident=resident).train(STEPS).finish()
+    first = Run(clicks, tmp_path / "first", knobs, resident=resident)
     saved: dict[str, Any] = {}
 
     def save(number: int) -> None:
@@ -204,7 +205,9 @@ def test_a_resumed_run_equals_an_undisturbed_one(clicks: Dataset, tmp_path: Path
             saved["placement"] = first.tiers.placement_state()
 
     first.train(17, save).finish()
-    second = Run(clicks, tmp_path / "second", knobs, resident=0.08)
+    empty = int((saved["placement"]["row_of_slot"] < 0).sum())
+    assert (empty > 0) == (resident > 0.08)  # with slots that nothing was in yet, and without
+    second = Run(clicks, tmp_path / "second", knobs, resident=resident)
     with torch.no_grad():
         for name, parameter in second.model.dense_parameters().items():
             parameter.copy_(saved["dense"][name])
