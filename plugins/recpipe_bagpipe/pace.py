@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
-FEW = 2
-"""Batches of a group where nothing is waited for."""
+from recpipe_bagpipe.window import FEW
+
 WAITS, NO_WAITS = 0.02, 0.002
 """Shares of the time from which groups grow, and below which they shrink."""
 PATIENCE = 4
 """Groups in a row without waits before they shrink."""
+IDLE, BUSY = 0.15, 0.3
+"""Shares of the time that the store is in use: below the first nothing is read ahead, above the second it is
+again."""
+IDLE_GROUPS = 2
+"""Groups in a row with an idle store before nothing is read ahead."""
 MOST = 256
 
 
@@ -22,6 +27,7 @@ class Pace:
         memory: bytes that waiting batches and rows on their way may take where ``fixed`` is None.
         record_bytes: bytes of a row on its way.
         waited: the seconds that training has waited for the store so far.
+        busy: the seconds that the store has read and written so far.
     """
 
     def __init__(
@@ -30,6 +36,7 @@ class Pace:
         memory: int,
         record_bytes: int,
         waited: Callable[[], float],
+        busy: Callable[[], float],
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.fixed, self.memory, self.record_bytes = fixed, memory, record_bytes
@@ -39,11 +46,16 @@ class Pace:
         """The fewest and the most batches that memory and waits have allowed."""
         self.calm_at: int | None = None
         """How many groups had passed when groups first shrank."""
-        self._waited, self._clock = waited, clock
+        self.single = False
+        """Whether nothing is read ahead: the store is idle most of the time."""
+        self.share = 1.0
+        """The share of the last group's time that the store was in use."""
+        self._waited, self._busy, self._clock = waited, busy, clock
+        self._idle, self._idle_wanted = 0, IDLE_GROUPS
         self._calm = self._groups = 0
         self._cold_bytes = 0.0
         self._patience = PATIENCE
-        self._before = (clock(), waited())
+        self._before = (clock(), waited(), busy())
 
     def batches(self, batch_bytes: int) -> int:
         """How many batches the next group has, if each takes ``batch_bytes`` while it waits."""
@@ -61,10 +73,13 @@ class Pace:
 
     def note(self) -> None:
         """Judge the group that has just been trained."""
-        now, waited = self._clock(), self._waited()
-        share = (waited - self._before[1]) / max(1e-9, now - self._before[0])
-        self._before = now, waited
+        now, waited, busy = self._clock(), self._waited(), self._busy()
+        seconds = max(1e-9, now - self._before[0])
+        share, self.share = (waited - self._before[1]) / seconds, (busy - self._before[2]) / seconds
+        self._before = now, waited, busy
         self._groups += 1
+        if self.fixed is None:
+            self._judge_store(share)
         if share > WAITS:
             if self.wanted < MOST:
                 self._patience *= 2  # it had shrunk too early
@@ -76,6 +91,16 @@ class Pace:
                 self.calm_at = self.calm_at or self._groups
         else:
             self._calm = 0
+
+    def _judge_store(self, waits: float) -> None:
+        """Read ahead no more, or again."""
+        if waits > WAITS or self.share > BUSY:
+            if self.single:
+                self._idle_wanted *= 2  # it was too early
+            self.single, self._idle = False, 0
+        else:
+            self._idle = self._idle + 1 if self.share < IDLE else 0
+            self.single = self.single or self._idle >= self._idle_wanted
 
     @property
     def shrunk(self) -> bool:

@@ -40,6 +40,8 @@ class Lookahead(CachePolicy):
         self.often = np.zeros(space.slots, np.int32)
         """... and how many batches did, since the row came."""
         self.used = self.evicted = self.window_sum = self.peak_bytes = 0
+        self.singles = 0
+        """Batches that read their rows themselves."""
         self.window_least = UNKNOWN
         self._window: Window | None = None
         self._running: Window | None = None
@@ -61,7 +63,7 @@ class Lookahead(CachePolicy):
         def rows(batch: Batch) -> Rows:
             return self.lookups(batch).indices
 
-        self._window = Window(source, rows, self.pace.batches, self.space.slots)
+        self._window = Window(source, rows, self.pace.batches, self.space.slots, lambda: self.pace.single)
         return self._window.batches()
 
     def _begin(self, rows: RowIds) -> tuple[Rows, Steps]:
@@ -107,6 +109,11 @@ class Lookahead(CachePolicy):
 
     def _announce(self, group: Group) -> None:
         """Note when residents are needed next, and read what ``group`` needs and is not there."""
+        self._open.append(group)
+        self.bulk.single = any(known.single for known in self._open)
+        if group.single:
+            self._coming = NOTHING.rows
+            return
         rows = group.rows.astype(np.int64)
         slots = self.space.residents.slot_of(rows)
         here = slots >= 0
@@ -114,11 +121,11 @@ class Lookahead(CachePolicy):
         unknown = (self.due[held] == UNKNOWN) | (self.due[held] < self.step)
         self.due[held[unknown]] = self._first + group.first_use[here][unknown]
         for before in self._open:
-            before.link(group)
+            if before is not group:
+                before.link(group)
         cold = rows[~here]
         cold = cold[~np.isin(cold, self._coming, assume_unique=True)]
         self._coming = cold
-        self._open.append(group)
         if len(cold):
             self._numbers.append((group.end, self.bulk.announce(cold)))
         self.pace.announced(len(cold), len(group.sizes))
@@ -138,9 +145,13 @@ class Lookahead(CachePolicy):
         """Give every miss a free slot, or that of the row which is worth least."""
         self.last[hits] = self.step
         rows, next_use = self._current
-        slots = self.space.residents.slot_of(rows)
-        here = slots >= 0
-        self._touch(slots[here], next_use[here])
+        if len(rows):
+            slots = self.space.residents.slot_of(rows)
+            here = slots >= 0
+            self._touch(slots[here], next_use[here])
+        else:  # nothing is known of the batch
+            self.often[hits] += 1  # once each, however often a slot is hit
+            self.singles += 1
         fresh = np.arange(self.used, min(self.space.slots, self.used + len(misses)), dtype=np.int32)
         taken = np.concatenate((fresh, self._least(len(misses) - len(fresh))))
         self.used += len(fresh)

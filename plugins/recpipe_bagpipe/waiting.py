@@ -15,11 +15,11 @@ LARGEST = np.iinfo(np.int32).max
 
 class Waiting:
     """A batch that waits. Ids of recpipe's own ``Batch`` are kept in 32 bits, and lengths that are all 1 are
-    not kept; a batch of another type is kept as it is."""
+    not kept; a batch of another type is kept as it is. ``small`` False: kept as it is in any case."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, small: bool = True) -> None:
         self._restore: Callable[[], Batch]
-        packed = _packed(batch) if type(batch) is Batch else None
+        packed = _packed(batch) if small and type(batch) is Batch else None
         if packed is None:
             self._restore, self.nbytes = lambda: batch, size_of(batch)
         else:

@@ -23,8 +23,11 @@ Rows = NDArray[np.int64]
 Steps = NDArray[np.int32]
 Small = NDArray[np.int32] | NDArray[np.int64]
 """Row numbers, of 32 bits where all numbers fit."""
+NO_ROWS: Rows = np.empty(0, np.int64)
 ROW_BYTES = 12
 """What a group takes for each row that a batch looks up, about."""
+FEW = 2
+"""Batches of a group where nothing is waited for."""
 UNKNOWN = np.iinfo(np.int32).max
 """The next use of a row that no known batch looks up again."""
 
@@ -73,6 +76,11 @@ class Group:
         self.next_use[ends[again]] = later.first_use[at[again]]
 
     @property
+    def single(self) -> bool:
+        """Whether nothing is known of its batches, which read their rows themselves."""
+        return not len(self.rows)
+
+    @property
     def nbytes(self) -> int:
         """Its memory."""
         parts = (self.looked_up, self.next_use, self.rows, self.first_use)
@@ -107,12 +115,15 @@ class Window:
         lookups: Callable[[Batch], Rows],
         size: Callable[[int], int],
         slots: int,
+        single: Callable[[], bool] = lambda: False,
     ) -> None:
         """``size``: told the bytes that a batch takes while it waits, says how many batches a group has now.
-        ``slots``: how many rows can be resident."""
+        ``slots``: how many rows can be resident. ``single``: whether the next group's batches shall pass
+        without being looked into."""
         self.peak_bytes = 0
         """The most bytes that batches and groups have taken at the same time."""
         self._source, self._lookups, self._size, self._slots = source, lookups, size, slots
+        self._single = single
         self._changed = threading.Condition()
         self._batches: deque[Waiting] = deque()
         self._groups: deque[Group] = deque()
@@ -180,7 +191,19 @@ class Window:
         rows: list[Rows] = []
         bound = 0
         """How many distinct rows ``rows`` have at most."""
+        single = False
         for batch in self._source:
+            if not batches:
+                # The first batch of a stream is known in any case: a resumed run is told by it.
+                single = first > 0 and self._single()
+            if single:
+                batches.append(self._waits(batch, small=False))
+                if self._stopped:
+                    return
+                if len(batches) >= FEW:
+                    first += self._hand_over(first, batches, [NO_ROWS] * FEW)
+                    batches = []
+                continue
             mine = distinct(self._lookups(batch))
             bound += len(mine)
             if rows and bound > self._slots // 2:
@@ -188,6 +211,10 @@ class Window:
                 if bound > self._slots // 2:
                     first += self._hand_over(first, batches, rows)
                     batches, rows, bound = [], [], len(mine)
+                    if single := self._single():
+                        batches.append(self._waits(batch, small=False))
+                        bound = 0
+                        continue
             batches.append(self._waits(batch))
             rows.append(mine)
             if self._stopped:
@@ -196,10 +223,10 @@ class Window:
                 first += self._hand_over(first, batches, rows)
                 batches, rows, bound, wanted = [], [], 0, 2 * wanted
         if batches:
-            self._hand_over(first, batches, rows)
+            self._hand_over(first, batches, rows or [NO_ROWS] * len(batches))
 
-    def _waits(self, batch: Batch) -> Waiting:
-        waiting = Waiting(batch)
+    def _waits(self, batch: Batch, small: bool = True) -> Waiting:
+        waiting = Waiting(batch, small)
         with self._changed:
             self._bytes += waiting.nbytes
             self.peak_bytes = max(self.peak_bytes, self._bytes)

@@ -172,6 +172,23 @@ def test_equals_the_run_without_a_cache(
     assert same(run.finish(), plain.finish())
 
 
+@pytest.mark.parametrize(("store", "resident"), [("host", 0.08), ("ssd", 0.08), ("host", 0.4)])
+def test_looking_ahead_may_end_and_begin_again(
+    clicks: Dataset, tmp_path: Path, store: str, resident: float
+) -> None:
+    """Whatever the clock says: a run that turns it off and on every few batches is the run without cache."""
+    run = Run(clicks, tmp_path / "with", {"lookahead": 6, "cleanup": 2}, store, resident=resident)
+
+    def turn(number: int) -> None:
+        run.policy.pace.single = number // 6 % 2 == 1
+
+    run.train(STEPS, turn)
+    assert 5 < run.policy.singles < STEPS - 5
+    assert figures(run)["fetch_groups"] > 2
+    plain = Run(clicks, tmp_path / "without", None, store, resident=resident).train(STEPS)
+    assert same(run.finish(), plain.finish())
+
+
 def test_reading_tables_between_batches_and_new_epochs_change_nothing(
     clicks: Dataset, tmp_path: Path
 ) -> None:

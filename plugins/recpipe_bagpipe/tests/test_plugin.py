@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from recpipe.testing import PluginSuite, Trained
 
 
@@ -9,6 +11,9 @@ class TestBagPipe(PluginSuite):
     plugin = "bagpipe"
     ranks = 2
     replans = True
+    knobs: ClassVar = {
+        "lookahead": 16
+    }  # auto would find the store of so small a run idle, and read nothing ahead
 
     def test_reads_ahead_and_misses_nothing(self, trained: Trained) -> None:
         shown = trained.report["plugins"]["bagpipe"]

@@ -36,7 +36,7 @@ def test_next_uses_are_those_of_the_stream() -> None:
 class Bare(Window):
     """A window whose batches are numbers."""
 
-    def _waits(self, batch: Any) -> Any:
+    def _waits(self, batch: Any, small: bool = True) -> Any:
         return SimpleNamespace(nbytes=1, batch=lambda: batch)
 
 
@@ -83,7 +83,7 @@ class Clock:
     """Time and waits of a run, as the test says."""
 
     def __init__(self) -> None:
-        self.now = self.waited = 0.0
+        self.now = self.waited = self.busy = 0.0
 
     def train(self, pace: Pace, share: float) -> int:
         """Train a group, of which training waits this share; returns the size of the next one."""
@@ -94,7 +94,7 @@ class Clock:
 
 def test_groups_shrink_where_nothing_is_waited_for_and_grow_with_waits() -> None:
     clock = Clock()
-    pace = Pace(None, 30_000, 1, lambda: clock.waited, lambda: clock.now)
+    pace = Pace(None, 30_000, 1, lambda: clock.waited, lambda: clock.busy, lambda: clock.now)
     whole = pace.batches(100)
     assert whole == 99  # of a third of the memory
     sizes = [clock.train(pace, 0.0) for _ in range(8 * PATIENCE)]
@@ -107,9 +107,9 @@ def test_groups_shrink_where_nothing_is_waited_for_and_grow_with_waits() -> None
 
 def test_a_fixed_window_stays_and_memory_bounds_the_other() -> None:
     clock = Clock()
-    fixed = Pace(7, 10, 1, lambda: clock.waited, lambda: clock.now)
+    fixed = Pace(7, 10, 1, lambda: clock.waited, lambda: clock.busy, lambda: clock.now)
     assert {clock.train(fixed, share) for share in (0.0, 0.0, 0.5)} == {7}
-    bound = Pace(None, 3_000, 10, lambda: clock.waited, lambda: clock.now)
+    bound = Pace(None, 3_000, 10, lambda: clock.waited, lambda: clock.busy, lambda: clock.now)
     bound.announced(rows=100, batches=2)
     assert bound.batches(100) == 3_000 // (300 + 1000 + 1)
     assert bound.batches(10_000) == 1

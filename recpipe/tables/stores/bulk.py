@@ -129,8 +129,12 @@ class BulkStore(ColdStore):
         self.direct = inner.direct
         self.rounded = inner.rounded
         self.io = IoCounters()
+        self.single = False
+        """Whether rows are read and written batch by batch: nothing is announced, and writes do not wait."""
         self.missed = 0
-        """How many rows ``gather`` had to read itself."""
+        """How many rows ``gather`` had to read itself while others were announced."""
+        self.read_singly = 0
+        """How many it read while ``single``."""
         self.waited = 0.0
         """Seconds that calls waited for groups being read and for room for writes."""
         self.announced = 0
@@ -140,6 +144,8 @@ class BulkStore(ColdStore):
         self.peak_bytes = 0
         """The most host memory that groups and waiting writes took, in bytes."""
         self._background = IoCounters()
+        self._using = threading.Lock()
+        """Held while ``inner`` is used; ``_lock`` may be taken meanwhile, never the other way round."""
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, "recpipe-bulk")
         self._groups: dict[int, ReadGroup] = {}
@@ -171,6 +177,10 @@ class BulkStore(ColdStore):
             self._groups.pop(number, None)
 
     def _read(self, group: ReadGroup) -> None:
+        with self._using:
+            self._read_group(group)
+
+    def _read_group(self, group: ReadGroup) -> None:
         try:
             records = np.empty((len(group.rows), self.layout.width), np.float32)
             with self._lock:
@@ -226,18 +236,19 @@ class BulkStore(ColdStore):
         return None, left
 
     def _gather_now(self, rows: Rows, left: NDArray[np.int64], out: Records) -> None:
-        """Read rows that were not announced from the store, after everything that is queued."""
-        wanted = rows[left]
-        records = np.empty((len(left), self.layout.width), np.float32)
-
-        def read() -> None:
+        """Read rows that were not announced from the store."""
+        whole = len(left) == len(rows)
+        records = out if whole else np.empty((len(left), self.layout.width), np.float32)
+        with self._using:
             before = replace(self.inner.io)
-            self.inner.gather(wanted, records)
+            self.inner.gather(rows if whole else rows[left], records)
             self.io = self.io.plus(self.inner.io.plus(before, -1))
-
-        self._thread.submit(read).result()
-        out[left] = records
-        self.missed += len(left)
+        if not whole:
+            out[left] = records
+        if self.single:
+            self.read_singly += len(left)
+        else:
+            self.missed += len(left)
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -247,9 +258,22 @@ class BulkStore(ColdStore):
             self._raise_faults()
         if self.rounded is not None:  # rounded at once: what is read must not depend on when it is written
             records = self.rounded(records)
+        if self.single:
+            self._write_all()
+            self._scatter_now(rows, records)
+            return
         size = len(self._waiting.records)
         for start in range(0, len(rows), size):
             self._keep(rows[start : start + size], records[start : start + size])
+
+    def _scatter_now(self, rows: Rows, records: Records) -> None:
+        """Write ``rows``, none of which waits to be written, to the store."""
+        with self._using:  # no group is being read, so all have arrived or will see what is written here
+            before = replace(self.inner.io)
+            self.inner.scatter(rows, records)
+            self.io = self.io.plus(self.inner.io.plus(before, -1))
+            with self._lock:
+                self._refresh_groups(rows, records)
 
     def _keep(self, rows: Rows, records: Records) -> None:
         while True:
@@ -283,6 +307,12 @@ class BulkStore(ColdStore):
 
     def _write(self, done: Future[None]) -> None:
         """Write a piece; if there is more to write, queue it after reads that came meanwhile."""
+        with self._using:
+            self._write_piece(done)
+        if done.exception() is None and self._waiting.full:
+            self._write_more()
+
+    def _write_piece(self, done: Future[None]) -> None:
         try:
             with self._lock:
                 rows, records = self._waiting.piece(self._next_row)
@@ -296,8 +326,6 @@ class BulkStore(ColdStore):
             done.set_exception(fault)
             return
         done.set_result(None)
-        if self._waiting.full:
-            self._write_more()
 
     def _write_all(self) -> None:
         self._raise_faults()
@@ -310,6 +338,12 @@ class BulkStore(ColdStore):
         """Traffic of bulk reads and writes."""
         return self._background
 
+    @property
+    def busy(self) -> float:
+        """Seconds of reading and writing, in bulk or not."""
+        both = self._background.plus(self.io)
+        return both.read_seconds + both.write_seconds
+
     def _raise_faults(self) -> None:
         """Raise the error of a read or a write that failed in the thread."""
         for group in self._groups.values():
@@ -321,7 +355,8 @@ class BulkStore(ColdStore):
     def flush(self) -> None:
         """Write everything that waits, and make it as durable as the store makes it."""
         self._write_all()
-        self._thread.submit(self.inner.flush).result()
+        with self._using:
+            self.inner.flush()
 
     def close(self) -> None:
         """Write everything that waits and close the store. Calling it again does nothing."""
