@@ -56,7 +56,13 @@ RECIPE = (
     "trainer.checkpoint_every=null",
     "trainer.eval_every=0.5",
 )
-KNOBS = {"slipstream": ("plugins.slipstream.window=0.1", "plugins.slipstream.sample=0.1")}
+KNOBS = {
+    "slipstream": (
+        "plugins.slipstream.window=0.1",
+        "plugins.slipstream.sample=0.1",
+        "plugins.slipstream.skip=always",
+    )
+}
 TOLERANCE = 1e-6
 """Hotline's micro-batches add float sums in another order; the others are bitwise."""
 

@@ -159,7 +159,11 @@ class BlamedSplitter(Splitter):
 
     def __init__(self, origin: Origin, splitter: Splitter) -> None:
         self.origin, self.splitter = origin, splitter
-        self.optional = splitter.optional
+
+    @property
+    def optional(self) -> bool:  # type: ignore[override]
+        """As ``Splitter``."""
+        return self.splitter.optional
 
     def split(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split:
         """As ``Splitter``; ``PluginError`` if the result does not split the batch."""

@@ -66,9 +66,9 @@ def test_it_is_on_where_waits_are_hidden() -> None:
     timed = clock("auto", waits=0.5, cost=0.1)
     cut = timed.epoch(80)
     assert not any(cut[: WATCHED + AHEAD - 1])
-    assert all(cut[WATCHED + 2 * BLOCK + AHEAD :])
+    assert all(cut[WATCHED + 4 * BLOCK + AHEAD :])
     verdict = timed.splitting.verdict()
-    assert verdict == "splitting on after 28 batches: 1100.0 ms a batch with it, 1500.0 without"
+    assert verdict == "splitting on after 40 batches: 1100.0 ms a batch with it, 1500.0 without"
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_it_is_off_where_it_does_not_pay(waits: float, cost: float, early: int, 
 
 def test_a_new_epoch_forgets_batches_that_were_not_trained() -> None:
     timed = clock("auto", waits=0.5, cost=0.1)
-    timed.epoch(40)
-    assert all(timed.epoch(40, first=40)), "the decision stays"
+    timed.epoch(60)
+    assert all(timed.epoch(40, first=60)), "the decision stays"
 
 
 def test_a_short_run_says_so() -> None:

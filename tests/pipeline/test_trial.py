@@ -29,7 +29,7 @@ def test_what_makes_steps_shorter_stays_on() -> None:
     trial = Trial()
     used = run(trial, WATCHED + 200, with_it=0.8, without=1.0, saving=0.4)
     assert all(used[trial.decided + 2 :])
-    assert trial.decided == WATCHED + 2 * BLOCK
+    assert trial.decided == WATCHED + 4 * BLOCK
     assert (trial.with_it, trial.without) == (pytest.approx(0.8), pytest.approx(1.0))
 
 
@@ -59,7 +59,7 @@ def test_it_is_tried_again_when_things_may_have_changed() -> None:
 
 def test_an_evaluation_between_steps_does_not_count() -> None:
     trial = Trial()
-    for number in range(WATCHED + 2 * BLOCK):
+    for number in range(WATCHED + 4 * BLOCK):
         seconds = 0.8 if trial.on else 1.0
         trial.step(60.0 if number == WATCHED + 3 else seconds, 0.4)
     assert trial.with_it == pytest.approx(0.8)

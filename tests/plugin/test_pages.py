@@ -32,7 +32,7 @@ SMALL = (
     "trainer.progress=false",
     "optim=sgd",
 )
-TIERS = ("tiers.resident_bytes=20%",)
+TIERS = ("tiers=host", "tiers.resident_bytes=20%")
 Train = Callable[..., tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]]
 
 

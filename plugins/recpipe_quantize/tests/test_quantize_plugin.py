@@ -38,7 +38,7 @@ def quantize(**knobs: str) -> Quantize:
 def recipe(owner: str, *more: str) -> list[str]:
     mine = OWNERS[owner]
     plugin = () if any("quantize" in word for word in mine) else ("+plugin=quantize",)
-    quiet = ("tiers.resident_bytes=30%", "trainer.checkpoint_every=null")
+    quiet = ("tiers=host", "tiers.resident_bytes=30%", "trainer.checkpoint_every=null")
     return [*RECIPE, "data.samples=700", *quiet, *plugin, *mine, *more]
 
 
@@ -125,7 +125,7 @@ def test_float32_everywhere_is_the_run_without_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("owner", ["resident", "lru"])
 def test_weights_of_16_bits(owner: str, tmp_path: Path) -> None:
     """Half as many bytes of weights: more rows in the same budget. The tables are not sharded for it."""
-    words = [*SMALL, f"tiers.policy={owner}", "tiers.resident_bytes=20000"]
+    words = [*SMALL, "tiers=host", f"tiers.policy={owner}", "tiers.resident_bytes=20000"]
     knobs = ("+plugin=quantize", "plugins.quantize.cold=fp32", "plugins.quantize.storage=fp16")
     plain, half = train(words, tmp_path / "a"), train([*words, *knobs], tmp_path / "b")
     assert half.report["altered"] == ["EXACT_GRADIENT", "TABLE_LAYOUT"]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.test_torchrun import alone, difference, together
 
-BUDGET = ("tiers.resident_bytes=30%", "model.embedding_dim=8")
+BUDGET = ("tiers.store=host", "tiers.resident_bytes=30%", "model.embedding_dim=8")
 RECORD = 8 + 8
 """Bytes: 8 weights, scale and bias; SGD has no state."""
 
