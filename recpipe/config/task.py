@@ -26,7 +26,7 @@ class TaskConfig:
     """Whether to move every first weight to a neighbouring float32."""
     beside: Annotated[str, one_of("auto")] | list[Annotated[str, one_of(*POLICIES)]] | None = None
     """The policies under which the first steps are trained as well, to be shown beside the run."""
-    beside_steps: Positive = 50
+    beside_steps: Positive = 40
 
 
 @dataclass(frozen=True)
