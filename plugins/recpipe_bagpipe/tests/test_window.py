@@ -105,6 +105,24 @@ def test_groups_shrink_where_nothing_is_waited_for_and_grow_with_waits() -> None
     assert not pace.shrunk
 
 
+def test_nothing_is_read_ahead_while_the_store_is_idle() -> None:
+    clock = Clock()
+    pace = Pace(None, 30_000, 1, lambda: clock.waited, lambda: clock.busy, lambda: clock.now)
+
+    def group(share: float) -> bool:
+        clock.now += 1.0
+        clock.busy += share
+        pace.note()
+        return pace.single
+
+    assert [group(share) for share in (0.5, 0.1, 0.1)] == [False, False, True]
+    assert group(0.2), "between the two bounds it stays as it is"
+    assert not group(0.4)
+    assert [group(0.1) for _ in range(4)] == [False, False, False, True], "it takes longer the next time"
+    clock.waited += 0.1
+    assert not group(0.1), "training waits"
+
+
 def test_a_fixed_window_stays_and_memory_bounds_the_other() -> None:
     clock = Clock()
     fixed = Pace(7, 10, 1, lambda: clock.waited, lambda: clock.busy, lambda: clock.now)
