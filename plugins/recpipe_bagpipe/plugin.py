@@ -27,8 +27,11 @@ from recpipe_bagpipe.verdict import verdict
 AUTO = "auto"
 SEVERAL_LOOKAHEAD = 200
 """The lookahead of several trainers where none is given: the paper's."""
-WAITING, WRITES = 0.2, 0.15
-"""Shares of the budget: for batches and rows on their way, and for rows that wait to be written."""
+WAITING, WRITES = 0.5, 0.15
+"""Shares of the budget that batches and rows on their way, and rows that wait to be written, may take."""
+RESERVED = 0.2
+"""What of ``WAITING`` is taken out of the slots. The rest comes on top, and is in the report's memory: without
+it a window has two or three batches, which does not pay."""
 LEAST_WRITES = 512
 """Rows that wait to be written at most, however small the budget is."""
 
@@ -97,7 +100,7 @@ class PlannedTables(Cache):
         be resident."""
         if self.trainers > 1 or group.slots >= self.rows[group.tables]:
             return 0
-        return int((WAITING + WRITES) * group.slots * group.record_bytes)
+        return int((RESERVED + WRITES) * group.slots * group.record_bytes)
 
     def store(self, store: ColdStore) -> ColdStore:
         """The store in bulk for a single trainer; several trainers make their own rounds."""
