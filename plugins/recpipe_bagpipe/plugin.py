@@ -30,7 +30,7 @@ SEVERAL_LOOKAHEAD = 200
 WAITING, WRITES = 0.5, 0.15
 """Shares of the budget that batches and rows on their way, and rows that wait to be written, may take."""
 RESERVED = 0.2
-"""What of ``WAITING`` is taken out of the slots. The rest comes on top, and is in the report's memory: without
+"""What of ``WAITING`` is taken out of the slots. The rest is on top, and in the report's memory: without
 it a window has two or three batches, which does not pay."""
 LEAST_WRITES = 512
 """Rows that wait to be written at most, however small the budget is."""
