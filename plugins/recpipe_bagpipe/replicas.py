@@ -75,6 +75,11 @@ class Replicas(RowCollection):
         self.sync = RowSync(self.replica, parts.tables.optimizer, parts.tables.dim, *channels)
         self.rows_expired = 0
         self.rows_fetched = 0
+        self.lookups = 0
+        """The lookups of this trainer's shares of training batches, including repeats."""
+        self.hits = 0
+        """Those whose row some trainer held when the batch was planned, so that the batch fetches nothing for
+        it; a copy that comes from the trainer that held it is a hit."""
         self._ranks, self._batch_lookups = parts.ranks, parts.lookups
         self._oracle, self._cleanup, self._early = oracle, cleanup, early
         self._lookahead = lookahead
@@ -119,6 +124,9 @@ class Replicas(RowCollection):
                     f"batch {step.number} looks up other rows than were planned for it: bagpipe over several "
                     "trainers needs the batches as they were read; drop the plugin that changes them"
                 )
+            fetched = np.isin(step.mine, step.fetch, assume_unique=True)[bags.which.numpy()]
+            self.lookups += len(fetched)
+            self.hits += len(fetched) - int(fetched.sum())
             rows: torch.Tensor = _Lookup.apply(self._anchor, self, step, bags)  # type: ignore[no-untyped-call]
             return rows
         return bags.pooled(self._read(bags.distinct)[:, : self.tables.dim].contiguous())
@@ -226,7 +234,7 @@ class Replicas(RowCollection):
     # -- the rest ----------------------------------------------------------------------------
 
     def tier_figures(self) -> TierFigures:
-        """This trainer's traffic, times and memory."""
+        """This trainer's traffic, times, memory, lookups and hits."""
         store = self.rounds.store
         return TierFigures(
             self.rounds.counters,
@@ -236,6 +244,8 @@ class Replicas(RowCollection):
             store.cold_bytes,
             self.replica.overhead_bytes + store.overhead_bytes + self._lookahead_bytes + self._peak_fetched,
             False,
+            self.lookups,
+            self.hits,
         )
 
     @property

@@ -38,6 +38,8 @@ class Shipped:
     checks: int = 0
     """The number of distinct rows in the batches, which would be pulled and pushed without a cache."""
     hits: int = 0
+    without_pull: int = 0
+    """The lookups, including repeats, whose row was cached and fresh enough, so that it was not pulled."""
     rows_pulled: int = 0
     rows_pushed: int = 0
     """Rows pushed, without those pushed only for an evaluation, a checkpoint or the report."""
@@ -61,6 +63,8 @@ class HetTables(RowCollection):
         self.shipped = Shipped()
         self.io, self.times = IoCounters(), TierTimes()
         self._empty = True
+        self._was_full = False
+        """Whether all lines were ever in use; evaluations and checkpoints may empty them."""
         self._waiting = False
         """Whether trainers may have updates that were not pushed; the same on all of them."""
         self._anchor = torch.zeros(0, requires_grad=True)
@@ -73,23 +77,26 @@ class HetTables(RowCollection):
         """
         lookups = row_bags(self.tables, sparse)
         if torch.is_grad_enabled():
-            records = self._pull(lookups.distinct, lookups.distinct[lookups.which.numpy()])
+            records = self._pull(lookups.distinct, lookups.which.numpy())
             rows: torch.Tensor = _Lookup.apply(self._anchor, self, lookups, records)  # type: ignore[no-untyped-call]
             return rows
         records = self._current(lookups.distinct)
         return lookups.pooled(torch.from_numpy(records[:, : self.tables.dim]).contiguous())
 
-    def _pull(self, rows: Rows, looked_up: Rows) -> Records:
-        """The round of a training batch."""
+    def _pull(self, rows: Rows, which: Rows) -> Records:
+        """The round of a training batch, which looks up the distinct ``rows``; ``which``: their positions,
+        lookup by lookup."""
         self._empty = False
-        push, check = self.lines.open(rows, looked_up)
+        push, check = self.lines.open(rows, rows[which])
+        self._was_full = self._was_full or not (self.lines.residents.row_of_slot < 0).any()
         start = perf_counter()
         reply = self._training_round(push, check)
         self.times.wait += perf_counter() - start
         had = check.versions[reply.positions]
         stale = (reply.versions - had)[had != ABSENT]
         shipped = self.shipped
-        shipped.lookups += len(looked_up)
+        shipped.lookups += len(which)
+        shipped.without_pull += len(which) - int(np.isin(which, reply.positions).sum())
         shipped.checks += len(rows)
         shipped.hits += int((check.versions != ABSENT).sum())
         shipped.rows_pulled += len(reply.positions)
@@ -179,7 +186,9 @@ class HetTables(RowCollection):
             self.lines.pending.base.nbytes,
             store.cold_bytes,
             self.lines.overhead_bytes + policy_bytes(self.lines.policy) + versions + store.overhead_bytes,
-            bool((self.lines.residents.row_of_slot < 0).any()),
+            not self._was_full,
+            self.shipped.lookups,
+            self.shipped.without_pull,
         )
 
     def write_back(self) -> None:

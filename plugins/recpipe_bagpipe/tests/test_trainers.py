@@ -185,6 +185,23 @@ def test_every_expiry_is_written_once_and_only_users_fetch() -> None:
             assert not set(step.cleanup.write.tolist()) - set(step.cleanup.free.tolist())
 
 
+def test_a_hit_is_a_lookup_whose_row_some_trainer_held_before_the_batch() -> None:
+    trainers = make_threads(Plan(BATCHES), 3)
+    trained = in_threads(trainers)
+    held: set[int] = set()
+    lookups, hits = [0, 0, 0], [0, 0, 0]
+    for batch, *steps in zip(BATCHES, *(one.steps for one in trained), strict=True):
+        held -= {row for step in steps for row in step.cleanup.free.tolist()}
+        shares = [share.tolist() for share in trainers[0].tables._lookups(batch)]
+        lookups = [sum_ + len(share) for sum_, share in zip(lookups, shares, strict=True)]
+        hits = [sum_ + sum(row in held for row in share) for sum_, share in zip(hits, shares, strict=True)]
+        held |= {row for share in shares for row in share}
+    counted = [trainer.tables.tier_figures() for trainer in trainers]
+    assert [figures.lookups for figures in counted] == lookups
+    assert [figures.hits for figures in counted] == hits
+    assert 0 < sum(hits) < sum(lookups)
+
+
 def test_messages_are_skipped_where_nobody_has_anything_to_send() -> None:
     """Trainer 0 sees rows of one table, trainer 1 of the other."""
     batch = zipf_batches(1, size=2, lengths=(1, 1))[0]

@@ -96,6 +96,20 @@ def test_traffic_is_the_stores(tmp_path: Path) -> None:
     assert io["bytes_read"] > het["bytes_pulled"]
 
 
+def test_hits_and_cold_starts_are_counted_as_for_other_caches(tmp_path: Path) -> None:
+    """With room for all rows, a row misses once, and the cache is never full."""
+
+    def counted(*words: str) -> tuple[list[int], list[int], bool]:
+        shown = train([*RUN, *words], tmp_path / str(len(list(tmp_path.iterdir())))).report
+        return shown["series"]["lookups"], shown["series"]["hits"], shown["io"]["cold_start"]
+
+    het = ("+plugin=het", "plugins.het.cache=lru")
+    roomy = counted(*het, "tiers.resident_bytes=100%")
+    assert roomy == counted("tiers.policy=lru", "tiers.resident_bytes=100%")
+    assert 0 < sum(roomy[1]) < sum(roomy[0])
+    assert not counted(*het)[2], "the cache was full, before the last checkpoint emptied it"
+
+
 @pytest.mark.parametrize("cache", ["lru", pytest.param("lfu", marks=pytest.mark.soak), "lfuopt"])
 def test_resumed_is_bitwise_the_run_that_never_stopped(cache: str, tmp_path: Path) -> None:
     """With checkpoints at the same steps: each one pushes everything and empties the caches."""
