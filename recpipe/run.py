@@ -281,7 +281,7 @@ def run_on(
             open_tiers.close()
         content = report.to_dict()
         # A user who stops a run does not want to wait for plots.
-        if leads and stopped is None and given.files:
+        if leads and stopped is None and given.files and cfg.task.page:
             log.info("writing the report")
             from recpipe.report import html
 

@@ -24,6 +24,8 @@ class TaskConfig:
     export_parameters: FilePath | None = None
     nudge: bool = False
     """Whether to move every first weight to a neighbouring float32."""
+    page: bool = True
+    """Whether to write report.html."""
     beside: Annotated[str, one_of("auto")] | list[Annotated[str, one_of(*POLICIES)]] | None = None
     """The policies under which the first steps are trained as well, to be shown beside the run."""
     beside_steps: Positive = 40

@@ -8,12 +8,17 @@ from typing import Any
 from recpipe.report import figures, plots
 from recpipe.report.plots import Axis, Plot, Values
 from recpipe.report.quality import FIRST, LABELS, shown_figures
+from recpipe.report.remarks import labelled
 from recpipe.report.run_plots import SAMPLES, SECONDS, column
+
+LONGEST = 60
+"""Characters of a name in a legend, which is then as wide as the plot."""
 
 
 def legend(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names for curves, which differ even if two rows have the same recipe."""
-    return [f"{number}. {figures.shortened(row['name'], 22)}" for number, row in enumerate(rows, 1)]
+    lines = (figures.shortened(label.line, LONGEST) for label in labelled(rows))
+    return [f"{number}. {line}" for number, line in enumerate(lines, 1)]
 
 
 def curves(rows: Sequence[Mapping[str, Any]]) -> list[Plot]:
@@ -42,7 +47,8 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> list[Plot]:
 
 
 def _both(title: str, names: Sequence[str], values: Sequence[tuple[Values, Values, Values]]) -> list[Plot]:
-    """One figure of all rows over seconds and over samples; ``values``: of each row all three."""
+    """One figure of all rows over seconds and, if it is more than one point of each, over samples;
+    ``values``: of each row all three."""
     there = [
         (name, *row) for name, row in zip(names, values, strict=True) if any(y is not None for y in row[2])
     ]
@@ -51,7 +57,9 @@ def _both(title: str, names: Sequence[str], values: Sequence[tuple[Values, Value
     time = plots.seconds_axis(SECONDS, [seconds for _, seconds, _, _ in there])
     over_time = {name: (seconds, y) for name, seconds, _, y in there}
     over_samples = {name: (samples, y) for name, _, samples, y in there}
-    return [
-        plots.curves(f"{title}, by wall time", over_time, time, Axis()),
-        plots.curves(f"{title}, by samples", over_samples, SAMPLES, Axis()),
-    ]
+    losses = "loss" in title.lower()
+    up = plots.loss_axis("", [y for _, _, _, y in there]) if losses else Axis()
+    drawn = [plots.curves(f"{title}, by wall time", over_time, time, up)]
+    if any(len(y) > 1 for _, _, _, y in there):
+        drawn.append(plots.curves(f"{title}, by samples", over_samples, SAMPLES, up))
+    return drawn

@@ -15,7 +15,8 @@ from recpipe.report import compared_plots, figures, html, plots
 from recpipe.report.plots import Axis
 from recpipe.report.quality import LABELS, shown_figures
 from recpipe.report.record import as_json, replace_file, write_json
-from recpipe.report.remarks import marked_name, notes
+from recpipe.report.remarks import labelled, notes
+from recpipe.report.row_labels import Label
 
 
 def write_result(content: Mapping[str, Any], path: Path) -> Path:
@@ -28,18 +29,25 @@ def print_result(content: Mapping[str, Any], console: Console) -> None:
     rows = content["rows"]
     if content["partial"]:
         console.print("stopped early: what is finished so far", markup=False)
-    console.print(_speed_table(rows))
-    console.print(_quality_table(rows))
+    for table in (_speed_table(rows), _quality_table(rows)):
+        console.print(table)
+        console.print()
     for note in notes(content):
         console.print(note, markup=False, highlight=False)
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for index, name in enumerate(columns):
         # Names may be folded into several lines, but not numbers, which would be misread.
         table.add_column(name, justify="right" if index else "left", overflow="fold", no_wrap=index > 0)
     return table
+
+
+def _name(label: Label) -> str:
+    """The first cell of a row: each setting in a line of its own."""
+    first, *settings = label.lines
+    return "\n".join([first, *(f" {setting}" for setting in settings)])
 
 
 def _speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -47,9 +55,9 @@ def _speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = _table(
         "recipe", "samples/s", "ratio", "95%\ninterval", "steady", "start\nto end", "memory", "cold\nbytes"
     )
-    for row in rows:
+    for row, label in zip(rows, labelled(rows), strict=True):
         table.add_row(
-            marked_name(row),
+            _name(label),
             figures.count(row["samples_per_second"]["median"]),
             figures.decimal(row["ratio"], 3),
             figures.interval(row["ratio_interval"], 2),
@@ -65,11 +73,11 @@ def _quality_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     names = shown_figures(rows)
     columns = (column for name in names for column in (LABELS[name], "diff"))
     table = _table("recipe", *columns, "param\ndiff")
-    for row in rows:
+    for row, label in zip(rows, labelled(rows), strict=True):
         cells = []
         for key in names:
             cells += [figures.decimal(row[key]), figures.signed(row[f"{key}_difference"])]
-        table.add_row(marked_name(row), *cells, figures.scientific(row["max_parameter_difference"]))
+        table.add_row(_name(label), *cells, figures.scientific(row["max_parameter_difference"]))
     return table
 
 
@@ -87,7 +95,7 @@ def write_html(content: Mapping[str, Any], path: Path) -> Path:
         content=content,
         rows=rows,
         notes=notes(content),
-        name=marked_name,
+        labels=labelled(rows),
         plots=_plots(rows),
         curves=compared_plots.curves(rows),
         links=links,
@@ -109,16 +117,19 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def _plots(rows: Sequence[Mapping[str, Any]]) -> list[plots.Plot]:
-    done = [row for row in rows if row["rounds"]]
-    if not done:
+    labelled_rows = zip(labelled(rows), compared_plots.legend(rows), rows, strict=True)
+    found = [
+        (label.wrapped(plots.NAME_WIDTH), key, row) for label, key, row in labelled_rows if row["rounds"]
+    ]
+    if not found:
         return []
-    names = [marked_name(row) for row in done]
+    names, keys, done = zip(*found, strict=True)
     speeds = [row["samples_per_second"] for row in done]
     spread = [(speed["min"], speed["max"]) for speed in speeds]
     rounds = list(range(1, max(len(row["rounds"]) for row in done) + 1))
     curves = {
         name: [*row["rounds"], *[None] * (len(rounds) - len(row["rounds"]))]
-        for name, row in zip(compared_plots.legend(done), done, strict=True)
+        for name, row in zip(keys, done, strict=True)
     }
     drawn = [
         plots.bars(

@@ -36,8 +36,15 @@ def render(report: Mapping[str, Any]) -> str:
         profile=_profile(report.get("profile")),
         plugins={name: _plugin(values) for name, values in report["plugins"].items()},
         recipe=OmegaConf.to_yaml(OmegaConf.create(dict(report["recipe"]))),
-        assembly=folding.flat({key: value for key, value in report["assembly"].items() if key != "shards"}),
+        assembly=_assembly({key: value for key, value in report["assembly"].items() if key != "shards"}),
     )
+
+
+def _assembly(described: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Keys and values of the assembly; the keys without a value are one row."""
+    rows = folding.flat(described)
+    empty = ", ".join(name for name, value in rows if value == "-")
+    return [row for row in rows if row[1] != "-"] + ([("nobody's", empty)] if empty else [])
 
 
 def _warnings(report: Mapping[str, Any]) -> list[str]:
@@ -47,7 +54,9 @@ def _warnings(report: Mapping[str, Any]) -> list[str]:
         figures.disturbed(profile.get("others_cpu_share"), "the measurement of its limits"),
     )
     found = [
-        f"{warning}: speeds and floors are those of a shared machine." for warning in disturbed if warning
+        f"{warning[0].upper()}{warning[1:]}: speeds and floors are those of a shared machine."
+        for warning in disturbed
+        if warning
     ]
     if report["io"]["cold_start"]:
         found.append("Cold start only: the cache was never full in this run.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.axis import XAxis, YAxis
 from matplotlib.figure import Figure
 from matplotlib.ticker import (
     EngFormatter,
@@ -49,6 +51,10 @@ _STYLE: dict[Any, Any] = {
 }
 _INCHES = 5.2
 """Width of a plot; text of 10 points is still readable where a phone shows it in 8 cm."""
+NAME_WIDTH = 28
+"""Characters of a line of a name beside a bar."""
+_PITCH, _LINE, _THICKNESS = 0.38, 0.17, 0.24
+"""Inches: from bar to bar, more of it for each further line of a name, and of a bar."""
 Values = Sequence[float | None]
 Unit = Literal["number", "count", "bytes", "seconds", "share"]
 """What an axis shows: counts have whole ticks, bytes and seconds the unit that fits the largest, shares are
@@ -139,7 +145,7 @@ def histogram(
         widths = [right - left for left, right in pairwise(edges)]
         axes.bar(edges[:-1], counts, width=widths, align="edge", color=COLOURS[0], linewidth=0)
         axes.set_xscale("log")
-        _log_ticks(axes, edges[0], edges[-1])
+        _log_ticks(axes.xaxis, edges[0], edges[-1])
         for number, (name, value) in enumerate((marks or {}).items()):
             axes.axvline(value, color=COLOURS[number + 1], linewidth=1.2, label=f"{name} {value:.3g}")
         if marks:
@@ -156,17 +162,19 @@ def bars(
     from_zero: bool = True,
     unit: Unit = "number",
 ) -> Plot:
-    """Horizontal bars, first name on top, or dots if zero is not a natural start.
+    """Horizontal bars, first name on top, or dots if zero is not a natural start. A name may have several
+    lines.
 
     ``spread``: the lowest and highest value of each name, drawn as a whisker; None draws none.
     """
     with rc_context(_STYLE):
-        figure, axes = _canvas("", "", height=0.9 + 0.38 * len(names))
+        pitch = _pitch(names)
+        figure, axes = _canvas("", "", height=0.9 + pitch * len(names))
         rows = list(range(len(names)))
         scale, suffix = _scale(Axis(x_label, unit), [values])
         lengths = [value / scale for value in _floats(values)]
         if from_zero:
-            axes.barh(rows, lengths, color=_cycle(len(names)), height=0.62)
+            axes.barh(rows, lengths, color=_cycle(len(names)), height=_THICKNESS / pitch)
         else:
             axes.scatter(lengths, rows, color=_cycle(len(names)), s=48, zorder=3)
             # Values that differ by rounding alone must not look different.
@@ -191,14 +199,17 @@ def stacked(
     """Horizontal bars, first name on top, each the sum of its ``parts`` (by part: a value for each name)."""
     with rc_context(_STYLE):
         columns, lines_of_names = _legend_size(list(parts))
-        figure, axes = _canvas("", "", height=0.9 + 0.38 * len(names) + 0.2 * lines_of_names)
+        pitch = _pitch(names)
+        figure, axes = _canvas("", "", height=0.9 + pitch * len(names) + 0.2 * lines_of_names)
         sums = [sum(each) for each in zip(*parts.values(), strict=True)]
         scale, suffix = _scale(Axis(x_label, unit), [sums])
         rows = list(range(len(names)))
         left = [0.0] * len(names)
         for colour, (part, values) in zip(_cycle(len(parts)), parts.items(), strict=True):
             lengths = [value / scale for value in values]
-            axes.barh(rows, lengths, left=left, color=colour, height=0.62, label=part, linewidth=0)
+            axes.barh(
+                rows, lengths, left=left, color=colour, height=_THICKNESS / pitch, label=part, linewidth=0
+            )
             left = [before + value for before, value in zip(left, lengths, strict=True)]
         _name_rows(axes, names)
         _dress(axes, "x", Axis(x_label), suffix)
@@ -223,6 +234,12 @@ def seconds_axis(label: str, values: Sequence[Values]) -> Axis:
     return Axis(label, "seconds", from_zero=bool(known) and 2 * min(known) <= max(known))
 
 
+def loss_axis(label: str, values: Sequence[Values]) -> Axis:
+    """An axis of losses: logarithmic where the first ones are so large that the others would look equal."""
+    known = sorted(value for part in values for value in part if value is not None and math.isfinite(value))
+    return Axis(label, log=bool(known) and known[0] > 0 and known[-1] > 4 * known[len(known) // 2])
+
+
 def _scale(axis: Axis, values: Sequence[Values]) -> tuple[float, str]:
     """What to divide the values by, and the unit that they then have."""
     largest = max((abs(v) for part in values for v in part if v is not None), default=0.0)
@@ -234,9 +251,9 @@ def _scale(axis: Axis, values: Sequence[Values]) -> tuple[float, str]:
 def _dress(axes: Axes, which: Literal["x", "y"], axis: Axis, unit: str = "") -> None:
     """Label, ticks and limits."""
     along = axes.xaxis if which == "x" else axes.yaxis
-    if axis.log and which == "x":
-        axes.set_xscale("log")
-        _log_ticks(axes, *axes.get_xlim(), share=axis.unit == "share")
+    if axis.log:
+        axes.set_xscale("log") if which == "x" else axes.set_yscale("log")
+        _log_ticks(along, *along.get_view_interval(), share=axis.unit == "share")
     elif axis.unit == "share":
         along.set_major_formatter(FuncFormatter(_percent))
     else:
@@ -253,16 +270,18 @@ def _dress(axes: Axes, which: Literal["x", "y"], axis: Axis, unit: str = "") -> 
             )
 
 
-def _log_ticks(axes: Axes, low: float, high: float, share: bool = False) -> None:
+def _log_ticks(along: XAxis | YAxis, low: float, high: float, share: bool = False) -> None:
     """Labels 1, 2, 5, 10 .. on a log axis of less than three decades, else 1, 10, 100 .."""
     subs = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)
-    axes.xaxis.set_major_locator(LogLocator(subs=subs, numticks=12))
-    axes.xaxis.set_major_formatter(FuncFormatter(_percent if share else _tick))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    along.set_major_locator(LogLocator(subs=subs, numticks=12 if len(subs) > 1 else 6))
+    along.set_major_formatter(FuncFormatter(_percent if share else _tick))
+    along.set_minor_formatter(NullFormatter())
 
 
 def _percent(value: float, _position: int) -> str:
-    return f"{100 * value:g}%"
+    """A label such as 25% or 0.00001%, never 1e-05%."""
+    text = f"{100 * value:.10f}" if 0 < abs(value) < 1e-5 else f"{100 * value:g}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text}%"
 
 
 def _tick(value: float, _position: int) -> str:
@@ -271,10 +290,16 @@ def _tick(value: float, _position: int) -> str:
 
 
 def _name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Names at horizontal bars, the first on top; long ones are cut in the middle."""
+    """Names at horizontal bars, the first on top; lines that are long are cut in the middle."""
     axes.grid(axis="y", visible=False)
-    axes.set_yticks(range(len(names)), [figures.shortened(name) for name in names])
+    shown = ["\n".join(figures.shortened(line, NAME_WIDTH) for line in name.split("\n")) for name in names]
+    axes.set_yticks(range(len(names)), shown)
     axes.set_ylim(len(names) - 0.4, -0.6)
+
+
+def _pitch(names: Sequence[str]) -> float:
+    """Inches from bar to bar, so that names of several lines do not touch."""
+    return _PITCH + _LINE * max((name.count("\n") for name in names), default=0)
 
 
 def _legend_size(names: Sequence[str]) -> tuple[int, int]:

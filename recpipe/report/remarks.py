@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from recpipe.report import figures
 from recpipe.report.exactness import FACTOR
 from recpipe.report.quality import shown_figures
+from recpipe.report.row_labels import Label, labels
 
 
-def marked_name(row: Mapping[str, Any]) -> str:
-    """The name of a row of compare.json, with ``~`` if no cache was full, ``*`` if it alters what is trained,
-    and ``!`` if it has a fault."""
+def labelled(rows: Sequence[Mapping[str, Any]]) -> list[Label]:
+    """Labels of all rows of compare.json, marked with ``~`` if no cache was full, ``*`` if the row alters what
+    is trained, and ``!`` if it has a fault."""
+    return labels([row["name"] for row in rows], [_marks(row) for row in rows])
+
+
+def _marks(row: Mapping[str, Any]) -> str:
     cold = "~" if row["cold_start"] else ""
-    return str(row["name"]) + cold + ("*" if row["altered"] else "") + ("!" if _faults(row, None) else "")
+    return cold + ("*" if row["altered"] else "") + ("!" if _faults(row, None) else "")
 
 
 def notes(content: Mapping[str, Any]) -> list[str]:
     """Lines under the tables of compare.json's ``content``: the meaning of columns and marks, how certain the
-    figures are, and the effect of rounding."""
+    figures are, and the effect of rounding. What is true of several rows is one line."""
     rows = content["rows"]
-    found = [
-        f"~ {row['name']}: cold start only, {row['cold_start']}; a longer run shows more"
-        for row in rows
-        if row["cold_start"]
-    ]
+    names = [label.line for label in labelled(rows)]
+    cold = _together((name, row["cold_start"]) for name, row in zip(names, rows, strict=True))
+    found = [f"~ {name}: cold start only, {why}; a longer run shows more" for name, why in cold]
+    altered = _together((name, ", ".join(row["altered"])) for name, row in zip(names, rows, strict=True))
     found += [
-        f"* {row['name']} alters {', '.join(row['altered'])}: its parameters need not equal the other rows'"
-        for row in rows
-        if row["altered"]
+        f"* {name}: alters {what}, so that parameters need not equal other rows'" for name, what in altered
     ]
     found += [f"! {fault}" for fault in faults(content)]
-    found += [f"{row['name']}: {verdict}" for row in rows for verdict in row["verdicts"].values()]
+    verdicts = _together(
+        (name, text) for name, row in zip(names, rows, strict=True) for text in row["verdicts"].values()
+    )
+    found += [f"{name}: {verdict}" for name, verdict in verdicts]
     found += _emulated(rows)
     found += [how_measured(content), *_seeds(content)]
     if warning := _disturbed(rows):
@@ -42,9 +47,18 @@ def notes(content: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def _together(named: Iterable[tuple[str, str | None]]) -> list[tuple[str, str]]:
+    """Texts that are not empty, each once with the names of all that have it."""
+    found: dict[str, list[str]] = {}
+    for name, text in named:
+        if text:
+            found.setdefault(text, []).append(name)
+    return [("; ".join(dict.fromkeys(names)), text) for text, names in found.items()]
+
+
 def how_measured(content: Mapping[str, Any]) -> str:
     """The kind of speed, and the number of rounds."""
-    first, warmup = content["rows"][0]["name"], content["warmup"]
+    first, warmup = labelled(content["rows"])[0].line, content["warmup"]
     left_out = f" after {warmup} of warm-up, left out" if warmup else ""
     text = (
         f"{content['counted']} rounds{left_out}; speed, ratio (to {first}, in the same round) and its "
@@ -61,7 +75,7 @@ def _emulated(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The delays of ``tiers.emulate``, each once."""
     emulations = [row["emulate"] for row in rows if row["emulate"]]
     return [
-        f"tiers.emulate: messages to the cold tier take {figures.emulated(emulation)} in addition"
+        f"tiers.emulate: the cold tier is slowed by {figures.emulated(emulation)}"
         for number, emulation in enumerate(emulations)
         if emulation not in emulations[:number]
     ]
@@ -72,7 +86,8 @@ def _seeds(content: Mapping[str, Any]) -> list[str]:
     if content["seeds"] < 2:
         return []
     found = [f"quality: means over {content['seeds']} seeds"]
-    for row in content["rows"][1:]:
+    named = zip(labelled(content["rows"]), content["rows"], strict=True)
+    for label, row in list(named)[1:]:
         parts = [
             f"{key} {figures.signed(row[f'{key}_difference'])} "
             f"({', '.join(figures.signed(end) for end in row[f'{key}_difference_interval'])})"
@@ -80,7 +95,7 @@ def _seeds(content: Mapping[str, Any]) -> list[str]:
             if row[f"{key}_difference_interval"]
         ]
         if parts:
-            found.append(f"{row['name']}: {'; '.join(parts)}, differences and their 95% intervals")
+            found.append(f"{label.line}: {'; '.join(parts)}, differences and their 95% intervals")
     return found
 
 
@@ -92,11 +107,12 @@ def _disturbed(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _rounding(content: Mapping[str, Any]) -> str:
     rounding = content["rounding"]
-    names = shown_figures(content["rows"])
+    names, rows = shown_figures(content["rows"]), content["rows"]
+    lines = {row["name"]: label.line for row, label in zip(rows, labelled(rows), strict=True)}
     quality = (f"{key} {figures.signed(rounding[f'{key}_difference'], 6)}" for key in names)
     return (
-        f"one rounding of every first weight moves {rounding['name']}'s parameters by "
-        f"{_both(rounding, '')} and its {', '.join(quality)}; exact rows may differ by "
+        f"one rounding of every first weight moves the parameters of "
+        f"{lines[rounding['name']]} by {_both(rounding, '')} and its {', '.join(quality)}; exact rows may differ by "
         f"{_both(rounding, 'allowed_')}, {FACTOR:g} times that"
     )
 

@@ -35,7 +35,8 @@ def learning(report: Mapping[str, Any]) -> list[Plot]:
             f"evaluation {'logloss' if unit else 'loss'}": (x, column(history, held_out)),
             "training loss": (training["samples" if axis is SAMPLES else "seconds"], training["loss"]),
         }
-        drawn.append(plots.curves(f"Loss, by {how}", each, axis, Axis(unit)))
+        losses = plots.loss_axis(unit, [values for _, values in each.values()])
+        drawn.append(plots.curves(f"Loss, by {how}", each, axis, losses))
     return drawn
 
 

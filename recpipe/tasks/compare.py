@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from recpipe.common.console import Output
 from recpipe.common.made import scratch_directory
 from recpipe.config.task import CompareConfig
 from recpipe.errors import UserError
-from recpipe.report import compared, comparison, figures, terminal
+from recpipe.report import compared, comparison, figures, html, terminal
 from recpipe.report.compared import RowResult
 from recpipe.report.environment import environment
 from recpipe.report.files import ReportFiles
@@ -225,6 +226,7 @@ class _Comparison:
             *UNTIMED,
             *self.carried[row.name],
             f"task={task}",
+            *(["task.page=false"] if task == "train" else []),
             *row.overrides(),
             quoted("hydra.run.dir", directory),
             *extra,
@@ -261,10 +263,20 @@ class _Comparison:
         if any(result.report for result in self.results):
             self._save(content)
             comparison.print_result(content, self.console)
+            self._write_pages()
             page = self.out_dir / "compare.html"
             if self.files.write(page.name, lambda path: comparison.write_html(content, path)):
                 terminal.print_place(page, self.console)
         return content
+
+    def _write_pages(self) -> None:
+        """Write report.html of the runs that compare.html links to. They do not write it themselves: plots of
+        every run of every round would take longer than some runs."""
+        for result in self.results:
+            report = self.out_dir / (result.run or "") / "report.json"
+            if result.run and report.is_file():
+                content = json.loads(report.read_text(encoding="utf-8"))
+                self.files.write(f"{result.run}/report.html", lambda path: html.write(content, path.parent))
 
     def _save(self, content: Mapping[str, Any]) -> None:
         self.files.write("compare.json", lambda path: comparison.write_result(content, path))

@@ -184,24 +184,66 @@ def test_result_files_hold_the_public_schema(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines()[:-1])) <= 80
 
 
-def test_each_row_links_to_the_report_of_its_first_counted_run(tmp_path: Path) -> None:
+def test_each_row_links_to_the_report_of_its_first_counted_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs write no pages; the comparison writes those that it links to."""
     runs = three_rows()
+    drawn: list[str] = []
 
     def launch(arguments: list[str], directory: Path) -> dict[str, Any]:
         directory.mkdir(parents=True, exist_ok=True)
-        if value_of(arguments, "tiers.policy") != "lru":  # its page could not be written
-            (directory / "report.html").write_text("")
+        assert ("task.page=false" in arguments) is (value_of(arguments, "task") == "train")
+        if value_of(arguments, "tiers.policy") != "lru":  # it has left no report
+            (directory / "report.json").write_text(json.dumps({"run": directory.name}))
         return runs(arguments, directory)
+
+    def write(report: dict[str, Any], directory: Path) -> None:
+        assert report == {"run": directory.name}
+        drawn.append(directory.name)
+        (directory / "report.html").write_text("")
+
+    monkeypatch.setattr("recpipe.report.html.write", write)
 
     content, _ = run(config("resident", "lru", "fae+slipstream"), tmp_path / "there", launch)  # type: ignore[arg-type]
     assert [row["run"] for row in content["rows"]] == [
         "runs/round-1-0-resident", "runs/round-1-1-lru", "runs/round-1-2-fae+slipstream"
     ]  # fmt: skip
+    assert drawn == ["round-1-0-resident", "round-1-2-fae+slipstream"]
     (tmp_path / "there").rename(tmp_path / "moved")
     page = (tmp_path / "moved" / "compare.html").read_text()
     links = set(re.findall(r'<a href="([^"]*)"', page))
     assert links == {"runs/round-1-0-resident/report.html", "runs/round-1-2-fae%2Bslipstream/report.html"}
     assert all((tmp_path / "moved" / unquote(link)).is_file() for link in links)
+
+
+def test_settings_of_rows_have_lines_of_their_own_with_short_keys(tmp_path: Path) -> None:
+    names = [
+        "lru:tiers.prefetch=false",
+        "hotline:plugins.hotline.sample=0.1:tiers.prefetch=false:trainer.split=never",
+    ]
+    filling = report(100.0)
+    filling["io"]["cold_start"] = True
+    runs = FakeRuns({"lru": [filling], "hotline": [filling]})
+    content, text = run(config(*names, repetitions=1, warmup=0), tmp_path, runs)
+    assert [row["name"] for row in content["rows"]] == names
+    lines = text.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    first, second = (i for i, line in enumerate(lines) if line.startswith("hotline~ "))
+    for at in (first, second):  # the table of speeds, and that of quality
+        assert [line.rstrip() for line in lines[at + 1 : at + 4]] == [
+            " sample=0.1",
+            " prefetch=false",
+            " split=never",
+        ]
+    both = "~ lru (prefetch=false); hotline (sample=0.1, prefetch=false, split=never): cold start only"
+    assert both in " ".join(lines).replace("  ", " ")
+    assert text.count("cold start only") == 1
+    page = (tmp_path / "compare.html").read_text()
+    shown = (
+        "hotline~<br><small>sample=0.1</small><br><small>prefetch=false</small><br><small>split=never</small>"
+    )
+    assert page.count(f'<th title="{names[1]}">{shown}</th>') == 2
 
 
 def test_a_row_named_twice_shows_the_noise(tmp_path: Path) -> None:
@@ -474,7 +516,7 @@ def test_an_exact_row_is_judged_by_what_one_rounding_does(tmp_path: Path) -> Non
     assert rounding["max_parameter_difference"] == pytest.approx(1e-7)
     assert rounding["auc_difference"] == pytest.approx(0.0001)
     assert rounding["allowed_max_parameter_difference"] == pytest.approx(rounding["factor"] * 1e-7)
-    assert "one rounding of every first weight moves resident's parameters by 1.0e-07" in text.replace(
+    assert "one rounding of every first weight moves the parameters of resident by 1.0e-07" in text.replace(
         "\n", " "
     )
 
@@ -590,6 +632,9 @@ def test_a_plugin_that_is_not_what_it_declares_is_found_and_hotline_passes(tmp_p
     assert saved["rows"][1]["max_parameter_difference"] == 0
     assert saved["rounding"]["max_parameter_difference"] > 0
     assert saved["rows"][3]["samples_per_second"]["median"] > 0
+    assert all((tmp_path / "out" / row["run"] / "report.html").is_file() for row in saved["rows"])
+    assert (tmp_path / "out/runs/rounding-resident/report.json").is_file()
+    assert not (tmp_path / "out/runs/rounding-resident/report.html").exists(), "no page links to it"
 
 
 def test_an_interrupt_before_the_first_result_leaves_no_table(tmp_path: Path) -> None:

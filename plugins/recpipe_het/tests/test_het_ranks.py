@@ -34,7 +34,9 @@ def test_bound_zero_is_one_process_without_a_cache(
     assert shown["largest_missed_updates"] == shown["mean_missed_updates"] == 0
     assert shown["cache_hits"] > 0
     misses = sum(report["series"]["lookups"]) - sum(report["series"]["hits"])
-    assert misses >= shown["rows_pulled"] > shown["stale_pulls"] > 0, "what is pulled for being stale is no hit"
+    assert misses >= shown["rows_pulled"] > shown["stale_pulls"] > 0, (
+        "what is pulled for being stale is no hit"
+    )
     assert shown["updates_made"] == shown["updates_applied"] > shown["version_checks"]
 
 
