@@ -12,8 +12,8 @@ from recpipe.report.row_labels import Label, labels
 
 
 def labelled(rows: Sequence[Mapping[str, Any]]) -> list[Label]:
-    """Labels of all rows of compare.json, marked with ``~`` if no cache was full, ``*`` if the row alters what
-    is trained, and ``!`` if it has a fault."""
+    """Labels of all rows of compare.json, marked with ``~`` if no cache was full, ``*`` if the row alters
+    what is trained, and ``!`` if it has a fault."""
     return labels([row["name"] for row in rows], [_marks(row) for row in rows])
 
 
@@ -111,8 +111,8 @@ def _rounding(content: Mapping[str, Any]) -> str:
     lines = {row["name"]: label.line for row, label in zip(rows, labelled(rows), strict=True)}
     quality = (f"{key} {figures.signed(rounding[f'{key}_difference'], 6)}" for key in names)
     return (
-        f"one rounding of every first weight moves the parameters of "
-        f"{lines[rounding['name']]} by {_both(rounding, '')} and its {', '.join(quality)}; exact rows may differ by "
+        f"one rounding of every first weight moves the parameters of {lines[rounding['name']]} by "
+        f"{_both(rounding, '')} and its {', '.join(quality)}; exact rows may differ by "
         f"{_both(rounding, 'allowed_')}, {FACTOR:g} times that"
     )
 

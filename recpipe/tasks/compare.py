@@ -78,6 +78,11 @@ def _installed() -> Collection[str]:
     return installed()
 
 
+def _write_page(page: Path) -> None:
+    """Write the page of a run from the report.json beside it."""
+    html.write(json.loads(page.with_name("report.json").read_text(encoding="utf-8")), page.parent)
+
+
 class _Comparison:
     """The rounds of one comparison and their results so far."""
 
@@ -273,10 +278,8 @@ class _Comparison:
         """Write report.html of the runs that compare.html links to. They do not write it themselves: plots of
         every run of every round would take longer than some runs."""
         for result in self.results:
-            report = self.out_dir / (result.run or "") / "report.json"
-            if result.run and report.is_file():
-                content = json.loads(report.read_text(encoding="utf-8"))
-                self.files.write(f"{result.run}/report.html", lambda path: html.write(content, path.parent))
+            if result.run and (self.out_dir / result.run / "report.json").is_file():
+                self.files.write(f"{result.run}/report.html", _write_page)
 
     def _save(self, content: Mapping[str, Any]) -> None:
         self.files.write("compare.json", lambda path: comparison.write_result(content, path))

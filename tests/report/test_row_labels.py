@@ -52,4 +52,4 @@ def test_losses_are_on_a_log_axis_where_the_first_ones_hide_the_others() -> None
     assert not plots.loss_axis("nats", [[0.7, 0.5, 0.46]]).log
     assert not plots.loss_axis("nats", [[-3.0, 0.5, 33.0], []]).log
     drawn = plots.curves("Loss", {"a": ([1, 2, 3], [33.0, 0.5, 0.46])}, plots.Axis(), plots.Axis(log=True))
-    assert {">0.5<", ">5<", ">20<"} <= {f">{part}<" for part in drawn.svg.replace("<", ">").split(">")}
+    assert all(f">{tick}</text>" in drawn.svg for tick in ("0.5", "5", "20"))
