@@ -167,6 +167,10 @@ class SsdStore(ColdStore):
         self.io.rows_written += len(rows)
         self.io.write_seconds += time.perf_counter() - began
 
+    def staged(self, rows: Rows) -> NDArray[np.bool_]:
+        """Those whose block is in the staging area."""
+        return self._staging.find(self._map.places(rows).blocks) >= 0
+
     def flush(self) -> None:
         """Ask the disk to make every earlier ``scatter`` durable (fdatasync)."""
         for fd, name in zip(self._fds.tolist(), self._state.files, strict=True):
