@@ -259,7 +259,11 @@ class SsdStore(ColdStore):
 
     def _read(self, places: Places) -> NDArray[np.uint32]:
         """Records with their checksum words, uint32 [n, width + 1], read from the disk."""
-        blocks, which = np.unique(places.blocks, return_inverse=True)
+        wanted, which = np.unique(places.blocks, return_inverse=True)
+        blocks = self._map.bridged(wanted)
+        if len(blocks) > self._staging.capacity:
+            blocks = wanted
+        which = np.searchsorted(blocks, wanted)[which]
         slots = self._staging.find(blocks)
         absent = slots < 0
         slots[absent] = self._staging.take(int(absent.sum()), keep=slots[~absent])
