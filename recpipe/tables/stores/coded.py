@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from recpipe.plugin.quantizer import RowCodec
 from recpipe.tables.stores.base import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
@@ -84,6 +85,10 @@ class CodedStore(ColdStore):
         words = self.coding.encoded(records)
         self.io.write_seconds += time.perf_counter() - began
         self.inner.scatter(rows, words)
+
+    def staged(self, rows: Rows) -> NDArray[np.bool_]:
+        """As ``inner``."""
+        return self.inner.staged(rows)
 
     def flush(self) -> None:
         """As ``inner``."""

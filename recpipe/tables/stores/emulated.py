@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+from numpy.typing import NDArray
+
 from recpipe.distributed.ranks import Emulation
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records, Rows
 
@@ -38,6 +41,10 @@ class EmulatedStore(ColdStore):
         seconds = self.emulation.seconds(size) if size else 0.0
         time.sleep(seconds)
         return seconds
+
+    def staged(self, rows: Rows) -> NDArray[np.bool_]:
+        """As ``inner``."""
+        return self.inner.staged(rows)
 
     def flush(self) -> None:
         """As ``inner``."""
