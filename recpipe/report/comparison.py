@@ -126,21 +126,11 @@ def _plots(rows: Sequence[Mapping[str, Any]]) -> list[plots.Plot]:
     names, keys, done = zip(*found, strict=True)
     speeds = [row["samples_per_second"] for row in done]
     spread = [(speed["min"], speed["max"]) for speed in speeds]
-    rounds = list(range(1, max(len(row["rounds"]) for row in done) + 1))
-    curves = {
-        name: [*row["rounds"], *[None] * (len(rounds) - len(row["rounds"]))]
-        for name, row in zip(keys, done, strict=True)
-    }
     drawn = [
         plots.bars(
             "Speed: median, lowest and highest", names, [s["median"] for s in speeds], "samples/s", spread
         ),
-        plots.curves(
-            "Speed by round",
-            {name: (rounds, values) for name, values in curves.items()},
-            Axis("round", "count"),
-            Axis("samples/s", from_zero=True),
-        ),
+        *_speed_by_round(keys, done),
         plots.bars(
             "Cold rows moved", names, [_moved(row["io"], "rows") for row in done], "rows read and written"
         ),
@@ -154,3 +144,14 @@ def _plots(rows: Sequence[Mapping[str, Any]]) -> list[plots.Plot]:
         plots.stacked("Memory", names, _memory(done), "resident rows, and all beside them", "bytes"),
     ]
     return drawn + html.quality_bars(names, done)
+
+
+def _speed_by_round(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[plots.Plot]:
+    """A curve for each row, if there is more than one round."""
+    curves = {
+        name: (range(1, len(row["rounds"]) + 1), row["rounds"]) for name, row in zip(names, rows, strict=True)
+    }
+    if all(len(rounds) < 2 for rounds, _ in curves.values()):
+        return []
+    across, up = Axis("round", "count"), Axis("samples/s", from_zero=True)
+    return [plots.curves("Speed by round", curves, across, up)]
