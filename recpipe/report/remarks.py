@@ -60,8 +60,10 @@ def how_measured(content: Mapping[str, Any]) -> str:
     """The kind of speed, and the number of rounds."""
     first, warmup = labelled(content["rows"])[0].line, content["warmup"]
     left_out = f" after {warmup} of warm-up, left out" if warmup else ""
+    counted = content["counted"]
+    rounds = "1 round" if counted == 1 else f"{counted} rounds"
     text = (
-        f"{content['counted']} rounds{left_out}; speed, ratio (to {first}, in the same round) and its "
+        f"{rounds}{left_out}; speed, ratio (to {first}, in the same round) and its "
         "interval over all steps; steady: without the first steps; start to end: from process start to rows "
         "written back; memory: resident rows and all beside them"
     )
