@@ -16,8 +16,9 @@ from recpipe.plugin.compose import Owned
 from recpipe.plugin.splitter import Split, Splitter, micro_batch_step
 from recpipe.tables.tiers.batch import Tiers
 
-AHEAD = 2
-"""A decision after a trained batch holds from so many batches later: the next one may have been cut."""
+AHEAD = 3
+"""A decision after a trained batch holds from so many batches later: the next one is ready by then, and the
+loader may be reading the one after it."""
 MODES = ("auto", "always", "never")
 """The values of ``trainer.split``."""
 
