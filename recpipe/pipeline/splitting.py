@@ -19,8 +19,6 @@ from recpipe.tables.tiers.batch import Tiers
 AHEAD = 3
 """A decision after a trained batch holds from so many batches later: the next one is ready by then, and the
 loader may be reading the one after it."""
-MODES = ("auto", "always", "never")
-"""The values of ``trainer.split``."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,8 @@ class _Since:
 
 
 class Splitting:
-    """Asks ``splitter`` for each batch. Under ``mode`` auto, its answer is used while that pays.
+    """Asks ``splitter`` for each batch. Its answer is used under ``mode`` always, not under never, and under
+    auto while that pays.
 
     Cutting costs small matrix products and two passes. It can save what training waits for cold rows, at most
     the time of the samples that need none. ``Trial`` weighs both in trained steps. Micro-batches are rounded
