@@ -90,6 +90,11 @@ class ColdStore(ABC):
         """What the store moved by itself between calls; not counted in ``io``."""
         return IoCounters()
 
+    def staged(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which of ``rows`` could be written now without reading what surrounds them first, bool [n]. False
+        for all where a write never needs a read."""
+        return np.zeros(len(rows), bool)
+
     @property
     @abstractmethod
     def cold_bytes(self) -> int:

@@ -4,8 +4,9 @@ together.
 A batch needs a few thousand rows scattered over all blocks of the store. The sorted rows of many batches
 share blocks or are in adjacent ones, which the ssd store merges into large requests. A caller that knows what
 future batches need announces it, and a thread reads it into host memory while training goes on. Writes wait
-in host memory, and the thread passes over them in the order of the rows, again and again, like an elevator:
-where it comes by, a whole round's rows have gathered.
+in host memory. A row that waits is written when the block around it has just been read for a group; if the
+waiting rows come near their room, the thread also passes over them in the order of the rows, again and again,
+like an elevator: where it comes by, a whole round's rows have gathered.
 
 Every call sees the newest record: it looks first among waiting writes, then in what was read ahead, then in
 the store. Memory grows with the rows on their way, not with the tables: rows are found by binary search.
@@ -27,6 +28,8 @@ FULL = 0.75
 """The share of the waiting writes' room from which rows are written."""
 PIECES = 8
 """How many pieces of the room are written one after the other, each before reads that came meanwhile."""
+READ_ROWS = 4096
+"""Rows of a group that are read by one call, so that their blocks are still staged for writes after it."""
 Found = NDArray[np.bool_]
 
 
@@ -88,16 +91,23 @@ class Writes:
         self._places = np.insert(self._places, at, fresh)
         return True
 
-    def piece(self, first: int) -> tuple[Rows, Records]:
-        """The next rows to write, from number ``first`` on, or else from the start; and their records."""
+    def piece(self, first: int) -> Rows:
+        """The next rows to write, from number ``first`` on, or else from the start."""
         start = int(np.searchsorted(self.rows, first)) % max(1, len(self.rows))
-        part = slice(start, start + max(1, len(self.records) // PIECES))
-        places = self._places[part]
+        return self.rows[start : start + max(1, len(self.records) // PIECES)]
+
+    def between(self, first: int, last: int) -> Rows:
+        """Those of numbers ``first`` to ``last``."""
+        return self.rows[np.searchsorted(self.rows, first) : np.searchsorted(self.rows, last, "right")]
+
+    def give(self, rows: Rows) -> Records:
+        """The records of waiting ``rows``, to be written; ``written`` follows."""
+        places, _ = self.find(rows)
         self._changed[places] = False
-        return self.rows[part], self.records[places]
+        return self.records[places]
 
     def written(self, rows: Rows) -> None:
-        """Drop the ``rows`` of a piece that has been written, but for those that changed meanwhile."""
+        """Drop ``rows`` that were given and have been written, but for those that changed meanwhile."""
         at, _ = positions(self.rows, rows)
         at = at[~self._changed[self._places[at]]]
         self._free = np.concatenate((self._free, self._places[at]))
@@ -186,18 +196,38 @@ class BulkStore(ColdStore):
             with self._lock:
                 cold = np.flatnonzero(~self._take_waiting(group.rows, records))
             before = replace(self.inner.io)
-            came = np.empty((len(cold), self.layout.width), np.float32)
-            self.inner.gather(group.rows[cold], came)
-            records[cold] = came
+            for part in np.split(cold, range(READ_ROWS, len(cold), READ_ROWS)):
+                self._read_part(group.rows, part, records)
             self._background = self._background.plus(self.inner.io.plus(before, -1))
             with self._lock:
-                # This thread also writes, so whatever was replaced meanwhile is among the waiting writes.
+                # What was replaced meanwhile is among the waiting writes: this thread writes, and after a
+                # part it has taken over what it wrote.
                 self._take_waiting(group.rows, records)
                 group.records = records
                 self._count_memory()
             group.done.set_result(None)
         except BaseException as fault:
             group.done.set_exception(fault)
+
+    def _read_part(self, rows: Rows, part: NDArray[np.int64], records: Records) -> None:
+        """Read the sorted rows ``rows[part]`` into ``records[part]``, and write what waits in the blocks
+        around them."""
+        if not len(part):
+            return
+        came = np.empty((len(part), self.layout.width), np.float32)
+        self.inner.gather(rows[part], came)
+        records[part] = came
+        span = slice(part[0], part[-1] + 1)
+        with self._lock:
+            # A row that is written now is not among the waiting writes any more when the group arrives.
+            self._take_waiting(rows[span], records[span])
+            waiting = self._waiting.between(rows[part[0]], rows[part[-1]])
+            waiting = waiting[self.inner.staged(waiting)]
+            newest = self._waiting.give(waiting)
+        if len(waiting):
+            self.inner.scatter(waiting, newest)
+            with self._lock:
+                self._waiting.written(waiting)
 
     def gather(self, rows: Rows, out: Records) -> None:
         """The newest records of ``rows``; waits for groups that will bring some of them."""
@@ -315,7 +345,8 @@ class BulkStore(ColdStore):
     def _write_piece(self, done: Future[None]) -> None:
         try:
             with self._lock:
-                rows, records = self._waiting.piece(self._next_row)
+                rows = self._waiting.piece(self._next_row)
+                records = self._waiting.give(rows)
             before = replace(self.inner.io)
             self.inner.scatter(rows, records)
             self._background = self._background.plus(self.inner.io.plus(before, -1))

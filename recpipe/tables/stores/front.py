@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from recpipe.tables.stores.base import ColdStore, IoCounters
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.tables.stores.base import ColdStore, IoCounters, Rows
 
 
 class FrontStore(ColdStore):
@@ -19,6 +22,10 @@ class FrontStore(ColdStore):
     def io(self) -> IoCounters:  # type: ignore[override]
         """That of ``inner``."""
         return self.inner.io
+
+    def staged(self, rows: Rows) -> NDArray[np.bool_]:
+        """As ``inner``."""
+        return self.inner.staged(rows)
 
     def flush(self) -> None:
         """As ``inner``."""

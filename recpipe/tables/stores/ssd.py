@@ -167,6 +167,10 @@ class SsdStore(ColdStore):
         self.io.rows_written += len(rows)
         self.io.write_seconds += time.perf_counter() - began
 
+    def staged(self, rows: Rows) -> NDArray[np.bool_]:
+        """Those whose block is in the staging area."""
+        return self._staging.find(self._map.places(rows).blocks) >= 0
+
     def flush(self) -> None:
         """Ask the disk to make every earlier ``scatter`` durable (fdatasync)."""
         for fd, name in zip(self._fds.tolist(), self._state.files, strict=True):
@@ -255,7 +259,11 @@ class SsdStore(ColdStore):
 
     def _read(self, places: Places) -> NDArray[np.uint32]:
         """Records with their checksum words, uint32 [n, width + 1], read from the disk."""
-        blocks, which = np.unique(places.blocks, return_inverse=True)
+        wanted, which = np.unique(places.blocks, return_inverse=True)
+        blocks = self._map.bridged(wanted)
+        if len(blocks) > self._staging.capacity:
+            blocks = wanted
+        which = np.searchsorted(blocks, wanted)[which]
         slots = self._staging.find(blocks)
         absent = slots < 0
         slots[absent] = self._staging.take(int(absent.sum()), keep=slots[~absent])
