@@ -239,7 +239,7 @@ def _run_hydra(argv: Sequence[str]) -> None:
 
             directory = Path(hydra.runtime.output_dir)
             report = run(recipe, directory, command_line_overrides(hydra))
-            if report and recipe.task.name == "train" and hydra.mode is RunMode.RUN and not _several():
+            if report and recipe.task.name == "train" and hydra.mode is RunMode.RUN:
                 from recpipe.run import carry_out
                 from recpipe.tasks.beside import show_beside
 

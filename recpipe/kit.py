@@ -30,7 +30,7 @@ from recpipe.tables.stores.holders import HeldRows, HoldersStore
 from recpipe.tables.tiers.access_counts import group_rows, load_profile, table_bases
 from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.placement import Bags, IndexBags
-from recpipe.tables.tiers.policies import HotSet, Lfu, Lru, distinct_slots, policy_bytes
+from recpipe.tables.tiers.policies import ChosenRows, HotSet, Lfu, Lru, distinct_slots, policy_bytes
 from recpipe.tables.tiers.popularity import top_rows
 from recpipe.tables.tiers.store_thread import TierTimes
 from recpipe.tables.view import Mark, RowView, moved
@@ -42,6 +42,7 @@ __all__ = [
     "Bf16Rows",
     "BulkStore",
     "Channel",
+    "ChosenRows",
     "ColdStore",
     "Damaged",
     "DataConfig",

@@ -29,7 +29,7 @@ SEVERAL_LOOKAHEAD = 200
 """The lookahead of several trainers where none is given: the paper's."""
 WAITING, WRITES = 0.5, 0.15
 """Shares of the budget that batches and rows on their way, and rows that wait to be written, may take."""
-RESERVED = 0.2
+RESERVED = 0.1
 """What of ``WAITING`` is taken out of the slots. The rest is on top, and in the report's memory: without
 it a window has two or three batches, which does not pay."""
 LEAST_WRITES = 512

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from recpipe.kit import Damaged, within
-from recpipe.plugin import CachePolicy, Placement, RowIds, RowSpace, Slots
+from recpipe.kit import ChosenRows
+from recpipe.plugin import Placement, RowIds, RowSpace, Slots
 
 
-class HotOnUse(CachePolicy):
+class HotOnUse(ChosenRows):
     """A fixed set of rows that stay resident once a batch has used them, so that none is fetched in advance
     or for nothing."""
 
     def __init__(self, space: RowSpace, rows: RowIds) -> None:
         super().__init__(space)
-        self.target: RowIds = np.sort(rows)
+        self.target = np.sort(rows)
         self._free: Slots | None = None
         """Slots without a row of the set, in order; None: not looked up yet."""
 
@@ -36,17 +35,6 @@ class HotOnUse(CachePolicy):
         slots = self._free[chosen]
         self._free = np.delete(self._free, chosen)
         return Placement(slots, rows[: len(slots)])
-
-    def state_dict(self) -> dict[str, Any]:
-        """The set. Core saves which rows are resident."""
-        return {"target": self.target}
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """As in ``CachePolicy``."""
-        super().check_state(state)
-        within(state, "target", 0, self.space.rows)
-        if len(state["target"]) > self.space.slots or (np.diff(state["target"]) <= 0).any():
-            raise Damaged(f"target is no set of at most {self.space.slots} rows, sorted")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with that set."""

@@ -100,8 +100,10 @@ class StaleInputs(L.Callback):
 
     def _try(self, agreed: Callable[[float], float]) -> None:
         """Stop if steps under marks have not become shorter."""
+        if not self.method.tries or self.totals.marked_batches != TRIAL:
+            return
         times = self.steps.medians
-        if not self.method.tries or self.totals.marked_batches != TRIAL or times is None:
+        if times is None:
             return
         before, after = times
         if agreed(after / before) >= SHORTER:

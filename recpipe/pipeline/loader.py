@@ -27,6 +27,7 @@ from recpipe.pipeline.share import cut
 from recpipe.pipeline.source import BatchSource
 from recpipe.pipeline.splitting import Splitting
 from recpipe.pipeline.step import StagedBatch
+from recpipe.plugin.splitter import Split
 from recpipe.tables.access_sample import AccessSample
 from recpipe.tables.inputs import GroupIds, Inputs, count_ids
 from recpipe.tables.tiers.batch import BatchPlan, Tiers
@@ -180,24 +181,23 @@ class TrainLoader:
         return staged
 
     def _share(self, batch: Any, size: int, plan: BatchPlan | None) -> StagedBatch:
-        """What this rank trains of ``batch``, in micro-batches if it is cut."""
-        alone = len(self.ranks.trainers) == 1
+        """What this rank trains of ``batch``, in micro-batches if there is a splitter."""
+        alone, splitting = len(self.ranks.trainers) == 1, self.splitting
+        if splitting is None and alone:
+            return StagedBatch(on_device(batch, self.device), plan, size=size)
         needs_cold = plan.needs_cold if plan is not None else np.zeros(size, bool)
-        split = None if self.splitting is None else self.splitting.cut(batch, needs_cold)
-        several = () if self.splitting is None else (size,)
-        if split is None and alone and (not several or needs_cold.any()):
-            return StagedBatch(on_device(batch, self.device), plan, several, size=size)
-        order = np.arange(size)
-        bounds: tuple[int, ...] = (size,)
-        if split is not None:
-            order, bounds = split.order, split.bounds
-        mine = cut(order, bounds, needs_cold, self.ranks)
+        split = None if splitting is None else splitting.cut(batch, needs_cold)
+        if split is None:
+            split = Split(np.arange(size), (size,))
+            if alone and needs_cold.any():  # there is nothing to put in order, and all wait for cold rows
+                return StagedBatch(on_device(batch, self.device), plan, split.bounds, size=size)
+        mine = cut(split.order, split.bounds, needs_cold, self.ranks)
         if plan is not None:
             plan.arrange(mine.samples, mine.cold_first, alone)
         return StagedBatch(
             on_device(select(batch, mine.samples), self.device),
             plan,
-            mine.bounds if self.splitting is not None else (),
+            () if splitting is None else mine.bounds,
             mine.cold_from,
             total=size,
             alone=alone,

@@ -16,10 +16,9 @@ from recpipe.plugin.compose import Owned
 from recpipe.plugin.splitter import Split, Splitter, micro_batch_step
 from recpipe.tables.tiers.batch import Tiers
 
-AHEAD = 2
-"""A decision after a trained batch holds from so many batches later: the next one may have been cut."""
-MODES = ("auto", "always", "never")
-"""The values of ``trainer.split``."""
+AHEAD = 3
+"""A decision after a trained batch holds from so many batches later: the next one is ready by then, and the
+loader may be reading the one after it."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,8 @@ class _Since:
 
 
 class Splitting:
-    """Asks ``splitter`` for each batch. Under ``mode`` auto, its answer is used while that pays.
+    """Asks ``splitter`` for each batch. Its answer is used under ``mode`` always, not under never, and under
+    auto while that pays.
 
     Cutting costs small matrix products and two passes. It can save what training waits for cold rows, at most
     the time of the samples that need none. ``Trial`` weighs both in trained steps. Micro-batches are rounded
@@ -54,6 +54,7 @@ class Splitting:
         self._waited = waited
         self._trial = Trial(agreed)
         self._since = _Since(0, self.mode == "always", self.mode == "always")
+        """Replaced as a whole, since the loader's thread reads it."""
         self._next = self._trained = 0
         self._early: dict[int, float] = {}
         """For each batch that was read and not trained: the share of its samples that would be in the first
@@ -96,24 +97,25 @@ class Splitting:
         number, self._next = self._next, self._next + 1
         split = self._splitter.split(batch, needs_cold)
         bounds = in_steps(split.bounds, self._step)
-        several = len(bounds) > 1
-        self._early[number] = bounds[0] / len(needs_cold) if several else 0.0
+        whole = len(bounds) == 1
+        self._early[number] = 0.0 if whole else bounds[0] / len(needs_cold)
         since = self._since
-        cuts = several and (since.on if number >= since.number else since.before)
-        self.batches += cuts
-        return Split(split.order, bounds) if cuts else None
+        if whole or not (since.on if number >= since.number else since.before):
+            return None
+        self.batches += 1
+        return Split(split.order, bounds)
 
     def trained(self, seconds: float) -> None:
         """Note the next trained batch, and the seconds from its start to the start of the one after it."""
         number, self._trained = self._trained, self._trained + 1
-        early, before = self._early.pop(number), self._waited_before
-        self._waited_before = self._waited()
+        early = self._early.pop(number)
+        if self.mode != "auto":
+            return
+        before, self._waited_before = self._waited_before, self._waited()
         waited = self._waited_before - before
         self._early_sum += early
         self._seconds += seconds
         self._waits += waited
-        if self.mode != "auto":
-            return
         self._trial.step(seconds, min(waited, early * seconds))
         if self._trial.on != self._since.on:
             self._since = _Since(number + AHEAD, self._trial.on, self._since.on)

@@ -37,7 +37,7 @@ class StagedBatch:
     plan: BatchPlan | None = None
     """Its plan for the tiers; None if all rows are resident."""
     bounds: tuple[int, ...] = ()
-    """Where its micro-batches end; empty for one."""
+    """Where its micro-batches end; empty if nothing in the run cuts batches."""
     cold_from: int = 0
     """The first micro-batch that waits for cold rows."""
     total: int = 0

@@ -17,9 +17,9 @@ SETTLING = 2
 PAIRS = 5
 """The most pairs of blocks of one trial."""
 CLEAR = 0.08
-"""A difference of so large a share after two pairs ends the trial early ..."""
+"""From the second pair on, the trial ends if steps with it are shorter or longer by more than this share."""
 COSTLY = 1.25
-"""... and so does a step with it that takes so many times as long, after the first pair."""
+"""It ends after the first pair if steps with it take more than so many times as long."""
 WORTH = 0.98
 """It stays on if a step with it takes at most this share of the time of one without it."""
 HOLD = 250
@@ -105,11 +105,11 @@ class Trial:
             self.on = not self.on
 
     def _judged(self) -> bool:
-        """Whether the blocks so far decide; then ``on`` is the decision."""
+        """Whether the pairs of blocks so far decide; then ``on`` is the decision."""
         self.with_it, self.without = (self._agreed(fmean(self._times[on])) for on in (True, False))
-        ratio = self.with_it / max(self.without, 1e-9)
-        clear = ratio > COSTLY if self._blocks == 2 else abs(ratio - 1) > CLEAR
-        if not clear and self._blocks < 2 * PAIRS:
+        ratio, pairs = self.with_it / max(self.without, 1e-9), self._blocks // 2
+        clear = ratio > COSTLY if pairs == 1 else abs(ratio - 1) > CLEAR
+        if not clear and pairs < PAIRS:
             return False
         self.on = ratio <= WORTH
         self.decided = self.steps

@@ -145,9 +145,10 @@ class RunFigures:
     io: Io
     """Traffic with the cold tier, the time of its fetches, and how long training waited for them."""
     before_cold_seconds: float
-    """Seconds in micro-batches that needed no cold row, of batches that were cut."""
+    """Seconds in micro-batches that needed no cold row, where a batch that was not cut is one; 0 without a
+    splitter."""
     after_cold_seconds: float
-    """Seconds in micro-batches that needed cold rows, of batches that were cut."""
+    """Seconds in micro-batches that needed cold rows, likewise."""
     split_batches: int = 0
     """How many batches were trained as several micro-batches."""
     splitting: str = ""

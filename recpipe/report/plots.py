@@ -112,9 +112,7 @@ def curves(
         _dress(axes, "x", x, scales[0][1])
         _dress(axes, "y", y, scales[1][1])
         if len(names) > 1:
-            figure.legend(
-                loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5, columnspacing=1.2
-            )
+            _legend(figure, columns)
         return _finish(title, figure)
 
 
@@ -136,7 +134,7 @@ def histogram(
     edges: Sequence[float],
     counts: Sequence[int],
     x_label: str,
-    marks: Mapping[str, float] | None = None,
+    marks: Mapping[str, float],
 ) -> Plot:
     """Bars of ``counts`` [n] between ``edges`` [n + 1], on a log axis, with lines at the values of
     ``marks``."""
@@ -146,10 +144,9 @@ def histogram(
         axes.bar(edges[:-1], counts, width=widths, align="edge", color=COLOURS[0], linewidth=0)
         axes.set_xscale("log")
         _log_ticks(axes.xaxis, edges[0], edges[-1])
-        for number, (name, value) in enumerate((marks or {}).items()):
+        for number, (name, value) in enumerate(marks.items()):
             axes.axvline(value, color=COLOURS[number + 1], linewidth=1.2, label=f"{name} {value:.3g}")
-        if marks:
-            figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
+        _legend(figure, 3)
         return _finish(title, figure)
 
 
@@ -213,9 +210,7 @@ def stacked(
             left = [before + value for before, value in zip(left, lengths, strict=True)]
         _name_rows(axes, names)
         _dress(axes, "x", Axis(x_label), suffix)
-        figure.legend(
-            loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5, columnspacing=1.2
-        )
+        _legend(figure, columns)
         return _finish(title, figure)
 
 
@@ -300,6 +295,11 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
 def _pitch(names: Sequence[str]) -> float:
     """Inches from bar to bar, so that names of several lines do not touch."""
     return _PITCH + _LINE * max((name.count("\n") for name in names), default=0)
+
+
+def _legend(figure: Figure, columns: int) -> None:
+    """The curves' names, below the plot."""
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5, columnspacing=1.2)
 
 
 def _legend_size(names: Sequence[str]) -> tuple[int, int]:

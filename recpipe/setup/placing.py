@@ -25,9 +25,9 @@ from recpipe.tables.grouped import GroupedCollection
 from recpipe.tables.groups import ModelTables, collections_of, group_tables
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.owners import GroupOwner
-from recpipe.tables.sharding.collection import ShardedTables
 from recpipe.tables.sharding.plan import ShardPlan
 from recpipe.tables.sharding.planning import Sharding
+from recpipe.tables.sharding.tables import ShardedTables
 from recpipe.tables.sharding.tiered import ShardTiers
 from recpipe.tables.skipping import Skipping
 

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 
 from recpipe.common.console import alone, log, show
-from recpipe.config.recipe import Recipe
 from recpipe.report import figures
 from recpipe.setup.given import Given, Outcome
 
@@ -29,17 +28,19 @@ PLAIN = ("nocache", "lru")
 """The policies that ``auto`` compares with."""
 
 
-def policies_beside(cfg: Recipe, report: Mapping[str, Any]) -> Sequence[str]:
-    """The built-in policies that a finished run is to be shown beside; empty: none.
+def policies_beside(report: Mapping[str, Any]) -> Sequence[str]:
+    """The built-in policies that a finished run, whose report.json has ``report``, is to be shown beside;
+    empty: none.
 
     Only for a run of one process from its first step, whose cache a plugin owns.
     """
-    owner = report.get("assembly", {}).get("cache")
-    if cfg.task.beside is None or owner not in cfg.plugins or report["ranks"]["world"] > 1 or cfg.resume:
+    recipe, owner = report["recipe"], report["assembly"].get("cache")
+    asked, plugins = recipe["task"]["beside"], recipe.get("plugins") or {}
+    if asked is None or owner not in plugins or report["ranks"]["world"] > 1 or recipe["resume"]:
         return ()
-    if cfg.task.beside == "auto":
-        return PLAIN if cfg.data.name == EMBEDDED else ()
-    return cfg.task.beside
+    if asked == "auto":
+        return PLAIN if recipe["data"]["name"] == EMBEDDED else ()
+    return list(asked)
 
 
 def beside(
@@ -72,13 +73,12 @@ def beside(
 
 
 def show_beside(composed: DictConfig, report: Mapping[str, Any], directory: Path, train: Train) -> None:
-    """Compare a finished training run, whose report.json has ``report``, if ``task.beside`` asks for it."""
-    cfg = Recipe.of(composed)
-    policies = policies_beside(cfg, report)
+    """Compare a finished training run of ``composed`` with plain policies, if ``task.beside`` asks for it."""
+    policies = policies_beside(report)
     if not policies:
         return
-    steps = min(cfg.task.beside_steps, sum(report["throughput"]["step_histogram"]["counts"]))
-    log.info("the first %d steps once more, with and without %s", steps, "+".join(cfg.plugins))
+    steps = min(composed.task.beside_steps, sum(report["throughput"]["step_histogram"]["counts"]))
+    log.info("the first %d steps once more, with and without %s", steps, "+".join(composed.plugins))
     rows = beside(composed, policies, directory, train)
     show(lambda out: print_beside(rows, steps, out))
 

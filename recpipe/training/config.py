@@ -12,7 +12,6 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator
 
 from recpipe.common.validation import FilePath, Positive, one_of
-from recpipe.pipeline.splitting import MODES
 
 
 def _device(value: Any) -> Any:
@@ -60,7 +59,7 @@ class TrainerConfig:
     progress: bool
     backend: Annotated[str, one_of("auto", "plain", "cpu")] = "auto"
     """Whether the model's dense part uses ``recpipe.backend`` on a CPU."""
-    split: Annotated[str, one_of(*MODES)] = "auto"
+    split: Annotated[str, one_of("auto", "always", "never")] = "auto"
     """Whether batches are cut into micro-batches by a plugin's splitter."""
 
     def interval(self, every: int | float, steps_per_epoch: int) -> int:

@@ -19,7 +19,7 @@ from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
 from recpipe.report.record import write_json
 from recpipe.tables.groups import collections_of, group_tables
-from recpipe.tables.sharding import collection as shard
+from recpipe.tables.sharding import tables as shard
 from recpipe.tables.sharding.plan import Shard, ShardPlan, TablePlan
 from recpipe.tables.sharding.tiered import TieredLookup
 from recpipe.tables.specs import TableOptimizer, state_name

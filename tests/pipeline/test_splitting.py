@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from recpipe.pipeline.splitting import AHEAD, Splitting
 from recpipe.pipeline.trial import BLOCK, WATCHED
 from recpipe.plugin.splitter import Split, Splitter
+from tests.pipeline.samples import Listed, collection_of, loader_of
 
 SAMPLES = 32
 NEEDS_COLD = np.arange(SAMPLES) >= 20
@@ -22,7 +25,7 @@ class Early(Splitter):
         self.early = early
 
     def split(self, batch: Any, needs_cold: np.ndarray) -> Split:
-        return Split(np.arange(SAMPLES), (self.early, SAMPLES))
+        return Split(np.arange(len(needs_cold)), (self.early, len(needs_cold)))
 
 
 class Clock:
@@ -118,3 +121,29 @@ def test_micro_batches_come_in_steps() -> None:
     split = splitting.cut(None, NEEDS_COLD)  # type: ignore[arg-type]
     assert split is not None
     assert split.bounds == (16, SAMPLES)
+
+
+class Noting(Splitting):
+    """Notes how many batches, from a trained one on, have been read when that one is noted as trained."""
+
+    read, ended, most = 0, 0, 0
+
+    def cut(self, batch: Any, needs_cold: np.ndarray) -> Split | None:
+        self.read += 1
+        return super().cut(batch, needs_cold)
+
+    def trained(self, seconds: float) -> None:
+        time.sleep(0.02)  # the loader's thread may read on
+        self.most = max(self.most, self.read - self.ended)
+        self.ended += 1
+        super().trained(seconds)
+
+
+def test_no_batch_is_read_before_the_decision_that_holds_for_it(tmp_path: Path) -> None:
+    """Otherwise several trainers, which read at their own pace, could cut a batch in different ways."""
+    dataset, embeddings = Listed(), collection_of("lru", "sgd", tmp_path)
+    loader = loader_of(dataset, embeddings)
+    loader.splitting = noting = Noting(Early(4), "auto", step=2)
+    assert len(list(loader)) == noting.read == 10
+    assert noting.most <= AHEAD
+    embeddings.close()

@@ -8,8 +8,8 @@ from recpipe.pipeline.trial import BLOCK, HOLD, PAIRS, WATCHED, Trial
 
 
 def run(trial: Trial, steps: int, with_it: float, without: float, saving: float) -> list[bool]:
-    """Whether each of ``steps`` used the mechanism; batches are read one ahead of training."""
-    used, coming = [], [False, trial.on]
+    """Whether each of ``steps`` used the mechanism; batches are read two ahead of training."""
+    used, coming = [], [False, False, trial.on]
     for _ in range(steps):
         on = coming.pop(0)
         used.append(on)

@@ -23,8 +23,9 @@ from recpipe.tables.collection import TableCollection
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.claims import ShardClaims
-from recpipe.tables.sharding.collection import ShardedCollection, ShardedTables, join_group
+from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.planning import Sharding
+from recpipe.tables.sharding.tables import ShardedTables, join_group
 from recpipe.tables.specs import TableOptimizer, TableSet
 from tests.ranks import end_process, joined
 from tests.tables.samples import CPU

@@ -22,8 +22,9 @@ from recpipe.plugin.planner import Planner
 from recpipe.plugin.quantizer import Quantizer
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.sharding.claims import ShardClaims
-from recpipe.tables.sharding.collection import ShardedCollection, ShardedTables, join_group
+from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.planning import Sharding
+from recpipe.tables.sharding.tables import ShardedTables, join_group
 from tests.tables.samples import CPU
 from tests.tables.sharded import DIM, FEATURES, SIZE, Placed, table_set
 

@@ -16,37 +16,38 @@ from recpipe.tasks.beside import beside, policies_beside, print_beside, reason
 from recpipe.testing import SMALL
 
 RUN = [*SMALL, "trainer.progress=false", "tiers.resident_bytes=30%", "task.beside_steps=5"]
+HOTLINE = [*RUN, "+plugin=hotline"]
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(compose([*RUN, "+plugin=hotline"]), tmp_path_factory.mktemp("run"))
+    return run(compose(HOTLINE), tmp_path_factory.mktemp("run"))
 
 
 def asked(report: dict[str, Any], *words: str) -> list[str]:
-    return list(policies_beside(Recipe.of(compose([*RUN, "+plugin=hotline", *words])), report))
+    """The rows beside the run, if its recipe were of these words."""
+    return list(policies_beside(report | {"recipe": Recipe.of(compose(list(words))).values}))
 
 
 def test_the_embedded_data_under_a_caching_plugin_is_compared(report) -> None:
-    assert asked(report) == ["nocache", "lru"]
-    assert asked(report, "task.beside=[lfu]") == ["lfu"]
-    assert asked(report, "task.beside=null") == []
-    assert asked(report, "resume=somewhere") == []
+    assert asked(report, *HOTLINE) == ["nocache", "lru"]
+    assert asked(report, *HOTLINE, "task.beside=[lfu]") == ["lfu"]
+    assert asked(report, *HOTLINE, "task.beside=null") == []
+    assert asked(report, *HOTLINE, "resume=somewhere") == []
 
 
 def test_other_data_only_if_asked(report) -> None:
     parquet = ("data=parquet", "data.path=x", "data.label=y", "data.sparse=[a]", "data.table_rows=3")
-    for words, rows in (((), ()), (("task.beside=[lru]",), ["lru"])):
-        recipe = Recipe.of(compose([*parquet, "+plugin=hotline", *words]))
-        assert policies_beside(recipe, report) == rows
+    for words, rows in (((), []), (("task.beside=[lru]",), ["lru"])):
+        assert asked(report, *parquet, "+plugin=hotline", *words) == rows
 
 
 def test_a_run_whose_cache_is_no_plugins_is_not(report) -> None:
-    assert policies_beside(Recipe.of(compose(RUN)), report) == ()
+    assert asked(report, *RUN) == []
 
 
 def test_rows_are_the_first_steps_under_each(tmp_path: Path) -> None:
-    rows = beside(compose([*RUN, "+plugin=hotline"]), ["nocache", "lru"], tmp_path, carry_out)
+    rows = beside(compose(HOTLINE), ["nocache", "lru"], tmp_path, carry_out)
     assert [row["name"] for row in rows] == ["nocache", "lru", "hotline"]
     nocache, lru, hotline = (row["io"]["rows_read"] for row in rows)
     assert nocache > lru > 0

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from recpipe.plugin.quantizer import RowCodec
-from recpipe.tables.stores.base import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
+from recpipe.tables.stores.base import ColdStore, Fill, Records, Rows, StoreLayout
+from recpipe.tables.stores.front import FrontStore
 
 MakeLocal = Callable[[StoreLayout, Fill], ColdStore]
 WORD = 4
@@ -54,22 +54,14 @@ class Coding:
         return lambda table, start, stop: self.encoded(fill(table, start, stop))
 
 
-class CodedStore(ColdStore):
-    """Records of ``layout``, encoded in ``inner``. Owned: ``close`` closes it.
-
-    Its bytes are those of ``inner``; its seconds include the codec's.
-    """
+class CodedStore(FrontStore):
+    """Records of ``layout``, encoded in ``inner``. Its bytes are those of ``inner``; its seconds include the
+    codec's."""
 
     def __init__(self, layout: StoreLayout, coding: Coding, inner: ColdStore) -> None:
-        self.layout = layout
-        self.coding, self.inner = coding, inner
-        self.direct = inner.direct
+        super().__init__(inner)
+        self.layout, self.coding = layout, coding
         self.rounded = coding.rounded
-
-    @property
-    def io(self) -> IoCounters:  # type: ignore[override]
-        """That of ``inner``."""
-        return self.inner.io
 
     def gather(self, rows: Rows, out: Records) -> None:
         """Decoded records."""
@@ -85,32 +77,6 @@ class CodedStore(ColdStore):
         words = self.coding.encoded(records)
         self.io.write_seconds += time.perf_counter() - began
         self.inner.scatter(rows, words)
-
-    def staged(self, rows: Rows) -> NDArray[np.bool_]:
-        """As ``inner``."""
-        return self.inner.staged(rows)
-
-    def flush(self) -> None:
-        """As ``inner``."""
-        self.inner.flush()
-
-    def close(self) -> None:
-        """Close ``inner``."""
-        self.inner.close()
-
-    def background(self) -> IoCounters:
-        """As ``inner``."""
-        return self.inner.background()
-
-    @property
-    def cold_bytes(self) -> int:
-        """Bytes of the encoded records."""
-        return self.inner.cold_bytes
-
-    @property
-    def overhead_bytes(self) -> int:
-        """The overhead of ``inner``; the codec has none."""
-        return self.inner.overhead_bytes
 
 
 def local_store(layout: StoreLayout, fill: Fill, coding: Coding | None, make: MakeLocal) -> ColdStore:

@@ -22,7 +22,25 @@ class NoCache(CachePolicy):
         """No state."""
 
 
-class HotSet(CachePolicy):
+class ChosenRows(CachePolicy):
+    """Keeps a set of rows chosen beforehand; a subclass decides when they become resident."""
+
+    target: RowIds
+    """The set, sorted; at most ``space.slots`` rows."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The set. Core saves which rows are resident."""
+        return {"target": self.target}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """As in ``CachePolicy``."""
+        super().check_state(state)
+        within(state, "target", 0, self.space.rows)
+        if len(state["target"]) > self.space.slots or (np.diff(state["target"]) <= 0).any():
+            raise Damaged(f"target is no set of at most {self.space.slots} rows, sorted")
+
+
+class HotSet(ChosenRows):
     """A fixed set of resident rows, replaced only by ``retarget``; at most ``chunk`` rows move per batch.
 
     Rows of the new set that are already resident stay in their slots. Migration is spread over several
@@ -31,9 +49,7 @@ class HotSet(CachePolicy):
 
     def __init__(self, space: RowSpace, rows: RowIds | None = None, chunk: int = 65_536) -> None:
         super().__init__(space)
-        self.chunk = chunk
-        self.target: RowIds = NOTHING.rows
-        """The rows that will be resident once all moves are done, sorted."""
+        self.target, self.chunk = NOTHING.rows, chunk
         self._moves = NOTHING
         """Rows of the target that still have to move in, as far as they have been determined."""
         self._settled = False
@@ -66,17 +82,6 @@ class HotSet(CachePolicy):
         leaving = np.flatnonzero((held >= 0) & ~np.isin(held, self.target))
         slots = np.concatenate((np.flatnonzero(held < 0), leaving))[: len(incoming)]
         return Placement(slots.astype(np.int32), incoming)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The target set. Core saves which rows are resident."""
-        return {"target": self.target}
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """As in ``CachePolicy``."""
-        super().check_state(state)
-        within(state, "target", 0, self.space.rows)
-        if len(state["target"]) > self.space.slots or (np.diff(state["target"]) <= 0).any():
-            raise Damaged(f"target is no set of at most {self.space.slots} rows, sorted")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with that set."""

@@ -1,0 +1,50 @@
+"""A cold store in front of another one."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.tables.stores.base import ColdStore, IoCounters, Rows
+
+
+class FrontStore(ColdStore):
+    """Changes the records or the time of ``gather`` and ``scatter``, and passes all else on to ``inner``.
+
+    ``inner`` is owned: ``close`` closes it.
+    """
+
+    def __init__(self, inner: ColdStore) -> None:
+        self.inner = inner
+        self.layout, self.direct, self.rounded = inner.layout, inner.direct, inner.rounded
+
+    @property
+    def io(self) -> IoCounters:  # type: ignore[override]
+        """That of ``inner``."""
+        return self.inner.io
+
+    def staged(self, rows: Rows) -> NDArray[np.bool_]:
+        """As ``inner``."""
+        return self.inner.staged(rows)
+
+    def flush(self) -> None:
+        """As ``inner``."""
+        self.inner.flush()
+
+    def close(self) -> None:
+        """Close ``inner``."""
+        self.inner.close()
+
+    def background(self) -> IoCounters:
+        """As ``inner``."""
+        return self.inner.background()
+
+    @property
+    def cold_bytes(self) -> int:
+        """As ``inner``."""
+        return self.inner.cold_bytes
+
+    @property
+    def overhead_bytes(self) -> int:
+        """As ``inner``."""
+        return self.inner.overhead_bytes
