@@ -4,9 +4,10 @@ together.
 A batch needs a few thousand rows scattered over all blocks of the store. The sorted rows of many batches
 share blocks or are in adjacent ones, which the ssd store merges into large requests. A caller that knows what
 future batches need announces it, and a thread reads it into host memory while training goes on. Writes wait
-in host memory. A row that waits is written when the block around it has just been read for a group; if the
-waiting rows come near their room, the thread also passes over them in the order of the rows, again and again,
-like an elevator: where it comes by, a whole round's rows have gathered.
+in host memory. Where rows share blocks, a row that waits is written when the block around it has just been
+read for a group; if the waiting rows come near their room, the thread also passes over them in the order of
+the rows, again and again, like an elevator: where it comes by, a whole round's rows have gathered. Where
+waiting saves nothing, rows are written as soon as there are enough for a call.
 
 Every call sees the newest record: it looks first among waiting writes, then in what was read ahead, then in
 the store. Memory grows with the rows on their way, not with the tables: rows are found by binary search.
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records, Rows
 
 FULL = 0.75
-"""The share of the waiting writes' room from which rows are written."""
+"""The share of the waiting writes' room from which rows are written, where rows share blocks."""
 PIECES = 8
 """How many pieces of the room are written one after the other, each before reads that came meanwhile."""
 READ_ROWS = 4096
@@ -59,7 +60,9 @@ class ReadGroup:
 class Writes:
     """Rows that wait to be written, each with its newest record; at most ``capacity``."""
 
-    def __init__(self, capacity: int, width: int) -> None:
+    def __init__(self, capacity: int, width: int, full: float) -> None:
+        self.least = full * capacity
+        """From more rows than these on, some are written."""
         self.rows: Rows = np.empty(0, np.int64)
         """Sorted."""
         self.records = np.empty((capacity, width), np.float32)
@@ -116,7 +119,7 @@ class Writes:
     @property
     def full(self) -> bool:
         """Whether it is time to write some."""
-        return len(self.rows) > FULL * len(self.records)
+        return len(self.rows) > self.least
 
     @property
     def nbytes(self) -> int:
@@ -159,7 +162,8 @@ class BulkStore(ColdStore):
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, "recpipe-bulk")
         self._groups: dict[int, ReadGroup] = {}
-        self._waiting = Writes(max(1, write_rows), self.layout.width)
+        full = FULL if inner.shares_blocks else 1 / PIECES
+        self._waiting = Writes(max(1, write_rows), self.layout.width, full)
         self._next_row = 0
         """Where the next piece of waiting writes begins."""
         self._writing: Future[None] | None = None
@@ -196,7 +200,8 @@ class BulkStore(ColdStore):
             with self._lock:
                 cold = np.flatnonzero(~self._take_waiting(group.rows, records))
             before = replace(self.inner.io)
-            for part in np.split(cold, range(READ_ROWS, len(cold), READ_ROWS)):
+            size = READ_ROWS if self.inner.shares_blocks else max(1, len(cold))
+            for part in np.split(cold, range(size, len(cold), size)):
                 self._read_part(group.rows, part, records)
             self._background = self._background.plus(self.inner.io.plus(before, -1))
             with self._lock:

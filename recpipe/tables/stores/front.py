@@ -17,6 +17,7 @@ class FrontStore(ColdStore):
     def __init__(self, inner: ColdStore) -> None:
         self.inner = inner
         self.layout, self.direct, self.rounded = inner.layout, inner.direct, inner.rounded
+        self.shares_blocks = inner.shares_blocks
 
     @property
     def io(self) -> IoCounters:  # type: ignore[override]

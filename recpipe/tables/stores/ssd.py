@@ -52,6 +52,7 @@ class SsdStore(ColdStore):
         self._fds = np.array(fds, np.int64)
         self._transfer = open_transfer(depth, direct=self.direct)
         self.engine = self._transfer.engine
+        self.shares_blocks = self._map.rows_per_block > 1
         capacity = max(1, min(staging_bytes // self._map.block_bytes, self._map.total_blocks))
         self._staging = Staging(
             capacity,
