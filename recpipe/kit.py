@@ -24,7 +24,7 @@ from recpipe.tables.sharding.planning import Prediction
 from recpipe.tables.sharding.wire import WIRE_PRECISIONS, wire_codecs
 from recpipe.tables.specs import Region, TableOptimizer, TableSet, Values
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records, StoreLayout
-from recpipe.tables.stores.bulk import BulkStore
+from recpipe.tables.stores.bulk import BulkStore, positions
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
 from recpipe.tables.tiers.access_counts import group_rows, load_profile, table_bases
@@ -93,6 +93,7 @@ __all__ = [
     "open_dataset",
     "parse_json",
     "policy_bytes",
+    "positions",
     "processor",
     "residents",
     "row_bags",

@@ -3,14 +3,14 @@ them."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from recpipe.kit import Batch
 from recpipe_bagpipe.oracle import OraclePlan, Rows
-from recpipe_bagpipe.waiting import size_of
+from recpipe_bagpipe.reading import ReadAhead
+from recpipe_bagpipe.waiting import Waiting
 
 S = TypeVar("S")
 Lookups = tuple[Rows, ...]
@@ -23,11 +23,11 @@ def slack(lookahead: int, cleanup: int, around: int) -> int:
     return 2 * cleanup + around * (lookahead + 3 * cleanup + 2)
 
 
-class Ahead(Generic[S]):
+class Ahead(ReadAhead, Generic[S]):
     """One stream of batches: ``batches`` yields them to training, ``steps`` yields what is made of their
     plans.
 
-    Different threads read the two. Planning starts when the first batch is asked for.
+    Different threads read the two.
     """
 
     def __init__(
@@ -38,30 +38,12 @@ class Ahead(Generic[S]):
         step: Callable[[OraclePlan], S],
         slack: int,
     ) -> None:
+        super().__init__(source)
         self.slack = slack
         """How many planned batches may wait to be asked for before the oracle pauses."""
-        self.peak_bytes = 0
-        """The most bytes of batches that have waited here at the same time."""
-        self._source, self._lookups, self._plan, self._step = source, lookups, plan, step
-        self._changed = threading.Condition()
-        self._read: deque[Batch] = deque()
-        self._batches: deque[Batch] = deque()
+        self._lookups, self._plan, self._step = lookups, plan, step
+        self._unplanned: deque[Waiting] = deque()
         self._steps: deque[S] = deque()
-        self._bytes = 0
-        self._done = False
-        self._stopped = False
-        self._fault: BaseException | None = None
-
-    def batches(self) -> Iterator[Batch]:
-        """The batches of the source, in order; raises the errors of reading and planning."""
-        threading.Thread(target=self._run, name="recpipe-oracle", daemon=True).start()
-        try:
-            while (batch := self._next_batch()) is not None:
-                yield batch
-        finally:
-            with self._changed:
-                self._stopped = True
-                self._changed.notify_all()
 
     def steps(self, accept: Callable[[S], bool]) -> Iterator[S]:
         """The next steps, up to the first that is not accepted; waits for them."""
@@ -77,45 +59,22 @@ class Ahead(Generic[S]):
                 self._changed.notify_all()
             yield step
 
-    def _next_batch(self) -> Batch | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._batches or self._done)
-            if not self._batches:
-                self._check()
-                return None
-            batch = self._batches.popleft()
-            self._bytes -= size_of(batch)
-            return batch
-
-    def _check(self) -> None:
-        if self._fault is not None:
-            raise self._fault
-
-    def _run(self) -> None:
-        try:
-            for plan in self._plan(self._reading()):
-                self._hand_over(self._step(plan))
-                if self._stopped:
-                    break
-        except BaseException as fault:
-            self._fault = fault
-        with self._changed:
-            self._done = True
-            self._changed.notify_all()
+    def _read(self) -> None:
+        for plan in self._plan(self._reading()):
+            self._hand_over(self._step(plan))
+            if self._stopped:
+                break
 
     def _reading(self) -> Iterator[Lookups]:
         for batch in self._source:
             if self._stopped:
                 return
-            with self._changed:
-                self._read.append(batch)
-                self._bytes += size_of(batch)
-                self.peak_bytes = max(self.peak_bytes, self._bytes)
+            self._unplanned.append(self._waits(batch, small=False))
             yield self._lookups(batch)
 
     def _hand_over(self, step: S) -> None:
         with self._changed:
             self._changed.wait_for(lambda: len(self._steps) < self.slack or self._stopped)
-            self._batches.append(self._read.popleft())
+            self._batches.append(self._unplanned.popleft())
             self._steps.append(step)
             self._changed.notify_all()

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from recpipe.kit import Batch, BulkStore, IndexBags, distinct, within
+from recpipe.kit import Batch, BulkStore, IndexBags, distinct, positions, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.pace import Pace
-from recpipe_bagpipe.window import UNKNOWN, Group, Rows, Steps, Window, positions
+from recpipe_bagpipe.window import UNKNOWN, Group, Rows, Steps, Window
 
 KNOWN = 1 << 62
 """The worth of rows that a known batch needs, the next batch first, lies below this and above all others'."""

@@ -8,15 +8,16 @@ at a time.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import Batch, distinct
+from recpipe.kit import Batch, distinct, positions
+from recpipe_bagpipe.reading import ReadAhead
 from recpipe_bagpipe.waiting import Waiting
 
 Rows = NDArray[np.int64]
@@ -30,15 +31,6 @@ FEW = 2
 """Batches of a group where nothing is waited for."""
 UNKNOWN = np.iinfo(np.int32).max
 """The next use of a row that no known batch looks up again."""
-
-
-def positions(rows: Small, wanted: Small) -> tuple[Rows, NDArray[np.bool_]]:
-    """For each of ``wanted``, its position in sorted ``rows`` (any, if it is not there), and whether it is
-    there."""
-    if not len(rows):
-        return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
-    at = np.minimum(np.searchsorted(rows, wanted), len(rows) - 1)
-    return at, rows[at] == wanted
 
 
 @dataclass
@@ -103,10 +95,10 @@ def group_of(first: int, batches: list[Rows]) -> Group:
     return Group(first, sizes, looked_up, next_use, ordered[begins], steps[order[begins]])
 
 
-class Window:
+class Window(ReadAhead):
     """One stream: ``batches`` yields its batches to training, ``next`` the groups that they are in.
 
-    Different threads read the two. Reading starts when the first batch is asked for.
+    Different threads read the two.
     """
 
     def __init__(
@@ -120,30 +112,15 @@ class Window:
         """``size``: told the bytes that a batch takes while it waits, says how many batches a group has now.
         ``slots``: how many rows can be resident. ``single``: whether the next group's batches shall pass
         without being looked into."""
-        self.peak_bytes = 0
-        """The most bytes that batches and groups have taken at the same time."""
-        self._source, self._lookups, self._size, self._slots = source, lookups, size, slots
+        super().__init__(iter(source))
+        self._lookups, self._size, self._slots = lookups, size, slots
         self._single = single
-        self._changed = threading.Condition()
-        self._batches: deque[Waiting] = deque()
+        self._left: Batch | None = None
+        """A batch that did not fit its group; the next one begins with it."""
         self._groups: deque[Group] = deque()
         self._asked = 0
         """The number of groups that ``next`` was asked for."""
         self._made = 0
-        self._bytes = 0
-        self._done = self._stopped = False
-        self._fault: BaseException | None = None
-
-    def batches(self) -> Iterator[Batch]:
-        """The batches of the source, in order; raises the errors of reading them."""
-        threading.Thread(target=self._run, name="recpipe-oracle", daemon=True).start()
-        try:
-            while (batch := self._next_batch()) is not None:
-                yield batch
-        finally:
-            with self._changed:
-                self._stopped = True
-                self._changed.notify_all()
 
     def next(self) -> Group | None:
         """The next group; waits for it. None at the end of the stream."""
@@ -161,87 +138,54 @@ class Window:
         with self._changed:
             self._bytes -= group.nbytes
 
-    def _next_batch(self) -> Batch | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._batches or self._done)
-            if not self._batches:
-                self._check()
-                return None
-            waiting = self._batches.popleft()
-            self._bytes -= waiting.nbytes
-            self._changed.notify_all()
-        return waiting.batch()
-
-    def _check(self) -> None:
-        if self._fault is not None:
-            raise self._fault
-
-    def _run(self) -> None:
-        try:
-            self._read()
-        except BaseException as fault:
-            self._fault = fault
-        with self._changed:
-            self._done = True
-            self._changed.notify_all()
-
     def _read(self) -> None:
-        first, wanted = 0, 1
+        batches, rows = self._known(1)  # even where others are not: a resumed run is told by the first batch
+        first, wanted = 0, 2
+        while batches:
+            self._hand_over(group_of(first, rows), batches)
+            first += len(batches)
+            if self._single():
+                batches = [self._waits(batch, small=False) for batch in islice(self._unread(), FEW)]
+                rows = [NO_ROWS] * len(batches)
+            else:
+                batches, rows = self._known(wanted)
+                wanted *= 2 if len(batches) == wanted else 1
+
+    def _known(self, wanted: int) -> tuple[list[Waiting], list[Rows]]:
+        """The next group's batches and their rows: at most ``wanted``, and as many as may be."""
         batches: list[Waiting] = []
         rows: list[Rows] = []
         bound = 0
         """How many distinct rows ``rows`` have at most."""
-        single = False
-        for batch in self._source:
-            if not batches:
-                # The first batch of a stream is known in any case: a resumed run is told by it.
-                single = first > 0 and self._single()
-            if single:
-                batches.append(self._waits(batch, small=False))
-                if self._stopped:
-                    return
-                if len(batches) >= FEW:
-                    first += self._hand_over(first, batches, [NO_ROWS] * FEW)
-                    batches = []
-                continue
+        for batch in self._unread():
             mine = distinct(self._lookups(batch))
             bound += len(mine)
             if rows and bound > self._slots // 2:
                 bound = len(distinct(np.concatenate((*rows, mine))))
                 if bound > self._slots // 2:
-                    first += self._hand_over(first, batches, rows)
-                    batches, rows, bound = [], [], len(mine)
-                    if single := self._single():
-                        batches.append(self._waits(batch, small=False))
-                        bound = 0
-                        continue
+                    self._left = batch
+                    break
             batches.append(self._waits(batch))
             rows.append(mine)
-            if self._stopped:
-                return
             if len(batches) >= min(wanted, self._size(batches[-1].nbytes + ROW_BYTES * len(mine))):
-                first += self._hand_over(first, batches, rows)
-                batches, rows, bound, wanted = [], [], 0, 2 * wanted
-        if batches:
-            self._hand_over(first, batches, rows or [NO_ROWS] * len(batches))
+                break
+        return batches, rows
 
-    def _waits(self, batch: Batch, small: bool = True) -> Waiting:
-        waiting = Waiting(batch, small)
-        with self._changed:
-            self._bytes += waiting.nbytes
-            self.peak_bytes = max(self.peak_bytes, self._bytes)
-        return waiting
+    def _unread(self) -> Iterator[Batch]:
+        """The batch that was left, then those of the source."""
+        while not self._stopped:
+            batch, self._left = self._left, None
+            if batch is None and (batch := next(self._source, None)) is None:
+                return
+            yield batch
 
-    def _hand_over(self, first: int, batches: list[Waiting], rows: list[Rows]) -> int:
-        """Make a group and wait until the next one may be read: once this one was asked for, or if no batch
-        waits to be trained. Returns the group's number of batches."""
-        group = group_of(first, rows)
+    def _hand_over(self, group: Group, batches: list[Waiting]) -> None:
+        """Give ``group`` away and wait until the next one may be read: once this one was asked for, or if no
+        batch waits to be trained."""
         with self._changed:
             self._made += 1
             self._batches.extend(batches)
             self._groups.append(group)
-            self._bytes += group.nbytes
-            self.peak_bytes = max(self.peak_bytes, self._bytes)
+            self._take(group.nbytes)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._made <= self._asked or not self._batches or self._stopped)
-        return len(batches)

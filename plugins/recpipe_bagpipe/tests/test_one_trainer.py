@@ -80,7 +80,7 @@ class Run:
             owner = next(iter(self.assembly.caches.values())).part
             cold = owner.store(cold)
             # The plugin's own buffer would hold every write of tables this small.
-            cold._waiting = Writes(WRITE_ROWS, layout.width)
+            cold._waiting = Writes(WRITE_ROWS, layout.width, full=0.75)
             lookups = partial(inputs_of(self.tables).bags, group=0)
             parts = TierParts(self.tables, slots, cold, device, True, Ranks(), lookups)
             assert owner.collection(parts) is None

@@ -34,7 +34,7 @@ READ_ROWS = 4096
 Found = NDArray[np.bool_]
 
 
-def positions(rows: Rows, wanted: Rows) -> tuple[Rows, Found]:
+def positions(rows: NDArray[np.integer], wanted: NDArray[np.integer]) -> tuple[NDArray[np.int64], Found]:
     """For each of ``wanted``, its position in sorted ``rows`` (any, if it is not there) and whether it is
     there."""
     if not len(rows):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from recpipe.tables.stores.base import ColdStore, Records, Rows, StoreLayout
 from recpipe.tables.stores.bulk import BulkStore
@@ -146,6 +148,65 @@ def test_announced_rows_that_wait_to_be_written_are_not_read() -> None:
     store.announce(np.array([2, 3]))
     assert read(store, np.array([2, 3]))[:, 0].tolist() == [-5, 3]
     assert store.background().rows_read == 1
+    store.close()
+
+
+def test_a_row_is_written_when_the_block_around_it_has_been_read(tmp_path: Path) -> None:
+    store = BulkStore(make("ssd", tmp_path), 100)
+    near, far = np.array([1]), np.array([299])  # the block of row 5, and another one
+    store.scatter(np.concatenate((near, far)), values(np.zeros(2, np.int64), -5))
+    store.announce(np.array([0, 5]))
+    assert read(store, np.array([0, 5]))[:, 0].tolist() == [0, 5]
+    assert (store.background().rows_written, store.background().rows_staged) == (1, 1)
+    assert (read(store.inner, near) == -5).all()
+    assert (read(store.inner, far) == 299).all()
+    store.flush()
+    assert (read(store.inner, far) == -5).all()
+    store.close()
+
+
+class Replacing(HostStore):
+    """A store with all rows in one block, in which a row is replaced, by ``then``, while others are read."""
+
+    shares_blocks = True
+
+    def __init__(self) -> None:
+        super().__init__(LAYOUT, first_records)
+        self.then: Callable[[], None] = lambda: None
+
+    def gather(self, rows: Rows, out: Records) -> None:
+        """As the host store; then something else happens."""
+        super().gather(rows, out)
+        then, self.then = self.then, lambda: None
+        then()
+
+    def staged(self, rows: Rows) -> NDArray[np.bool_]:
+        """All rows."""
+        return np.ones(len(rows), bool)
+
+
+@pytest.mark.parametrize("replaced", [1, 2], ids=["waited to be written", "was read"])
+def test_a_row_that_is_replaced_while_its_group_is_read_and_then_written_is_new(replaced: int) -> None:
+    inner = Replacing()
+    store = BulkStore(inner, 100)
+    row = np.array([replaced])
+    store.scatter(np.array([1]), values(np.array([1]), -1))
+    inner.then = lambda: store.scatter(row, values(row, -5))
+    store.announce(np.array([0, 1, 2, 3]))
+    expected = {0: 0.0, 1: -1.0, 2: 2.0, 3: 3.0} | {replaced: -5.0}
+    assert read(store, np.array([0, 1, 2, 3]))[:, 0].tolist() == list(expected.values())
+    assert store.background().rows_written == (1 if replaced == 1 else 2), "none waits"
+    store.close()
+
+
+def test_rows_do_not_wait_where_waiting_saves_nothing() -> None:
+    store = BulkStore(make("host", Path()), 8 * 10)
+    store.scatter(np.arange(10), values(np.arange(10), -5))
+    assert store._writing is None
+    store.scatter(np.arange(10, 12), values(np.arange(2), -5))
+    assert store._writing is not None
+    store._writing.result()
+    assert store.background().rows_written == 10
     store.close()
 
 
