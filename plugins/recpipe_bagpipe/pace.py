@@ -1,8 +1,10 @@
-"""Decides how many batches a group has: as many as memory allows if training waits, otherwise few."""
+"""Decides how many batches a group has (as many as memory allows if training waits, otherwise few), and
+whether to look ahead at all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 from time import perf_counter
 
 from recpipe_bagpipe.window import FEW
@@ -11,11 +13,17 @@ WAITS, NO_WAITS = 0.02, 0.002
 """Shares of the time from which groups grow, and below which they shrink."""
 PATIENCE = 4
 """Groups in a row without waits before they shrink."""
-IDLE, BUSY = 0.15, 0.3
-"""Shares of the time that the store is in use: below the first nothing is read ahead, above the second it is
-again."""
-IDLE_GROUPS = 2
-"""Groups in a row with an idle store before nothing is read ahead."""
+WEIGHED = 16
+"""Batches over which the time of a batch is measured, with or without looking ahead ..."""
+SETTLING = 4
+"""... after so many that do not count: they come right after a change."""
+HIDDEN = 0.1
+"""The share of the time up to which training may wait for bulk reads, or else looking ahead is not doubted:
+the store is what limits it, and reads for many batches are its cheapest ones."""
+WORTH = 0.97
+"""Looking ahead ends if a batch without it takes less than this share of the time of one with it."""
+HOLD = 250
+"""Batches for which that decision holds, at first; each doubles them."""
 MOST = 256
 
 
@@ -27,7 +35,6 @@ class Pace:
         memory: bytes that waiting batches and rows on their way may take where ``fixed`` is None.
         record_bytes: bytes of a row on its way.
         waited: the seconds that training has waited for the store so far.
-        busy: the seconds that the store has read and written so far.
     """
 
     def __init__(
@@ -36,26 +43,29 @@ class Pace:
         memory: int,
         record_bytes: int,
         waited: Callable[[], float],
-        busy: Callable[[], float],
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.fixed, self.memory, self.record_bytes = fixed, memory, record_bytes
         self.wanted = MOST
         """Batches that a group would have without a bound on memory."""
-        self.least = self.largest = 0
-        """The fewest and the most batches that memory and waits have allowed."""
+        self.largest = 0
+        """The most batches that memory and waits have allowed."""
         self.calm_at: int | None = None
         """How many groups had passed when groups first shrank."""
         self.single = False
-        """Whether nothing is read ahead: the store is idle most of the time."""
-        self.share = 1.0
-        """The share of the last group's time that the store was in use."""
-        self._waited, self._busy, self._clock = waited, busy, clock
-        self._idle, self._idle_wanted = 0, IDLE_GROUPS
+        """Whether nothing is read ahead: batches are trained sooner without."""
+        self.with_it = self.without = 0.0
+        """Seconds of a batch with looking ahead and without it, as last measured; 0 before."""
+        self._waited, self._clock = waited, clock
+        self._trying = False
+        self._hold, self._next_hold, self._settling = 0, HOLD, SETTLING
+        self._weighed = 0
+        self._times: list[float] = []
+        self._shares: list[float] = []
         self._calm = self._groups = 0
         self._cold_bytes = 0.0
         self._patience = PATIENCE
-        self._before = (clock(), waited(), busy())
+        self._before = (clock(), waited())
 
     def batches(self, batch_bytes: int) -> int:
         """How many batches the next group has, if each takes ``batch_bytes`` while it waits."""
@@ -71,15 +81,52 @@ class Pace:
         """Note that a group of ``batches`` reads ``rows``."""
         self._cold_bytes = rows * self.record_bytes / batches
 
-    def note(self) -> None:
-        """Judge the group that has just been trained."""
-        now, waited, busy = self._clock(), self._waited(), self._busy()
-        seconds = max(1e-9, now - self._before[0])
-        share, self.share = (waited - self._before[1]) / seconds, (busy - self._before[2]) / seconds
-        self._before = now, waited, busy
+    def note(self, batches: int, single: bool) -> None:
+        """Judge the group of ``batches`` that has just been trained, ``single`` or read ahead."""
+        now, waited = self._clock(), self._waited()
+        seconds, waits = max(1e-9, now - self._before[0]), waited - self._before[1]
+        self._before = now, waited
+        if self.fixed is not None:
+            return
+        self._weigh(batches, single, seconds, waits)
+        if not single:
+            self._resize(waits / seconds)
+
+    def _weigh(self, batches: int, single: bool, seconds: float, waits: float) -> None:
+        """Try how long batches take without looking ahead, and go on with what is faster."""
+        self._hold -= batches
+        if single != self.single:  # read before the change
+            return
+        if self._settling > 0:
+            self._settling -= batches
+            return
+        self._weighed += batches
+        self._times.append(seconds / batches)
+        self._shares.append(waits / seconds)
+        if self._weighed < WEIGHED or len(self._times) < 3:
+            return
+        # The median: an evaluation or a checkpoint may lie within a group.
+        each, share = median(self._times), median(self._shares)
+        self._weighed, self._times, self._shares = 0, [], []
+        if self._trying:
+            self.without = each
+            self._trying, self._hold, self._next_hold = False, self._next_hold, 2 * self._next_hold
+            self._change(each < WORTH * self.with_it)
+        elif self.single:
+            self._change(self._hold > 0)
+        else:
+            self.with_it = each
+            if self._hold <= 0 and share < HIDDEN:
+                self._trying = True
+                self._change(True)
+
+    def _change(self, single: bool) -> None:
+        if single != self.single:
+            self.single, self._settling = single, SETTLING
+
+    def _resize(self, share: float) -> None:
+        """Longer or shorter groups after one in which training waited for this share of the time."""
         self._groups += 1
-        if self.fixed is None:
-            self._judge_store(share)
         if share > WAITS:
             if self.wanted < MOST:
                 self._patience *= 2  # it had shrunk too early
@@ -91,16 +138,6 @@ class Pace:
                 self.calm_at = self.calm_at or self._groups
         else:
             self._calm = 0
-
-    def _judge_store(self, waits: float) -> None:
-        """Read ahead no more, or again."""
-        if waits > WAITS or self.share > BUSY:
-            if self.single:
-                self._idle_wanted *= 2  # it was too early
-            self.single, self._idle = False, 0
-        else:
-            self._idle = self._idle + 1 if self.share < IDLE else 0
-            self.single = self.single or self._idle >= self._idle_wanted
 
     @property
     def shrunk(self) -> bool:

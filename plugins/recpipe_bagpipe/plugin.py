@@ -131,7 +131,7 @@ class PlannedTables(Cache):
         parts, bulk = self._parts[-1], self._bulk[-1]  # store() and collection() of the group came first
         budget = self.budgets[bulk.layout.tables]
         fixed = None if self.knobs.auto else max(1, self.knobs.lookahead // 2)
-        pace = Pace(fixed, int(WAITING * budget), _row_bytes(bulk), lambda: bulk.waited, lambda: bulk.busy)
+        pace = Pace(fixed, int(WAITING * budget), _row_bytes(bulk), lambda: bulk.waited)
         self.policies.append(Lookahead(space, parts.lookups, bulk, pace))
         return self.policies[-1]
 
@@ -159,8 +159,7 @@ class PlannedTables(Cache):
             "rows_written": run.io.rows_written,
             "fetch_groups": sum(b.announced for b in bulks),
             # Rows that training read itself, beside the bulk reads.
-            "critical_misses": run.io.rows_read
-            - sum(b.background().rows_read + b.read_singly for b in bulks),
+            "critical_misses": run.io.rows_read - sum(b.background().rows_read for b in bulks),
             "lookahead_mean": window,
             "lookahead_least": min(p.window_least for p in policies),
             "lookahead_bytes": sum(p.waiting_bytes for p in policies),

@@ -101,10 +101,11 @@ class Lookahead(CachePolicy):
         window = self._running
         assert window is not None, "batches come through the stream"
         while self._open and self._open[0].end <= number:
-            window.forget(self._open.popleft())
-            self.pace.note()
-        while len(self._open) < 2 and (group := window.next()) is not None:
-            self._announce(group)
+            group = self._open.popleft()
+            window.forget(group)
+            self.pace.note(len(group.sizes), group.single)
+        while len(self._open) < 2 and (coming := window.next()) is not None:
+            self._announce(coming)
         self._note_memory()
 
     def _announce(self, group: Group) -> None:

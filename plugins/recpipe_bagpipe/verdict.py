@@ -22,9 +22,10 @@ def verdict(run: RunFigures, policies: Sequence[Lookahead], bulks: Sequence[Bulk
         return "no row had to be read ahead"
     singles = min(policy.singles for policy in policies)
     if all(policy.pace.single for policy in policies) and singles:
-        share = max(policy.pace.share for policy in policies)
         told = f"{singles} of {run.steps} batches read their rows themselves, as with lru"
-        return f"the store is idle {1 - min(1.0, share):.0%} of the time: looking ahead is off; {told}"
+        pace = policies[0].pace
+        times = f"{1e3 * pace.without:.1f} ms without it, {1e3 * pace.with_it:.1f} with it"
+        return f"looking ahead is off: a batch took {times}; {told}"
     shrunk = [policy.pace.calm_at for policy in policies if policy.pace.shrunk]
     if shrunk and len(shrunk) == len(policies) and waited < CALM * (reading + writing):
         size = max(policy.pace.wanted for policy in policies)

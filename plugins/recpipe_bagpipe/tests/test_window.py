@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from recpipe_bagpipe.pace import FEW, PATIENCE, Pace
+from recpipe_bagpipe.pace import FEW, HOLD, PATIENCE, SETTLING, WEIGHED, Pace
 from recpipe_bagpipe.waiting import Waiting, size_of
 from recpipe_bagpipe.window import UNKNOWN, Window, group_of
 
@@ -83,18 +84,18 @@ class Clock:
     """Time and waits of a run, as the test says."""
 
     def __init__(self) -> None:
-        self.now = self.waited = self.busy = 0.0
+        self.now = self.waited = 0.0
 
     def train(self, pace: Pace, share: float) -> int:
         """Train a group, of which training waits this share; returns the size of the next one."""
         self.now, self.waited = self.now + 1, self.waited + share
-        pace.note()
+        pace.note(8, single=False)
         return pace.batches(100)
 
 
 def test_groups_shrink_where_nothing_is_waited_for_and_grow_with_waits() -> None:
     clock = Clock()
-    pace = Pace(None, 30_000, 1, lambda: clock.waited, lambda: clock.busy, lambda: clock.now)
+    pace = Pace(None, 30_000, 1, lambda: clock.waited, lambda: clock.now)
     whole = pace.batches(100)
     assert whole == 99  # of a third of the memory
     sizes = [clock.train(pace, 0.0) for _ in range(8 * PATIENCE)]
@@ -105,29 +106,39 @@ def test_groups_shrink_where_nothing_is_waited_for_and_grow_with_waits() -> None
     assert not pace.shrunk
 
 
-def test_nothing_is_read_ahead_while_the_store_is_idle() -> None:
+@pytest.mark.parametrize("without", [0.8, 1.2], ids=["shorter", "longer"])
+def test_batches_are_tried_without_looking_ahead(without: float) -> None:
     clock = Clock()
-    pace = Pace(None, 30_000, 1, lambda: clock.waited, lambda: clock.busy, lambda: clock.now)
+    pace = Pace(None, 30_000, 1, lambda: clock.waited, lambda: clock.now)
+    ahead = []
+    """For each group of 4 batches, whether it was read ahead."""
+    for number in range(3 * HOLD // 4):
+        ahead.append(not pace.single)
+        pause = 50.0 if number % 5 == 0 else 0.0  # an evaluation
+        clock.now += 4 * (without if pace.single else 1.0) + pause
+        pace.note(4, pace.single)
+    assert ahead[:4] == [True] * 4
+    tried = ahead.index(False)
+    decided = tried + (SETTLING + WEIGHED) // 4
+    assert set(ahead[tried:decided]) == {False}
+    assert set(ahead[decided : decided + HOLD // 4]) == {without > 1}
+    assert (pace.with_it, pace.without) == (pytest.approx(1.0), pytest.approx(without))
+    assert len(set(ahead[decided + HOLD // 4 :])) == 2, "it is tried again"
 
-    def group(share: float) -> bool:
-        clock.now += 1.0
-        clock.busy += share
-        pace.note()
-        return pace.single
 
-    assert [group(share) for share in (0.5, 0.1, 0.1)] == [False, False, True]
-    assert group(0.2), "between the two bounds it stays as it is"
-    assert not group(0.4)
-    assert [group(0.1) for _ in range(4)] == [False, False, False, True], "it takes longer the next time"
-    clock.waited += 0.1
-    assert not group(0.1), "training waits"
+def test_looking_ahead_is_not_doubted_where_the_store_is_the_limit() -> None:
+    clock = Clock()
+    pace = Pace(None, 30_000, 1, lambda: clock.waited, lambda: clock.now)
+    for _ in range(100):
+        clock.train(pace, 0.2)
+        assert not pace.single
 
 
 def test_a_fixed_window_stays_and_memory_bounds_the_other() -> None:
     clock = Clock()
-    fixed = Pace(7, 10, 1, lambda: clock.waited, lambda: clock.busy, lambda: clock.now)
+    fixed = Pace(7, 10, 1, lambda: clock.waited, lambda: clock.now)
     assert {clock.train(fixed, share) for share in (0.0, 0.0, 0.5)} == {7}
-    bound = Pace(None, 3_000, 10, lambda: clock.waited, lambda: clock.busy, lambda: clock.now)
+    bound = Pace(None, 3_000, 10, lambda: clock.waited, lambda: clock.now)
     bound.announced(rows=100, batches=2)
     assert bound.batches(100) == 3_000 // (300 + 1000 + 1)
     assert bound.batches(10_000) == 1

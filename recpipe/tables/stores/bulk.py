@@ -146,8 +146,6 @@ class BulkStore(ColdStore):
         """Whether rows are read and written batch by batch: nothing is announced, and writes do not wait."""
         self.missed = 0
         """How many rows ``gather`` had to read itself while others were announced."""
-        self.read_singly = 0
-        """How many it read while ``single``."""
         self.waited = 0.0
         """Seconds that calls waited for groups being read and for room for writes."""
         self.announced = 0
@@ -280,10 +278,7 @@ class BulkStore(ColdStore):
             self.io = self.io.plus(self.inner.io.plus(before, -1))
         if not whole:
             out[left] = records
-        if self.single:
-            self.read_singly += len(left)
-        else:
-            self.missed += len(left)
+        self.missed += 0 if self.single else len(left)
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -373,12 +368,6 @@ class BulkStore(ColdStore):
     def background(self) -> IoCounters:
         """Traffic of bulk reads and writes."""
         return self._background
-
-    @property
-    def busy(self) -> float:
-        """Seconds of reading and writing, in bulk or not."""
-        both = self._background.plus(self.io)
-        return both.read_seconds + both.write_seconds
 
     def _raise_faults(self) -> None:
         """Raise the error of a read or a write that failed in the thread."""

@@ -5,6 +5,7 @@ import pytest
 
 from recpipe.errors import StoreError
 from recpipe.tables.stores import SsdStore, StoreLayout
+from recpipe.tables.stores.blocks import BlockMap
 
 
 def read_all(store):
@@ -105,6 +106,13 @@ def test_gather_always_reads_the_disk_and_scatter_need_not(small):
     assert (store.io.rows_staged, store.io.bytes_read) == (3, 4 * 4096)
     store.scatter(np.array([200]), records[200:201])
     assert (store.io.rows_staged, store.io.bytes_read) == (3, 5 * 4096)
+
+
+def test_a_block_alone_between_two_wanted_ones_is_read_with_them() -> None:
+    layout = StoreLayout(("a", "b"), (292, 730), 6)  # 146 rows a block: blocks 0 and 1, and 2 to 6
+    blocks = BlockMap(layout)
+    for wanted, expected in (([0, 2], [0, 2]), ([2, 4, 6], [2, 3, 4, 5, 6]), ([2, 5], [2, 5]), ([], [])):
+        assert blocks.bridged(np.array(wanted, np.int64)).tolist() == expected
 
 
 def test_a_block_written_whole_is_not_read(small):
