@@ -29,6 +29,7 @@ from tests.report.test_report import make_report
         (["max_steps=3"], "no 'max_steps' in the recipe. Did you mean 'trainer.max_steps'?"),
         (["data.bach_size=3"], "Did you mean 'data.batch_size'?"),
         (["data=crteo"], "no data 'crteo'. Did you mean 'criteo'? There are: criteo, "),
+        (["data=" + 3000 * "a/"], "too long for a file's name"),
         (["task=comprae"], "no task 'comprae'. Did you mean 'compare'?"),
         (["+plugin=hotlin"], "no plugin 'hotlin'. Did you mean 'hotline'? Installed: "),
         (["+plugin=[hotline,nope]"], "no plugin 'nope'. Installed: "),

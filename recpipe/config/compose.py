@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -230,6 +231,11 @@ def readable_errors(overrides: Sequence[str]) -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as fault:
         absent = re.search(r"Could not (?:find|load) '([^'/]+)/([^']+?)(?:\.yaml)?'", str(fault))
         raise UserError(_missing(*absent.groups()) if absent else _bad_key(fault, overrides)) from fault
+    except OSError as fault:
+        if fault.errno != errno.ENAMETOOLONG:
+            raise
+        longest = shown(max(overrides, key=len, default=fault.filename))
+        raise UserError(f"'{longest}': too long for a file's name") from fault
 
 
 def _parse_fault(text: str) -> str:
