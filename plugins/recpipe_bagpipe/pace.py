@@ -22,6 +22,8 @@ HIDDEN = 0.1
 the store is what limits it, and reads for many batches are its cheapest ones."""
 WORTH = 0.97
 """Looking ahead ends if a batch without it takes less than this share of the time of one with it."""
+HOPELESS = 1.5
+"""The trial ends with the first batches that take so many times as long."""
 HOLD = 250
 """Batches for which that decision holds, at first; each doubles them."""
 MOST = 256
@@ -97,6 +99,9 @@ class Pace:
         self._hold -= batches
         if single != self.single:  # read before the change
             return
+        if self._trying and seconds / batches > HOPELESS * self.with_it:
+            self._decide(seconds / batches)
+            return
         if self._settling > 0:
             self._settling -= batches
             return
@@ -107,11 +112,9 @@ class Pace:
             return
         # The median: an evaluation or a checkpoint may lie within a group.
         each, share = median(self._times), median(self._shares)
-        self._weighed, self._times, self._shares = 0, [], []
+        self._weigh_anew()
         if self._trying:
-            self.without = each
-            self._trying, self._hold, self._next_hold = False, self._next_hold, 2 * self._next_hold
-            self._change(each < WORTH * self.with_it)
+            self._decide(each)
         elif self.single:
             self._change(self._hold > 0)
         else:
@@ -119,6 +122,16 @@ class Pace:
             if self._hold <= 0 and share < HIDDEN:
                 self._trying = True
                 self._change(True)
+
+    def _decide(self, without: float) -> None:
+        """End a trial, in which batches took ``without`` seconds each."""
+        self.without = without
+        self._weigh_anew()
+        self._trying, self._hold, self._next_hold = False, self._next_hold, 2 * self._next_hold
+        self._change(without < WORTH * self.with_it)
+
+    def _weigh_anew(self) -> None:
+        self._weighed, self._times, self._shares = 0, [], []
 
     def _change(self, single: bool) -> None:
         if single != self.single:

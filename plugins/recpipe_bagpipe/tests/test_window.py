@@ -114,7 +114,7 @@ def test_batches_are_tried_without_looking_ahead(without: float) -> None:
     """For each group of 4 batches, whether it was read ahead."""
     for number in range(3 * HOLD // 4):
         ahead.append(not pace.single)
-        pause = 50.0 if number % 5 == 0 else 0.0  # an evaluation
+        pause = 50.0 if number % 5 == 0 and not pace.single else 0.0  # an evaluation
         clock.now += 4 * (without if pace.single else 1.0) + pause
         pace.note(4, pace.single)
     assert ahead[:4] == [True] * 4
@@ -124,6 +124,17 @@ def test_batches_are_tried_without_looking_ahead(without: float) -> None:
     assert set(ahead[decided : decided + HOLD // 4]) == {without > 1}
     assert (pace.with_it, pace.without) == (pytest.approx(1.0), pytest.approx(without))
     assert len(set(ahead[decided + HOLD // 4 :])) == 2, "it is tried again"
+
+
+def test_a_hopeless_trial_ends_at_once() -> None:
+    clock = Clock()
+    pace = Pace(None, 30_000, 1, lambda: clock.waited, lambda: clock.now)
+    singles = 0
+    for _ in range(HOLD // 4):
+        singles += pace.single
+        clock.now += 4 * (2.0 if pace.single else 1.0)
+        pace.note(4, pace.single)
+    assert singles == 1
 
 
 def test_looking_ahead_is_not_doubted_where_the_store_is_the_limit() -> None:

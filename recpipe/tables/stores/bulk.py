@@ -289,21 +289,22 @@ class BulkStore(ColdStore):
         if self.rounded is not None:  # rounded at once: what is read must not depend on when it is written
             records = self.rounded(records)
         if self.single:
-            self._write_all()
-            self._scatter_now(rows, records)
-            return
+            rows, records = self._scatter_now(rows, records)
         size = len(self._waiting.records)
         for start in range(0, len(rows), size):
             self._keep(rows[start : start + size], records[start : start + size])
 
-    def _scatter_now(self, rows: Rows, records: Records) -> None:
-        """Write ``rows``, none of which waits to be written, to the store."""
+    def _scatter_now(self, rows: Rows, records: Records) -> tuple[Rows, Records]:
+        """Write ``rows`` to the store, but for those that wait to be written, which are returned."""
         with self._using:  # no group is being read, so all have arrived or will see what is written here
+            with self._lock:
+                _, waits = self._waiting.find(rows)
             before = replace(self.inner.io)
-            self.inner.scatter(rows, records)
+            self.inner.scatter(rows[~waits], records[~waits])
             self.io = self.io.plus(self.inner.io.plus(before, -1))
             with self._lock:
-                self._refresh_groups(rows, records)
+                self._refresh_groups(rows[~waits], records[~waits])
+        return rows[waits], records[waits]
 
     def _keep(self, rows: Rows, records: Records) -> None:
         while True:
