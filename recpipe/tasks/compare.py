@@ -231,7 +231,7 @@ class _Comparison:
             *UNTIMED,
             *self.carried[row.name],
             f"task={task}",
-            *(["task.page=false"] if task == "train" else []),
+            *(["task.page=false", "task.beside=null"] if task == "train" else []),
             *row.overrides(),
             quoted("hydra.run.dir", directory),
             *extra,

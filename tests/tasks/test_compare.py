@@ -194,6 +194,7 @@ def test_each_row_links_to_the_report_of_its_first_counted_run(
     def launch(arguments: list[str], directory: Path) -> dict[str, Any]:
         directory.mkdir(parents=True, exist_ok=True)
         assert ("task.page=false" in arguments) is (value_of(arguments, "task") == "train")
+        assert ("task.beside=null" in arguments) is (value_of(arguments, "task") == "train")
         if value_of(arguments, "tiers.policy") != "lru":  # it has left no report
             (directory / "report.json").write_text(json.dumps({"run": directory.name}))
         return runs(arguments, directory)
