@@ -42,7 +42,12 @@ KINDS = {
     "nocache": ("tiers.policy=nocache",),
     "lru": ("tiers.policy=lru",),
     "lfu": ("tiers.policy=lfu",),
-    "hotline": ("+plugin=hotline", "plugins.hotline.learn_batches=5", "plugins.hotline.min_micro_batch=1"),
+    "hotline": (
+        "+plugin=hotline",
+        "trainer.split=always",  # auto goes by the clock
+        "plugins.hotline.learn_batches=5",
+        "plugins.hotline.min_micro_batch=1",
+    ),
 }
 Parameters = dict[str, np.ndarray]
 Trained = Callable[..., Parameters]
