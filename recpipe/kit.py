@@ -24,9 +24,10 @@ from recpipe.tables.sharding.planning import Prediction
 from recpipe.tables.sharding.wire import WIRE_PRECISIONS, wire_codecs
 from recpipe.tables.specs import Region, TableOptimizer, TableSet, Values
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records, StoreLayout
-from recpipe.tables.stores.bulk import BulkStore, positions
+from recpipe.tables.stores.bulk import BulkStore
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
+from recpipe.tables.stores.writes import positions
 from recpipe.tables.tiers.access_counts import group_rows, load_profile, table_bases
 from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.placement import Bags, IndexBags

@@ -31,7 +31,8 @@ from recpipe.plugin.load import activate
 from recpipe.plugin.policy import RowSpace
 from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.stores import make_store
-from recpipe.tables.stores.bulk import BulkStore, Writes
+from recpipe.tables.stores.bulk import BulkStore
+from recpipe.tables.stores.writes import Writes
 from recpipe.tables.tiers.parts import TierParts
 from recpipe.tables.tiers.policies import NoCache
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
