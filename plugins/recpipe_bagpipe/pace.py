@@ -25,8 +25,9 @@ WORTH = 0.97
 HOPELESS = 1.5
 """The trial ends with the first batches that take so many times as long."""
 HOLD = 250
-"""Batches for which that decision holds, at first; each doubles them."""
+"""Batches for which that decision holds, at first; each trial doubles them."""
 MOST = 256
+"""Batches of a group at most."""
 
 
 class Pace:
@@ -155,4 +156,4 @@ class Pace:
     @property
     def shrunk(self) -> bool:
         """Whether groups are shorter than memory would allow, because nothing is waited for."""
-        return self.fixed is None and self.wanted < min(MOST, max(FEW + 1, self.largest))
+        return self.wanted < min(MOST, max(FEW + 1, self.largest))

@@ -106,12 +106,12 @@ class Lookahead(CachePolicy):
             self.pace.note(len(group.sizes), group.single)
         while len(self._open) < 2 and (coming := window.next()) is not None:
             self._announce(coming)
+            self._open.append(coming)
+            self.bulk.single = any(known.single for known in self._open)
         self._note_memory()
 
     def _announce(self, group: Group) -> None:
         """Note when residents are needed next, and read what ``group`` needs and is not there."""
-        self._open.append(group)
-        self.bulk.single = any(known.single for known in self._open)
         if group.single:
             self._coming = NOTHING.rows
             return
@@ -122,8 +122,7 @@ class Lookahead(CachePolicy):
         unknown = (self.due[held] == UNKNOWN) | (self.due[held] < self.step)
         self.due[held[unknown]] = self._first + group.first_use[here][unknown]
         for before in self._open:
-            if before is not group:
-                before.link(group)
+            before.link(group)
         cold = rows[~here]
         cold = cold[~np.isin(cold, self._coming, assume_unique=True)]
         self._coming = cold

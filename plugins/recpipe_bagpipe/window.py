@@ -112,7 +112,7 @@ class Window(ReadAhead):
         """``size``: told the bytes that a batch takes while it waits, says how many batches a group has now.
         ``slots``: how many rows can be resident. ``single``: whether the next group's batches shall pass
         without being looked into."""
-        super().__init__(iter(source))
+        super().__init__(source)
         self._lookups, self._size, self._slots = lookups, size, slots
         self._single = single
         self._left: Batch | None = None

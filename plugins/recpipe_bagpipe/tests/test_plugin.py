@@ -11,9 +11,7 @@ class TestBagPipe(PluginSuite):
     plugin = "bagpipe"
     ranks = 2
     replans = True
-    knobs: ClassVar = {
-        "lookahead": 16
-    }  # auto would find the store of so small a run idle, and read nothing ahead
+    knobs: ClassVar = {"lookahead": 16}  # auto goes by the clock
 
     def test_reads_ahead_and_misses_nothing(self, trained: Trained) -> None:
         shown = trained.report["plugins"]["bagpipe"]
