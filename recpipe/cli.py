@@ -1,4 +1,5 @@
-"""The command line: ``recpipe [task=...] [override ...]`` and plugins, doctor, unshard, sweep-report."""
+"""The command line: ``recpipe [task=...] [override ...]`` and plugins, doctor, unshard, package,
+sweep-report."""
 
 from __future__ import annotations
 
@@ -38,6 +39,8 @@ recpipe trains TorchRec models; published systems techniques are plugins, each o
   python -m recpipe unshard CHECKPOINT FILE.safetensors
                                              its tables and dense parameters in one file
   python -m recpipe sweep-report DIR         the table with which a sweep ends, again, from its jobs' reports
+  python -m recpipe package CHECKPOINT model.recpipe
+                                             what a server needs of it, compiled, in one directory
   python -m recpipe doctor                   do the installed torch, torchrec and fbgemm fit together
 
 Every value of the recipe can be set: key=value (data.batch_size=4096, trainer.max_steps=100,
@@ -146,6 +149,10 @@ def _dispatch(argv: Sequence[str]) -> int:
         from recpipe.tasks.unshard import unshard
 
         return unshard(Path(argv[1]), Path(argv[2]))
+    if command == "package":
+        from recpipe.inference.commands import package_command
+
+        return package_command(argv[1:])
     if command == "doctor":
         from recpipe.tasks.doctor import print_findings
 
@@ -154,7 +161,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         return _sweep_report(argv[1:])
     if command and "=" not in command and not command.startswith(("-", "~", "+")):
         raise UserError(
-            f"no command '{command}'. Commands: plugins, doctor, unshard, sweep-report; a recipe is set by "
+            f"no command '{command}'. Commands: plugins, doctor, unshard, package, sweep-report; a recipe is set by "
             "key=value (see --help)"
         )
     if _several():

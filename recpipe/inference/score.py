@@ -1,0 +1,217 @@
+"""Scores batches with the package in this file's directory. Needs torch and fbgemm_gpu, and nothing else.
+
+    from score import Scorer
+    scores = Scorer("model.recpipe")(dense, ids, lengths)
+
+A package contains compiled code, which loading runs: load packages that you trust. All files are compared
+with manifest.json first, and the golden batch is scored before the first call returns.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+import fbgemm_gpu  # noqa: F401  registers the lookup operator
+import torch
+import torch._inductor
+
+TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3, "int2": 4}  # as FBGEMM numbers them
+HOST = 3  # FBGEMM's place of a table in memory
+ALIGNMENT = 64  # of a table's first row, in bytes
+
+
+class PackageError(Exception):
+    """The package cannot be used here; the message names the file or the reason."""
+
+
+class Scorer:
+    """A package, checked and loaded. ``manifest``: its manifest.json. ``difference``: the largest difference
+    of the golden batch's scores to those of the machine that made the package; 0 if they are equal bit by
+    bit."""
+
+    def __init__(self, directory: "str | os.PathLike[str]" = Path(__file__).parent) -> None:
+        self.directory = Path(directory)
+        self.manifest = verified(self.directory)
+        check_processor(self.manifest["compiled"])
+        self.rows = torch.tensor([feature["rows"] for feature in self.manifest["sparse"]])
+        tables = Tables(self.directory, self.manifest["tables"])
+        self.lookups = [Lookup(found, self.manifest, tables) for found in self.manifest["lookups"]]
+        self.dense = torch._inductor.aoti_load_package(str(self.directory / "dense.pt2"))
+        found = tensors(self.directory / "dense.safetensors")
+        # The program refers to its constants, which must therefore stay. It has the smallest ones itself.
+        self.constants = {name: found[name].clone() for name in self.dense.get_constant_fqns()}
+        self.dense.load_constants(self.constants, check_full_update=False, user_managed=True)
+        self.difference = self.check_golden()
+
+    def __call__(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Scores float32 [B], from dense float32 [B, D], ids int64 [N] and lengths int64 [F * B].
+
+        Ids are rows of tables, ordered by feature and then by sample; lengths say how many each has, in the
+        same order. ``ValueError`` for wrong shapes and for ids that are not in their table.
+        """
+        samples = dense.shape[0]
+        self.check(dense, ids, lengths, samples)
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        with torch.inference_mode():
+            pooled = [lookup(ids, offsets, samples) for lookup in self.lookups]
+            return self.dense(dense, pooled)
+
+    def check(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, samples: int) -> None:
+        """``ValueError`` unless the inputs fit the manifest and each other."""
+        width, features = len(self.manifest["dense"]["names"]), len(self.rows)
+        if dense.dtype != torch.float32 or dense.shape != (samples, width):
+            raise ValueError(f"dense is {dense.dtype} {list(dense.shape)}, not float32 [B, {width}]")
+        if ids.dtype != torch.int64 or lengths.dtype != torch.int64 or ids.dim() != 1:
+            raise ValueError(f"ids and lengths are {ids.dtype} and {lengths.dtype}, not int64 vectors")
+        if lengths.shape != (features * samples,):
+            raise ValueError(f"lengths is {list(lengths.shape)}, not [{features} features * {samples}]")
+        if bool((lengths < 0).any()) or int(lengths.sum()) != len(ids):
+            raise ValueError(f"lengths add up to {int(lengths.sum())}, and there are {len(ids)} ids")
+        limit = self.rows.repeat_interleave(lengths.view(features, samples).sum(1))
+        wrong = ((ids < 0) | (ids >= limit)).nonzero()
+        if len(wrong):
+            place = int(wrong[0])
+            feature = int((lengths.view(features, samples).sum(1).cumsum(0) <= place).sum())
+            name = self.manifest["sparse"][feature]["name"]
+            raise ValueError(f"id {int(ids[place])} of '{name}' is not in [0, {int(limit[place])})")
+
+    def golden_scores(self) -> torch.Tensor:
+        """The golden batch's scores here, by one thread: several may add up in another order."""
+        golden, threads = tensors(self.directory / "golden.safetensors"), torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self(golden["dense"], golden["ids"], golden["lengths"])
+        finally:
+            torch.set_num_threads(threads)
+
+    def check_golden(self) -> float:
+        """The largest difference of the golden batch's scores; ``PackageError`` if it is above the bound."""
+        known = tensors(self.directory / "golden.safetensors")["scores"]
+        difference = float((self.golden_scores() - known).abs().max())
+        bound = self.manifest["golden"]["tolerance"]
+        if not difference <= bound:
+            raise PackageError(
+                f"{self.directory}: the golden batch's scores are off by up to {difference:.1e} on this machine "
+                f"({torch.backends.cpu.get_cpu_capability()}), and {bound:.1e} is allowed: compile the package "
+                "here with 'recpipe package PACKAGE NEW_PACKAGE'"
+            )
+        return difference
+
+
+class Tables:
+    """All tables in one buffer uint8, with the byte at which each begins."""
+
+    def __init__(self, directory: Path, about: dict) -> None:
+        self.about = about
+        found = {name: tensors(directory / table["file"]) for name, table in about.items()}
+        self.places = {name: table["places"].clone() for name, table in found.items() if "places" in table}
+        self.starts, end = {}, 0
+        for name, table in found.items():
+            self.starts[name], end = end, -(-(end + table["rows"].nbytes) // ALIGNMENT) * ALIGNMENT
+        self.rows = torch.empty(end, dtype=torch.uint8)
+        for name, table in found.items():
+            self.rows[self.starts[name] :][: table["rows"].nbytes] = table["rows"].view(-1)
+
+
+class Lookup:
+    """One lookup, and what FBGEMM's operator asks for."""
+
+    def __init__(self, found: dict, manifest: dict, tables: Tables) -> None:
+        self.names = [feature["name"] for feature in manifest["sparse"]]
+        self.features = [self.names.index(feature) for feature, _ in found["parts"]]
+        own = [table for _, table in found["parts"]]
+        types = [tables.about[table]["type"] for table in own]
+        dims = [tables.about[table]["dimension"] for table in own]
+        widest = {t: max((d for d, kind in zip(dims, types) if kind == t), default=0) for t in TYPES}
+        self.before = (
+            tables.rows,
+            torch.empty(0, dtype=torch.uint8),
+            torch.full((len(own),), HOST, dtype=torch.int32),
+            torch.tensor([tables.starts[table] for table in own]),
+            torch.tensor([TYPES[kind] for kind in types], dtype=torch.uint8),
+            torch.tensor([sum(dims[:i]) for i in range(len(dims) + 1)], dtype=torch.int32),
+            sum(dims),
+            *(widest[kind] for kind in ("int2", "int4", "int8", "fp16", "fp32")),
+        )
+        mode = {"sum": 0, "mean": 1}[found["pooling"]]
+        # No weights, float32 results, no cache, rows without padding, no float8.
+        self.after = (mode, None, 0, None, None, 1, 0, -1, -1)
+        none = torch.empty(0, dtype=torch.int32)
+        places = [tables.places.get(table, none) for table in own]
+        self.places = torch.cat(places)
+        """For each id its row among those kept, or -1, one table after the other."""
+        self.place_starts = torch.tensor([0, *(len(part) for part in places)]).cumsum(0)
+
+    def __call__(self, ids: torch.Tensor, offsets: torch.Tensor, samples: int) -> torch.Tensor:
+        """Pooled rows float32 [B, W]."""
+        if self.features != list(range(len(self.names))):
+            bounds = offsets[torch.arange(len(self.names) + 1) * samples].tolist()
+            ids, lengths = (
+                torch.cat([ids[bounds[f] : bounds[f + 1]] for f in self.features]),
+                torch.cat([offsets[f * samples : (f + 1) * samples + 1].diff() for f in self.features]),
+            )
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        if len(self.places):
+            ids = torch.ops.fbgemm.pruned_array_lookup(ids, offsets, self.places, self.place_starts)
+        lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
+        return lookup(*self.before, ids, offsets, *self.after)
+
+
+def verified(directory: Path) -> dict:
+    """The manifest; ``PackageError`` names the first file that is missing or not as it was written."""
+    for name in ("manifest.sha256", "manifest.json"):
+        if not (directory / name).is_file():
+            raise PackageError(f"{directory / name} is missing: {directory} is no whole package")
+    text = (directory / "manifest.json").read_bytes()
+    if (directory / "manifest.sha256").read_text() != f"{hashlib.sha256(text).hexdigest()}  manifest.json\n":
+        raise PackageError(f"{directory / 'manifest.json'} is not as it was written (manifest.sha256)")
+    manifest = json.loads(text)
+    for name, digest in manifest["files"].items():
+        file = directory / name
+        if not file.is_file():
+            raise PackageError(f"{file} is missing: package the checkpoint anew")
+        with file.open("rb") as stream:
+            if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
+                raise PackageError(f"{file} is not as it was written (sha256): package the checkpoint anew")
+    return manifest
+
+
+def check_processor(compiled: dict) -> None:
+    """``PackageError`` if this processor lacks instructions that the compiled code uses."""
+    lacking = sorted(set(compiled["cpu_flags"]) - processor_flags())
+    if platform.machine() != compiled["machine"] or lacking:
+        what = f"{platform.machine()}, without {', '.join(lacking) or 'its instructions'}"
+        raise PackageError(
+            f"the package was compiled for {compiled['machine']} with {compiled['instruction_set']}, and this "
+            f"machine is {what}: compile it here with 'recpipe package PACKAGE NEW_PACKAGE'"
+        )
+
+
+def processor_flags() -> "set[str]":
+    """The instruction sets that this processor has, by Linux' names."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+
+
+def tensors(file: Path) -> "dict[str, torch.Tensor]":
+    """The tensors in a safetensors file, mapped into memory."""
+    kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+    kinds |= {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+    data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+    start = 8 + int.from_bytes(bytes(data[:8].tolist()), "little")
+    found = json.loads(bytes(data[8:start].tolist()))
+    found.pop("__metadata__", None)
+    return {
+        name: data[start + low : start + high].view(kinds[about["dtype"]]).view(about["shape"])
+        for name, about in found.items()
+        for low, high in [about["data_offsets"]]
+    }
+
+
+if __name__ == "__main__":
+    scorer = Scorer(*sys.argv[1:2])
+    print(f"{scorer.directory}: whole; golden scores differ by {scorer.difference:.1e}")

@@ -1,0 +1,55 @@
+"""AOTInductor: compiles an exported program into a file that torch alone can load.
+
+Imported by what needs it and not with the room, since torch's compiler takes a second to import.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from recpipe.common.versions import private_names
+
+with private_names():
+    import torch._inductor
+    from torch._inductor import config as inductor
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch.fx.experimental import _config as fx
+
+
+def any_batch_size() -> Any:
+    """A context in which ``torch.export`` does not treat dynamic sizes 0 and 1 as special, so that what it
+    exports takes them too."""
+    return fx.patch(backed_size_oblivious=True)
+
+
+def compiler() -> str | None:
+    """The C++ compiler that AOTInductor would use; None if there is none."""
+    try:
+        return str(get_cpp_compiler())
+    except RuntimeError:
+        return None
+
+
+def compile_program(program: ExportedProgram, file: Path, march: str | None, width: int) -> list[str]:
+    """Compile ``program`` into ``file`` (.pt2) without its constants.
+
+    ``march``: the compiler's target; None: this machine. ``width``: bits of a vector register.
+
+    Returns the compiler's flags that the kernels need beside ``march``.
+    """
+    options: dict[str, Any] = {"aot_inductor.package_constants_in_so": False}
+    if march is not None:
+        options |= {"cpp.march": march, "cpp.simdlen": width}
+    torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=options)
+    with inductor.patch({"cpp.simdlen": width if march is not None else None}):
+        return str(pick_vec_isa().build_arch_flags()).split()
+
+
+def load_compiled(file: Path) -> Any:
+    """The program in ``file``: callable, with ``get_constant_fqns`` and ``load_constants``."""
+    return torch._inductor.aoti_load_package(str(file))
