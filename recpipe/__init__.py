@@ -4,7 +4,7 @@ Importing the package does not import torch.
 """
 
 import recpipe.common.clock  # noqa: F401  first of all: it notes the time
-from recpipe.api import Run, load, place, train
+from recpipe.api import Run, load, package, place, train
 from recpipe.errors import UserError
 from recpipe.plugin.api import (
     Context,
@@ -36,6 +36,7 @@ __all__ = [
     "UserError",
     "__version__",
     "load",
+    "package",
     "place",
     "train",
 ]

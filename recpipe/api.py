@@ -1,4 +1,5 @@
-"""recpipe from Python and notebooks: ``train`` and ``load``. Importing this does not import torch."""
+"""recpipe from Python and notebooks: ``train``, ``load``, ``place`` and ``package``. Importing this does not
+import torch."""
 
 from __future__ import annotations
 
@@ -178,6 +179,37 @@ def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
     from recpipe.tasks.load import load_checkpoint
 
     return load_checkpoint(Path(checkpoint), model)
+
+
+def package(
+    checkpoint: str | Path,
+    directory: str | Path,
+    model: nn.Module | None = None,
+    *,
+    instruction_set: str | None = None,
+    quiet: bool = False,
+) -> Path:
+    """Write ``directory``: what a server needs of the model in ``checkpoint``, and nothing else. Returns its
+    path. ``docs/guide/packages.md`` says what is in it.
+
+    Args:
+        checkpoint: a checkpoint, or a folder or run whose newest one is taken; or a package, whose dense part
+            is then compiled for this machine.
+        directory: a new directory, or an older package, which is replaced.
+        model: the module, if training was given one in Python; its parameters are replaced.
+        instruction_set: ``avx2``, or ``avx512`` where this machine has it; None: the widest that torch uses
+            here.
+        quiet: nothing goes to the terminal.
+
+    ``UserError`` if there is no C++ compiler, or if the model cannot be packaged.
+    """
+    _prepare_process()
+    from recpipe.common.console import alone, heard
+    from recpipe.common.quiet import quieted
+    from recpipe.inference.package import package as packaged
+
+    with quieted(), alone(), heard(None, screen=not quiet):
+        return packaged(Path(checkpoint), Path(directory), model, instruction_set)
 
 
 def _prepare_process() -> None:

@@ -70,6 +70,7 @@ EXPORTS = [
     "UserError",
     "__version__",
     "load",
+    "package",
     "place",
     "train",
 ]

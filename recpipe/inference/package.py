@@ -152,7 +152,7 @@ def _content(trained: Trained, dense: DensePart, files: Mapping[str, str]) -> di
         "versions": versions(),
         "step": trained.step,
         "model": type(trained.model).__name__,
-        "dense": {"names": list(schema.dense), **dense_rule(trained.preparation)},
+        "dense": {"names": list(schema.dense), "transform": dense_rule(trained.preparation)},
         "sparse": [
             {"name": f.name, "rows": f.rows, "ids": id_rule(trained.preparation, f.name, source)}
             for f in schema.sparse
