@@ -1,8 +1,8 @@
 """Exports the dense part of a model: everything but its embedding lookups.
 
 The exported program takes dense features float32 [B, D] and, for each lookup, its pooled rows float32 [B, W],
-and returns scores float32 [B], or [B, T] of T tasks. B is dynamic. The lookups stay outside, so that tables can be kept in any
-type and at any place, and a server can look rows up once for many candidates.
+and returns scores float32 [B], or [B, T] of T tasks. B is dynamic. The lookups stay outside, so that tables
+can be kept in any type and at any place, and a server can look rows up once for many candidates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from recpipe.data.batch import Batch
@@ -95,13 +99,7 @@ class _Pooled(nn.Module):
         configs: list[EmbeddingBagConfig] = collection.embedding_bag_configs()
         if collection.is_weighted():
             raise UserError(f"the collection '{path}' takes a weight for each id, which no package can")
-        # As TorchRec names them: a feature of several tables is a key for each table.
-        features = [name for config in configs for name in config.feature_names]
-        self.keys = [
-            f"{name}@{config.name}" if features.count(name) > 1 else name
-            for config in configs
-            for name in config.feature_names
-        ]
+        self.keys = [name for own in get_embedding_names_by_table(configs) for name in own]
         self.dims = [config.embedding_dim for config in configs for _ in config.feature_names]
         self.poolings = [_pooling(config.pooling) for config in configs for _ in config.feature_names]
         self.parts = [(name, names[config.name]) for config in configs for name in config.feature_names]
@@ -115,7 +113,8 @@ class _Pooled(nn.Module):
                 f"the collection '{self.path}' looks up ids that the model computes; a package looks up "
                 "those of the batch alone"
             )
-        absent = next((name for name, _ in self.parts if name not in features.keys()), None)
+        present = features.keys()
+        absent = next((name for name, _ in self.parts if name not in present), None)
         if absent is not None:
             raise UserError(f"the collection '{self.path}' looks up '{shown(absent)}', which the data lack")
         columns: dict[int, torch.Tensor] = {}
@@ -190,7 +189,9 @@ def export_dense(called: Called, schema: Schema) -> DensePart:
     _check(model, found)
     names = _table_names(found)
     pooled = {path: _Pooled(path, collection, names[path]) for path, collection in found.items()}
-    twin = Called(_without(model, found, pooled), called.loss, called.labels, called.key, called.low_precision)
+    twin = Called(
+        _without(model, found, pooled), called.loss, called.labels, called.key, called.low_precision
+    )
     traced = _Traced(twin, list(pooled.values()), [feature.name for feature in schema.sparse]).eval()
     dense = torch.zeros(_SAMPLES, len(schema.dense))
     noting = _Given(_SAMPLES)
@@ -224,7 +225,9 @@ def _check(model: nn.Module, found: Mapping[str, EmbeddingBagCollection]) -> Non
             "EmbeddingBagCollections alone"
         )
     if not found:
-        raise UserError("the model has no EmbeddingBagCollection of TorchRec's, so there is nothing to look up")
+        raise UserError(
+            "the model has no EmbeddingBagCollection of TorchRec's, so there is nothing to look up"
+        )
 
 
 def _table_names(found: Mapping[str, EmbeddingBagCollection]) -> dict[str, dict[str, str]]:
@@ -275,8 +278,8 @@ def _told(model: nn.Module) -> Iterator[None]:
         raise UserError(f"{name} cannot be packaged: {error}") from error
     except _ReadsIds as read:
         raise UserError(
-            f"{name} cannot be packaged: it reads the ids themselves (KeyedJaggedTensor.{read}), and a package "
-            "gives the model pooled rows alone; hand the ids to an EmbeddingBagCollection only"
+            f"{name} cannot be packaged: it reads the ids themselves (KeyedJaggedTensor.{read}), and a "
+            "package gives the model pooled rows alone; hand the ids to an EmbeddingBagCollection only"
         ) from read
     except Exception as fault:
         raise UserError(

@@ -1,7 +1,7 @@
 """``recpipe package``: what a server needs of a model, and nothing else, as a directory.
 
     model.recpipe/
-      manifest.json           inputs and how raw values become them, tables, versions, instruction set, digests
+      manifest.json           inputs, how raw values become them, tables, versions, processor, digests
       manifest.sha256         the manifest's own digest, as sha256sum writes it
       dense.pt2               the dense part, compiled by AOTInductor: a zip file with a shared library
       dense.safetensors       its parameters
@@ -99,7 +99,9 @@ def package(
 
 
 def _check_target(directory: Path) -> None:
-    if directory.exists() and not (directory.is_dir() and (is_package(directory) or not any(directory.iterdir()))):
+    if directory.exists() and not (
+        directory.is_dir() and (is_package(directory) or not any(directory.iterdir()))
+    ):
         raise UserError(f"{directory} exists and is no package: name another directory, or remove it")
 
 

@@ -11,9 +11,11 @@ import torch
 from recpipe.errors import UserError, shown
 
 _V3 = (
-    "cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3 avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split()
-)  # x86-64-v3, by the names in /proc/cpuinfo
-_V4 = [*_V3, *"avx512f avx512bw avx512cd avx512dq avx512vl".split()]
+    *("cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3", "avx", "avx2"),
+    *("bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"),
+)
+"""x86-64-v3, by the names in /proc/cpuinfo."""
+_V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class InstructionSet:
 
 
 SETS = {
-    "avx512": InstructionSet("avx512", "x86-64-v4", 512, tuple(_V4)),
-    "avx2": InstructionSet("avx2", "x86-64-v3", 256, tuple(_V3)),
+    "avx512": InstructionSet("avx512", "x86-64-v4", 512, _V4),
+    "avx2": InstructionSet("avx2", "x86-64-v3", 256, _V3),
 }
 
 

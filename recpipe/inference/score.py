@@ -95,9 +95,9 @@ class Scorer:
         bound = self.manifest["golden"]["tolerance"]
         if not difference <= bound:
             raise PackageError(
-                f"{self.directory}: the golden batch's scores are off by up to {difference:.1e} on this machine "
-                f"({torch.backends.cpu.get_cpu_capability()}), and {bound:.1e} is allowed: compile the package "
-                "here with 'recpipe package PACKAGE NEW_PACKAGE'"
+                f"{self.directory}: the golden batch's scores are off by up to {difference:.1e} on this "
+                f"machine ({torch.backends.cpu.get_cpu_capability()}), and {bound:.1e} is allowed: compile "
+                "the package here with 'recpipe package PACKAGE NEW_PACKAGE'"
             )
         return difference
 
@@ -126,7 +126,9 @@ class Lookup:
         own = [table for _, table in found["parts"]]
         types = [tables.about[table]["type"] for table in own]
         dims = [tables.about[table]["dimension"] for table in own]
-        widest = {t: max((d for d, kind in zip(dims, types) if kind == t), default=0) for t in TYPES}
+        widest = {
+            t: max((d for d, kind in zip(dims, types, strict=True) if kind == t), default=0) for t in TYPES
+        }
         self.before = (
             tables.rows,
             torch.empty(0, dtype=torch.uint8),
@@ -186,8 +188,8 @@ def check_processor(compiled: dict) -> None:
     if platform.machine() != compiled["machine"] or lacking:
         what = f"{platform.machine()}, without {', '.join(lacking) or 'its instructions'}"
         raise PackageError(
-            f"the package was compiled for {compiled['machine']} with {compiled['instruction_set']}, and this "
-            f"machine is {what}: compile it here with 'recpipe package PACKAGE NEW_PACKAGE'"
+            f"the package was compiled for {compiled['machine']} with {compiled['instruction_set']}, and "
+            f"this machine is {what}: compile it here with 'recpipe package PACKAGE NEW_PACKAGE'"
         )
 
 

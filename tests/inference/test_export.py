@@ -1,0 +1,182 @@
+"""What of a model is exported, against the model itself; and models that cannot be."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.data.batch import Batch
+from recpipe.data.dataset import Schema, SparseFeature
+from recpipe.errors import UserError
+from recpipe.inference.export import export_dense
+from recpipe.inference.golden import as_batch, golden_inputs
+from recpipe.inference.trained import scored
+from recpipe.model.call import Called
+from recpipe.model.loss import parse_loss
+
+SCHEMA = Schema(("x", "y"), (SparseFeature("a", 30), SparseFeature("b", 20), SparseFeature("c", 10)))
+
+
+def bags(*tables: tuple[str, list[str], int, PoolingType]) -> EmbeddingBagCollection:
+    rows = {feature.name: feature.rows for feature in SCHEMA.sparse}
+    return EmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(
+                name=name,
+                feature_names=features,
+                embedding_dim=dim,
+                pooling=pooling,
+                num_embeddings=min(rows[feature] for feature in features),
+            )
+            for name, features, dim, pooling in tables
+        ]
+    )
+
+
+class Mixed(nn.Module):
+    """Two collections: means and sums in one, a table shared by features, tables of one name, one called
+    twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        total, mean = PoolingType.SUM, PoolingType.MEAN
+        self.user = bags(("t", ["a"], 8, mean), ("u", ["b"], 4, total), ("v", ["c", "a"], 4, mean))
+        self.item = bags(("t", ["c"], 8, total))
+        self.top = nn.Linear(2 + 8 + 4 + 8 + 8, 1)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        found = self.user(batch.sparse_features)
+        twice = self.item(batch.sparse_features).values() + self.item(batch.sparse_features)["c"]
+        parts = [batch.dense_features, found["a@t"], found.values()[:, 8:], twice]
+        return self.top(torch.cat(parts, dim=1))
+
+
+def called(module: nn.Module) -> Called:
+    return Called(module.eval(), parse_loss("binary_cross_entropy"))
+
+
+def with_rows(found, schema: Schema, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What the exported program makes of rows that torch itself looks up and pools."""
+    names = [feature.name for feature in schema.sparse]
+    batch = as_batch(schema, inputs).sparse.to_dict()
+    pooled = []
+    for lookup in found.lookups:
+        rows = [
+            nn.functional.embedding_bag(
+                batch[feature].values(),
+                found.tables[table].weight,
+                batch[feature].offsets(),
+                mode=lookup.pooling,
+                include_last_offset=True,
+            )
+            for feature, table in lookup.parts
+        ]
+        assert all(feature in names for feature, _ in lookup.parts)
+        pooled.append(torch.cat(rows, dim=1))
+    return found.program.module()(inputs["dense"], pooled)
+
+
+def test_any_module_gives_the_scores_of_the_module_itself() -> None:
+    torch.manual_seed(3)
+    model = called(Mixed())
+    before = {name: value.clone() for name, value in model.module.state_dict().items()}
+    found = export_dense(model, SCHEMA)
+    assert [(lookup.pooling, lookup.parts) for lookup in found.lookups] == [
+        ("mean", (("a", "user.t"), ("c", "v"), ("a", "v"))),
+        ("sum", (("b", "u"),)),
+        ("sum", (("c", "item.t"),)),
+        ("sum", (("c", "item.t"),)),
+    ]
+    inputs = golden_inputs(Schema(("x", "y"), tuple(SparseFeature(f.name, 10) for f in SCHEMA.sparse)))
+    (mine,) = scored(model, [as_batch(SCHEMA, inputs)], labelled=False)
+    with torch.no_grad():
+        assert with_rows(found, SCHEMA, inputs).equal(mine.scores)
+        other = copy.deepcopy(inputs)
+        other["ids"][0] = 5
+        assert not with_rows(found, SCHEMA, other).equal(mine.scores)
+    assert all(value.equal(before[name]) for name, value in model.module.state_dict().items())
+    assert isinstance(model.module.user, EmbeddingBagCollection)
+
+
+def test_no_row_is_among_the_constants() -> None:
+    found = export_dense(called(Mixed()), SCHEMA)
+    assert {name: tuple(value.shape) for name, value in found.constants().items()} == {
+        "model.top.weight": (1, 30),
+        "model.top.bias": (1,),
+    }
+
+
+class Of(nn.Module):
+    """A collection, and what ``use`` makes of a batch."""
+
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.rows = collection
+        self.top = nn.Linear(4, 1)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self.top(self.rows(batch.sparse_features).values())
+
+
+class Lengths(Of):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return super().forward(batch) * batch.sparse_features.lengths().sum()
+
+
+class Made(Of):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        ids = KeyedJaggedTensor(["a"], batch.labels.long(), lengths=torch.ones(batch.size, dtype=torch.int64))
+        return self.top(self.rows(ids).values())
+
+
+class Branches(Of):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        out = super().forward(batch)
+        return out * 2 if float(batch.dense_features.sum()) > 0 else out
+
+
+def one(feature: str = "a", weighted: bool = False) -> EmbeddingBagCollection:
+    config = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=[feature])
+    return EmbeddingBagCollection([config], is_weighted=weighted)
+
+
+def sequences() -> EmbeddingCollection:
+    return EmbeddingCollection(
+        [EmbeddingConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["a"])]
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Of(sequences()), "the model's 'rows' is an EmbeddingCollection, whose rows are not pooled"),
+        (nn.Linear(4, 1), "has no EmbeddingBagCollection"),
+        (Of(one(weighted=True)), "'rows' takes a weight for each id"),
+        (Of(one("z")), "'rows' looks up 'z', which the data lack"),
+        (Lengths(one()), r"Lengths .*reads the ids themselves \(KeyedJaggedTensor\.lengths\)"),
+        (Made(one()), "'rows' looks up ids that the model computes"),
+        (Branches(one()), "Branches cannot be packaged: torch.export cannot trace it"),
+        (one(), "the model is a collection itself"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_what_cannot_be_exported_is_said_in_one_line(module: nn.Module, message: str) -> None:
+    with pytest.raises(UserError, match=message) as told:
+        export_dense(called(module), SCHEMA)
+    assert "\n" not in str(told.value)
+
+
+def test_a_model_without_dense_features_is_exported() -> None:
+    schema = Schema((), SCHEMA.sparse[:1])
+    model = called(Of(one()))
+    found = export_dense(model, schema)
+    inputs = golden_inputs(Schema((), (SparseFeature("a", 9),)))
+    (mine,) = scored(model, [as_batch(schema, inputs)], labelled=False)
+    with torch.no_grad():
+        assert with_rows(found, schema, inputs).equal(mine.scores)

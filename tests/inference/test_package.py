@@ -1,0 +1,341 @@
+"""Packages: what they hold, that they score as the model does, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import recpipe
+from recpipe.cli import main
+from recpipe.errors import UserError
+from recpipe.inference import score
+from recpipe.inference.manifest import DIGEST, MANIFEST
+from recpipe.inference.trained import open_trained, scored
+from recpipe.seams.compiled import compiler
+
+DATA = (
+    "data.samples=2000",
+    "data.batch_size=128",
+    "data.tables={a: 300, b/c: 80, d.e: 60}",
+    "data.pooling=[1, 3, 1]",
+)
+NOT_THERE = ("recpipe", "torchrec", "safetensors", "lightning", "hydra", "pyarrow")
+"""What the loader must do without."""
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="packages are compiled: no C++ compiler here")
+
+CLEAN = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent!r}:
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Absent())
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+
+import torch
+from score import Scorer, tensors
+
+torch.set_num_threads(1)
+scorer = Scorer(sys.argv[1])
+asked = tensors(Path(sys.argv[2]))
+for size in (0, 1, 2, 64, 200):
+    scores = scorer(*(asked[f"{{size}}.{{name}}"] for name in ("dense", "ids", "lengths")))
+    print(size, scores.numpy().tobytes().hex())
+print("difference", scorer.difference)
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a short run."""
+    folder = tmp_path_factory.mktemp("run")
+    words = (
+        *DATA,
+        "model.bottom=[16]",
+        "model.top=[16]",
+        "trainer.logger=null",
+        "trainer.checkpoint_every=8",
+    )
+    recpipe.train(None, None, *words, output=folder, quiet=True).close()
+    return folder / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def packed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its package."""
+    target = tmp_path_factory.mktemp("packed") / "model.recpipe"
+    return recpipe.package(checkpoint, target, quiet=True)
+
+
+@pytest.fixture
+def copied(packed: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(packed, tmp_path / "model.recpipe"))
+
+
+def sealed(directory: Path, change: Callable[[dict], None] = lambda _: None) -> None:
+    """Change the manifest, and write the digests anew, as somebody who means to would."""
+    manifest = json.loads((directory / MANIFEST).read_bytes())
+    change(manifest)
+    for name in manifest["files"]:
+        manifest["files"][name] = hashlib.sha256((directory / name).read_bytes()).hexdigest()
+    text = json.dumps(manifest).encode()
+    (directory / MANIFEST).write_bytes(text)
+    (directory / DIGEST).write_text(f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n")
+
+
+def asked(checkpoint: Path, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Samples of the run's data, as the loader takes them."""
+    batch = next(open_trained(checkpoint).dataset.batches("eval", max(size, 1)))
+    if not size:
+        return batch.dense[:0], torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    return batch.dense, batch.sparse.values().long(), batch.sparse.lengths().long()
+
+
+def in_clean_process(packed: Path, checkpoint: Path, tmp_path: Path, **environment: str) -> list[str]:
+    """The lines that CLEAN prints in a process of its own."""
+    inputs = {}
+    for size in (0, 1, 2, 64, 200):
+        names = zip(("dense", "ids", "lengths"), asked(checkpoint, size), strict=True)
+        inputs |= {f"{size}.{name}": value.contiguous() for name, value in names}
+    save_file(inputs, tmp_path / "asked.safetensors")
+    (tmp_path / "clean.py").write_text(CLEAN.format(absent=NOT_THERE))
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(tmp_path / "clean.py"),
+        str(packed),
+        str(tmp_path / "asked.safetensors"),
+    ]
+    own = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=own | environment, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def floats(line: str) -> torch.Tensor:
+    data = bytes.fromhex(line.partition(" ")[2])
+    return torch.frombuffer(bytearray(data), dtype=torch.float32) if data else torch.empty(0)
+
+
+@needs_compiler
+def test_scores_without_recpipe_and_torchrec_are_those_of_this_process_bit_by_bit(
+    packed: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    lines = in_clean_process(packed, checkpoint, tmp_path)
+    scorer = score.Scorer(packed)
+    for size, line in zip((0, 1, 2, 64, 200), lines, strict=False):
+        assert floats(line).equal(scorer(*asked(checkpoint, size))), size
+    assert lines[-1] == "difference 0.0"
+
+
+@needs_compiler
+def test_scores_on_another_instruction_set_are_within_the_stated_error(
+    packed: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    lines = in_clean_process(
+        packed,
+        checkpoint,
+        tmp_path,
+        ATEN_CPU_CAPABILITY="default",
+        ONEDNN_MAX_CPU_ISA="SSE41",
+        MKL_CBWR="COMPATIBLE",
+    )
+    bound = json.loads((packed / MANIFEST).read_bytes())["golden"]["tolerance"]
+    assert float(lines[-1].split()[1]) <= bound
+    torch.testing.assert_close(
+        floats(lines[3]), score.Scorer(packed)(*asked(checkpoint, 64)), rtol=0, atol=bound
+    )
+
+
+@needs_compiler
+def test_scores_are_the_models(packed: Path, checkpoint: Path) -> None:
+    trained = open_trained(checkpoint)
+    batch = next(trained.dataset.batches("eval", 200))
+    model = trained.model
+    (found,) = scored(trained.called, [batch], labelled=False)
+    assert trained.called.module is model
+    scorer = score.Scorer(packed)
+    dense, ids, lengths = asked(checkpoint, 200)
+    torch.testing.assert_close(scorer(dense, ids, lengths), found.scores, rtol=1e-5, atol=1e-6)
+    ids[0] = (ids[0] + 1) % 300
+    assert not torch.allclose(scorer(dense, ids, lengths)[:1], found.scores[:1], rtol=1e-5, atol=1e-6)
+
+
+@needs_compiler
+def test_a_truncated_or_altered_file_is_named(copied: Path) -> None:
+    score.verified(copied)
+    names = [str(file.relative_to(copied)) for file in copied.rglob("*") if file.is_file()]
+    assert {"dense.pt2", "dense.safetensors", "program.pt2", "score.py", "tables/b%252Fc.safetensors"} <= set(
+        names
+    )
+    for name in names:
+        file = copied / name
+        whole = file.read_bytes()
+        middle = len(whole) // 2
+        for damaged in (whole[:-1], b"", whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]):
+            file.write_bytes(damaged)
+            with pytest.raises(score.PackageError, match=MANIFEST if name == DIGEST else file.name):
+                score.Scorer(copied)
+        file.unlink()
+        with pytest.raises(score.PackageError, match=f"{file.name} is missing"):
+            score.Scorer(copied)
+        file.write_bytes(whole)
+    score.verified(copied)
+
+
+@needs_compiler
+def test_a_package_for_another_processor_or_with_other_golden_scores_is_refused(copied: Path) -> None:
+    sealed(copied, lambda manifest: manifest["compiled"]["cpu_flags"].append("avx4096"))
+    with pytest.raises(score.PackageError, match="without avx4096: compile it here with 'recpipe package"):
+        score.Scorer(copied)
+    sealed(copied, lambda manifest: manifest["compiled"].update(cpu_flags=[], machine="s390x"))
+    with pytest.raises(score.PackageError, match="compiled for s390x"):
+        score.Scorer(copied)
+    golden = load_file(copied / "golden.safetensors")
+    golden["scores"][7] += 0.01
+    save_file(golden, copied / "golden.safetensors")
+    sealed(copied, lambda manifest: manifest["compiled"].update(machine="x86_64"))
+    with pytest.raises(score.PackageError, match=r"off by up to 1\.0e-02 on this machine"):
+        score.Scorer(copied)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d, i, n: (d.double(), i, n), r"float64 \[64, 13\], not float32 \[B, 13\]"),
+        (lambda d, i, n: (d[:, 1:], i, n), r"\[64, 12\], not float32"),
+        (lambda d, i, n: (d, i, n[1:]), r"lengths is \[191\], not \[3 features \* 64\]"),
+        (lambda d, i, n: (d, i[1:], n), "lengths add up to"),
+        (lambda d, i, n: (d, i, n - 1), "lengths add up to"),
+        (lambda d, i, n: (d, i.float(), n), "not int64 vectors"),
+        (
+            lambda d, i, n: (d, i.index_fill(0, torch.tensor([70]), 80), n),
+            r"id 80 of 'b/c' is not in \[0, 80\)",
+        ),
+        (
+            lambda d, i, n: (d, i.index_fill(0, torch.tensor([3]), -1), n),
+            r"id -1 of 'a' is not in \[0, 300\)",
+        ),
+        (lambda d, i, n: (d, i.index_fill(0, torch.tensor([-1]), 2**40), n), r"of 'd.e' is not in \[0, 60\)"),
+    ],
+)
+def test_bad_inputs_are_refused(packed: Path, checkpoint: Path, change, message: str) -> None:
+    scorer = score.Scorer(packed)
+    with pytest.raises(ValueError, match=message):
+        scorer(*change(*asked(checkpoint, 64)))
+
+
+def pickles(directory: Path) -> Iterator[str]:
+    """Files, and members of zip files, that are pickled or nested archives of torch.save."""
+    for file in directory.rglob("*"):
+        if zipfile.is_zipfile(file):
+            archive = zipfile.ZipFile(file)
+            contents = {name: archive.read(name) for name in archive.namelist()}
+        else:
+            contents = {file.name: file.read_bytes()} if file.is_file() else {}
+        for name, data in contents.items():
+            if name.endswith((".pkl", ".pickle")) or data.startswith((b"PK", b"\x80\x02", b"\x80\x04")):
+                yield f"{file.name}: {name}"
+
+
+@needs_compiler
+def test_nothing_in_it_is_pickled(packed: Path, tmp_path: Path) -> None:
+    assert not list(pickles(packed))
+    program = torch.export.load(packed / "program.pt2")
+    program.example_inputs = ((torch.zeros(2, 13), [torch.zeros(2, 48)]), {})
+    torch.export.save(program, tmp_path / "program.pt2")
+    assert list(pickles(tmp_path)) == ["program.pt2: program/data/sample_inputs/model.pt"]
+
+
+@needs_compiler
+def test_it_holds_no_path_of_the_machine_that_made_it(packed: Path, checkpoint: Path) -> None:
+    text = (packed / MANIFEST).read_text()
+    assert str(checkpoint.parent) not in text
+    assert str(Path.home()) not in text or str(Path.home()) == "/"
+
+
+def test_without_a_compiler_nothing_is_written(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recpipe.inference.package.compiler", lambda: None)
+    with pytest.raises(UserError, match=r"no C\+\+ compiler here: install g\+\+"):
+        recpipe.package(checkpoint, tmp_path / "here" / "model.recpipe", quiet=True)
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["x"], "say recpipe package CHECKPOINT DIRECTORY"),
+        (["x", "y", "isa=avx2"], "recpipe package has no isa"),
+        (["x", "y", "instruction_set=mmx"], "instruction_set=mmx: choose one of"),
+    ],
+)
+def test_wrong_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words, message
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["recpipe", "package", *words])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@needs_compiler
+def test_other_files_are_not_overwritten(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="exists and is no package"):
+        recpipe.package(checkpoint, tmp_path, quiet=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@needs_compiler
+@pytest.mark.soak
+def test_a_package_is_compiled_anew_and_replaced(packed: Path, checkpoint: Path, copied: Path) -> None:
+    sealed(copied, lambda manifest: manifest["compiled"]["cpu_flags"].append("avx4096"))
+    again = recpipe.package(copied, copied, instruction_set="avx2", quiet=True)
+    scorer = score.Scorer(again)
+    assert scorer.manifest["compiled"]["instruction_set"] == "avx2"
+    inputs = asked(checkpoint, 200)
+    torch.testing.assert_close(scorer(*inputs), score.Scorer(packed)(*inputs), rtol=1e-5, atol=1e-5)
+    assert not [file for file in copied.parent.iterdir() if file != copied]
+
+
+@needs_compiler
+@pytest.mark.soak
+def test_in_a_new_environment_with_torch_and_fbgemm_alone(packed: Path, tmp_path: Path) -> None:
+    """Needs a package index, or what pip is told to use in its place."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    pip = [tmp_path / "venv" / "bin" / "python", "-m", "pip", "-q", "install"]
+    wanted = [f"torch=={torch.__version__.partition('+')[0]}", "numpy"]
+    index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+    version = json.loads((packed / MANIFEST).read_bytes())["versions"]["fbgemm_gpu"]
+    subprocess.run([*pip, *index, *wanted, f"fbgemm-gpu-cpu=={version.partition('+')[0]}"], check=True)
+    own = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    said = subprocess.run(
+        [tmp_path / "venv" / "bin" / "python", packed / "score.py"],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=own,
+    )
+    assert said.stdout.endswith("golden scores differ by 0.0e+00\n")
