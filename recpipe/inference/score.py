@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 import fbgemm_gpu  # noqa: F401  registers the lookup operator
 import torch
@@ -20,7 +21,7 @@ import torch._inductor
 
 TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3, "int2": 4}  # as FBGEMM numbers them
 HOST = 3  # FBGEMM's place of a table in memory
-ALIGNMENT = 64  # of a table's first row, in bytes
+ALIGNMENT = 64  # of tables and inputs, in bytes
 
 
 class PackageError(Exception):
@@ -54,11 +55,14 @@ class Scorer:
         """
         samples = dense.shape[0]
         self.check(dense, ids, lengths, samples)
+        if dense.data_ptr() % ALIGNMENT:
+            dense = dense.clone()  # MKL rounds differently from other addresses
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
         torch.cumsum(lengths, 0, out=offsets[1:])
         with torch.inference_mode():
             pooled = [lookup(ids, offsets, samples) for lookup in self.lookups]
-            return self.dense(dense, pooled)
+            scores: torch.Tensor = self.dense(dense, pooled)
+        return scores
 
     def check(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, samples: int) -> None:
         """``ValueError`` unless the inputs fit the manifest and each other."""
@@ -105,7 +109,7 @@ class Scorer:
 class Tables:
     """All tables in one buffer uint8, with the byte at which each begins."""
 
-    def __init__(self, directory: Path, about: dict) -> None:
+    def __init__(self, directory: Path, about: dict[str, Any]) -> None:
         self.about = about
         found = {name: tensors(directory / table["file"]) for name, table in about.items()}
         self.places = {name: table["places"].clone() for name, table in found.items() if "places" in table}
@@ -120,7 +124,7 @@ class Tables:
 class Lookup:
     """One lookup, and what FBGEMM's operator asks for."""
 
-    def __init__(self, found: dict, manifest: dict, tables: Tables) -> None:
+    def __init__(self, found: dict[str, Any], manifest: dict[str, Any], tables: Tables) -> None:
         self.names = [feature["name"] for feature in manifest["sparse"]]
         self.features = [self.names.index(feature) for feature, _ in found["parts"]]
         own = [table for _, table in found["parts"]]
@@ -160,10 +164,11 @@ class Lookup:
         if len(self.places):
             ids = torch.ops.fbgemm.pruned_array_lookup(ids, offsets, self.places, self.place_starts)
         lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
-        return lookup(*self.before, ids, offsets, *self.after)
+        pooled: torch.Tensor = lookup(*self.before, ids, offsets, *self.after)
+        return pooled
 
 
-def verified(directory: Path) -> dict:
+def verified(directory: Path) -> dict[str, Any]:
     """The manifest; ``PackageError`` names the first file that is missing or not as it was written."""
     for name in ("manifest.sha256", "manifest.json"):
         if not (directory / name).is_file():
@@ -171,7 +176,7 @@ def verified(directory: Path) -> dict:
     text = (directory / "manifest.json").read_bytes()
     if (directory / "manifest.sha256").read_text() != f"{hashlib.sha256(text).hexdigest()}  manifest.json\n":
         raise PackageError(f"{directory / 'manifest.json'} is not as it was written (manifest.sha256)")
-    manifest = json.loads(text)
+    manifest: dict[str, Any] = json.loads(text)
     for name, digest in manifest["files"].items():
         file = directory / name
         if not file.is_file():
@@ -182,7 +187,7 @@ def verified(directory: Path) -> dict:
     return manifest
 
 
-def check_processor(compiled: dict) -> None:
+def check_processor(compiled: dict[str, Any]) -> None:
     """``PackageError`` if this processor lacks instructions that the compiled code uses."""
     lacking = sorted(set(compiled["cpu_flags"]) - processor_flags())
     if platform.machine() != compiled["machine"] or lacking:
