@@ -4,7 +4,7 @@ Importing the package does not import torch.
 """
 
 import recpipe.common.clock  # noqa: F401  first of all: it notes the time
-from recpipe.api import Run, load, place, train
+from recpipe.api import Run, evaluate, load, place, predict, train
 from recpipe.errors import UserError
 from recpipe.plugin.api import (
     Context,
@@ -35,7 +35,9 @@ __all__ = [
     "TableInfo",
     "UserError",
     "__version__",
+    "evaluate",
     "load",
     "place",
+    "predict",
     "train",
 ]
