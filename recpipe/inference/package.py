@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +30,12 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.export import ExportedProgram
 
+from recpipe.common.console import heard
 from recpipe.common.durable import sync
+from recpipe.common.quiet import quieted
 from recpipe.common.run_dir import unwritable
 from recpipe.common.sizes import readable_bytes
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 from recpipe.inference import score
 from recpipe.inference.export import DensePart, Table, export_dense
 from recpipe.inference.golden import as_batch, golden_inputs, tolerance, write_golden
@@ -42,6 +44,7 @@ from recpipe.inference.manifest import compiled_for, is_package, versions, write
 from recpipe.inference.processor import InstructionSet, chosen_set
 from recpipe.inference.trained import Trained, open_trained, scored
 from recpipe.seams.compiled import compile_program, compiler
+from recpipe.tasks.process import prepare_process
 
 log = logging.getLogger("recpipe")
 PROGRAM, DENSE, CONSTANTS, GOLDEN, SCORE = (
@@ -67,6 +70,25 @@ class _Parts:
     """The golden batch's scores by the model that is packaged."""
     bound: float
     """How far the package's may be off."""
+
+
+def package_command(words: Sequence[str]) -> int:
+    """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512]``."""
+    options = dict(word.partition("=")[::2] for word in words[2:])
+    unknown = next((key for key in options if key != "instruction_set"), None)
+    if unknown is not None:
+        raise UserError(f"recpipe package has no {shown(unknown)}: it takes instruction_set=avx2 alone")
+    prepare_process()
+    package_for(Path(words[0]), Path(words[1]), None, options.get("instruction_set"), True)
+    return 0
+
+
+def package_for(
+    checkpoint: Path, directory: Path, model: nn.Module | None, instruction_set: str | None, screen: bool
+) -> Path:
+    """``package``, which says on the terminal what it does if ``screen``."""
+    with quieted(), heard(None, screen=screen):
+        return package(checkpoint, directory, model, instruction_set)
 
 
 def package(
@@ -242,7 +264,7 @@ def _compiled(program: ExportedProgram, file: Path, chosen: InstructionSet) -> l
 
 
 @contextmanager
-def _beside(directory: Path) -> Any:
+def _beside(directory: Path) -> Iterator[Path]:
     """A new directory that takes the place of ``directory`` at the end of the block, and is removed after an
     error."""
     partial = None
