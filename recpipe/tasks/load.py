@@ -34,7 +34,7 @@ def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Modu
     trainer = open_checkpoint(directory)
     dense, tables = saved_dense(directory, trainer), saved_weights(directory / TABLES)
     if model is not None:
-        _fill(model, dense, tables, _parameters_of_tables(model, dense, tables, directory))
+        _fill(model, dense, tables, parameters_of_tables(model, dense, tables, directory))
         return model.eval()
     with naming(directory):
         noted = trainer.get(MODEL)
@@ -46,14 +46,14 @@ def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Modu
             "TorchRec's DLRM over an EmbeddingBagCollection of these tables"
         )
     # Sizes are compared with the files before memory is allocated for them.
-    names = _parameters_of_tables(make_dlrm(sizes, META), dense, tables, directory)
+    names = parameters_of_tables(make_dlrm(sizes, META), dense, tables, directory)
     cpu = torch.device("cpu")
     made: nn.Module = make_dlrm(sizes, cpu, tables=cpu)
     _fill(made, dense, tables, names)
     return made.eval()
 
 
-def _parameters_of_tables(
+def parameters_of_tables(
     model: nn.Module, dense: Mapping[str, torch.Tensor], tables: Mapping[str, Streamed], directory: Path
 ) -> dict[str, str]:
     """The name of each table's parameter; ``UserError`` if ``model`` has other tables than the checkpoint."""
