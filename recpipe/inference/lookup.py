@@ -31,6 +31,14 @@ class RowType:
     """None: all of them, and there is no table of places."""
 
 
+def bag_keys(configs: Sequence[EmbeddingBagConfig]) -> tuple[list[str], list[int]]:
+    """The keys of what an ``EmbeddingBagCollection`` of these tables returns, and the columns of each."""
+    names = get_embedding_names_by_table(list(configs))
+    return [name for listed in names for name in listed], [
+        config.embedding_dim for config in configs for _ in config.feature_names
+    ]
+
+
 class LowPrecisionBags(nn.Module):
     """Tables of any row types behind the interface of TorchRec's ``EmbeddingBagCollection``.
 
@@ -46,8 +54,7 @@ class LowPrecisionBags(nn.Module):
         self.configs = list(configs)
         self.is_weighted = is_weighted
         names = get_embedding_names_by_table(self.configs)
-        self.keys = [name for listed in names for name in listed]
-        self.dims = [c.embedding_dim for c in self.configs for _ in c.feature_names]
+        self.keys, self.dims = bag_keys(self.configs)
         pooled = {c.name: _pooling(c, is_weighted) for c in self.configs}
         self.parts = nn.ModuleList()
         """One for each way to pool among the tables."""
@@ -76,6 +83,15 @@ class LowPrecisionBags(nn.Module):
     def kind_of(self, table: str) -> RowType:
         """How the rows of ``table`` are kept."""
         return self._part(table).kinds[table]
+
+    def look_up(
+        self, ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As ``forward``, for ``ids`` and ``offsets`` [F * B + 1] of the features in the tables' order. Ids
+        are not checked. Only for tables that are all pooled in the same way."""
+        (part,) = self.parts
+        found: torch.Tensor = part.look_up(ids, offsets, weights)
+        return found
 
     def _part(self, table: str) -> BagLookup:
         return next(part for part in self.parts if isinstance(part, BagLookup) and table in part.kinds)

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import open_tables
-from recpipe.checkpoint.table_io import MODEL, naming, newest, open_checkpoint
-from recpipe.common.saved import typed_as
 from recpipe.common.tensor_files import TensorFiles
-from recpipe.errors import UserError
-from recpipe.model.dlrm import make_dlrm
-from recpipe.model.sizes import DlrmSizes
+from recpipe.common.tensor_writer import Streamed
+from recpipe.model.call import Called
 from recpipe.pipeline.placed import saved_values
 from recpipe.tables.specs import FILL_ROWS, weight_name
 from recpipe.tasks.load import parameters_of_tables
 from recpipe.tasks.unshard import saved_dense
+
+
+COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 
 
 @dataclass(frozen=True)
@@ -40,42 +41,42 @@ class Place:
 
 
 class FloatCheckpoint:
-    """The checkpoint ``directory`` (or the newest in that folder), checked against its manifest.
+    """The open checkpoint ``directory`` with the content of its trainer.pt, its tables on the disk.
 
-    ``model`` None: one of recpipe's own. Otherwise a module of the class that was trained. ``UserError`` if
-    the checkpoint is damaged or of another model.
+    ``make`` gives a new module of the model, not filled, ready to be called. ``UserError`` if the two do not
+    fit together.
     """
 
-    def __init__(self, directory: Path, model: nn.Module | None = None) -> None:
-        self.directory = newest(directory.expanduser())
-        self.trainer: dict[str, Any] = open_checkpoint(self.directory)
-        self.dense = saved_dense(self.directory, self.trainer)
-        self.files: TensorFiles = open_tables(self.directory / TABLES)
+    def __init__(self, directory: Path, trainer: Mapping[str, Any], make: Callable[[], Called]) -> None:
+        self.directory, self.trainer, self._make = directory, trainer, make
+        self.dense = saved_dense(directory, trainer)
+        self.files: TensorFiles = open_tables(directory / TABLES)
         suffix = weight_name("")
         names = sorted(name for name in self.files.pieces if name.endswith(suffix))
         self.shapes = {name.removesuffix(suffix): _pair(self.files.shape(name)) for name in names}
         """Rows and dimension of each table."""
-        with naming(self.directory):
-            noted = self.trainer.get(MODEL)
-            self.sizes = None if noted is None else typed_as(DlrmSizes, noted, MODEL)
-        self._given = model
-        own = self.model()
-        streamed = {table: (shape, ()) for table, shape in self.shapes.items()}
-        parameters = parameters_of_tables(own, self.dense, streamed, self.directory)
+        module = make().module
+        streamed: dict[str, Streamed] = {table: (shape, ()) for table, shape in self.shapes.items()}
+        parameters = parameters_of_tables(module, self.dense, streamed, directory)
         self.places = {table: Place.of(name) for table, name in parameters.items()}
-        bags = {p for p, m in own.named_modules() if isinstance(m, EmbeddingBagCollection)}
-        self.pooled = {table for table, place in self.places.items() if place.collection in bags}
+        bags = {path for path, m in module.named_modules() if isinstance(m, EmbeddingBagCollection)}
+        self.pooled = [table for table, place in self.places.items() if place.collection in bags]
         """The tables whose rows are pooled; others give a row for each id."""
 
-    def model(self) -> nn.Module:
-        """The model in eval mode with its dense part, and without its tables' rows: they are on the meta
-        device if the model is recpipe's own, else as the given module has them."""
-        if self._given is None and self.sizes is None:
-            raise UserError(
-                f"{self.directory} does not say how its model is made (it is not of recpipe's own, or of an "
-                "earlier version): pass the model from Python"
-            )
-        return shell(self._given, self.sizes, self.dense)
+    @property
+    def step(self) -> int:
+        """How many steps had been trained."""
+        return int(self.trainer["global_step"])
+
+    def called(self) -> Called:
+        """A copy of the model in eval mode with its dense part. Its collections are those of ``make``, which
+        are not filled: replace them."""
+        made = copy.copy(self._make())
+        shared = {id(found): found for found in made.module.modules() if isinstance(found, COLLECTIONS)}
+        made.module = copy.deepcopy(made.module, shared)
+        fill_dense(made.module, self.dense)
+        made.module.eval()
+        return made
 
     def blocks(self, table: str) -> Iterator[tuple[int, torch.Tensor]]:
         """The weights of ``table`` in blocks: the number of the first row, and float32 [n, D]."""
@@ -84,19 +85,12 @@ class FloatCheckpoint:
             yield start, torch.from_numpy(self.files.rows(name, start, min(start + FILL_ROWS, rows)))
 
 
-def shell(given: nn.Module | None, sizes: DlrmSizes | None, dense: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A model with its ``dense`` part set: ``given``, or one of recpipe's own without rows."""
-    if given is None:
-        assert sizes is not None
-        made: nn.Module = make_dlrm(sizes, torch.device("cpu"))
-    else:
-        made = given
-    own = saved_values(made)
+def fill_dense(module: nn.Module, dense: Mapping[str, torch.Tensor]) -> None:
+    """Set the parameters and buffers of ``module`` that ``dense`` names."""
+    own = saved_values(module)
     with torch.no_grad():
         for name, value in dense.items():
-            if name in own:
-                own[name].copy_(value)
-    return made.eval()
+            own[name].copy_(value)
 
 
 def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:

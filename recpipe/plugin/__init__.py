@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TableInfo,
     )
     from recpipe.plugin.errors import PluginError
+    from recpipe.plugin.model_quantizer import FinishedModel, ModelQuantizer
     from recpipe.plugin.planner import Planner
     from recpipe.plugin.policy import (
         NOTHING,
@@ -46,9 +47,11 @@ _HOME = {
     "Direction": "recpipe.plugin.quantizer",
     "EpochOrder": "recpipe.plugin.api",
     "Figure": "recpipe.plugin.api",
+    "FinishedModel": "recpipe.plugin.model_quantizer",
     "GroupInfo": "recpipe.plugin.api",
     "Invariant": "recpipe.plugin.api",
     "Link": "recpipe.plugin.api",
+    "ModelQuantizer": "recpipe.plugin.model_quantizer",
     "NOTHING": "recpipe.plugin.policy",
     "Placement": "recpipe.plugin.policy",
     "Planner": "recpipe.plugin.planner",
@@ -81,9 +84,11 @@ __all__ = [
     "Direction",
     "EpochOrder",
     "Figure",
+    "FinishedModel",
     "GroupInfo",
     "Invariant",
     "Link",
+    "ModelQuantizer",
     "Placement",
     "Planner",
     "Plugin",
