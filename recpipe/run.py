@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from recpipe.backend.equip import equip
 from recpipe.backend.matmul import require_bfloat16_units, vector_units
 from recpipe.checkpoint.table_io import TableCheckpointIO
+from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.clock import run_start
 from recpipe.common.console import heard, log
 from recpipe.common.quiet import quieted
@@ -229,7 +230,8 @@ def run_on(
         recorder = Recorder(loader, started, Intervals(embeddings))
         resumable = partial(check_resumable, module)
         noted = sizes_of(model_config, dataset)
-        checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), leads, resumable, noted)
+        recipe = TrainedOn.of(cfg.values, dataset).to_dict()
+        checkpoint_io = TableCheckpointIO(embeddings, tables.shapes(), leads, resumable, noted, recipe)
         figures = FigureLogger(recorder)
         callbacks = [recorder, figures, *(owned.part for owned in assembly.callbacks), *own_callbacks]
         if cfg.task.nudge:

@@ -3,7 +3,7 @@
     step-00000040.ckpt/
       MANIFEST.json            written last: every file's size and BLAKE2b digest
       trainer.pt               dense parameters, optimizer, Lightning's loops, data position, random state,
-                               sizes of recpipe's own models
+                               sizes of recpipe's own models, the recipe and the data's columns
       tables/*.safetensors     <t>.weight float32 [rows, D] and <t>.state float32 [rows, S] (none where S
                                is 0), whatever tier the rows were in: a file for each table, <t>.safetensors,
                                or, where tables are sharded, each rank's own parts of them
@@ -42,6 +42,8 @@ SUFFIX = ".ckpt"
 PARTIAL = ".partial"
 MODEL = "model"
 """A key of trainer.pt; older checkpoints lack it."""
+RECIPE = "recipe"
+"""The key of trainer.pt for ``TrainedOn``; older checkpoints lack it."""
 OWN = "recpipe"
 """The key of trainer.pt for what Lightning does not know."""
 _NAMES = (f"*{SUFFIX}", f"*{SUFFIX}{PARTIAL}")
@@ -57,6 +59,7 @@ class TableCheckpointIO(CheckpointIO):
         writes: bool = True,
         check: Callable[[dict[str, Any]], None] | None = None,
         model: Mapping[str, Any] | None = None,
+        recipe: Mapping[str, Any] | None = None,
     ) -> None:
         self.storage = storage
         self.shapes = shapes
@@ -67,6 +70,8 @@ class TableCheckpointIO(CheckpointIO):
         self.model = model
         """Plain values from which ``recpipe.load`` can make the model; None: its caller must pass the
         model."""
+        self.recipe = recipe
+        """The content of ``TrainedOn``; None: the checkpoint cannot be scored by itself."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write ``path`` atomically; on the rank that writes, it is on the disk on return."""
@@ -76,7 +81,7 @@ class TableCheckpointIO(CheckpointIO):
             if self.writes:
                 shutil.rmtree(partial, ignore_errors=True)
                 (partial / TABLES).mkdir(parents=True)
-                save_trainer({**checkpoint, MODEL: self.model}, partial / TRAINER)
+                save_trainer({**checkpoint, MODEL: self.model, RECIPE: self.recipe}, partial / TRAINER)
             self._save_tables(partial / TABLES)
             if not self.writes:
                 return
@@ -136,19 +141,19 @@ def holds_checkpoint(directory: Path) -> bool:
     return any((d / MANIFEST).is_file() for name in _NAMES for d in directory.glob(name))
 
 
-def newest(directory: Path) -> Path:
+def newest(directory: Path, key: str = "resume=") -> Path:
     """The newest complete checkpoint in ``directory`` (or ``directory`` itself); ``UserError`` if there is
-    none."""
+    none. ``key``: what the user has named it by, for the message."""
     if (directory / MANIFEST).is_file():
         return directory
     found = [d for name in _NAMES for d in directory.glob(name) if (d / MANIFEST).is_file()]
     if not found and (directory / "checkpoints").is_dir():
-        return newest(directory / "checkpoints")
+        return newest(directory / "checkpoints", key)
     if not found:
         partial = list(directory.glob(f"*{PARTIAL}"))
         extra = f" ({partial[0].name} was cut off while it was written)" if partial else ""
         raise UserError(
-            f"resume={directory}: no whole checkpoint there{extra}; name a run's checkpoints directory"
+            f"{key}{directory}: no whole checkpoint there{extra}; name a run's checkpoints directory"
         )
     return max(found, key=lambda d: (read_manifest(d).step, d.name))
 

@@ -19,6 +19,7 @@ from recpipe.common.console import Meter
 from recpipe.common.sizes import readable_bytes
 from recpipe.data.columns import Columns
 from recpipe.data.dataset import Schema
+from recpipe.data.preparation import Preparation
 from recpipe.data.prepared import FORMAT_VERSION, PreparedWriter, check_prepared
 from recpipe.errors import DataError
 
@@ -33,6 +34,7 @@ class Source(Protocol):
     """
 
     schema: Schema
+    preparation: Preparation
     recipe: dict[str, Any]
     rejected_rows: int
 

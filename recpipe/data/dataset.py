@@ -10,6 +10,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from recpipe.data.batch import Batch, BatchShare
+from recpipe.data.preparation import Preparation
 from recpipe.distributed.ranks import part_of
 from recpipe.errors import DataError, UserError, shown
 
@@ -73,6 +74,8 @@ class Dataset(ABC):
     """Whether ``batches`` can read just a ``part``; otherwise it ignores ``part`` and gives whole batches."""
     rereads: bool = True
     """Whether reading the training samples again gives the same samples and draws no random numbers."""
+    preparation: Preparation | None = None
+    """How values of files became what batches have; None: not known."""
     read_ahead: int = 0
     """How many training batches a separate thread reads in advance (``data.read_ahead``)."""
 

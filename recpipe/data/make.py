@@ -71,7 +71,10 @@ def _open(config: DataConfig, seed: int) -> Dataset:
     assert isinstance(config, FileConfig)
     log.info("reading data: %s", config.path)
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
-    return PreparedDataset(prepare(_source(config), cache_dir), config.eval_fraction)
+    source = open_source(config)
+    dataset = PreparedDataset(prepare(source, cache_dir), config.eval_fraction)
+    dataset.preparation = source.preparation
+    return dataset
 
 
 def _installed(config: DataConfig, seed: int) -> Dataset:
@@ -87,7 +90,8 @@ def _installed(config: DataConfig, seed: int) -> Dataset:
     return dataset
 
 
-def _source(config: FileConfig) -> Source:
+def open_source(config: FileConfig) -> Source:
+    """The files of a ``data`` node, to be read from beginning to end."""
     skip = config.on_bad_row == "skip"
     if isinstance(config, ParquetConfig):
         from recpipe.data.sources.parquet import ParquetSource  # with pyarrow, which the others do without

@@ -17,6 +17,8 @@ from recpipe.model.metrics import Kind
 
 LABELS = "labels"
 """The attribute of a batch that has the labels, unless the recipe names another."""
+SCORE = "score"
+"""The name of a model's only output."""
 _WRAPPERS = ("module", "_orig_mod")
 """Attributes in which DistributedModelParallel, DistributedDataParallel and torch.compile keep the module."""
 
@@ -75,13 +77,34 @@ class Called:
         returned = self._forward(batch)
         own = _with_loss(returned)
         loss, output = (self._loss(returned, batch), returned) if own is None else own
+        return loss, self._scored(output, batch)
+
+    def _scored(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The prediction in ``output`` and its labels, as in ``judge``."""
         try:
             prediction, labels = self.prediction(output), self.labels_of(batch)
         except UserError:
             if self.key is not None or (isinstance(self.loss, Loss) and self.labels != LABELS):
                 raise
-            return loss, None
-        return loss, (prediction, labels) if prediction.shape == labels.shape else None
+            return None
+        return (prediction, labels) if prediction.shape == labels.shape else None
+
+    @property
+    def tasks(self) -> dict[str, Called]:
+        """This module for each of its outputs that can be scored, by name; a single one is called ``score``.
+
+        These are the outputs that ``model.loss`` names, or the one that the recipe or recpipe has found.
+        """
+        if isinstance(self.loss, Loss):
+            return {SCORE: self}
+        parts = (self.module, self.loss, self.labels)
+        return {name: Called(*parts, name, self.low_precision) for name in self.loss}
+
+    def output(self, batch: Any) -> tuple[torch.Tensor | None, Any]:
+        """What the module returns: its own loss, if it gives one, and its output. No labels are needed."""
+        returned = self._forward(batch)
+        own = _with_loss(returned)
+        return (None, returned) if own is None else own
 
     @property
     def kind(self) -> Kind:

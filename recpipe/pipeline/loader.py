@@ -220,7 +220,8 @@ def _waited(pending: Future[StagedBatch | None]) -> StagedBatch | None:
 
 
 class EvalLoader:
-    """This rank's share of the held-out split's batches (it may be empty), in order, on the device."""
+    """This rank's share of the batches of one ``split``, the held-out one unless it is said, in order, on the
+    device; it may be empty."""
 
     def __init__(
         self,
@@ -229,19 +230,20 @@ class EvalLoader:
         inputs: Inputs,
         device: torch.device,
         ranks: Ranks | None = None,
+        split: SplitName = "eval",
     ) -> None:
         self.ranks = ranks or Ranks()
+        self.split = split
         self.dataset = dataset
         self.batch_size = batch_size
         self.inputs = inputs
         self.device = device
 
     def __len__(self) -> int:
-        return self.dataset.num_batches("eval", self.batch_size)
+        return self.dataset.num_batches(self.split, self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        split: SplitName = "eval"
-        for batch in self.dataset.batches(split, self.batch_size, part=self.ranks.part):
+        for batch in self.dataset.batches(self.split, self.batch_size, part=self.ranks.part):
             if not self.dataset.gives_parts:
                 own = self.ranks.shares(0, batch_size(batch))[self.ranks.trainer]
                 batch = between(batch, own.start, own.stop)

@@ -12,6 +12,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.phases import phase
+from recpipe.common.saved import tensor
 from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.tables.capabilities import SendsAhead
@@ -145,6 +146,28 @@ class PlacedModel(nn.Module):
     def dense_state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps of the dense part, sharing its memory."""
         return saved_values(self.module)
+
+    def check_dense(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """``UserError`` unless ``saved`` fits this dense part, ``Damaged`` if values have another type."""
+        own = self.dense_state()
+        if own.keys() != saved.keys():
+            raise UserError(
+                "the checkpoint is of another model: its dense parameters and buffers have other names; use "
+                "its recipe"
+            )
+        for name, value in own.items():
+            if value.shape != saved[name].shape:
+                raise UserError(
+                    f"the checkpoint is of another model: {name} is {tuple(saved[name].shape)} "
+                    f"there and {tuple(value.shape)} here; use its recipe"
+                )
+            tensor(saved[name], value.dtype, tuple(value.shape), name)
+
+    def load_dense(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Set the dense part to ``saved``, after ``check_dense``."""
+        self.check_dense(saved)
+        for name, value in self.dense_state().items():
+            value.copy_(saved[name])
 
     # -- the batch's own ids -----------------------------------------------------------------
 

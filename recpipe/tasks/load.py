@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,10 +33,10 @@ def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Modu
     """
     directory = newest(checkpoint.expanduser())
     trainer = open_checkpoint(directory)
-    dense, tables = saved_dense(directory, trainer), saved_weights(directory / TABLES)
     if model is not None:
-        _fill(model, dense, tables, parameters_of_tables(model, dense, tables, directory))
+        fill(model, directory, trainer)
         return model.eval()
+    dense, tables = saved_dense(directory, trainer), saved_weights(directory / TABLES)
     with naming(directory):
         noted = trainer.get(MODEL)
         sizes = None if noted is None else typed_as(DlrmSizes, noted, MODEL)
@@ -51,6 +52,13 @@ def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Modu
     made: nn.Module = make_dlrm(sizes, cpu, tables=cpu)
     _fill(made, dense, tables, names)
     return made.eval()
+
+
+def fill(model: nn.Module, directory: Path, trainer: Mapping[str, Any]) -> None:
+    """Replace the parameters and saved buffers of ``model`` by those of the open checkpoint ``directory``;
+    ``UserError``, before any is changed, if the two do not fit."""
+    dense, tables = saved_dense(directory, trainer), saved_weights(directory / TABLES)
+    _fill(model, dense, tables, parameters_of_tables(model, dense, tables, directory))
 
 
 def parameters_of_tables(

@@ -19,7 +19,6 @@ from torch import nn
 from recpipe import seams
 from recpipe.backend.equip import Backend
 from recpipe.common.phases import phase
-from recpipe.common.saved import tensor
 from recpipe.common.threads import using_threads
 from recpipe.data.parts import batch_size, tensors_of
 from recpipe.distributed.ranks import Channel, Ranks
@@ -278,26 +277,12 @@ class RankingModule(L.LightningModule):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load the dense part; ``UserError`` if it is another model's."""
-        self.check_dense(state_dict)
-        for name, value in self.model.dense_state().items():
-            value.copy_(state_dict[name])
+        self.model.load_dense(state_dict)
         return seams.all_loaded()
 
     def check_dense(self, saved: Mapping[str, torch.Tensor]) -> None:
         """``UserError`` unless ``saved`` fits this dense part, ``Damaged`` if values have another type."""
-        own = self.model.dense_state()
-        if own.keys() != saved.keys():
-            raise UserError(
-                "the checkpoint is of another model: its dense parameters and buffers have other names; use "
-                "its recipe"
-            )
-        for name, value in own.items():
-            if value.shape != saved[name].shape:
-                raise UserError(
-                    f"the checkpoint is of another model: {name} is {tuple(saved[name].shape)} "
-                    f"there and {tuple(value.shape)} here; use its recipe"
-                )
-            tensor(saved[name], value.dtype, tuple(value.shape), name)
+        self.model.check_dense(saved)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what Lightning does not know: data position, random state, which rows are resident."""

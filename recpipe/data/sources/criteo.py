@@ -15,6 +15,7 @@ from recpipe.data.checks import REMEDY
 from recpipe.data.columns import Columns
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.files import line_blocks
+from recpipe.data.preparation import Preparation
 from recpipe.errors import DataError, nearest_or_all
 
 DENSE = tuple(f"I{i}" for i in range(1, 14))
@@ -43,6 +44,7 @@ class CriteoSource:
         self.files = files
         self.schema = criteo_schema(tables)
         self.multi_hot: tuple[str, ...] = ()
+        self.preparation = Preparation("hashed", "signed_log")
         self.recipe: dict[str, Any] = {"source": "criteo", "tables": dict(tables), "skip": skip_bad_rows}
         self.rejected_rows = 0
         self._skip = skip_bad_rows

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from recpipe.data.checks import RowChecks
 from recpipe.data.columns import Columns
 from recpipe.data.files import check_readable, input_files, map_npy
+from recpipe.data.preparation import Preparation
 from recpipe.data.sources.criteo import DENSE, SPARSE, criteo_schema
 from recpipe.errors import DataError
 
@@ -81,6 +82,7 @@ class NpySource:
         self.files = [file for triple in found for file in triple]
         self.schema = criteo_schema(tables)
         self.multi_hot: tuple[str, ...] = ()
+        self.preparation = Preparation("modulo" if hash_ids else "unchanged", "unchanged")
         self.recipe: dict[str, Any] = {
             "source": "npy",
             "tables": dict(tables),

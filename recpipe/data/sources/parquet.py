@@ -23,6 +23,7 @@ from recpipe.data.columns import Columns, Float32, Int32, MultiHot, offsets_of
 from recpipe.data.config import ParquetConfig
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.data.files import input_files
+from recpipe.data.preparation import Preparation
 from recpipe.data.sources.transforms import hash_rows, signed_log, string_keys
 from recpipe.errors import DataError, nearest_or_all, shown
 
@@ -51,6 +52,12 @@ class ParquetSource:
         features = tuple(SparseFeature(name, _rows(config, name)) for name in self._sparse)
         self.schema = Schema(tuple(self._dense), features)
         self.multi_hot = tuple(name for name in self._sparse if _is_list(schema.field(name).type))
+        self.preparation = Preparation(
+            "hashed" if self._hash else "unchanged",
+            "signed_log" if self._log else "unchanged",
+            tuple(name for name in self._sparse if _is_text(_element(schema.field(name).type))),
+            self.multi_hot,
+        )
         self.recipe: dict[str, Any] = {
             "source": "parquet",
             "columns": [self._label, self._dense, self._sparse],
@@ -196,7 +203,7 @@ def _check_columns(file: Path, schema: pa.Schema, config: ParquetConfig) -> None
             )
     for name in config.sparse:
         kind = schema.field(name).type
-        element = kind.value_type if _is_list(kind) else kind
+        element = _element(kind)
         if _is_text(element) and not config.hash_ids:
             raise DataError(f"{file}, column {shown(name)}: holds {kind}, which needs data.hash_ids=true")
         if not (_is_text(element) or pa.types.is_integer(element) or pa.types.is_boolean(element)):
@@ -207,15 +214,21 @@ def _check_columns(file: Path, schema: pa.Schema, config: ParquetConfig) -> None
 
 
 def _check_lists(file: Path, own: pa.Schema, first: Path, schema: pa.Schema, sparse: list[str]) -> None:
-    """``DataError`` for a column that holds lists in one file and single ids in another."""
+    """``DataError`` for a column that holds lists or text in one file and not in another."""
     for name in sparse:
         here, there = own.field(name).type, schema.field(name).type
-        if _is_list(here) != _is_list(there):
+        texts = _is_text(_element(here)), _is_text(_element(there))
+        if _is_list(here) != _is_list(there) or texts[0] != texts[1]:  # text has other keys than numbers
             raise DataError(f"{file}, column {shown(name)}: holds {here} here and {there} in {first}")
 
 
 def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _element(kind: pa.DataType) -> pa.DataType:
+    """The type of a column's ids, which may be in lists."""
+    return kind.value_type if _is_list(kind) else kind
 
 
 def _is_text(kind: pa.DataType) -> bool:

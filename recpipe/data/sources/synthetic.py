@@ -12,6 +12,7 @@ from recpipe.data.batch import Batch
 from recpipe.data.columns import BatchMaker, Columns, Float32, MultiHot, concatenate, offsets_of
 from recpipe.data.config import SyntheticConfig
 from recpipe.data.dataset import NumberedDataset, Schema, SparseFeature
+from recpipe.data.preparation import Preparation
 from recpipe.data.sources.clicks import ClickModel, id_traits
 from recpipe.data.sources.skew import TABLE_ROWS, Popularity
 from recpipe.errors import UserError, shown
@@ -50,6 +51,8 @@ class SyntheticDataset(NumberedDataset):
         dense = tuple(f"I{index + 1}" for index in range(DENSE_FEATURES))
         self.schema = Schema(dense, tuple(SparseFeature(name, rows) for name, rows in scaled.items()))
         self.rejected_rows = 0
+        lists = tuple(name for name, p in zip(scaled, self.pooling, strict=True) if p > 1)
+        self.preparation = Preparation("unchanged", "unchanged", lists=lists)
         identity = f"{_VERSION} {self.schema} {self.pooling} {config.samples} {config.eval_fraction!r} {seed}"
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
         self._seed = seed

@@ -1,0 +1,71 @@
+"""What a checkpoint keeps of the run that wrote it, so that it can be scored, packaged and served by itself.
+
+These are the recipe, the columns that the model was trained on, and how they were prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from recpipe.checkpoint.table_io import RECIPE, naming
+from recpipe.common.saved import Damaged, typed_as
+from recpipe.data.dataset import Dataset, Schema, SparseFeature
+from recpipe.data.preparation import Preparation
+from recpipe.errors import DataError, UserError
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The names of the dense columns, and the names and tables' rows of the sparse ones, in order."""
+
+    dense: list[str]
+    sparse: list[tuple[str, int]]
+
+    @property
+    def schema(self) -> Schema:
+        """The same as the data's schema."""
+        return Schema(tuple(self.dense), tuple(SparseFeature(name, rows) for name, rows in self.sparse))
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """``values``: the recipe in plain values, as in report.json. ``columns`` None: the data did not say them;
+    ``preparation`` None: it is not known."""
+
+    values: dict[str, Any]
+    columns: Columns | None
+    preparation: Preparation | None
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], dataset: Dataset) -> TrainedOn:
+        """Of a run with this recipe and data."""
+        schema = dataset.schema
+        columns = None
+        if schema is not None:
+            columns = Columns(list(schema.dense), [(f.name, f.rows) for f in schema.sparse])
+        return cls(dict(values), columns, dataset.preparation)
+
+    @classmethod
+    def read(cls, trainer: Mapping[str, Any], directory: Path) -> TrainedOn:
+        """From the ``trainer`` of the checkpoint ``directory``; ``UserError`` if it has none."""
+        noted = trainer.get(RECIPE)
+        if noted is None:
+            raise UserError(
+                f"{directory} does not carry its recipe and columns, as checkpoints of earlier versions: "
+                "resume its run with this version (resume=..., a step more), which writes one that does"
+            )
+        with naming(directory):
+            try:
+                found = typed_as(cls, noted, RECIPE)
+                if found.columns is not None:
+                    _ = found.columns.schema  # refuses names that no table can have
+            except DataError as fault:
+                raise Damaged(f"{RECIPE}: {fault}") from fault
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, text, lists, tuples and dicts."""
+        return asdict(self)
