@@ -4,7 +4,7 @@ Importing the package does not import torch.
 """
 
 import recpipe.common.clock  # noqa: F401  first of all: it notes the time
-from recpipe.api import Run, load, place, train
+from recpipe.api import Run, load, place, quantize, train
 from recpipe.errors import UserError
 from recpipe.plugin.api import (
     Context,
@@ -37,5 +37,6 @@ __all__ = [
     "__version__",
     "load",
     "place",
+    "quantize",
     "train",
 ]

@@ -180,6 +180,37 @@ def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
     return load_checkpoint(Path(checkpoint), model)
 
 
+def quantize(
+    checkpoint: str | Path,
+    *overrides: str,
+    output: str | Path | None = None,
+    model: nn.Module | None = None,
+    data: Dataset | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Quantize a finished model as ``recpipe quantize CHECKPOINT *overrides`` does; returns report.json's
+    content.
+
+    Args:
+        checkpoint: as for ``load``.
+        overrides: words of the command line: the plugin and its knobs, and the data to judge by if it is not
+            the run's own.
+        output: the directory for the report, and for the quantized checkpoint in its folder ``model``. None:
+            ``quantized`` in the run's directory.
+        model: the model, if training was given one in Python; it stays as it is.
+        data: the data set, if training was given one in Python.
+        quiet: nothing goes to the terminal.
+
+    Raises ``UserError`` for a mistake of the caller.
+    """
+    _prepare_process()
+    from recpipe.config.compose import readable_errors
+    from recpipe.inference.quantize import quantize_checkpoint
+
+    with readable_errors(overrides):
+        return quantize_checkpoint(checkpoint, overrides, output, model, data, not quiet)
+
+
 def _prepare_process() -> None:
     """The process settings that the command line makes first, as far as they can still take effect."""
     from recpipe.backend.allocator import bound_kernel_caches, tune_allocator

@@ -34,6 +34,8 @@ recpipe trains TorchRec models; published systems techniques are plugins, each o
   python -m recpipe data=parquet data.path=... data.label=... 'data.dense=[...]' 'data.sparse=[...]'
   python -m recpipe model._target_=my_pkg.Tower model.hidden=64
                                              a model of your own, with its constructor's arguments
+  python -m recpipe quantize CHECKPOINT +plugin=low_precision
+                                             tables in fewer bits, under a bound on the loss of quality
   python -m recpipe plugins                  what is installed and which extension points each uses
   python -m recpipe unshard CHECKPOINT FILE.safetensors
                                              its tables and dense parameters in one file
@@ -146,6 +148,8 @@ def _dispatch(argv: Sequence[str]) -> int:
         from recpipe.tasks.unshard import unshard
 
         return unshard(Path(argv[1]), Path(argv[2]))
+    if command == "quantize":
+        return _quantize(argv[1:])
     if command == "doctor":
         from recpipe.tasks.doctor import print_findings
 
@@ -154,8 +158,8 @@ def _dispatch(argv: Sequence[str]) -> int:
         return _sweep_report(argv[1:])
     if command and "=" not in command and not command.startswith(("-", "~", "+")):
         raise UserError(
-            f"no command '{command}'. Commands: plugins, doctor, unshard, sweep-report; a recipe is set by "
-            "key=value (see --help)"
+            f"no command '{command}'. Commands: quantize, plugins, doctor, unshard, sweep-report; a recipe is "
+            "set by key=value (see --help)"
         )
     if _several():
         # torchrun ends processes by SIGTERM; one that waits for another's message could not react to a
@@ -166,6 +170,21 @@ def _dispatch(argv: Sequence[str]) -> int:
 
     with interrupt_on_sigterm():
         _run_hydra(argv)
+    return 0
+
+
+def _quantize(arguments: Sequence[str]) -> int:
+    """``recpipe quantize CHECKPOINT +plugin=NAME [output=DIRECTORY] [override ...]``."""
+    places = [word for word in arguments if "=" not in word]
+    outputs = [word for word in arguments if word.startswith("output=")]
+    if len(places) != 1 or len(outputs) > 1:
+        raise UserError("say recpipe quantize CHECKPOINT +plugin=low_precision [output=DIRECTORY]")
+    overrides = [word for word in arguments if word not in (*places, *outputs)]
+    from recpipe.api import quantize
+    from recpipe.tasks.compare_run import interrupt_on_sigterm
+
+    with interrupt_on_sigterm():
+        quantize(places[0], *overrides, output=outputs[0].partition("=")[2] if outputs else None)
     return 0
 
 

@@ -44,7 +44,7 @@ class Judge:
         self, slice_: Slice, size_of: Callable[[Assignment], int], journal: Path, work: str, budget: int
     ) -> None:
         self.slice, self.size_of, self.journal, self.budget = slice_, size_of, journal, budget
-        self.base = slice_.evaluate({table: FLOAT for table in slice_.tables})
+        self.base = slice_.evaluate(dict.fromkeys(slice_.tables, FLOAT))
         self.bootstrap = PairedBootstrap(len(self.base.losses))
         self.done: list[Evaluation] = []
         """In the order in which they were asked for."""

@@ -20,8 +20,8 @@ ROUNDS = 7
 LEAST_SECONDS = 0.02
 """The least time of one timing, for which the slice is looked up several times."""
 FILLED = 0x3C
-"""The byte that tables are filled with: float32 0.0115, float16 1.06. A lookup's time does not depend on values,
-unless they are denormal, or on pages that were never written."""
+"""The byte that tables are filled with: float32 0.0115, float16 1.06. A lookup's time does not depend on
+values, unless they are denormal or in pages that were never written."""
 Run = Callable[[], None]
 
 
@@ -60,8 +60,11 @@ def compare(slice_: Slice, assignment: Assignment) -> LookupSpeed:
     return LookupSpeed(speeds[0], speeds[1], median(ratios), min(ratios), max(ratios))
 
 
-def seconds_of(slice_: Slice, choices: Sequence[Choice]) -> dict[tuple[str, Choice], float]:
-    """Seconds that looking up the slice's ids takes for each table and choice, in a table of full size."""
+def seconds_of(
+    slice_: Slice, choices: Sequence[Choice], may: Callable[[str, Choice], bool]
+) -> dict[tuple[str, Choice], float]:
+    """Seconds that looking up the slice's ids takes for each table and each choice that it ``may`` have, in a
+    table of full size."""
     found = {}
     for stub in slice_.stubs:
         first = 0
@@ -69,10 +72,12 @@ def seconds_of(slice_: Slice, choices: Sequence[Choice]) -> dict[tuple[str, Choi
             own = list(range(first, first + len(config.feature_names)))
             first += len(own)
             asked = [features.permute(own) for features in stub.asked]
-            ways = [_lookups([config], {config.name: c}, asked, stub.weighted) for c in choices]
+            table = stub.tables[config.name]
+            allowed = [choice for choice in choices if may(table, choice)]
+            ways = [_lookups([config], {config.name: c}, asked, stub.weighted) for c in allowed]
             rounds = _timed(ways)
-            for number, choice in enumerate(choices):
-                found[stub.tables[config.name], choice] = median(times[number] for times in rounds)
+            for number, choice in enumerate(allowed):
+                found[table, choice] = median(times[number] for times in rounds)
     return found
 
 

@@ -91,7 +91,7 @@ def _gathered(source: FloatCheckpoint, table: str, distinct: NDArray[np.int64]) 
 
 
 class Pieces:
-    """Pooled rows of each table, choice and batch, of which the latest used are kept, up to ``most`` bytes."""
+    """Pooled rows of each table, choice and batch; the latest used are kept, up to ``most`` bytes."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -143,9 +143,7 @@ class Stub(nn.Module):
         self.asked += self._batch
         self._batch = []
 
-    def gather(
-        self, source: FloatCheckpoint, used: Mapping[str, NDArray[np.bool_]]
-    ) -> dict[str, TableRows]:
+    def gather(self, source: FloatCheckpoint, used: Mapping[str, NDArray[np.bool_]]) -> dict[str, TableRows]:
         """Read the rows that were asked for, by the checkpoint's names of the tables."""
         self._learning = False
         found, place = {}, 0

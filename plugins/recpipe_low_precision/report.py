@@ -1,21 +1,16 @@
-"""The report of a quantization: report.json, report.html and a table on the terminal."""
+"""The report of a quantization: figures, sections of the page, lines on the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from recpipe.kit import Axis, Section, curves, environment, measured_page, readable_bytes, replace_file, write_json
+from recpipe.kit import readable_bytes
+from recpipe.plugin import Quantized, ReportSection
 from recpipe_low_precision.judge import Evaluation
 from recpipe_low_precision.search import Found
 
-SCHEMA = 1
 _PERCENT = 100
 
 
@@ -33,8 +28,6 @@ def content(
     after = sum(table["bytes"] for table in tables.values())
     chosen = found.evaluation
     return {
-        "schema": SCHEMA,
-        "task": "quantize",
         "settings": dict(settings),
         "bytes": {"float32": before, "quantized": after, "ratio": before / after},
         "tables": {name: dict(table) for name, table in tables.items()},
@@ -47,32 +40,32 @@ def content(
             "accepted": len(found.accepted),
             "points": [[e.bytes, e.ne, e.step] for e in evaluations],
         },
-        "environment": environment(),
     }
 
 
-def write(directory: Path, report: Mapping[str, Any]) -> None:
-    """Write report.json and report.html."""
-    write_json(directory / "report.json", report)
-    replace_file(directory / "report.html", page(report))
-
-
-def page(report: Mapping[str, Any]) -> str:
-    """report.html's text."""
+def written(report: Mapping[str, Any]) -> Quantized:
+    """The report for core to write."""
     size, test = report["bytes"], report["test"]
     lead = (
         f"Tables of {readable_bytes(size['float32'])} in {readable_bytes(size['quantized'])}, "
-        f"{size['ratio']:.2f} times fewer. On the test slice of {test['samples']:,} samples normalized entropy "
-        f"changes by {_share(test['ne_difference'])}."
+        f"{size['ratio']:.2f} times fewer bytes. On the test slice of {test['samples']:,} samples normalized "
+        f"entropy changes by {_share(test['ne_difference'])}."
     )
+    heads = ("", "float32", "quantized", "difference", "95% interval")
     sections = [
-        Section("Quality on the test slice", ("", "float32", "quantized", "difference", "95% interval"), _quality(test)),
-        Section("The search", ("", ""), _search(report), plots=[_plot(report)]),
-        Section("Tables", ("table", "type", "rows", "dim", "bytes", "times fewer"), _tables(report)),
+        ReportSection("Quality on the test slice", heads, _quality(test)),
+        ReportSection(
+            "Bytes against normalized entropy",
+            ("the search", ""),
+            _search(report),
+            _points(report),
+            ("bytes of all tables", "normalized entropy, calibration slice"),
+        ),
+        ReportSection("Tables", ("table", "type", "rows", "dim", "bytes", "times fewer"), _tables(report)),
     ]
     if report["lookups"]:
-        sections.insert(1, Section("Lookups", ("", ""), _lookups(report["lookups"])))
-    return measured_page("A model in low precision", lead, sections, report["environment"])
+        sections.insert(1, ReportSection("Lookups", ("", ""), _lookups(report["lookups"])))
+    return Quantized(report, lead, sections, _lines(report))
 
 
 def _share(interval: Mapping[str, float]) -> str:
@@ -112,7 +105,7 @@ def _lookups(speed: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def _search(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     search, calibration = report["search"], report["calibration"]
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("bound on the relative loss of NE", f"{_PERCENT * report['settings']['bound']:.4f}%"),
         ("evaluations", f"{search['evaluations']:,}"),
         ("changes accepted", f"{search['accepted']:,}"),
@@ -124,19 +117,18 @@ def _search(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _plot(report: Mapping[str, Any]) -> Any:
+def _points(report: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
     names = {"sensitivity": "one table at a time", "search": "search"}
-    series = {}
+    found: dict[str, list[tuple[float, float]]] = {}
     for step, name in names.items():
         points = sorted((size, ne) for size, ne, at in report["search"]["points"] if at == step)
         if points:
-            series[name] = ([size for size, _ in points], [ne for _, ne in points])
-    x, y = Axis("bytes of all tables", unit="bytes"), Axis("normalized entropy, calibration slice")
-    return curves("Bytes against normalized entropy", series, x, y)
+            found[name] = points
+    return found
 
 
 def _tables(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, table in sorted(report["tables"].items(), key=lambda item: -item[1]["float32_bytes"]):
         fewer = table["float32_bytes"] / table["bytes"] if table["bytes"] else 0.0
         rows.append(
@@ -152,40 +144,42 @@ def _tables(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def draw(report: Mapping[str, Any], out: Console) -> None:
-    """Print the table of types and the figures."""
+def _lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The terminal's lines."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for table in report["tables"].values():
         kinds.setdefault(table["type"], []).append(table)
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, head in enumerate(("type", "tables", "rows", "float32 bytes", "bytes")):
-        drawn.add_column(head, justify="right" if index else "left")
-    for kind, members in sorted(kinds.items()):
-        drawn.add_row(
-            kind,
-            str(len(members)),
-            f"{sum(t['rows'] for t in members):,}",
-            readable_bytes(sum(t["float32_bytes"] for t in members)),
-            readable_bytes(sum(t["bytes"] for t in members)),
-        )
-    out.print(drawn)
     size, test = report["bytes"], report["test"]
-    out.print(
-        f"tables   {readable_bytes(size['float32'])} -> {readable_bytes(size['quantized'])}, "
-        f"{size['ratio']:.2f} times fewer bytes",
-        highlight=False,
-    )
-    out.print(
-        f"quality  NE {test['quantized']['ne']:.4f} ({_share(test['ne_difference'])}), "
-        f"AUC {test['quantized']['auc']:.4f}, on {test['samples']:,} samples of the test slice",
-        highlight=False,
-        soft_wrap=True,
-    )
+    lines = [
+        (
+            f"{kind}",
+            f"{len(members)} tables, {sum(t['rows'] for t in members):,} rows, "
+            f"{readable_bytes(sum(t['float32_bytes'] for t in members))} -> "
+            f"{readable_bytes(sum(t['bytes'] for t in members))}",
+        )
+        for kind, members in sorted(kinds.items())
+    ]
+    lines += [
+        (
+            "tables",
+            f"{readable_bytes(size['float32'])} -> {readable_bytes(size['quantized'])}, "
+            f"{size['ratio']:.2f} times fewer bytes",
+        ),
+        (
+            "quality",
+            f"NE {test['quantized']['ne']:.4f}, {_share(test['ne_difference'])} to float32   "
+            f"AUC {test['quantized']['auc']:.4f}   on {test['samples']:,} samples of the test slice",
+        ),
+    ]
     if report["lookups"]:
         speed = report["lookups"]
-        out.print(
-            f"lookups  {speed['low_precision']:,.0f} ids/s, {speed['ratio']:.2f} of float32 rows "
-            f"({speed['least']:.2f} to {speed['most']:.2f})",
-            highlight=False,
+        lines.append(
+            (
+                "lookups",
+                f"{speed['low_precision']:,.0f} ids/s, {speed['ratio']:.2f} of float32 rows "
+                f"({speed['least']:.2f} to {speed['most']:.2f})",
+            )
         )
-    out.print(f"search   {report['search']['evaluations']:,} evaluations; {report['search']['ended']}")
+    search = report["search"]
+    lines.append(("search", f"{search['evaluations']:,} evaluations; {search['ended']}"))
+    return lines

@@ -1,8 +1,8 @@
 """Chooses a type for each table: sensitivities first, then the best exchange rate, with back-off.
 
 The smallest model within a bound on the loss of normalized entropy is a multiple-choice knapsack. If losses
-added up, walking along each table's convex hull (loss against bytes) in the order of loss per byte saved would
-solve its linear relaxation. They add up only nearly, so every step is evaluated for real. Steps are tried
+added up, walking along each table's convex hull (loss against bytes) in the order of loss per byte saved
+would solve its linear relaxation. They add up only nearly, so every step is evaluated for real. Steps are tried
 several at a time, twice as many after each success and half as many after a failure; a single step that fails
 is dropped, and the table's next larger choice is tried instead.
 """
@@ -91,7 +91,7 @@ class Search:
         for choice in self.choices:
             if not all(self.may(table, choice) for table in tables):
                 continue
-            found = self._evaluate({table: choice for table in tables}, {}, "sensitivity")
+            found = self._evaluate(dict.fromkeys(tables, choice), {}, "sensitivity")
             self.sensitivities[unit, choice] = found
             if found.high <= self.bound:
                 cost = sum(self.cost(table, choice) for table in tables)

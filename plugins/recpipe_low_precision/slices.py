@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from recpipe.kit import Called, FloatCheckpoint
+from recpipe.kit import Called, FloatCheckpoint, batch_size, select
 from recpipe.plugin import UserError
 from recpipe_low_precision.choices import Assignment
 from recpipe_low_precision.replay import Pieces, TableRows, put_stubs
@@ -69,10 +69,14 @@ class Slice:
     def evaluate(self, assignment: Assignment) -> Losses:
         """The model's scores and losses with tables kept by ``assignment``."""
         self.pieces.assignment = assignment
+        return self.evaluate_called(self.called)
+
+    def evaluate_called(self, called: Called) -> Losses:
+        """The same of any model."""
         logits = []
         for number, batch in enumerate(self.batches):
             self.pieces.number = number
-            logits.append(_judged(self.called, batch)[0])
+            logits.append(_judged(called, batch)[0])
         score = torch.cat(logits).double()
         label = torch.from_numpy(self.labels).double()
         losses = nn.functional.binary_cross_entropy_with_logits(score, label, reduction="none")
@@ -93,3 +97,16 @@ def _judged(called: Called, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if judged is None or called.kind != "clicks":
         raise UserError("types are chosen by normalized entropy: the model must predict one click a sample")
     return judged[0], judged[1].float()
+
+
+def between_samples(batches: Iterable[Any], low: int, high: int) -> Iterator[Any]:
+    """Samples ``low`` to ``high`` (excluded) of all that ``batches`` hold."""
+    at = 0
+    for batch in batches:
+        size = batch_size(batch)
+        first, last = max(low - at, 0), min(high - at, size)
+        if first < last:
+            yield batch if last - first == size else select(batch, np.arange(first, last))
+        at += size
+        if at >= high:
+            return

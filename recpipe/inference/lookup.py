@@ -90,6 +90,7 @@ class LowPrecisionBags(nn.Module):
         """As ``forward``, for ``ids`` and ``offsets`` [F * B + 1] of the features in the tables' order. Ids
         are not checked. Only for tables that are all pooled in the same way."""
         (part,) = self.parts
+        assert isinstance(part, BagLookup)
         found: torch.Tensor = part.look_up(ids, offsets, weights)
         return found
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b, file_digest
 from pathlib import Path
@@ -29,15 +29,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.durable import sync
 from recpipe.common.run_dir import unwritable
 from recpipe.common.saved import Damaged, read_json, typed_as
 from recpipe.common.tensor_writer import new_tensors
 from recpipe.errors import UserError
 from recpipe.inference.lookup import LowPrecisionBags, RowType
+from recpipe.inference.recipe import scoring_recipe
 from recpipe.inference.rows import ROW_TYPES, encode_rows, row_bytes
-from recpipe.inference.source import FloatCheckpoint, replace_module, shell
-from recpipe.model.sizes import DlrmSizes
+from recpipe.inference.source import FloatCheckpoint, fill_dense, replace_module
+from recpipe.inference.trained import Trained
+from recpipe.model.call import Called
 from recpipe.pipeline.placed import saved_values
 
 MANIFEST = "manifest.json"
@@ -86,11 +89,9 @@ class QuantizedManifest:
     format: str
     schema: int
     step: int
-    """Of the checkpoint that was quantized."""
-    model: dict[str, Any] | None
-    """Sizes of one of recpipe's own models; None: a user's own."""
-    trained_on: dict[str, Any] | None
-    """The recipe and the data's columns, as the checkpoint has them; None: it is an earlier version's."""
+    """How many steps the checkpoint that was quantized had been trained."""
+    trained_on: dict[str, Any]
+    """Its recipe and the data's columns (``TrainedOn``)."""
     tables: dict[str, QuantizedTable]
     files: dict[str, tuple[int, str]]
     """Size and BLAKE2b digest of each file, by relative path."""
@@ -128,9 +129,8 @@ def write_quantized(
         manifest = QuantizedManifest(
             FORMAT,
             SCHEMA,
-            int(source.trainer["global_step"]),
-            None if source.sizes is None else source.sizes.to_dict(),
-            source.trainer.get("recipe"),
+            source.step,
+            TrainedOn.read(source.trainer, source.directory).to_dict(),
             {t: _table(source, t, kinds[t], kept.get(t)) for t in source.shapes},
             {name: _told(partial / name) for name in (DENSE, *map(_file, source.shapes))},
             dict(figures or {}),
@@ -196,7 +196,7 @@ def read_manifest(directory: Path) -> QuantizedManifest:
         if set(manifest.files) != {DENSE, *map(_file, manifest.tables)}:
             raise Damaged("it lists other files than a quantized checkpoint has")
     except (OSError, ValueError) as fault:
-        raise UserError(f"{file} is damaged ({fault}): quantize the checkpoint again") from fault
+        raise _damaged(file, fault) from fault
     return manifest
 
 
@@ -204,25 +204,48 @@ def open_quantized(directory: str | Path, model: nn.Module | None = None) -> nn.
     """The model in a quantized checkpoint, in eval mode: called as the float one, with its tables' rows in
     their own types.
 
-    ``model`` None: one of recpipe's own. Otherwise a module of the class that was trained, whose
-    ``EmbeddingBagCollection``s are replaced. Every file is compared with the manifest first. ``UserError`` if
-    one is damaged, or if ``model`` is another.
+    ``model``: the one that training was given in Python, if it was; its collections are replaced and its
+    parameters set. Every file is compared with the manifest first. ``UserError`` if one is damaged, or if
+    ``model`` is another.
     """
+    return call_quantized(directory, (), model).module
+
+
+def call_quantized(
+    directory: str | Path, overrides: Sequence[str] = (), model: nn.Module | None = None
+) -> Called:
+    """The same, as training calls it: by the recipe with ``overrides``, which may say where its output and
+    labels are."""
     directory = Path(directory).expanduser()
     manifest = read_manifest(directory)
+    try:
+        trained_on = typed_as(TrainedOn, manifest.trained_on, "trained_on")
+    except ValueError as fault:
+        raise _damaged(directory, fault) from fault
+    recipe = scoring_recipe(trained_on, overrides)
+    called = Trained(directory, recipe, trained_on, {"global_step": manifest.step}, model, None).make_called()
+    put_rows(called.module, directory)
+    return called
+
+
+def put_rows(module: nn.Module, directory: Path) -> None:
+    """Make ``module``, of the class that was trained, the model in the quantized checkpoint ``directory``:
+    its dense part is set, and its collections are replaced. It is then in eval mode."""
+    manifest = read_manifest(directory)
     _verify(directory, manifest)
-    if model is None and manifest.model is None:
-        raise UserError(f"{directory} is of a model of your own: pass it, open_quantized(path, model=MODULE)")
     try:
         dense = load_file(directory / DENSE)
-        sizes = None if manifest.model is None else typed_as(DlrmSizes, manifest.model, "model")
-        made = shell(model, sizes, dense)
-        _check_dense(made, dense, directory)
+        _check_dense(module, dense, directory)
+        fill_dense(module, dense)
         for path in sorted({table.collection for table in manifest.tables.values()}):
-            _put_tables(made, path, directory, manifest)
+            _put_tables(module, path, directory, manifest)
     except (OSError, ValueError, SafetensorError) as fault:
-        raise UserError(f"{directory} is damaged ({fault}): quantize the checkpoint again") from fault
-    return made
+        raise _damaged(directory, fault) from fault
+    module.eval()
+
+
+def _damaged(place: Path, fault: Exception) -> UserError:
+    return UserError(f"{place} is damaged ({fault}): quantize the checkpoint again")
 
 
 def _verify(directory: Path, manifest: QuantizedManifest) -> None:
@@ -233,9 +256,10 @@ def _verify(directory: Path, manifest: QuantizedManifest) -> None:
 
 
 def _check_dense(model: nn.Module, dense: Mapping[str, torch.Tensor], directory: Path) -> None:
-    missing = min(dense.keys() - saved_values(model).keys(), default=None)
-    if missing is not None:
-        raise UserError(f"{directory} is of another model: the model has no '{missing}'")
+    own = saved_values(model)
+    for name, value in dense.items():
+        if name not in own or own[name].shape != value.shape:
+            raise UserError(f"{directory} is of another model: '{name}' is missing or of another shape")
 
 
 def _put_tables(model: nn.Module, path: str, directory: Path, manifest: QuantizedManifest) -> None:

@@ -16,12 +16,12 @@ from recpipe.checkpoint.manifest import TABLES
 from recpipe.checkpoint.table_files import open_tables
 from recpipe.common.tensor_files import TensorFiles
 from recpipe.common.tensor_writer import Streamed
+from recpipe.inference.trained import Trained
 from recpipe.model.call import Called
 from recpipe.pipeline.placed import saved_values
 from recpipe.tables.specs import FILL_ROWS, weight_name
 from recpipe.tasks.load import parameters_of_tables
 from recpipe.tasks.unshard import saved_dense
-
 
 COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 
@@ -62,6 +62,11 @@ class FloatCheckpoint:
         bags = {path for path, m in module.named_modules() if isinstance(m, EmbeddingBagCollection)}
         self.pooled = [table for table, place in self.places.items() if place.collection in bags]
         """The tables whose rows are pooled; others give a row for each id."""
+
+    @classmethod
+    def of(cls, trained: Trained) -> FloatCheckpoint:
+        """The checkpoint that ``trained`` has opened."""
+        return cls(trained.directory, trained.trainer, trained.make_called)
 
     @property
     def step(self) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         TableInfo,
     )
     from recpipe.plugin.errors import PluginError
-    from recpipe.plugin.model_quantizer import FinishedModel, ModelQuantizer
+    from recpipe.plugin.model_quantizer import FinishedModel, ModelQuantizer, Quantized, ReportSection
     from recpipe.plugin.planner import Planner
     from recpipe.plugin.policy import (
         NOTHING,
@@ -57,8 +57,10 @@ _HOME = {
     "Planner": "recpipe.plugin.planner",
     "Plugin": "recpipe.plugin.api",
     "PluginError": "recpipe.plugin.errors",
+    "Quantized": "recpipe.plugin.model_quantizer",
     "Quantizer": "recpipe.plugin.quantizer",
     "RecordLayout": "recpipe.plugin.quantizer",
+    "ReportSection": "recpipe.plugin.model_quantizer",
     "Residents": "recpipe.plugin.policy",
     "RowCodec": "recpipe.plugin.quantizer",
     "RowIds": "recpipe.plugin.policy",
@@ -93,8 +95,10 @@ __all__ = [
     "Planner",
     "Plugin",
     "PluginError",
+    "Quantized",
     "Quantizer",
     "RecordLayout",
+    "ReportSection",
     "Residents",
     "RowCodec",
     "RowIds",

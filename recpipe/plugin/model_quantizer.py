@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,35 @@ class FinishedModel:
     """The data; its held-out part has not been trained on."""
     batch_size: int
     output: Path
-    """The directory for the report and whatever else the quantizer leaves."""
+    """The directory for whatever else the quantizer leaves; the report is written there."""
     quantized: Path
     """The directory for the quantized checkpoint (``recpipe.kit.write_quantized``)."""
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """A part of report.html: a table, and a plot of curves above it if there are any."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """Points (bytes, figure) of each curve."""
+    axes: tuple[str, str] = ("", "")
+    """Labels for bytes and figure."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What a quantizer has done."""
+
+    figures: Mapping[str, Any]
+    """The content of report.json: JSON values."""
+    lead: str
+    """What came out, in a sentence or two."""
+    sections: Sequence[ReportSection]
+    lines: Sequence[tuple[str, str]]
+    """What the terminal shows: a word and its line."""
 
 
 class ModelQuantizer(ABC):
@@ -33,8 +59,8 @@ class ModelQuantizer(ABC):
     ``contribute`` should refuse with a ``PluginError`` that says so."""
 
     @abstractmethod
-    def quantize(self, finished: FinishedModel) -> Mapping[str, Any]:
-        """Write a quantized checkpoint and a report.json; return the report's content, JSON values.
+    def quantize(self, finished: FinishedModel) -> Quantized:
+        """Write the quantized checkpoint to ``finished.quantized`` and return the report, which core writes.
 
         ``UserError`` for what cannot be quantized. After Ctrl-C, ``KeyboardInterrupt`` passes.
         """
