@@ -41,7 +41,7 @@ from recpipe_low_precision.prune import used_rows
 from recpipe_low_precision.search import Cost, Found, Search
 from recpipe_low_precision.slices import Slice, between_samples
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("recpipe")
 JOURNAL = "evaluations.jsonl"
 Share = Annotated[float, Interval(gt=0, lt=1)]
 

@@ -2,9 +2,9 @@
 
 The smallest model within a bound on the loss of normalized entropy is a multiple-choice knapsack. If losses
 added up, walking along each table's convex hull (loss against bytes) in the order of loss per byte saved
-would solve its linear relaxation. They add up only nearly, so every step is evaluated for real. Steps are tried
-several at a time, twice as many after each success and half as many after a failure; a single step that fails
-is dropped, and the table's next larger choice is tried instead.
+would solve its linear relaxation. They add up only nearly, so every step is evaluated for real. Steps are
+tried several at a time, twice as many after each success and half as many after a failure; a single step that
+fails is dropped, and the table's next larger choice is tried instead.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from recpipe.common.console import heard, show
+from recpipe.common.console import alone, heard, show
+from recpipe.common.quiet import quieted
 from recpipe.common.run_dir import hold
 from recpipe.config.compose import active_plugins, compose
 from recpipe.data.dataset import Dataset
@@ -46,7 +47,7 @@ def quantize_checkpoint(
     quantizer = _quantizer(active_plugins(compose(mine)))
     trained = open_trained(checkpoint, others, model, dataset)
     directory = _output(trained.directory) if output is None else Path(output).expanduser().absolute()
-    with hold(directory), heard(directory, screen):
+    with quieted(), alone(), hold(directory), heard(directory, screen):
         log.info("quantizing %s into %s", trained.directory, directory)
         finished = FinishedModel(
             FloatCheckpoint.of(trained),
