@@ -69,8 +69,10 @@ EXPORTS = [
     "TableInfo",
     "UserError",
     "__version__",
+    "evaluate",
     "load",
     "place",
+    "predict",
     "train",
 ]
 

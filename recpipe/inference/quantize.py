@@ -2,64 +2,75 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torch import nn
 
-from recpipe.common.console import alone, heard, show
-from recpipe.common.quiet import quieted
-from recpipe.common.run_dir import hold
+from recpipe.common.console import log, show
 from recpipe.config.compose import active_plugins, compose
-from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
+from recpipe.inference.command import TERMINAL, Caller, answering
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import open_trained
+from recpipe.inference.words import QuantizeOptions, parted
 from recpipe.plugin.load import activate
 from recpipe.plugin.model_quantizer import FinishedModel, ModelQuantizer, Quantized
 from recpipe.report.environment import environment
 from recpipe.report.record import SCHEMA
+from recpipe.tasks.compare_run import interrupt_on_sigterm
+from recpipe.tasks.process import prepare_process
 
-log = logging.getLogger(__name__)
-QUANTIZED = "model"
-"""The folder of the quantized checkpoint in the output directory."""
+QUANTIZED = "quantized"
+"""The folder of the quantized checkpoint in the run's directory."""
 _OF_PLUGINS = ("plugin", "plugins")
 
 
-def quantize_checkpoint(
-    checkpoint: str | Path,
-    overrides: Sequence[str] = (),
-    output: str | Path | None = None,
-    model: nn.Module | None = None,
-    dataset: Dataset | None = None,
-    screen: bool = True,
-) -> dict[str, Any]:
-    """Quantize ``checkpoint`` by the plugin that ``overrides`` name; returns the report's content.
+def quantize(words: Sequence[str]) -> int:
+    """``recpipe quantize CHECKPOINT +plugin=NAME key=value ...``; returns 0."""
+    prepare_process()
+    with interrupt_on_sigterm():
+        quantize_for(TERMINAL, Path(words[0]), words[1:])
+    return 0
 
-    ``output``: the directory for the report, and for the quantized checkpoint in its folder ``model``; None:
-    ``quantized`` beside the checkpoint's folder. The other arguments are those of ``open_trained``.
-    """
+
+def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict[str, Any]:
+    """Quantize ``checkpoint`` by the plugin that ``words`` name; returns the content of report.json."""
+    options, overrides, directory = parted(words, QuantizeOptions, "quantize")
     mine = [word for word in overrides if _section(word) in _OF_PLUGINS]
     others = [word for word in overrides if _section(word) not in _OF_PLUGINS]
     quantizer = _quantizer(active_plugins(compose(mine)))
-    trained = open_trained(checkpoint, others, model, dataset)
-    directory = _output(trained.directory) if output is None else Path(output).expanduser().absolute()
-    with quieted(), alone(), hold(directory), heard(directory, screen):
-        log.info("quantizing %s into %s", trained.directory, directory)
+    with answering(caller, directory) as run_dir:
+        trained = open_trained(checkpoint, others, caller.model, caller.data)
+        target = run_dir.path / QUANTIZED if options.output is None else Path(options.output).expanduser()
         finished = FinishedModel(
             FloatCheckpoint.of(trained),
             trained.dataset,
             trained.cfg.data.batch_size,
-            directory,
-            directory / QUANTIZED,
+            run_dir.path,
+            target.absolute(),
         )
         made = quantizer.quantize(finished)
         report = {"schema": SCHEMA, "task": "quantize", **made.figures, "environment": environment()}
-        _write(directory, report, made)
-        return report
+        _write(run_dir.path, report, made)
+    return report
+
+
+def _section(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0].partition(".")[0]
+
+
+def _quantizer(plugins: Mapping[str, Mapping[str, Any]]) -> ModelQuantizer:
+    """The one active plugin that works on finished models."""
+    found = [plugin for _, plugin in activate(plugins)]
+    if len(found) != 1 or not isinstance(found[0], ModelQuantizer):
+        names = ", ".join(plugins) or "none"
+        raise UserError(
+            f"recpipe quantize takes one plugin that works on finished models, not {names}: "
+            "say +plugin=low_precision"
+        )
+    return found[0]
 
 
 def _write(directory: Path, report: Mapping[str, Any], made: Quantized) -> None:
@@ -107,24 +118,3 @@ def _write(directory: Path, report: Mapping[str, Any], made: Quantized) -> None:
 
 def _apart(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
-
-
-def _section(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0].partition(".")[0]
-
-
-def _quantizer(plugins: Mapping[str, Mapping[str, Any]]) -> ModelQuantizer:
-    """The one active plugin that works on finished models."""
-    found = [plugin for _, plugin in activate(plugins)]
-    if len(found) != 1 or not isinstance(found[0], ModelQuantizer):
-        names = ", ".join(plugins) or "none"
-        raise UserError(
-            f"recpipe quantize takes one plugin that works on finished models, not {names}: "
-            "say +plugin=low_precision"
-        )
-    return found[0]
-
-
-def _output(checkpoint: Path) -> Path:
-    folder = checkpoint.parent
-    return (folder.parent if folder.name == "checkpoints" else folder) / "quantized"

@@ -4,7 +4,7 @@ file; ``model.pretrained=FILE`` starts a run from such a file."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,12 @@ from recpipe.common.tensor_writer import Streamed, write_tensors
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.tables.specs import to_numpy, weight_name
+
+
+def unshard_command(words: Sequence[str]) -> int:
+    """``recpipe unshard CHECKPOINT FILE``."""
+    checkpoint, target = map(Path, words)
+    return unshard(checkpoint, target)
 
 
 def unshard(checkpoint: Path, target: Path) -> int:
