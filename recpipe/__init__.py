@@ -4,7 +4,7 @@ Importing the package does not import torch.
 """
 
 import recpipe.common.clock  # noqa: F401  first of all: it notes the time
-from recpipe.api import Run, evaluate, load, package, place, predict, train
+from recpipe.api import Run, evaluate, load, package, place, predict, quantize, train
 from recpipe.errors import UserError
 from recpipe.plugin.api import (
     Context,
@@ -40,5 +40,6 @@ __all__ = [
     "package",
     "place",
     "predict",
+    "quantize",
     "train",
 ]

@@ -264,6 +264,27 @@ def package(
         return package_for(Path(checkpoint), Path(directory), model, instruction_set, not quiet)
 
 
+def quantize(
+    checkpoint: str | Path,
+    data: Dataset | Batches | str | Path | None = None,
+    *overrides: str,
+    model: nn.Module | None = None,
+    output: str | Path | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Make a finished model smaller, as ``recpipe quantize`` does; returns what report.json has.
+
+    ``overrides`` name the plugin and its knobs. ``data`` is what the result is judged by; its held-out part
+    is used. ``model``, if training was given one in Python, stays as it is. ``output``: a directory for the
+    quantized checkpoint, and for the report beside it; None: only the report's content is made. Other
+    arguments as for ``evaluate``.
+    """
+    with _answering(data, overrides, model, output, quiet) as (caller, words):
+        from recpipe.inference.quantize import quantize_for
+
+        return quantize_for(caller, Path(checkpoint), words)
+
+
 @contextmanager
 def _answering(
     data: Any,
@@ -272,7 +293,7 @@ def _answering(
     output: str | Path | None,
     quiet: bool,
 ) -> Iterator[tuple[Caller, list[str]]]:
-    """What ``evaluate`` and ``predict`` hand on, and the words to put before the caller's own."""
+    """What ``evaluate``, ``predict`` and ``quantize`` hand on, and the words to put before the caller's own."""
     _prepare_process()
     from recpipe.common.console import alone
     from recpipe.data.cache import cached_in

@@ -51,6 +51,11 @@ COMMANDS = {
         "CHECKPOINT DIRECTORY [instruction_set=avx2]",
         "what a server needs of it, compiled, in one directory",
     ),
+    "quantize": Command(
+        "recpipe.inference.quantize:quantize",
+        "CHECKPOINT +plugin=low_precision [output=DIRECTORY]",
+        "its tables in fewer bits, under a bound on the loss of quality",
+    ),
     "plugins": Command(
         "recpipe.tasks.plugins:print_plugins", "", "what is installed and which extension points each uses"
     ),

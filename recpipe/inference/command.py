@@ -65,7 +65,7 @@ def predict(words: Sequence[str]) -> int:
 def evaluate_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict[str, Any]:
     """Evaluate ``checkpoint``; returns the content of evaluation.json."""
     options, overrides, directory = parted(words, EvaluateOptions, "evaluate")
-    with _run(caller, directory) as run_dir:
+    with answering(caller, directory) as run_dir:
         trained = open_trained(checkpoint, overrides, caller.model, caller.data)
         content = evaluation.evaluate(trained, options, run_dir)
         if caller.files:
@@ -84,13 +84,13 @@ def predict_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> NDArr
     options, overrides, directory = parted(words, PredictOptions, "predict")
     if options.output is None and caller is TERMINAL:
         raise UserError("recpipe predict needs a file for its scores: output=scores.parquet, or .csv")
-    with _run(caller, directory) as run_dir:
+    with answering(caller, directory) as run_dir:
         trained = open_trained(checkpoint, overrides, caller.model, caller.data)
         return prediction.predict(trained, options, run_dir)
 
 
 @contextmanager
-def _run(caller: Caller, directory: Path) -> Iterator[RunDir]:
+def answering(caller: Caller, directory: Path) -> Iterator[RunDir]:
     """The run's directory, held and heard; an error is in its log, too."""
     path = (caller.directory or directory).expanduser().absolute()
     with (

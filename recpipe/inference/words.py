@@ -1,4 +1,4 @@
-"""The words of ``evaluate`` and ``predict``: the command's own options, the run's directory, and the rest,
+"""The words of ``evaluate``, ``predict`` and ``quantize``: the command's own options, the run's directory, and the rest,
 which are overrides of the recipe."""
 
 from __future__ import annotations
@@ -43,6 +43,14 @@ class PredictOptions:
     """For clicks the probability, for counts the rate; ``raw``: what the model gives, such as logits."""
     overwrite: bool = False
     """Whether an ``output`` that exists is replaced."""
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """The options of ``recpipe quantize``."""
+
+    output: FilePath | None = None
+    """The directory of the quantized checkpoint; None: ``quantized`` in the run's directory."""
 
 
 def parted(words: Sequence[str], kind: type[T], command: str) -> tuple[T, list[str], Path]:
