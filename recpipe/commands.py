@@ -56,6 +56,11 @@ COMMANDS = {
         "CHECKPOINT +plugin=low_precision [output=DIRECTORY]",
         "its tables in fewer bits, under a bound on the loss of quality",
     ),
+    "serve": Command(
+        "recpipe.inference.serving.command:serve_command",
+        "PACKAGE [port=8000] [wait_ms=0]",
+        "a package behind HTTP, by the open inference protocol",
+    ),
     "plugins": Command(
         "recpipe.tasks.plugins:print_plugins", "", "what is installed and which extension points each uses"
     ),
