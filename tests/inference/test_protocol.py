@@ -153,8 +153,8 @@ def test_damaged_requests_are_refused_or_understood_and_nothing_else() -> None:
             together([one])
             counts["scored"] += 1
         except Refused as refused:
-            assert refused.status == 400
-            counts["refused"] += 1
+            counts["refused"] += refused.status == 400
+    assert sum(counts.values()) == 4000
     assert min(counts.values()) > 500
 
 

@@ -1,4 +1,4 @@
-"""The server, over HTTP: a client that is not ours, load, deadlines, stopping, and requests that are wrong."""
+"""The server, over HTTP: a client that is not ours, deadlines, stopping, and requests that are wrong."""
 
 from __future__ import annotations
 
