@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,9 @@ from recpipe.inference.columns import Taker, has_columns, read_columns
 from recpipe.inference.trained import Scoring, Trained
 from recpipe.inference.words import PredictOptions
 from recpipe.model.call import Called
+
+if TYPE_CHECKING:  # it loads torch's compiler
+    from recpipe.inference.packaged import PackagedScoring
 
 log = logging.getLogger(__name__)
 ROW = "row"
@@ -53,7 +56,7 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
     target = None if options.output is None else _target(options)
     keys = _keys(trained, options)
     dataset = _opened(trained)
-    with trained.scoring(dataset, run_dir) as scoring:
+    with _scoring(trained, options, dataset, run_dir) as scoring:
         _refuse_names(options, scoring.tasks)
         blocks = _scored(scoring, dataset, options)
         if target is None:
@@ -63,6 +66,17 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
         speed = rows / (perf_counter() - started)
     log.info("wrote %s: %s rows (%s rows/s)", target, f"{rows:,}", f"{speed:,.0f}")
     return target
+
+
+def _scoring(
+    trained: Trained, options: PredictOptions, dataset: Dataset, run_dir: RunDir
+) -> AbstractContextManager[Scoring | PackagedScoring]:
+    """The model in the recipe's tiers, or its package."""
+    if options.package is None:
+        return trained.scoring(dataset, run_dir)
+    from recpipe.inference.packaged import PackagedScoring
+
+    return nullcontext(PackagedScoring(trained, Path(options.package).expanduser()))
 
 
 def _opened(trained: Trained) -> Dataset:
@@ -113,7 +127,9 @@ def _refuse_names(options: PredictOptions, tasks: Mapping[str, Called]) -> None:
         )
 
 
-def _scored(scoring: Scoring, dataset: Dataset, options: PredictOptions) -> Iterator[NDArray[np.float32]]:
+def _scored(
+    scoring: Scoring | PackagedScoring, dataset: Dataset, options: PredictOptions
+) -> Iterator[NDArray[np.float32]]:
     """Scores float32 [B] or [B, T] of all rows."""
     convert = [_conversion(task, options.scores) for task in scoring.tasks.values()]
     streamed = dataset if isinstance(dataset, StreamedDataset) else None

@@ -43,6 +43,8 @@ class PredictOptions:
     """For clicks the probability, for counts the rate; ``raw``: what the model gives, such as logits."""
     overwrite: bool = False
     """Whether an ``output`` that exists is replaced."""
+    package: FilePath | None = None
+    """The checkpoint's package, whose compiled code then scores, so that a server gives the same bits."""
 
 
 @dataclass(frozen=True)
