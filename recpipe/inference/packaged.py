@@ -17,8 +17,8 @@ from recpipe.inference.trained import Scored, Trained
 class PackagedScoring:
     """Scores the batches of a checkpoint's data as its package in ``directory`` does.
 
-    Takes the place of ``recpipe.inference.trained.Scoring`` where no labels are asked for. ``UserError`` if the
-    package cannot be used, or is of another model.
+    Takes the place of ``recpipe.inference.trained.Scoring`` where no labels are asked for. ``UserError`` if
+    the package cannot be used, or is of another model.
     """
 
     def __init__(self, trained: Trained, directory: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +21,7 @@ from recpipe.common.quiet import quieted
 from recpipe.common.validation import Positive, Text, typed
 from recpipe.errors import UserError, shown
 from recpipe.inference import score
+from recpipe.tasks.compare_run import interrupt_on_sigterm
 from recpipe.tasks.process import prepare_process
 
 log = logging.getLogger("recpipe")
@@ -71,23 +74,18 @@ def serve_command(words: Sequence[str]) -> int:
 def _config(words: Sequence[str]) -> ServeConfig:
     try:
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
-    except OmegaConfBaseException as fault:
-        raise UserError(f"{shown(' '.join(words), 100)}: say key=value") from fault
-    known = ", ".join(field.name for field in fields(ServeConfig))
-    return (
-        typed(ServeConfig, values, "serve")
-        if set(values) <= set(known.split(", "))
-        else _unknown(values, known)
-    )
-
-
-def _unknown(values: dict[str, Any], known: str) -> ServeConfig:
-    wrong = next(key for key in values if key not in known.split(", "))
-    raise UserError(f"recpipe serve has no {shown(wrong)}; it has {known}")
+    except (OmegaConfBaseException, ValueError) as fault:
+        raise UserError(f"recpipe serve takes key=value, not '{shown(' '.join(words), 100)}'") from fault
+    known = [field.name for field in fields(ServeConfig)]
+    wrong = next((key for key in values if key not in known), None)
+    if wrong is not None:
+        raise UserError(f"recpipe serve has no {shown(wrong)}; it has {', '.join(known)}")
+    return typed(ServeConfig, values, "serve")
 
 
 def serve(directory: Path, config: ServeConfig) -> None:
-    """Serve the package ``directory`` until SIGTERM or SIGINT."""
+    """Serve the package ``directory`` until SIGTERM or SIGINT. ``UserError`` if it cannot be used, or if the
+    address is taken."""
     import uvicorn
 
     from recpipe.inference.serving.app import Bounds, Server
@@ -101,21 +99,31 @@ def serve(directory: Path, config: ServeConfig) -> None:
     name = config.name or directory.resolve().name.partition(".")[0]
     limits = Limits(config.batch, config.wait_ms / 1e3, config.queue, config.deadline_ms / 1e3)
     server = Server(scorer, scorer.manifest, name, limits, Bounds(config.body_bytes, config.samples))
+    listening = _listening(config)
     log.info(
-        "golden scores differ by %.1e; serving '%s' on %s port %s",
-        scorer.difference,
-        name,
-        config.host,
-        config.port,
+        "serving '%s' at http://%s:%d/v2/models/%s; golden scores differ by %.1e",
+        *(name, config.host, listening.getsockname()[1], name, scorer.difference),
     )
-    uvicorn.run(
-        server.app(),
-        host=config.host,
-        port=config.port,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=max(1, round(config.stop_seconds)),
-        limit_concurrency=None,
-        h11_max_incomplete_event_size=65536,
+    runner = uvicorn.Server(
+        uvicorn.Config(
+            server.app(),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(config.stop_seconds)),
+        )
     )
+    # The server stops gracefully, and then raises the signal that stopped it.
+    with listening, interrupt_on_sigterm(), suppress(KeyboardInterrupt):
+        runner.run(sockets=[listening])
+    log.info("stopped")
+
+
+def _listening(config: ServeConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as fault:
+        raise UserError(
+            f"cannot listen on {shown(config.host)} port {config.port}: {fault.strerror}; choose another port="
+        ) from fault
