@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import random
 import socket
 import threading
 import time
@@ -260,3 +261,32 @@ def test_a_batch_that_is_not_full_waits_for_more_but_no_longer_than_it_may() -> 
 
     assert asyncio.run(two(0.0)) == [1, 1]
     assert asyncio.run(two(30.0)) == [2]
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_damaged_requests_are_answered_without_a_fault() -> None:
+    draw = random.Random(1)
+    whole = body(DENSE, A, B, id="x")
+    statuses: dict[int, int] = {}
+    with served(body=2000) as (port, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        for _ in range(100_000):
+            data, headers = bytearray(whole), {}
+            for _ in range(draw.randint(0, 4)):
+                place = draw.randrange(len(data))
+                what = draw.randrange(3)
+                data[place : place + (what != 0)] = b"" if what == 1 else bytes([draw.randrange(256)])
+            if draw.random() < 0.3:
+                headers["Inference-Header-Content-Length"] = str(draw.randrange(-9, 400))
+            if draw.random() < 0.01:
+                data *= 20
+            connection.request("POST", INFER, bytes(data), headers)
+            response = connection.getresponse()
+            response.read()
+            statuses[response.status] = statuses.get(response.status, 0) + 1
+            if response.will_close:
+                connection.close()
+        connection.close()
+        assert ask(port, "POST", INFER, body(DENSE, A, B))[0] == 200
+    assert set(statuses) == {200, 400, 413}, statuses
+    assert sum(statuses.values()) == 100_000

@@ -125,5 +125,6 @@ def _listening(config: ServeConfig) -> socket.socket:
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
     except OSError as fault:
         raise UserError(
-            f"cannot listen on {shown(config.host)} port {config.port}: {fault.strerror}; choose another port="
+            f"cannot listen on {shown(config.host)} port {config.port}: {fault.strerror}; "
+            "choose another port="
         ) from fault
