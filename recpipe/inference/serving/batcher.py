@@ -140,7 +140,9 @@ class Batcher:
             else:
                 batch.append(self._queue.popleft())
                 samples += one.asked.samples
-        if not self._queue and not self._closing:
+        if self._queue or self._closing:
+            self._arrived.set()
+        else:
             self._arrived.clear()
         return batch
 
