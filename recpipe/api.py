@@ -296,7 +296,7 @@ def _answering(
     output: str | Path | None,
     quiet: bool,
 ) -> Iterator[tuple[Caller, list[str]]]:
-    """What ``evaluate``, ``predict`` and ``quantize`` hand on, and the words to put before the caller's own."""
+    """What the functions above hand on, and the words to put before the caller's own."""
     _prepare_process()
     from recpipe.common.console import alone
     from recpipe.data.cache import cached_in

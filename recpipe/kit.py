@@ -21,7 +21,15 @@ from recpipe.data.select import join, select
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.inference.lookup import LowPrecisionBags, RowType, bag_keys
 from recpipe.inference.quantized import put_rows, table_bytes, write_quantized
-from recpipe.inference.rows import ROW_TYPES, decode_rows, encode_rows, fits, row_bytes
+from recpipe.inference.rows import (
+    BITS,
+    ROW_TYPES,
+    decode_rows,
+    encode_rows,
+    fits,
+    row_bytes,
+    row_scales,
+)
 from recpipe.inference.source import FloatCheckpoint, replace_module
 from recpipe.model.call import Called
 from recpipe.model.metrics import auc
@@ -47,6 +55,7 @@ from recpipe.tables.tiers.store_thread import TierTimes
 from recpipe.tables.view import Mark, RowView, moved
 
 __all__ = [
+    "BITS",
     "ROW_TYPES",
     "WIRE_PRECISIONS",
     "Bags",
@@ -125,6 +134,7 @@ __all__ = [
     "residents",
     "row_bags",
     "row_bytes",
+    "row_scales",
     "select",
     "table_bases",
     "table_bytes",
