@@ -1,5 +1,4 @@
-"""recpipe from Python and notebooks: ``train``, ``load``, ``place``, ``evaluate``, ``predict``,
-``quantize``, ``package``.
+"""recpipe from Python: ``train``, ``load``, ``place``, ``evaluate``, ``predict``, ``quantize``, ``package``.
 
 Importing this does not import torch.
 """
