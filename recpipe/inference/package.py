@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.export import ExportedProgram
 
-from recpipe.common.console import heard
+from recpipe.common.console import alone, heard
 from recpipe.common.durable import sync
 from recpipe.common.quiet import quieted
 from recpipe.common.run_dir import unwritable
@@ -89,7 +89,7 @@ def package_for(
     checkpoint: Path, directory: Path, model: nn.Module | None, instruction_set: str | None, screen: bool
 ) -> Path:
     """``package``, which says on the terminal what it does if ``screen``."""
-    with quieted(), heard(None, screen=screen):
+    with alone(), quieted(), heard(None, screen=screen):
         return package(checkpoint, directory, model, instruction_set)
 
 

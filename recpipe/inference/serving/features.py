@@ -35,7 +35,7 @@ class Asked:
     @property
     def samples(self) -> int:
         """N."""
-        return self.lengths.shape[1]
+        return int(self.lengths.shape[1])
 
 
 class Features:
