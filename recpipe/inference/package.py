@@ -59,7 +59,7 @@ PROGRAM, DENSE, CONSTANTS, GOLDEN, SCORE = (
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """What is written, from a checkpoint or from another package."""
 
     program: ExportedProgram
@@ -112,7 +112,7 @@ def package(
     directory = directory.expanduser()
     _check_target(directory)
     checkpoint = checkpoint.expanduser()
-    parts = _of_package(checkpoint) if is_package(checkpoint) else _of_checkpoint(checkpoint, model)
+    parts = of_package(checkpoint) if is_package(checkpoint) else of_checkpoint(checkpoint, model)
     with _beside(directory) as partial:
         difference = _write(partial, parts, chosen)
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
@@ -129,7 +129,8 @@ def _check_target(directory: Path) -> None:
         raise UserError(f"{directory} exists and is no package: name another directory, or remove it")
 
 
-def _of_checkpoint(checkpoint: Path, model: nn.Module | None) -> _Parts:
+def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
+    """What to write of a checkpoint, quantized or not; ``UserError`` if its model cannot be packaged."""
     trained, called = _opened(checkpoint, model)
     schema = trained.schema
     log.info("exporting %s", type(called.module).__name__)
@@ -137,7 +138,7 @@ def _of_checkpoint(checkpoint: Path, model: nn.Module | None) -> _Parts:
     inputs = golden_inputs(schema)
     (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
     files = {name: f"tables/{quote(name, safe='')}.safetensors" for name in dense.tables}
-    return _Parts(
+    return Parts(
         dense.program,
         dense.constants(),
         _content(trained, called, dense, files),
@@ -161,7 +162,7 @@ def _opened(checkpoint: Path, model: nn.Module | None) -> tuple[Trained, Called]
     return trained, called
 
 
-def _of_package(directory: Path) -> _Parts:
+def of_package(directory: Path) -> Parts:
     """The parts of the package ``directory``, of which this machine need not be able to run the compiled
     one."""
     try:
@@ -182,7 +183,7 @@ def _of_package(directory: Path) -> _Parts:
         for name in names:
             shutil.copyfile(directory / name, folder / name)
 
-    return _Parts(program, constants, kept, copy_tables, golden, golden.pop("scores"), bound)
+    return Parts(program, constants, kept, copy_tables, golden, golden.pop("scores"), bound)
 
 
 def _content(trained: Trained, called: Called, dense: DensePart, files: Mapping[str, str]) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def _write_tables(folder: Path, tables: Mapping[str, Table], files: Mapping[str,
         save_file(kept, folder / files[name], {"type": table.kind, "dim": str(table.dim)})
 
 
-def _write(folder: Path, parts: _Parts, chosen: InstructionSet) -> float:
+def _write(folder: Path, parts: Parts, chosen: InstructionSet) -> float:
     """Write all files into ``folder`` and score the golden batch with them; returns how far its scores are
     from the model's."""
     (folder / "tables").mkdir()
@@ -254,7 +255,7 @@ def _save_program(program: ExportedProgram, file: Path) -> None:
     torch.export.save(program, file)
 
 
-def _example(parts: _Parts) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _example(parts: Parts) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs of the shapes that the program takes, which AOTInductor asks for."""
     samples, tables = 3, parts.content["tables"]
     widths = [sum(tables[t]["dimension"] for _, t in found["parts"]) for found in parts.content["lookups"]]

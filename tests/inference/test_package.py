@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,9 @@ from recpipe.cli import main
 from recpipe.errors import UserError
 from recpipe.inference import score
 from recpipe.inference.manifest import DIGEST, MANIFEST
+from recpipe.inference.package import of_checkpoint
+from recpipe.inference.quantized import write_quantized
+from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import open_trained, scored
 from recpipe.seams.compiled import compiler
 from tests.processes import Child
@@ -371,6 +375,30 @@ def test_serving_it_gives_the_loaders_scores_and_a_stopped_server_ends_with_stat
     finally:
         server.kill()
     assert torch.tensor(found["data"]).equal(score.Scorer(packed)(dense, ids, lengths))
+
+
+def test_a_quantized_checkpoints_tables_stay_in_their_types(checkpoint: Path, tmp_path: Path) -> None:
+    """All but the compilation, which is the same for every checkpoint."""
+    source = FloatCheckpoint.of(open_trained(checkpoint))
+    kept = {"a": np.arange(300) % 3 > 0}
+    write_quantized(tmp_path / "small", source, {"a": "int8", "b/c": "int4", "d.e": "fp32"}, kept)
+    parts = of_checkpoint(tmp_path / "small", None)
+    (tmp_path / "tables").mkdir()
+    parts.write_tables(tmp_path)
+    tables = parts.content["tables"]
+    assert {table["type"] for table in tables.values()} == {"int8", "int4", "fp32"}
+    assert {table["rows"] for table in tables.values()} == {300, 80, 60}
+    loaded = score.Tables(tmp_path, tables)
+    assert loaded.rows.nbytes < 200 * 20 + 80 * 12 + 60 * 64 + 3 * 64
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), parts.golden["lengths"].cumsum(0)])
+    pooled = [
+        score.Lookup(lookup, parts.content, loaded)(parts.golden["ids"], offsets, 64)
+        for lookup in parts.content["lookups"]
+    ]
+    with torch.no_grad():
+        assert parts.program.module()(parts.golden["dense"], pooled).equal(parts.scores)
+        whole = of_checkpoint(checkpoint, None)
+    assert 0 < float((whole.scores - parts.scores).abs().max()) < 2
 
 
 @needs_compiler
