@@ -9,6 +9,7 @@ with manifest.json first, and the golden batch is scored before the first call r
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import sys
@@ -40,6 +41,8 @@ class Scorer:
         self.rows = torch.tensor([feature["rows"] for feature in self.manifest["sparse"]])
         tables = Tables(self.directory, self.manifest["tables"])
         self.lookups = [Lookup(found, self.manifest, tables) for found in self.manifest["lookups"]]
+        # It warns of another instruction set, which check_processor has judged.
+        logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
         self.dense = torch._inductor.aoti_load_package(str(self.directory / "dense.pt2"))
         found = tensors(self.directory / "dense.safetensors")
         # The program refers to its constants, which must therefore stay. It has the smallest ones itself.
