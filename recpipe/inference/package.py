@@ -35,6 +35,7 @@ from recpipe.common.durable import sync
 from recpipe.common.quiet import quieted
 from recpipe.common.run_dir import unwritable
 from recpipe.common.sizes import readable_bytes
+from recpipe.data.dataset import Schema
 from recpipe.errors import UserError, shown
 from recpipe.inference import score
 from recpipe.inference.export import DensePart, Table, export_dense
@@ -135,8 +136,7 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     schema = trained.schema
     log.info("exporting %s", type(called.module).__name__)
     dense = export_dense(called, schema)
-    inputs = golden_inputs(schema)
-    (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
+    inputs, scores = _golden(called, schema)
     files = {name: f"tables/{quote(name, safe='')}.safetensors" for name in dense.tables}
     return Parts(
         dense.program,
@@ -144,8 +144,22 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
         _content(trained, called, dense, files),
         lambda folder: _write_tables(folder, dense.tables, files),
         inputs,
-        found.scores,
-        tolerance(found.scores, trained.cfg.model.precision),
+        scores,
+        tolerance(scores, trained.cfg.model.precision),
+    )
+
+
+def _golden(called: Called, schema: Schema) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Made-up inputs, and the model's scores of them; dense values of one sign if it takes no others."""
+    inputs = golden_inputs(schema)
+    for dense in (inputs["dense"], inputs["dense"].abs()):
+        inputs["dense"] = dense
+        (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
+        if bool(found.scores.isfinite().all()):
+            return inputs, found.scores
+    raise UserError(
+        "the model's scores of normally distributed inputs, and of their absolute values, are not finite, so "
+        "that a package of it could not be checked"
     )
 
 

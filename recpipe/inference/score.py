@@ -58,6 +58,7 @@ class Scorer:
         """
         samples = dense.shape[0]
         self.check(dense, ids, lengths, samples)
+        dense, ids = dense.contiguous(), ids.contiguous()
         if dense.data_ptr() % ALIGNMENT:
             dense = dense.clone()  # MKL rounds differently from other addresses
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)

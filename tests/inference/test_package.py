@@ -183,6 +183,9 @@ def test_scores_are_the_models(packed: Path, checkpoint: Path) -> None:
     scorer = score.Scorer(packed)
     dense, ids, lengths = asked(checkpoint, 200)
     torch.testing.assert_close(scorer(dense, ids, lengths), found.scores, rtol=1e-5, atol=1e-6)
+    strided = torch.stack([dense, dense], dim=2)[:, :, 0]
+    assert not strided.is_contiguous()
+    assert scorer(strided, ids, lengths).equal(scorer(dense, ids, lengths))
     ids[0] = (ids[0] + 1) % 300
     assert not torch.allclose(scorer(dense, ids, lengths)[:1], found.scores[:1], rtol=1e-5, atol=1e-6)
 
