@@ -136,7 +136,7 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     schema = trained.schema
     log.info("exporting %s", type(called.module).__name__)
     dense = export_dense(called, schema)
-    inputs, scores = _golden(called, schema)
+    inputs, scores = made_up(called, schema)
     files = {name: f"tables/{quote(name, safe='')}.safetensors" for name in dense.tables}
     return Parts(
         dense.program,
@@ -149,7 +149,7 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     )
 
 
-def _golden(called: Called, schema: Schema) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def made_up(called: Called, schema: Schema) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Made-up inputs, and the model's scores of them; dense values of one sign if it takes no others."""
     inputs = golden_inputs(schema)
     for dense in (inputs["dense"], inputs["dense"].abs()):
