@@ -13,7 +13,7 @@ from recpipe.config.compose import active_plugins, compose
 from recpipe.errors import UserError
 from recpipe.inference.command import TERMINAL, Caller, answering
 from recpipe.inference.source import FloatCheckpoint
-from recpipe.inference.trained import open_trained
+from recpipe.inference.trained import is_quantized, open_trained
 from recpipe.inference.words import QuantizeOptions, parted
 from recpipe.plugin.load import activate
 from recpipe.plugin.model_quantizer import FinishedModel, ModelQuantizer, Quantized
@@ -43,6 +43,8 @@ def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict
     quantizer = _quantizer(active_plugins(compose(mine)))
     with answering(caller, directory) as run_dir:
         trained = open_trained(checkpoint, others, caller.model, caller.data)
+        if is_quantized(trained.directory):
+            raise UserError(f"{trained.directory} is quantized already: name the checkpoint it was made from")
         target = run_dir.path / QUANTIZED if options.output is None else Path(options.output).expanduser()
         finished = FinishedModel(
             FloatCheckpoint.of(trained),

@@ -39,12 +39,11 @@ from recpipe.inference.lookup import LowPrecisionBags, RowType
 from recpipe.inference.recipe import scoring_recipe
 from recpipe.inference.rows import ROW_TYPES, encode_rows, row_bytes
 from recpipe.inference.source import FloatCheckpoint, fill_dense, replace_module
-from recpipe.inference.trained import Trained
+from recpipe.inference.trained import QUANTIZED_FILES, Trained, is_quantized
 from recpipe.model.call import Called
 from recpipe.pipeline.placed import saved_values
 
-MANIFEST = "manifest.json"
-DENSE = "dense.safetensors"
+MANIFEST, DENSE = QUANTIZED_FILES
 FORMAT = "recpipe quantized checkpoint"
 SCHEMA = 1
 ROWS, PLACES = "rows", "places"
@@ -99,11 +98,6 @@ class QuantizedManifest:
     """What the quantizer measured."""
 
 
-def is_quantized(directory: Path) -> bool:
-    """Whether ``directory`` is a quantized checkpoint."""
-    return (directory / MANIFEST).is_file() and (directory / DENSE).is_file()
-
-
 def write_quantized(
     target: Path,
     source: FloatCheckpoint,
@@ -148,7 +142,7 @@ def write_quantized(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return manifest
+    return read_manifest(target)
 
 
 def _table(source: FloatCheckpoint, table: str, kind: str, kept: NDArray[np.bool_] | None) -> QuantizedTable:
@@ -218,14 +212,19 @@ def call_quantized(
     labels are."""
     directory = Path(directory).expanduser()
     manifest = read_manifest(directory)
-    try:
-        trained_on = typed_as(TrainedOn, manifest.trained_on, "trained_on")
-    except ValueError as fault:
-        raise _damaged(directory, fault) from fault
+    trained_on = recipe_of(manifest, directory)
     recipe = scoring_recipe(trained_on, overrides)
     called = Trained(directory, recipe, trained_on, {"global_step": manifest.step}, model, None).make_called()
     put_rows(called.module, directory)
     return called
+
+
+def recipe_of(manifest: QuantizedManifest, directory: Path) -> TrainedOn:
+    """What the model was trained on; ``UserError`` if the manifest of ``directory`` is damaged."""
+    try:
+        return typed_as(TrainedOn, manifest.trained_on, "trained_on")
+    except ValueError as fault:
+        raise _damaged(directory, fault) from fault
 
 
 def put_rows(module: nn.Module, directory: Path) -> None:
