@@ -1,4 +1,7 @@
-"""recpipe from Python and notebooks: ``train``, ``load``, ``evaluate``, ``predict``. Importing this does not import torch."""
+"""recpipe from Python and notebooks: ``train``, ``load``, ``place``, ``evaluate``, ``predict``.
+
+Importing this does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -220,8 +223,8 @@ def predict(
 ) -> NDArray[np.float32] | Path:
     """A score for each row of ``data``, in its order, as ``recpipe predict`` computes them.
 
-    ``output``: the file to write, .parquet or .csv, which is returned; memory does not grow with it. None: the
-    scores are returned, float32 [N], or [N, T] of T tasks. Other arguments as for ``evaluate``, with the
+    ``output``: the file to write, .parquet or .csv, which is returned; memory does not grow with it. None:
+    the scores are returned, float32 [N], or [N, T] of T tasks. Other arguments as for ``evaluate``, with the
     command's words: ``"keys=[user_id]"``, ``"scores=raw"``, ``"overwrite=true"``.
     """
     with _answering(data, overrides, model, None, quiet) as (caller, words):
