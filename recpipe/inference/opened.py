@@ -13,7 +13,8 @@ from torch import nn
 
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.data.dataset import Dataset, SplitName
-from recpipe.inference.quantized import put_rows, read_manifest, recipe_of
+from recpipe.inference.quantized import put_rows
+from recpipe.inference.quantized_manifest import read_manifest, recipe_of
 from recpipe.inference.trained import Scored, Trained, scored
 from recpipe.model.call import Called
 

@@ -10,8 +10,10 @@ from rich.console import Console
 
 from recpipe.common.console import log, show
 from recpipe.config.compose import active_plugins, compose
+from recpipe.distributed.launch import Process
 from recpipe.errors import UserError
 from recpipe.inference.command import TERMINAL, Caller, answering
+from recpipe.inference.quantized import require_free
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import is_quantized, open_trained
 from recpipe.inference.words import QuantizeOptions, parted
@@ -37,6 +39,8 @@ def quantize(words: Sequence[str]) -> int:
 
 def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict[str, Any]:
     """Quantize ``checkpoint`` by the plugin that ``words`` name; returns the content of report.json."""
+    if Process.current().world > 1:
+        raise UserError("a checkpoint is quantized by one process, sharded or not; start it without torchrun")
     options, overrides, directory = parted(words, QuantizeOptions, "quantize")
     mine = [word for word in overrides if _section(word) in _OF_PLUGINS]
     others = [word for word in overrides if _section(word) not in _OF_PLUGINS]
@@ -46,6 +50,7 @@ def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict
         if is_quantized(trained.directory):
             raise UserError(f"{trained.directory} is quantized already: name the checkpoint it was made from")
         target = run_dir.path / QUANTIZED if options.output is None else Path(options.output).expanduser()
+        require_free(target)
         finished = FinishedModel(
             FloatCheckpoint.of(trained),
             trained.dataset,

@@ -13,7 +13,8 @@ import recpipe
 from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
 from recpipe.inference import quantized
-from recpipe.inference.quantized import call_quantized, open_quantized, read_manifest, write_quantized
+from recpipe.inference.quantized import call_quantized, open_quantized, write_quantized
+from recpipe.inference.quantized_manifest import read_manifest
 from recpipe.inference.rows import decode_rows, encode_rows
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import open_trained

@@ -13,7 +13,8 @@ import recpipe
 from recpipe import cli
 from recpipe.config.compose import active_plugins, compose
 from recpipe.errors import UserError
-from recpipe.inference.quantized import open_quantized, read_manifest
+from recpipe.inference.quantized import open_quantized
+from recpipe.inference.quantized_manifest import read_manifest
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import activate, installed
 from recpipe.tasks.plugins import listed
