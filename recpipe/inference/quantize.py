@@ -10,10 +10,12 @@ from rich.console import Console
 
 from recpipe.common.console import log, show
 from recpipe.config.compose import active_plugins, compose
+from recpipe.distributed.launch import Process
 from recpipe.errors import UserError
 from recpipe.inference.command import TERMINAL, Caller, answering
+from recpipe.inference.quantized import require_free
 from recpipe.inference.source import FloatCheckpoint
-from recpipe.inference.trained import open_trained
+from recpipe.inference.trained import is_quantized, open_trained
 from recpipe.inference.words import QuantizeOptions, parted
 from recpipe.plugin.load import activate
 from recpipe.plugin.model_quantizer import FinishedModel, ModelQuantizer, Quantized
@@ -37,13 +39,18 @@ def quantize(words: Sequence[str]) -> int:
 
 def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict[str, Any]:
     """Quantize ``checkpoint`` by the plugin that ``words`` name; returns the content of report.json."""
+    if Process.current().world > 1:
+        raise UserError("a checkpoint is quantized by one process, sharded or not; start it without torchrun")
     options, overrides, directory = parted(words, QuantizeOptions, "quantize")
     mine = [word for word in overrides if _section(word) in _OF_PLUGINS]
     others = [word for word in overrides if _section(word) not in _OF_PLUGINS]
     quantizer = _quantizer(active_plugins(compose(mine)))
     with answering(caller, directory) as run_dir:
         trained = open_trained(checkpoint, others, caller.model, caller.data)
+        if is_quantized(trained.directory):
+            raise UserError(f"{trained.directory} is quantized already: name the checkpoint it was made from")
         target = run_dir.path / QUANTIZED if options.output is None else Path(options.output).expanduser()
+        require_free(target)
         finished = FinishedModel(
             FloatCheckpoint.of(trained),
             trained.dataset,
