@@ -43,8 +43,8 @@ from recpipe.inference.golden import as_batch, golden_inputs, tolerance, write_g
 from recpipe.inference.inputs import dense_rule, id_hash, id_rule
 from recpipe.inference.manifest import compiled_for, is_package, versions, write_manifest
 from recpipe.inference.processor import InstructionSet, chosen_set
-from recpipe.inference.quantized import is_quantized, put_rows, trained_quantized
-from recpipe.inference.trained import Trained, open_trained, scored
+from recpipe.inference.quantized import put_rows, trained_quantized
+from recpipe.inference.trained import Trained, is_quantized, open_trained, scored
 from recpipe.model.call import Called
 from recpipe.seams.compiled import compile_program, compiler
 from recpipe.tasks.process import prepare_process
