@@ -43,8 +43,7 @@ from recpipe.inference.golden import as_batch, golden_inputs, tolerance, write_g
 from recpipe.inference.inputs import dense_rule, id_hash, id_rule
 from recpipe.inference.manifest import compiled_for, is_package, versions, write_manifest
 from recpipe.inference.processor import InstructionSet, chosen_set
-from recpipe.inference.quantized import put_rows, trained_quantized
-from recpipe.inference.trained import Trained, is_quantized, open_trained, scored
+from recpipe.inference.trained import Trained, open_trained, scored
 from recpipe.model.call import Called
 from recpipe.seams.compiled import compile_program, compiler
 from recpipe.tasks.process import prepare_process
@@ -132,9 +131,9 @@ def _check_target(directory: Path) -> None:
 
 def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     """What to write of a checkpoint, quantized or not; ``UserError`` if its model cannot be packaged."""
-    trained, called = _opened(checkpoint, model)
-    schema = trained.schema
-    log.info("exporting %s", type(called.module).__name__)
+    trained = open_trained(checkpoint, model=model)
+    schema, module, called = trained.schema, trained.model, trained.called
+    log.info("exporting %s", type(module).__name__)
     dense = export_dense(called, schema)
     inputs, scores = made_up(called, schema)
     files = {name: f"tables/{quote(name, safe='')}.safetensors" for name in dense.tables}
@@ -161,19 +160,6 @@ def made_up(called: Called, schema: Schema) -> tuple[dict[str, torch.Tensor], to
         "the model's scores of normally distributed inputs, and of their absolute values, are not finite, so "
         "that a package of it could not be checked"
     )
-
-
-def _opened(checkpoint: Path, model: nn.Module | None) -> tuple[Trained, Called]:
-    """The checkpoint, quantized or not, and its model with all rows in memory, ready to be called."""
-    if is_quantized(checkpoint):
-        trained = trained_quantized(checkpoint, (), model)
-        called = trained.make_called()
-        put_rows(called.module, checkpoint)
-        return trained, called
-    trained = open_trained(checkpoint, model=model)
-    called = trained.called
-    assert trained.model is called.module, "which loads it"
-    return trained, called
 
 
 def of_package(directory: Path) -> Parts:

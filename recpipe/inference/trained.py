@@ -305,7 +305,8 @@ def _given(batches: Batches, trained_on: TrainedOn) -> GivenBatches:
 
 def is_quantized(directory: Path) -> bool:
     """Whether ``directory`` is a quantized checkpoint (``recpipe.inference.quantized``)."""
-    return all((directory / name).is_file() for name in QUANTIZED_FILES)
+    a_package = (directory / "score.py").is_file()  # which has these files, too
+    return not a_package and all((directory / name).is_file() for name in QUANTIZED_FILES)
 
 
 class _Columns(Dataset):

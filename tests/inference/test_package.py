@@ -28,7 +28,7 @@ from recpipe.inference.manifest import DIGEST, MANIFEST
 from recpipe.inference.package import of_checkpoint
 from recpipe.inference.quantized import write_quantized
 from recpipe.inference.source import FloatCheckpoint
-from recpipe.inference.trained import open_trained, scored
+from recpipe.inference.trained import is_quantized, open_trained, scored
 from recpipe.seams.compiled import compiler
 from tests.processes import Child
 
@@ -202,6 +202,7 @@ def test_offline_scores_with_the_package_are_a_servers_bit_by_bit(
     sealed(copied, lambda manifest: manifest.update(step=1))
     with pytest.raises(UserError, match="is of another checkpoint than .*: its step differ"):
         recpipe.predict(checkpoint, None, f"package={copied}", quiet=True)
+    assert not is_quantized(packed)  # which has files of these names, too
 
 
 @needs_compiler
