@@ -147,8 +147,8 @@ class Work:
                 return search.run()
             except KeyboardInterrupt:
                 log.info(
-                    "interrupted after %d evaluations, which are kept: the same command with hydra.run.dir=%s "
-                    "goes on from there",
+                    "interrupted after %d evaluations, which are kept: the same command with hydra.run.dir=%s"
+                    " goes on from there",
                     len(judge.done),
                     judge.journal.parent,
                 )
