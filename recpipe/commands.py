@@ -44,12 +44,12 @@ def _is_option(word: str) -> bool:
 COMMANDS = {
     "evaluate": Command(
         "recpipe.inference.command:evaluate",
-        "CHECKPOINT data=... [data.path=...] [split=all] [by=COLUMN]",
+        "CHECKPOINT [data=...] [data.path=...] [split=eval] [by=COLUMN]",
         "its quality on any data: AUC, logloss, NE, calibration",
     ),
     "predict": Command(
         "recpipe.inference.command:predict",
-        "CHECKPOINT data=... output=FILE.parquet [keys=[a,b]]",
+        "CHECKPOINT [data=...] [data.path=...] output=FILE.parquet [keys=[a,b]]",
         "a score for each row of any data",
     ),
     "plugins": Command(
