@@ -45,7 +45,7 @@ class StaleInputs(L.Callback):
         self.rows, self.dim = rows, dim
         """The number of rows of all tables."""
         self.classifier = InputClassifier(
-            method.stale_lookups, lookups, seed if method.control == "random" else None
+            method.stale_lookups, lookups, method.step, seed if method.control == "random" else None
         )
         self.view: RowView | None = None
         self.totals = Totals()

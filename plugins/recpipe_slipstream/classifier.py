@@ -54,9 +54,27 @@ def classify(
     return hot, hot & (stale >= (lookups if stale_lookups is None else stale_lookups))
 
 
-def at_random(hot: NDArray[np.bool_], stale: NDArray[np.bool_], seed: int, number: int) -> NDArray[np.bool_]:
-    """The control: as many hot inputs of batch ``number`` as are stale, drawn at random, bool [B]."""
-    drawn = np.random.default_rng((seed, number)).choice(np.flatnonzero(hot), int(stale.sum()), replace=False)
+SIZES = 32
+"""A batch keeps a multiple of its 32nd part. Matrix kernels are made for each input size: when every batch
+had a size of its own, a third fewer inputs made steps hardly shorter (README, Results)."""
+
+
+def in_steps(stale: NDArray[np.bool_], step: int) -> NDArray[np.bool_]:
+    """``stale`` [B] without its first inputs, as many as it takes for the other inputs to be a multiple of
+    ``step``; none of them stays if that takes all."""
+    found = np.flatnonzero(stale)
+    chosen = np.zeros(len(stale), bool)
+    chosen[found[(len(found) - len(stale)) % step :]] = True
+    return chosen
+
+
+def at_random(
+    hot: NDArray[np.bool_], left_out: NDArray[np.bool_], seed: int, number: int
+) -> NDArray[np.bool_]:
+    """The control: as many hot inputs of batch ``number`` as ``left_out`` has, drawn at random, bool [B]."""
+    drawn = np.random.default_rng((seed, number)).choice(
+        np.flatnonzero(hot), int(left_out.sum()), replace=False
+    )
     chosen = np.zeros(len(hot), bool)
     chosen[drawn] = True
     return chosen
@@ -82,17 +100,20 @@ class InputClassifier:
 
     It runs one batch ahead of training. A decision made after batch b was trained is used from batch b + 2
     on, so that the progress of the loader's thread does not matter. ``lookups`` returns a batch's rows,
-    numbered over all tables. ``random_seed``: leave out as many hot inputs, but drawn at random.
+    numbered over all tables. The number of inputs that a batch keeps is a multiple of ``step``, or all.
+    ``random_seed``: leave out as many hot inputs, but drawn at random.
     """
 
     def __init__(
         self,
         stale_lookups: int | None,
         lookups: Callable[[Batch], Bags],
+        step: int,
         random_seed: int | None = None,
     ) -> None:
         self.stale_lookups = stale_lookups
         self.lookups = lookups
+        self.step = step
         self.random_seed = random_seed
         self.window: tuple[int, int] | None = None
         """The batches [first, end) between two snapshots, whose inputs are all trained."""
@@ -113,8 +134,8 @@ class InputClassifier:
         return self.window is not None and self.window[0] <= number < self.window[1]
 
     def keep(self, batch: Batch, number: int) -> NDArray[np.bool_] | None:
-        """Which inputs are not stale, bool [B]; None if all are kept, which includes a batch with only stale
-        inputs."""
+        """Which inputs to keep, bool [B]: all that are not stale, and the stale ones that fill up a step.
+        None if all are kept, which includes a batch with only stale inputs."""
         start, marks = perf_counter(), self.in_force(number)
         if marks is None and not self.in_window(number):
             self._seen[number] = Seen(number, np.empty(0, np.int64), batch_size(batch))
@@ -125,14 +146,15 @@ class InputClassifier:
             return None
         size = bags.batch_size
         hot, stale = classify(marks, bags, self.stale_lookups)
+        left_out = in_steps(stale, self.step)
         if self.random_seed is not None:
-            stale = at_random(hot, stale, self.random_seed, number)
-        dropped = 0 if stale.all() else int(stale.sum())
+            left_out = at_random(hot, left_out, self.random_seed, number)
+        dropped = 0 if stale.all() else int(left_out.sum())
         if dropped:
-            bags = bags.permuted(np.flatnonzero(~stale))
+            bags = bags.permuted(np.flatnonzero(~left_out))
         seconds = perf_counter() - start
         self._seen[number] = Seen(number, bags.rows, size, int(hot.sum()), dropped, seconds)
-        return ~stale if dropped else None
+        return ~left_out if dropped else None
 
     def trained(self, number: int) -> Seen:
         """What was done with batch ``number``, which has now been trained."""

@@ -19,6 +19,8 @@ class Method:
     snapshot_every: int | None
     search: str
     control: str | None
+    step: int
+    """A batch keeps a multiple of so many inputs."""
     tries: bool
     """Whether to stop where nothing is to be had."""
 

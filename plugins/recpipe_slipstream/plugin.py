@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from recpipe.plugin import Context, Contribution, Figure, Invariant, Plugin, PluginError
 from recpipe_slipstream.callback import StaleInputs, batches_of
+from recpipe_slipstream.classifier import SIZES
 from recpipe_slipstream.hotset import HotTables
 from recpipe_slipstream.method import Method, Totals
 from recpipe_slipstream.skipper import Frozen, Stale
@@ -95,6 +96,7 @@ class Slipstream(Plugin):
             snapshot_every=self.snapshot_every,
             search=self.threshold,
             control=self.control,
+            step=-(-ctx.batch_size // SIZES),
             tries=self.tries,
         )
         tables = ctx.tables.values()

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 
+from recpipe_slipstream.classifier import SIZES
 from recpipe_slipstream.method import Totals
 
-LEAST = 0.02
-"""If less than this share of all inputs could be left out, it is not worth the snapshots."""
+LEAST = 1 / SIZES
+"""If less than this share of all inputs could be left out, no batch would get smaller by a step."""
 TRIAL = 32
 """So many steps with marks show whether steps have become shorter."""
 ENOUGH = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from recpipe_slipstream.classifier import InputClassifier, Marks, at_random
+from recpipe_slipstream.classifier import InputClassifier, Marks, at_random, in_steps
 from recpipe_slipstream.plugin import Slipstream
 from recpipe_slipstream.tests.rig import defaults
 
@@ -19,8 +19,8 @@ def batch() -> Bags:
     return Bags(np.arange(SIZE, dtype=np.int64) % 3, np.arange(SIZE + 1), SIZE)
 
 
-def kept(random_seed: int | None, number: int = 9) -> np.ndarray:
-    classifier = InputClassifier(None, lambda found: found, random_seed)  # type: ignore[arg-type, return-value]
+def kept(random_seed: int | None, number: int = 9, step: int = 1) -> np.ndarray:
+    classifier = InputClassifier(None, lambda found: found, step, random_seed)  # type: ignore[arg-type, return-value]
     classifier.marks = (Marks(0, np.array([0, 1]), np.array([False, True]), 3),)
     found = classifier.keep(batch(), number)  # type: ignore[arg-type]
     assert found is not None
@@ -43,6 +43,23 @@ def test_the_control_depends_on_seed_and_batch_alone() -> None:
     assert not np.array_equal(kept(5, 9), kept(5, 10))
     hot = np.ones(10, bool)
     assert at_random(hot, hot, 1, 1).all()
+
+
+def test_a_batch_keeps_a_multiple_of_the_step() -> None:
+    stale, filled, control = ~kept(None), ~kept(None, step=60), ~kept(5, step=60)
+    assert (~stale).sum() == 267
+    assert (~filled).sum() == (~control).sum() == 300
+    assert np.array_equal(filled, stale & (np.cumsum(stale) > 33)), "the first stale inputs fill up the step"
+
+
+@pytest.mark.parametrize(
+    ("stale", "size", "step", "left_out"),
+    [(6, 10, 4, 6), (5, 10, 4, 2), (1, 10, 4, 0), (3, 5, 8, 0), (0, 8, 4, 0)],
+)
+def test_no_input_is_left_out_where_a_step_is_not_reached(
+    stale: int, size: int, step: int, left_out: int
+) -> None:
+    assert in_steps(np.arange(size) < stale, step).sum() == left_out
 
 
 @pytest.mark.parametrize("knobs", [{"control": "none"}, {"control": "random", "freeze_stale_rows": True}])
