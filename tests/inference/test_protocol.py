@@ -49,7 +49,7 @@ def test_lists_and_binary_tensors_are_the_same_request() -> None:
     for one in (plain, binary):
         assert one.samples == 2
         np.testing.assert_array_equal(one.dense, [[1, 2], [3, 4.5]])
-        assert [ids.tolist() for ids in one.ids] == [[7, 49], [0, 8]]
+        assert [ids.tolist() for ids in one.of_each_feature()] == [[7, 49], [0, 8]]
         assert one.lengths.tolist() == [[1, 1], [1, 1]]
 
 
@@ -64,7 +64,7 @@ def test_bags_and_what_all_samples_share() -> None:
     )
     assert one.samples == 3
     assert one.dense.tolist() == [[1, 2]] * 3
-    assert [ids.tolist() for ids in one.ids] == [[1, 2, 3], [4, 5, 4, 5, 4, 5]]
+    assert [ids.tolist() for ids in one.of_each_feature()] == [[1, 2, 3], [4, 5, 4, 5, 4, 5]]
     assert one.lengths.tolist() == [[0, 2, 1], [2, 2, 2]]
     dense, ids, lengths = together([one, asked(body(DENSE, A, B))])
     assert dense.tolist() == [[1, 2]] * 3 + [[1, 2], [3, 4.5]]
@@ -97,7 +97,7 @@ WRONG: list[tuple[bytes, str | None, str]] = [
     (body(DENSE | {"data": [1, float("inf"), 3, 4]}, A, B), None, "'y' of sample 0 is not a finite number"),
     (body(DENSE | {"shape": [4, 1]}, A, B), None, r"not FP32 \[N, 2\]"),
     (body(DENSE, tensor("a", "INT64", [3], [1, 2, 3]), B), None, "has 2 samples, and another one has 3"),
-    (body(DENSE, tensor("a", "INT64", [0], []), B), None, "'a' has 0 samples"),
+    (body(DENSE, tensor("a", "INT64", [0], []), B), None, "'a' has 0 samples, and another one has 2"),
     (
         body(DENSE, tensor("a", "INT64", [9], [1] * 9), B),
         None,

@@ -194,7 +194,8 @@ def test_a_stopping_server_answers_what_it_has() -> None:
 
 def one(a: int, samples: int = 1) -> Asked:
     ids = np.full(samples, a, np.int64)
-    return Asked(np.zeros((samples, 2), np.float32), [ids, 0 * ids], np.ones((2, samples), np.int64))
+    both = np.concatenate([ids, 0 * ids])
+    return Asked(np.zeros((samples, 2), np.float32), both, np.ones((2, samples), np.int64))
 
 
 class Held:
