@@ -30,7 +30,7 @@ from recpipe.inference.quantized import write_quantized
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import is_quantized, open_trained, scored
 from recpipe.seams.compiled import compiler
-from tests.processes import Child
+from tests.processes import ROOT, Child
 
 DATA = (
     "data.samples=2000",
@@ -423,10 +423,9 @@ def test_in_a_new_environment_with_torch_and_fbgemm_alone(packed: Path, tmp_path
     """Needs a package index, or what pip is told to use in its place."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     pip = [tmp_path / "venv" / "bin" / "python", "-m", "pip", "-q", "install"]
-    wanted = [f"torch=={torch.__version__.partition('+')[0]}", "numpy"]
-    index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
-    version = json.loads((packed / MANIFEST).read_bytes())["versions"]["fbgemm_gpu"]
-    subprocess.run([*pip, *index, *wanted, f"fbgemm-gpu-cpu=={version.partition('+')[0]}"], check=True)
+    version = json.loads((packed / MANIFEST).read_bytes())["versions"]["fbgemm_gpu"].partition("+")[0]
+    subprocess.run([*pip, "-r", ROOT / "requirements" / "torch-cpu.txt"], check=True)
+    subprocess.run([*pip, "numpy", f"fbgemm-gpu-cpu=={version}"], check=True)
     own = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     said = subprocess.run(
         [tmp_path / "venv" / "bin" / "python", packed / "score.py"],
