@@ -424,8 +424,8 @@ def test_in_a_new_environment_with_torch_and_fbgemm_alone(packed: Path, tmp_path
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     pip = [tmp_path / "venv" / "bin" / "python", "-m", "pip", "-q", "install"]
     version = json.loads((packed / MANIFEST).read_bytes())["versions"]["fbgemm_gpu"].partition("+")[0]
-    subprocess.run([*pip, "-r", ROOT / "requirements" / "torch-cpu.txt"], check=True)
-    subprocess.run([*pip, "numpy", f"fbgemm-gpu-cpu=={version}"], check=True)
+    subprocess.run([*pip, "--no-deps", "-r", ROOT / "requirements" / "torch-cpu.txt"], check=True)
+    subprocess.run([*pip, "torch", "numpy", f"fbgemm-gpu-cpu=={version}"], check=True)
     own = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     said = subprocess.run(
         [tmp_path / "venv" / "bin" / "python", packed / "score.py"],
