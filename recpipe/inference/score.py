@@ -37,14 +37,18 @@ class Scorer:
         self.manifest = verified(self.directory)
         check_processor(self.manifest["compiled"])
         self.rows = torch.tensor([feature["rows"] for feature in self.manifest["sparse"]])
-        tables = Tables(self.directory, self.manifest["tables"])
-        self.lookups = [Lookup(found, self.manifest, tables) for found in self.manifest["lookups"]]
+        self.lookups = self.make_lookups()
         self.dense = torch._inductor.aoti_load_package(str(self.directory / "dense.pt2"))
         found = tensors(self.directory / "dense.safetensors")
         # The program refers to its constants, which must therefore stay. It has the smallest ones itself.
         self.constants = {name: found[name].clone() for name in self.dense.get_constant_fqns()}
         self.dense.load_constants(self.constants, check_full_update=False, user_managed=True)
         self.difference = self.check_golden()
+
+    def make_lookups(self) -> "list[Lookup]":
+        """The lookups, over all tables in memory."""
+        tables = Tables(self.directory, self.manifest["tables"])
+        return [Lookup(found, self.manifest, tables) for found in self.manifest["lookups"]]
 
     def __call__(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Scores float32 [B], from dense float32 [B, D], ids int64 [N] and lengths int64 [F * B].
@@ -157,10 +161,14 @@ class Lookup:
                 torch.cat([offsets[f * samples : (f + 1) * samples + 1].diff() for f in self.features]),
             )
             offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        if len(self.places):
-            ids = torch.ops.fbgemm.pruned_array_lookup(ids, offsets, self.places, self.place_starts)
         lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
-        return lookup(*self.before, ids, offsets, *self.after)
+        return lookup(*self.before, self.rows_of(ids, offsets), offsets, *self.after)
+
+    def rows_of(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The row of each id; -1 if it was pruned, which adds nothing."""
+        if not len(self.places):
+            return ids
+        return torch.ops.fbgemm.pruned_array_lookup(ids, offsets, self.places, self.place_starts)
 
 
 def verified(directory: Path) -> dict:
