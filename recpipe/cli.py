@@ -150,9 +150,12 @@ def _dispatch(argv: Sequence[str]) -> int:
 
         return unshard(Path(argv[1]), Path(argv[2]))
     if command == "package":
-        from recpipe.inference.commands import package_command
+        from recpipe.api import package
+        from recpipe.inference.commands import package_words
 
-        return package_command(argv[1:])
+        checkpoint, directory, instructions = package_words(argv[1:])
+        package(checkpoint, directory, instruction_set=instructions)
+        return 0
     if command == "doctor":
         from recpipe.tasks.doctor import print_findings
 

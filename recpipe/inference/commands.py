@@ -10,9 +10,9 @@ from recpipe.errors import UserError, did_you_mean, shown
 _USAGE = "say recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2]"
 
 
-def package_command(words: Sequence[str]) -> int:
-    """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512]``."""
-    paths = [word for word in words if "=" not in word]
+def package_words(words: Sequence[str]) -> tuple[Path, Path, str | None]:
+    """Checkpoint, directory and instruction set in ``CHECKPOINT DIRECTORY [instruction_set=avx2|avx512]``."""
+    paths = [Path(word) for word in words if "=" not in word]
     options = dict(word.split("=", 1) for word in words if "=" in word)
     unknown = next((key for key in options if key != "instruction_set"), None)
     if unknown is not None:
@@ -21,7 +21,4 @@ def package_command(words: Sequence[str]) -> int:
         )
     if len(paths) != 2:
         raise UserError(_USAGE)
-    from recpipe.api import package
-
-    package(paths[0], Path(paths[1]), instruction_set=options.get("instruction_set"))
-    return 0
+    return paths[0], paths[1], options.get("instruction_set")

@@ -120,18 +120,15 @@ class _Pooled(nn.Module):
         columns: dict[int, torch.Tensor] = {}
         for pooling in dict.fromkeys(self.poolings):
             own = [i for i, found in enumerate(self.poolings) if found == pooling]
-            rows = self.given.rows(Lookup(pooling, tuple(self.parts[i] for i in own)), sum_of(self.dims, own))
-            columns |= dict(zip(own, rows.split([self.dims[i] for i in own], dim=1), strict=True))
+            rows = self.given.rows(
+                Lookup(pooling, tuple(self.parts[i] for i in own)), sum(self.dims[i] for i in own)
+            )
+            columns |= dict(zip(own, torch.split(rows, [self.dims[i] for i in own], dim=1), strict=True))
         if len(set(self.poolings)) == 1:
             values = rows
         else:
             values = torch.cat([columns[i] for i in range(len(self.dims))], dim=1)
         return KeyedTensor(keys=self.keys, length_per_key=self.dims, values=values)
-
-
-def sum_of(values: Sequence[int], places: Sequence[int]) -> int:
-    """The sum of the values at these places."""
-    return sum(values[i] for i in places)
 
 
 def _pooling(pooling: PoolingType) -> str:
@@ -145,11 +142,13 @@ class _Given:
     def __init__(self, samples: int, given: Sequence[torch.Tensor] | None = None) -> None:
         self.samples = samples
         self.lookups: list[Lookup] = []
+        self.widths: list[int] = []
         self.given = given
 
     def rows(self, lookup: Lookup, width: int) -> torch.Tensor:
         """float32 [B, width]."""
         self.lookups.append(lookup)
+        self.widths.append(width)
         if self.given is None:
             return torch.zeros(self.samples, width)
         return self.given[len(self.lookups) - 1]
@@ -200,8 +199,7 @@ def export_dense(called: Called, schema: Schema) -> DensePart:
         lookups = tuple(noting.lookups)
         if not lookups:
             raise UserError("the model looks nothing up")
-        widths = [sum(_dimension(found, names, table) for _, table in lookup.parts) for lookup in lookups]
-        rows = [torch.zeros(_SAMPLES, width) for width in widths]
+        rows = [torch.zeros(_SAMPLES, width) for width in noting.widths]
         size = {0: Dim.AUTO}
         with any_batch_size():
             program = torch.export.export(
@@ -241,17 +239,6 @@ def _table_names(found: Mapping[str, EmbeddingBagCollection]) -> dict[str, dict[
         }
         for path, collection in found.items()
     }
-
-
-def _dimension(
-    found: Mapping[str, EmbeddingBagCollection], names: Mapping[str, Mapping[str, str]], table: str
-) -> int:
-    return next(
-        config.embedding_dim
-        for path, collection in found.items()
-        for config in collection.embedding_bag_configs()
-        if names[path][config.name] == table
-    )
 
 
 def _without(

@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 import fbgemm_gpu  # noqa: F401  registers the lookup operator
 import torch
@@ -20,7 +21,7 @@ import torch._inductor
 
 TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3, "int2": 4}  # as FBGEMM numbers them
 HOST = 3  # FBGEMM's place of a table in memory
-ALIGNMENT = 64  # of a table's first row, in bytes
+ALIGNMENT = 64  # of tables and inputs, in bytes
 
 
 class PackageError(Exception):
@@ -56,13 +57,25 @@ class Scorer:
         Ids are rows of tables, ordered by feature and then by sample; lengths say how many each has, in the
         same order. ``ValueError`` for wrong shapes and for ids that are not in their table.
         """
-        samples = dense.shape[0]
-        self.check(dense, ids, lengths, samples)
+        dense, offsets = self.checked(dense, ids, lengths)
+        with torch.inference_mode():
+            return self.scores(dense, [lookup(ids, offsets, len(dense)) for lookup in self.lookups])
+
+    def checked(
+        self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Dense features where the program wants them, and the ids' offsets int64 [F * B + 1]."""
+        self.check(dense, ids, lengths, dense.shape[0])
+        if dense.data_ptr() % ALIGNMENT:
+            dense = dense.clone()  # MKL rounds differently from other addresses
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
         torch.cumsum(lengths, 0, out=offsets[1:])
-        with torch.inference_mode():
-            pooled = [lookup(ids, offsets, samples) for lookup in self.lookups]
-            return self.dense(dense, pooled)
+        return dense, offsets
+
+    def scores(self, dense: torch.Tensor, pooled: "list[torch.Tensor]") -> torch.Tensor:
+        """Scores float32 [B], from dense features and the rows that the lookups have pooled."""
+        scores: torch.Tensor = self.dense(dense, pooled)
+        return scores
 
     def check(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, samples: int) -> None:
         """``ValueError`` unless the inputs fit the manifest and each other."""
@@ -109,7 +122,7 @@ class Scorer:
 class Tables:
     """All tables in one buffer uint8, with the byte at which each begins."""
 
-    def __init__(self, directory: Path, about: dict) -> None:
+    def __init__(self, directory: Path, about: dict[str, Any]) -> None:
         self.about = about
         found = {name: tensors(directory / table["file"]) for name, table in about.items()}
         self.places = {name: table["places"].clone() for name, table in found.items() if "places" in table}
@@ -124,7 +137,7 @@ class Tables:
 class Lookup:
     """One lookup, and what FBGEMM's operator asks for."""
 
-    def __init__(self, found: dict, manifest: dict, tables: Tables) -> None:
+    def __init__(self, found: dict[str, Any], manifest: dict[str, Any], tables: Tables) -> None:
         self.names = [feature["name"] for feature in manifest["sparse"]]
         self.features = [self.names.index(feature) for feature, _ in found["parts"]]
         own = [table for _, table in found["parts"]]
@@ -154,24 +167,37 @@ class Lookup:
 
     def __call__(self, ids: torch.Tensor, offsets: torch.Tensor, samples: int) -> torch.Tensor:
         """Pooled rows float32 [B, W]."""
-        if self.features != list(range(len(self.names))):
-            bounds = offsets[torch.arange(len(self.names) + 1) * samples].tolist()
-            ids, lengths = (
-                torch.cat([ids[bounds[f] : bounds[f + 1]] for f in self.features]),
-                torch.cat([offsets[f * samples : (f + 1) * samples + 1].diff() for f in self.features]),
-            )
-            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
-        return lookup(*self.before, self.rows_of(ids, offsets), offsets, *self.after)
+        ids, offsets = self.arranged(ids, offsets, samples)
+        return self.pooled(self.rows_of(ids, offsets), offsets)
+
+    def arranged(
+        self, ids: torch.Tensor, offsets: torch.Tensor, samples: int
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        """The ids of this lookup's features alone, in its order, and their offsets."""
+        if self.features == list(range(len(self.names))):
+            return ids, offsets
+        bounds = offsets[torch.arange(len(self.names) + 1) * samples].tolist()
+        ids = torch.cat([ids[bounds[f] : bounds[f + 1]] for f in self.features])
+        lengths = torch.cat([offsets[f * samples : (f + 1) * samples + 1].diff() for f in self.features])
+        return ids, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
     def rows_of(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """The row of each id; -1 if it was pruned, which adds nothing."""
         if not len(self.places):
             return ids
-        return torch.ops.fbgemm.pruned_array_lookup(ids, offsets, self.places, self.place_starts)
+        rows: torch.Tensor = torch.ops.fbgemm.pruned_array_lookup(
+            ids, offsets, self.places, self.place_starts
+        )
+        return rows
+
+    def pooled(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The sums, or means, of rows of the buffer."""
+        lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
+        pooled: torch.Tensor = lookup(*self.before, rows, offsets, *self.after)
+        return pooled
 
 
-def verified(directory: Path) -> dict:
+def verified(directory: Path) -> dict[str, Any]:
     """The manifest; ``PackageError`` names the first file that is missing or not as it was written."""
     for name in ("manifest.sha256", "manifest.json"):
         if not (directory / name).is_file():
@@ -179,7 +205,7 @@ def verified(directory: Path) -> dict:
     text = (directory / "manifest.json").read_bytes()
     if (directory / "manifest.sha256").read_text() != f"{hashlib.sha256(text).hexdigest()}  manifest.json\n":
         raise PackageError(f"{directory / 'manifest.json'} is not as it was written (manifest.sha256)")
-    manifest = json.loads(text)
+    manifest: dict[str, Any] = json.loads(text)
     for name, digest in manifest["files"].items():
         file = directory / name
         if not file.is_file():
@@ -190,7 +216,7 @@ def verified(directory: Path) -> dict:
     return manifest
 
 
-def check_processor(compiled: dict) -> None:
+def check_processor(compiled: dict[str, Any]) -> None:
     """``PackageError`` if this processor lacks instructions that the compiled code uses."""
     lacking = sorted(set(compiled["cpu_flags"]) - processor_flags())
     if platform.machine() != compiled["machine"] or lacking:

@@ -24,7 +24,7 @@ with private_names():
 def any_batch_size() -> Any:
     """A context in which ``torch.export`` does not treat dynamic sizes 0 and 1 as special, so that what it
     exports takes them too."""
-    return fx.patch(backed_size_oblivious=True)
+    return fx.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
 
 
 def compiler() -> str | None:
