@@ -27,6 +27,7 @@ from recpipe.tables.stores.base import ColdStore, IoCounters, Records, StoreLayo
 from recpipe.tables.stores.bulk import BulkStore
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
+from recpipe.tables.stores.ssd import SsdStore
 from recpipe.tables.stores.writes import positions
 from recpipe.tables.tiers.access_counts import group_rows, load_profile, table_bases
 from recpipe.tables.tiers.parts import TierParts
@@ -72,6 +73,7 @@ __all__ = [
     "SamplesConfig",
     "Schema",
     "SparseFeature",
+    "SsdStore",
     "StoreLayout",
     "TableCollection",
     "TableOptimizer",

@@ -40,9 +40,10 @@ def hot_rows(
     """
     left = budget - INDEX_BYTES * sum(size.rows for size in sizes.values())
     if left < 0:
+        total = sum(size.rows for size in sizes.values())
         raise UserError(
-            f"plugins.sdm.dram={budget} bytes: the index of {sum(s.rows for s in sizes.values()):,} rows alone "
-            f"takes {budget - left:,}; give more, or fewer tables (plugins.sdm.tables)"
+            f"plugins.sdm.dram leaves {budget:,} bytes for tables on the SSD: the index of {total:,} rows "
+            f"alone takes {budget - left:,}; give more, or fewer tables (plugins.sdm.tables)"
         )
     density = [_density(size, counts.get(name)) for name, size in sizes.items()]
     widths = [np.full(size.rows, size.row_bytes, np.int64) for size in sizes.values()]

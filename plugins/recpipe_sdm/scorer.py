@@ -74,7 +74,9 @@ def tiered_tables(directory: Path, about: Mapping[str, Mapping[str, object]], ho
     found = {name: tensors(directory / str(table["file"])) for name, table in about.items()}
     cold = [name for name in found if fnmatchcase(name, how.tables) and _fits(found[name])]
     if not cold:
-        raise UserError(f"plugins.sdm.tables={how.tables}: no table can be on the SSD; tables: {', '.join(found)}")
+        raise UserError(
+            f"plugins.sdm.tables={how.tables}: no table can be on the SSD; tables: {', '.join(found)}"
+        )
     whole = [name for name in found if name not in cold]
     sizes = {name: Size(*found[name]["rows"].shape) for name in cold}
     budget = how.dram - sum(found[name]["rows"].nbytes for name in whole)

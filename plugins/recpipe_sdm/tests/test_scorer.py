@@ -1,0 +1,109 @@
+"""A package whose rows are on the SSD scores with the bits of one whose rows are all in DRAM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from recpipe_sdm.budget import INDEX_BYTES, Size, hot_rows
+from recpipe_sdm.rows import TieredRows
+from recpipe_sdm.scorer import STAGING_BYTES, TieredScorer, Tiering
+
+import recpipe
+from recpipe.errors import UserError
+from recpipe.inference.score import Scorer
+from recpipe.seams.compiled import compiler
+
+DATA = ("data.samples=4000", "data.batch_size=128", "data.tables={user: 3000, item: 500, city: 20}")
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package of a short run."""
+    if compiler() is None:
+        pytest.skip("a package is compiled, and there is no C++ compiler here")
+    folder = tmp_path_factory.mktemp("run")
+    words = (*DATA, "model.bottom=[16]", "model.top=[16]", "trainer.logger=null", "trainer.max_steps=4")
+    recpipe.train(None, None, *words, output=folder, quiet=True).close()
+    return recpipe.package(folder / "checkpoints", folder / "model.recpipe", quiet=True)
+
+
+def batches(count: int = 30) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Dense features, ids and lengths of batches of 1 to 40 samples."""
+    rng = np.random.default_rng(3)
+    for _ in range(count):
+        size = int(rng.integers(1, 41))
+        lengths = np.stack([rng.integers(0, 6, size) for _ in range(3)])
+        ids = [rng.zipf(1.1, n) % rows for n, rows in zip(lengths.sum(1), (3000, 500, 20), strict=True)]
+        dense = torch.from_numpy(rng.random((size, 13), np.float32))
+        yield dense, torch.from_numpy(np.concatenate(ids)), torch.from_numpy(lengths.reshape(-1))
+
+
+def pipelined(scorer: TieredScorer) -> list[torch.Tensor]:
+    """Scores of all batches, each announced before the one before it is scored."""
+    scores, before = [], None
+    for batch in batches():
+        announced = scorer.announce(*batch)
+        if before is not None:
+            scores.append(scorer.score(before))
+        before = announced
+    assert before is not None
+    return [*scores, scorer.score(before)]
+
+
+@pytest.mark.parametrize(("tables", "share"), [("*", 0.05), ("*", 1.0), ("user", 0.3), ("[ui]*", 0.3)])
+@pytest.mark.parametrize("adapts", [True, False])
+def test_scores_have_the_bits_of_all_rows_in_dram(
+    tables: str, share: float, adapts: bool, packed: Path, tmp_path: Path
+) -> None:
+    whole = Scorer(packed)
+    size = sum(t["rows"] * t["dimension"] * 4 for t in whole.manifest["tables"].values())
+    how = Tiering(tmp_path, 40_000 + int(share * size), tables, adapts=adapts)
+    scorer = TieredScorer(packed, how)
+    reads = scorer.tables.groups[0].tier.reads
+    assert all(torch.equal(a, whole(*b)) for a, b in zip(pipelined(scorer), batches(), strict=True))
+    assert (reads.missed == 0) == (share == 1.0)
+    scorer.close()
+    assert not list(tmp_path.iterdir()), "the rows are removed from the SSD"
+
+
+def test_a_wrong_place_changes_scores(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: missed rows are looked up where the last batch's were."""
+    whole, resolve = Scorer(packed), TieredRows._resolve
+    monkeypatch.setattr(TieredRows, "_resolve", lambda tier, rows, _: resolve(tier, rows, tier.slots))
+    scorer = TieredScorer(packed, Tiering(tmp_path, 50_000))
+    assert not all(torch.equal(a, whole(*b)) for a, b in zip(pipelined(scorer), batches(), strict=True))
+    scorer.close()
+
+
+def test_dram_is_within_the_budget(packed: Path, tmp_path: Path) -> None:
+    """But for missed rows and the store's buffers, which are counted too."""
+    how = Tiering(tmp_path, 100_000, adapts=True)
+    scorer = TieredScorer(packed, how)
+    (group,) = scorer.tables.groups
+    beside = group.tier.store.overhead_bytes
+    assert 100_000 - 64 <= scorer.dram_bytes - beside <= 100_000 + 2 * group.tier.reads.largest * 64
+    assert beside < 2 * STAGING_BYTES
+    scorer.close()
+
+
+def test_a_pattern_without_tables_and_a_budget_below_the_index(packed: Path, tmp_path: Path) -> None:
+    how = Tiering(tmp_path, 100_000)
+    with pytest.raises(UserError, match=r"plugins\.sdm\.tables=shop: no table .*tables: user, item, city"):
+        TieredScorer(packed, replace(how, tables="shop"))
+    with pytest.raises(UserError, match=r"the index of 3,520 rows alone takes 28,160"):
+        TieredScorer(packed, replace(how, dram=20_000))
+
+
+def test_rows_with_the_most_lookups_a_byte_come_first() -> None:
+    sizes = {"wide": Size(4, 64), "narrow": Size(4, 16)}
+    counts = {"wide": np.array([40, 9, 0, 0]), "narrow": np.array([1, 20, 5, 0])}
+    budget = INDEX_BYTES * 8 + 64 + 16
+    found = hot_rows(sizes, counts, budget)
+    assert {name: rows.tolist() for name, rows in found.items()} == {"wide": [0], "narrow": [1]}
+    everything = hot_rows(sizes, {}, 10_000)
+    assert [len(rows) for rows in everything.values()] == [4, 4]
