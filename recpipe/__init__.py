@@ -4,7 +4,7 @@ Importing the package does not import torch.
 """
 
 import recpipe.common.clock  # noqa: F401  first of all: it notes the time
-from recpipe.api import Run, load, package, place, train
+from recpipe.api import Run, evaluate, load, package, place, predict, quantize, train
 from recpipe.errors import UserError
 from recpipe.plugin.api import (
     Context,
@@ -35,8 +35,11 @@ __all__ = [
     "TableInfo",
     "UserError",
     "__version__",
+    "evaluate",
     "load",
     "package",
     "place",
+    "predict",
+    "quantize",
     "train",
 ]

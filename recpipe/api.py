@@ -1,5 +1,5 @@
-"""recpipe from Python and notebooks: ``train``, ``load``, ``place`` and ``package``. Importing this does not
-import torch."""
+"""recpipe from Python and notebooks: ``train``, ``load``, ``evaluate``, ``predict``, ``package``. Importing
+this does not import torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 from recpipe.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from omegaconf import DictConfig
     from torch import nn
 
     from recpipe.config.recipe import Recipe
     from recpipe.data.dataset import Dataset
     from recpipe.data.given import Batches
+    from recpipe.inference.command import Caller
     from recpipe.loop import Placed
     from recpipe.setup.given import Outcome
 
@@ -181,6 +184,56 @@ def load(checkpoint: str | Path, model: nn.Module | None = None) -> nn.Module:
     return load_checkpoint(Path(checkpoint), model)
 
 
+def evaluate(
+    checkpoint: str | Path,
+    data: Dataset | Batches | str | Path | None = None,
+    *overrides: str,
+    model: nn.Module | None = None,
+    output: str | Path | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """The quality of ``checkpoint`` on ``data``, as ``recpipe evaluate`` has it: what evaluation.json has.
+
+    Args:
+        checkpoint: a checkpoint, or a folder of them or a run's directory, whose newest one is taken.
+        data: None: that of the overrides, or of training. A path: a file or folder of the kind that training
+            read, or of parquet. A ``recpipe.kit.Dataset``. Or ready-made batches: a list, a DataLoader.
+        overrides: words of the command: ``"split=eval"``, ``"by=country"``, ``"data.batch_size=4096"``.
+        model: the model, if training was given one in Python; its parameters are replaced.
+        output: a directory for evaluation.json and the log. None: nothing is written.
+        quiet: nothing goes to the terminal.
+
+    ``UserError`` for a mistake of the caller, a damaged checkpoint, and data of other columns.
+    """
+    with _answering(data, overrides, model, output, quiet) as (caller, words):
+        from recpipe.inference.command import evaluate_for
+
+        return evaluate_for(caller, Path(checkpoint), words)
+
+
+def predict(
+    checkpoint: str | Path,
+    data: Dataset | Batches | str | Path | None = None,
+    *overrides: str,
+    model: nn.Module | None = None,
+    output: str | Path | None = None,
+    quiet: bool = False,
+) -> NDArray[np.float32] | Path:
+    """A score for each row of ``data``, in its order, as ``recpipe predict`` computes them.
+
+    ``output``: the file to write, .parquet or .csv, which is returned; memory does not grow with it. None: the
+    scores are returned, float32 [N], or [N, T] of T tasks. Other arguments as for ``evaluate``, with the
+    command's words: ``"keys=[user_id]"``, ``"scores=raw"``, ``"overwrite=true"``.
+    """
+    with _answering(data, overrides, model, None, quiet) as (caller, words):
+        from recpipe.inference.command import predict_for
+        from recpipe.tasks.compare_rows import quoted
+
+        if output is not None:
+            words = [*words, quoted("output", Path(output).expanduser().absolute())]
+        return predict_for(caller, Path(checkpoint), words)
+
+
 def package(
     checkpoint: str | Path,
     directory: str | Path,
@@ -193,8 +246,8 @@ def package(
     path. ``docs/guide/packages.md`` says what is in it.
 
     Args:
-        checkpoint: a checkpoint, or a folder or run whose newest one is taken; or a package, whose dense part
-            is then compiled for this machine.
+        checkpoint: a checkpoint, quantized or not, or a folder or run whose newest one is taken; or a
+            package, whose dense part is then compiled for this machine.
         directory: a new directory, or an older package, which is replaced.
         model: the module, if training was given one in Python; its parameters are replaced.
         instruction_set: ``avx2``, or ``avx512`` where this machine has it; None: the widest that torch uses
@@ -204,24 +257,65 @@ def package(
     ``UserError`` if there is no C++ compiler, or if the model cannot be packaged.
     """
     _prepare_process()
-    from recpipe.common.console import alone, heard
-    from recpipe.common.quiet import quieted
-    from recpipe.inference.package import package as packaged
+    from recpipe.common.console import alone
+    from recpipe.inference.package import package_for
 
-    with quieted(), alone(), heard(None, screen=not quiet):
-        return packaged(Path(checkpoint), Path(directory), model, instruction_set)
+    with alone():
+        return package_for(Path(checkpoint), Path(directory), model, instruction_set, not quiet)
+
+
+def quantize(
+    checkpoint: str | Path,
+    data: Dataset | Batches | str | Path | None = None,
+    *overrides: str,
+    model: nn.Module | None = None,
+    output: str | Path | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Make a finished model smaller, as ``recpipe quantize`` does; returns what report.json has.
+
+    ``overrides`` name the plugin and its knobs. ``data`` is what the result is judged by; its held-out part
+    is used. ``model``, if training was given one in Python, stays as it is. ``output``: a directory for the
+    quantized checkpoint, and for the report beside it; None: only the report's content is made. Other
+    arguments as for ``evaluate``.
+    """
+    with _answering(data, overrides, model, output, quiet) as (caller, words):
+        from recpipe.inference.quantize import quantize_for
+
+        return quantize_for(caller, Path(checkpoint), words)
+
+
+@contextmanager
+def _answering(
+    data: Any,
+    overrides: Sequence[str],
+    model: nn.Module | None,
+    output: str | Path | None,
+    quiet: bool,
+) -> Iterator[tuple[Caller, list[str]]]:
+    """What ``evaluate``, ``predict`` and ``quantize`` hand on, and the words to put before the caller's own."""
+    _prepare_process()
+    from recpipe.common.console import alone
+    from recpipe.data.cache import cached_in
+    from recpipe.inference.command import Caller
+    from recpipe.tasks.compare_rows import quoted
+
+    words = list(overrides)
+    if isinstance(data, str | Path):
+        words = [quoted("data.path", Path(data).expanduser().absolute()), *words]
+        data = None
+    with ExitStack() as stack:
+        directory = stack.enter_context(_directory(output))
+        files = output is not None
+        stack.enter_context(alone())
+        stack.enter_context(cached_in(None if files else directory / "cache"))
+        yield Caller(model, data, directory, not quiet, files), words
 
 
 def _prepare_process() -> None:
-    """The process settings that the command line makes first, as far as they can still take effect."""
-    from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
-    from recpipe.common.quiet import calm_threads
-    from recpipe.tasks.doctor import check_versions
+    from recpipe.tasks.process import prepare_process
 
-    calm_threads()
-    tune_allocator()
-    bound_kernel_caches()
-    check_versions()
+    prepare_process()
 
 
 def _words(

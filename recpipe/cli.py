@@ -1,5 +1,4 @@
-"""The command line: ``recpipe [task=...] [override ...]`` and plugins, doctor, unshard, package,
-sweep-report."""
+"""The command line: ``recpipe [task=...] [override ...]``, and the commands of ``recpipe.commands``."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
+from recpipe.commands import COMMANDS, listed
 from recpipe.common.quiet import calm_threads, quiet_libraries
 from recpipe.errors import ThroughHydra, UserError, shown
 
@@ -35,13 +35,7 @@ recpipe trains TorchRec models; published systems techniques are plugins, each o
   python -m recpipe data=parquet data.path=... data.label=... 'data.dense=[...]' 'data.sparse=[...]'
   python -m recpipe model._target_=my_pkg.Tower model.hidden=64
                                              a model of your own, with its constructor's arguments
-  python -m recpipe plugins                  what is installed and which extension points each uses
-  python -m recpipe unshard CHECKPOINT FILE.safetensors
-                                             its tables and dense parameters in one file
-  python -m recpipe sweep-report DIR         the table with which a sweep ends, again, from its jobs' reports
-  python -m recpipe package CHECKPOINT model.recpipe
-                                             what a server needs of it, compiled, in one directory
-  python -m recpipe doctor                   do the installed torch, torchrec and fbgemm fit together
+{commands}
 
 Every value of the recipe can be set: key=value (data.batch_size=4096, trainer.max_steps=100,
 tiers.store=ssd, tiers.resident_bytes=10%, plugins.hotline.KNOB=...). The whole recipe: --cfg job.
@@ -135,37 +129,13 @@ def _say(error: UserError, full_error: str | None) -> int:
 def _dispatch(argv: Sequence[str]) -> int:
     command = argv[0] if argv else ""
     if command in ("-h", "--help", "help"):
-        print(HELP + _choices())
+        print(HELP.replace("{commands}", listed()) + _choices())
         return 0
-    if command in ("plugins", "doctor") and len(argv) > 1:
-        raise UserError(f"recpipe {command} takes no arguments, not '{argv[1]}'")
-    if command == "plugins":
-        from recpipe.tasks.plugins import print_plugins
-
-        return print_plugins()
-    if command == "unshard":
-        if len(argv) != 3:
-            raise UserError("say recpipe unshard CHECKPOINT FILE.safetensors")
-        from recpipe.tasks.unshard import unshard
-
-        return unshard(Path(argv[1]), Path(argv[2]))
-    if command == "package":
-        from recpipe.api import package
-        from recpipe.inference.commands import package_words
-
-        checkpoint, directory, instructions = package_words(argv[1:])
-        package(checkpoint, directory, instruction_set=instructions)
-        return 0
-    if command == "doctor":
-        from recpipe.tasks.doctor import print_findings
-
-        return print_findings()
-    if command == "sweep-report":
-        return _sweep_report(argv[1:])
+    if command in COMMANDS:
+        return COMMANDS[command].run(command, argv[1:])
     if command and "=" not in command and not command.startswith(("-", "~", "+")):
         raise UserError(
-            f"no command '{command}'. Commands: plugins, doctor, unshard, package, sweep-report; a recipe is "
-            "set by key=value (see --help)"
+            f"no command '{command}'. Commands: {', '.join(COMMANDS)}; a recipe is set by key=value (see --help)"
         )
     if _several():
         # torchrun ends processes by SIGTERM; one that waits for another's message could not react to a
@@ -176,15 +146,6 @@ def _dispatch(argv: Sequence[str]) -> int:
 
     with interrupt_on_sigterm():
         _run_hydra(argv)
-    return 0
-
-
-def _sweep_report(arguments: Sequence[str]) -> int:
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise UserError("recpipe sweep-report takes one folder, that of a sweep: multirun/DATE/TIME")
-    from recpipe.report.sweep import report
-
-    report(Path(arguments[0]))
     return 0
 
 

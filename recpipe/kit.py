@@ -5,9 +5,13 @@ A plugin may import from core what is here, in ``recpipe.plugin`` (the contract)
 """
 
 from recpipe.backend.host import processor
+from recpipe.common.console import Meter
+from recpipe.common.memory import free_memory
 from recpipe.common.saved import Damaged, entries, parse_json, residents, typed_as, within
+from recpipe.common.sizes import readable_bytes
 from recpipe.config.recipe import Recipe
 from recpipe.data.batch import Batch
+from recpipe.data.checks import require_ids
 from recpipe.data.config import DataConfig, SamplesConfig
 from recpipe.data.dataset import Dataset, NumberedDataset, Schema, SparseFeature
 from recpipe.data.given import GivenBatches
@@ -15,6 +19,12 @@ from recpipe.data.make import open_dataset
 from recpipe.data.parts import batch_size, leaves, tensors_in
 from recpipe.data.select import join, select
 from recpipe.distributed.ranks import Channel, Ranks
+from recpipe.inference.lookup import LowPrecisionBags, RowType, bag_keys
+from recpipe.inference.quantized import put_rows, table_bytes, write_quantized
+from recpipe.inference.rows import ROW_TYPES, decode_rows, encode_rows, fits, row_bytes
+from recpipe.inference.source import FloatCheckpoint, replace_module
+from recpipe.model.call import Called
+from recpipe.model.metrics import auc
 from recpipe.pipeline.loader import on_device
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import module_name
@@ -38,17 +48,20 @@ from recpipe.tables.tiers.store_thread import TierTimes
 from recpipe.tables.view import Mark, RowView, moved
 
 __all__ = [
+    "ROW_TYPES",
     "WIRE_PRECISIONS",
     "Bags",
     "Batch",
     "Bf16Rows",
     "BulkStore",
+    "Called",
     "Channel",
     "ChosenRows",
     "ColdStore",
     "Damaged",
     "DataConfig",
     "Dataset",
+    "FloatCheckpoint",
     "Fp16Rows",
     "GivenBatches",
     "HeldRows",
@@ -58,8 +71,10 @@ __all__ = [
     "Int8Rows",
     "IoCounters",
     "Lfu",
+    "LowPrecisionBags",
     "Lru",
     "Mark",
+    "Meter",
     "NumberedDataset",
     "PlacedModel",
     "Prediction",
@@ -69,6 +84,7 @@ __all__ = [
     "Region",
     "RowBags",
     "RowCollection",
+    "RowType",
     "RowView",
     "SamplesConfig",
     "Schema",
@@ -82,10 +98,16 @@ __all__ = [
     "TierParts",
     "TierTimes",
     "Values",
+    "auc",
+    "bag_keys",
     "batch_size",
+    "decode_rows",
     "distinct",
     "distinct_slots",
+    "encode_rows",
     "entries",
+    "fits",
+    "free_memory",
     "group_rows",
     "join",
     "leaves",
@@ -98,14 +120,21 @@ __all__ = [
     "policy_bytes",
     "positions",
     "processor",
+    "put_rows",
+    "readable_bytes",
+    "replace_module",
+    "require_ids",
     "residents",
     "row_bags",
+    "row_bytes",
     "select",
     "table_bases",
+    "table_bytes",
     "tensors_in",
     "top_rows",
     "typed_as",
     "updated",
     "wire_codecs",
     "within",
+    "write_quantized",
 ]

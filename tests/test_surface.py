@@ -69,9 +69,11 @@ EXPORTS = [
     "TableInfo",
     "UserError",
     "__version__",
+    "evaluate",
     "load",
     "package",
     "place",
+    "predict",
     "train",
 ]
 

@@ -27,6 +27,11 @@ def there(device: torch.device) -> int:
     return min(free, whole // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def free_memory() -> int:
+    """Bytes of host memory that this process could allocate."""
+    return there(torch.device("cpu"))
+
+
 def _host() -> tuple[int, int]:
     """Free and total memory with swap, of the machine or of this container if it has less."""
     try:

@@ -90,15 +90,16 @@ def _installed(config: DataConfig, seed: int) -> Dataset:
     return dataset
 
 
-def open_source(config: FileConfig) -> Source:
-    """The files of a ``data`` node, to be read from beginning to end."""
+def open_source(config: FileConfig, labelled: bool = True) -> Source:
+    """The files of a ``data`` node, to be read from beginning to end. Not ``labelled``: labels need not be
+    there and are 0; .npy triples have them in any case."""
     skip = config.on_bad_row == "skip"
     if isinstance(config, ParquetConfig):
         from recpipe.data.sources.parquet import ParquetSource  # with pyarrow, which the others do without
 
-        return ParquetSource(config, skip)
+        return ParquetSource(config, skip, labelled)
     assert isinstance(config, CriteoConfig)
     found = triples(config.path)
     if found or isinstance(config, NpyConfig):
         return NpySource(found, config.path, config.tables, config.hash_ids, skip)
-    return CriteoSource(input_files(config.path, criteo.SUFFIXES), config.tables, skip)
+    return CriteoSource(input_files(config.path, criteo.SUFFIXES), config.tables, skip, labelled)

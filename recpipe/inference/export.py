@@ -27,6 +27,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Schema
 from recpipe.errors import UserError, shown
+from recpipe.inference.lookup import LowPrecisionBags
 from recpipe.model.call import Called
 from recpipe.seams.compiled import any_batch_size
 
@@ -46,10 +47,21 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the model: float32 [rows, dimension]."""
+    """A table of the model."""
 
-    weight: torch.Tensor
-    features: tuple[str, ...]
+    kind: str
+    """The type of its rows, a key of ``recpipe.inference.rows.ROW_TYPES``."""
+    dim: int
+    ids: int
+    """How many ids it has rows for."""
+    rows: torch.Tensor
+    """uint8 [rows, bytes of a row], as FBGEMM reads them, sharing the model's memory."""
+    places: torch.Tensor | None = None
+    """For each id its row, or -1 if that was pruned: int32 [ids]; None: every id has its row."""
+
+
+Collection = EmbeddingBagCollection | LowPrecisionBags
+"""What is replaced by its pooled rows."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +105,12 @@ class _ReadsIds(AttributeError):
 class _Pooled(nn.Module):
     """Takes the place of an ``EmbeddingBagCollection``; returns the rows that ``_Traced`` was given."""
 
-    def __init__(self, path: str, collection: EmbeddingBagCollection, names: Mapping[str, str]) -> None:
+    def __init__(self, path: str, collection: Collection, names: Mapping[str, str]) -> None:
         super().__init__()
         self.path = path
-        configs: list[EmbeddingBagConfig] = collection.embedding_bag_configs()
-        if collection.is_weighted():
+        configs = _configs(collection)
+        weighted = collection.is_weighted
+        if weighted if isinstance(weighted, bool) else weighted():
             raise UserError(f"the collection '{path}' takes a weight for each id, which no package can")
         self.keys = [name for own in get_embedding_names_by_table(configs) for name in own]
         self.dims = [config.embedding_dim for config in configs for _ in config.feature_names]
@@ -184,7 +197,7 @@ def export_dense(called: Called, schema: Schema) -> DensePart:
     reason if the model cannot be exported.
     """
     model = called.module
-    found = {name: m for name, m in model.named_modules() if isinstance(m, EmbeddingBagCollection)}
+    found = {name: m for name, m in model.named_modules() if isinstance(m, Collection)}
     _check(model, found)
     names = _table_names(found)
     pooled = {path: _Pooled(path, collection, names[path]) for path, collection in found.items()}
@@ -206,16 +219,31 @@ def export_dense(called: Called, schema: Schema) -> DensePart:
                 traced, (dense, rows), dynamic_shapes=(size, [size for _ in rows]), strict=False
             )
     tables = {
-        names[path][config.name]: Table(
-            collection.embedding_bags[config.name].weight.detach(), tuple(config.feature_names)
-        )
+        names[path][config.name]: _table(collection, config)
         for path, collection in found.items()
-        for config in collection.embedding_bag_configs()
+        for config in _configs(collection)
     }
     return DensePart(program, lookups, tables)
 
 
-def _check(model: nn.Module, found: Mapping[str, EmbeddingBagCollection]) -> None:
+def _configs(collection: Collection) -> list[EmbeddingBagConfig]:
+    if isinstance(collection, LowPrecisionBags):
+        return collection.configs
+    configs: list[EmbeddingBagConfig] = collection.embedding_bag_configs()
+    return configs
+
+
+def _table(collection: Collection, config: EmbeddingBagConfig) -> Table:
+    name, dim, ids = config.name, config.embedding_dim, config.num_embeddings
+    if isinstance(collection, LowPrecisionBags):
+        places = collection.places_of(name)
+        kind, rows = collection.kind_of(name).kind, collection.rows_of(name)
+        return Table(kind, dim, ids, rows, places if len(places) else None)
+    weight = collection.embedding_bags[name].weight.detach().contiguous()
+    return Table("fp32", dim, ids, weight.view(torch.uint8))
+
+
+def _check(model: nn.Module, found: Mapping[str, Collection]) -> None:
     sequences = next((n for n, m in model.named_modules() if isinstance(m, EmbeddingCollection)), None)
     if sequences is not None:
         raise UserError(
@@ -228,22 +256,20 @@ def _check(model: nn.Module, found: Mapping[str, EmbeddingBagCollection]) -> Non
         )
 
 
-def _table_names(found: Mapping[str, EmbeddingBagCollection]) -> dict[str, dict[str, str]]:
+def _table_names(found: Mapping[str, Collection]) -> dict[str, dict[str, str]]:
     """Each collection's tables under names that are unique in the model: with the collection's path where
     another one has a table of that name."""
-    every = [config.name for collection in found.values() for config in collection.embedding_bag_configs()]
+    every = [config.name for collection in found.values() for config in _configs(collection)]
     return {
         path: {
             config.name: config.name if every.count(config.name) == 1 else f"{path}.{config.name}"
-            for config in collection.embedding_bag_configs()
+            for config in _configs(collection)
         }
         for path, collection in found.items()
     }
 
 
-def _without(
-    model: nn.Module, found: Mapping[str, EmbeddingBagCollection], pooled: Mapping[str, _Pooled]
-) -> nn.Module:
+def _without(model: nn.Module, found: Mapping[str, Collection], pooled: Mapping[str, _Pooled]) -> nn.Module:
     """A copy of ``model`` with other collections; parameters are shared, not copied."""
     if "" in found:
         raise UserError("the model is a collection itself; a package needs a model that makes scores of rows")

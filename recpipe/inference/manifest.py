@@ -57,6 +57,7 @@ def write_manifest(directory: Path, content: Mapping[str, Any]) -> dict[str, Any
     # As sha256sum writes and checks it.
     (directory / DIGEST).write_text(f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n")
     for file in [*files, directory / MANIFEST, directory / DIGEST]:
+        file.chmod(0o644)  # the server may be another user
         sync(file)
     for folder in {file.parent for file in files} | {directory}:
         sync(folder)

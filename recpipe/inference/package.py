@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,18 +30,23 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.export import ExportedProgram
 
+from recpipe.common.console import heard
 from recpipe.common.durable import sync
+from recpipe.common.quiet import quieted
 from recpipe.common.run_dir import unwritable
 from recpipe.common.sizes import readable_bytes
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 from recpipe.inference import score
 from recpipe.inference.export import DensePart, Table, export_dense
 from recpipe.inference.golden import as_batch, golden_inputs, tolerance, write_golden
 from recpipe.inference.inputs import dense_rule, id_hash, id_rule
 from recpipe.inference.manifest import compiled_for, is_package, versions, write_manifest
 from recpipe.inference.processor import InstructionSet, chosen_set
+from recpipe.inference.quantized import is_quantized, put_rows, trained_quantized
 from recpipe.inference.trained import Trained, open_trained, scored
+from recpipe.model.call import Called
 from recpipe.seams.compiled import compile_program, compiler
+from recpipe.tasks.process import prepare_process
 
 log = logging.getLogger("recpipe")
 PROGRAM, DENSE, CONSTANTS, GOLDEN, SCORE = (
@@ -67,6 +72,25 @@ class _Parts:
     """The golden batch's scores by the model that is packaged."""
     bound: float
     """How far the package's may be off."""
+
+
+def package_command(words: Sequence[str]) -> int:
+    """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512]``."""
+    options = dict(word.partition("=")[::2] for word in words[2:])
+    unknown = next((key for key in options if key != "instruction_set"), None)
+    if unknown is not None:
+        raise UserError(f"recpipe package has no {shown(unknown)}: it takes instruction_set=avx2 alone")
+    prepare_process()
+    package_for(Path(words[0]), Path(words[1]), None, options.get("instruction_set"), True)
+    return 0
+
+
+def package_for(
+    checkpoint: Path, directory: Path, model: nn.Module | None, instruction_set: str | None, screen: bool
+) -> Path:
+    """``package``, which says on the terminal what it does if ``screen``."""
+    with quieted(), heard(None, screen=screen):
+        return package(checkpoint, directory, model, instruction_set)
 
 
 def package(
@@ -106,22 +130,35 @@ def _check_target(directory: Path) -> None:
 
 
 def _of_checkpoint(checkpoint: Path, model: nn.Module | None) -> _Parts:
-    trained = open_trained(checkpoint, model=model)
-    module, schema = trained.model, trained.schema
-    log.info("exporting %s", type(module).__name__)
-    dense = export_dense(trained.called, schema)
+    trained, called = _opened(checkpoint, model)
+    schema = trained.schema
+    log.info("exporting %s", type(called.module).__name__)
+    dense = export_dense(called, schema)
     inputs = golden_inputs(schema)
-    (found,) = scored(trained.called, [as_batch(schema, inputs)], labelled=False)
-    files = _table_files(dense.tables)
+    (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
+    files = {name: f"tables/{quote(name, safe='')}.safetensors" for name in dense.tables}
     return _Parts(
         dense.program,
         dense.constants(),
-        _content(trained, dense, files),
+        _content(trained, called, dense, files),
         lambda folder: _write_tables(folder, dense.tables, files),
         inputs,
         found.scores,
         tolerance(found.scores, trained.cfg.model.precision),
     )
+
+
+def _opened(checkpoint: Path, model: nn.Module | None) -> tuple[Trained, Called]:
+    """The checkpoint, quantized or not, and its model with all rows in memory, ready to be called."""
+    if is_quantized(checkpoint):
+        trained = trained_quantized(checkpoint, (), model)
+        called = trained.make_called()
+        put_rows(called.module, checkpoint)
+        return trained, called
+    trained = open_trained(checkpoint, model=model)
+    called = trained.called
+    assert trained.model is called.module, "which loads it"
+    return trained, called
 
 
 def _of_package(directory: Path) -> _Parts:
@@ -148,12 +185,12 @@ def _of_package(directory: Path) -> _Parts:
     return _Parts(program, constants, kept, copy_tables, golden, golden.pop("scores"), bound)
 
 
-def _content(trained: Trained, dense: DensePart, files: Mapping[str, str]) -> dict[str, Any]:
+def _content(trained: Trained, called: Called, dense: DensePart, files: Mapping[str, str]) -> dict[str, Any]:
     schema, source = trained.schema, trained.cfg.data.name
     return {
         "versions": versions(),
         "step": trained.step,
-        "model": type(trained.model).__name__,
+        "model": type(called.module).__name__,
         "dense": {"names": list(schema.dense), "transform": dense_rule(trained.preparation)},
         "sparse": [
             {"name": f.name, "rows": f.rows, "ids": id_rule(trained.preparation, f.name, source)}
@@ -165,26 +202,19 @@ def _content(trained: Trained, dense: DensePart, files: Mapping[str, str]) -> di
             for lookup in dense.lookups
         ],
         "tables": {
-            name: {
-                "rows": table.weight.shape[0],
-                "dimension": table.weight.shape[1],
-                "type": "fp32",
-                "file": files[name],
-            }
+            name: {"rows": table.ids, "dimension": table.dim, "type": table.kind, "file": files[name]}
             for name, table in dense.tables.items()
         },
-        "outputs": [{"name": name, "kind": task.kind} for name, task in trained.called.tasks.items()],
+        "outputs": [{"name": name, "kind": task.kind} for name, task in called.tasks.items()],
     }
-
-
-def _table_files(tables: Mapping[str, Table]) -> dict[str, str]:
-    return {name: f"tables/{quote(name, safe='')}.safetensors" for name in tables}
 
 
 def _write_tables(folder: Path, tables: Mapping[str, Table], files: Mapping[str, str]) -> None:
     for name, table in tables.items():
-        about = {"type": "fp32", "dim": str(table.weight.shape[1])}
-        save_file({"rows": table.weight.contiguous().view(torch.uint8)}, folder / files[name], about)
+        kept = {"rows": table.rows.contiguous()}
+        if table.places is not None:
+            kept["places"] = table.places.contiguous()
+        save_file(kept, folder / files[name], {"type": table.kind, "dim": str(table.dim)})
 
 
 def _write(folder: Path, parts: _Parts, chosen: InstructionSet) -> float:
@@ -242,7 +272,7 @@ def _compiled(program: ExportedProgram, file: Path, chosen: InstructionSet) -> l
 
 
 @contextmanager
-def _beside(directory: Path) -> Any:
+def _beside(directory: Path) -> Iterator[Path]:
     """A new directory that takes the place of ``directory`` at the end of the block, and is removed after an
     error."""
     partial = None

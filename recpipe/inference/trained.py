@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -20,10 +21,12 @@ from recpipe.checkpoint.table_files import check_tables, load_regions
 from recpipe.checkpoint.table_io import OWN, naming, newest, open_checkpoint
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common import memory
-from recpipe.common.run_dir import RunDir
+from recpipe.common.run_dir import RunDir, hold
 from recpipe.common.sizes import readable_bytes
 from recpipe.config.recipe import Recipe
+from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset, Schema, SplitName
+from recpipe.data.given import Batches, GivenBatches
 from recpipe.data.make import open_dataset
 from recpipe.data.preparation import Preparation, require_alike
 from recpipe.distributed.launch import Process
@@ -139,11 +142,11 @@ class Trained:
         return self.make_called()
 
     @contextmanager
-    def scoring(self, dataset: Dataset | None = None, scratch: Path | None = None) -> Iterator[Scoring]:
+    def scoring(self, dataset: Dataset | None = None, run_dir: RunDir | None = None) -> Iterator[Scoring]:
         """In the block, the model in the recipe's tiers, with training's kernels, for batches of ``dataset``
         (None: ``self.dataset``).
 
-        ``scratch``: a directory for an ssd store, if the recipe has one and no ``tiers.dir``.
+        ``run_dir``: where an ssd store is without ``tiers.dir``; None: in a temporary directory.
         """
         if Process.current().world > 1:
             raise UserError(
@@ -160,8 +163,9 @@ class Trained:
             assembly, unplaced = assemble_plugins(cfg, dataset, unplaced, device, 1, ranks)
             owners = group_owners(cfg.tiers, assembly, unplaced.tables)
             _require_memory(unplaced.tables, owners, device)
-            run_dir = RunDir(scratch or self.directory)
-            stack.callback(run_dir.close)
+            if run_dir is None:
+                scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="recpipe-"))
+                run_dir = stack.enter_context(hold(Path(scratch)))
             embeddings = unplaced.build(
                 cfg, dataset, owners, device, run_dir, ranks, roomy=cfg.trainer.backend != "plain"
             )
@@ -259,7 +263,7 @@ def open_trained(
     checkpoint: str | Path,
     overrides: Sequence[str] = (),
     model: nn.Module | None = None,
-    dataset: Dataset | None = None,
+    data: Dataset | Batches | None = None,
 ) -> Trained:
     """Open ``checkpoint``, or the newest one in that folder or run's directory, and check all its files.
 
@@ -267,7 +271,8 @@ def open_trained(
         checkpoint: written by one process or by any number of ranks.
         overrides: words of the command line; they may change data, tiers, trainer and seed.
         model: the model, if training was given one in Python; its parameters are replaced.
-        dataset: the data, for ``data=given``.
+        data: a data set or ready-made batches, instead of the recipe's; batches of ``recpipe.kit.Batch`` have
+            the columns that were trained on.
 
     ``UserError`` if it is damaged, of an earlier version that does not carry its recipe, or if the overrides
     would change its model.
@@ -275,11 +280,18 @@ def open_trained(
     directory = newest(Path(checkpoint).expanduser(), "")
     trainer = open_checkpoint(directory)
     trained_on = TrainedOn.read(trainer, directory)
-    words = [*overrides, "data=given"] if dataset is not None else list(overrides)
-    cfg = scoring_recipe(trained_on, words)
+    cfg = scoring_recipe(trained_on, [*overrides, "data=given"] if data is not None else overrides)
     if model is not None and not isinstance(cfg.model, UserModel):
         raise UserError(f"{directory} has a model of recpipe's own, model={cfg.model.name}: leave model out")
+    dataset = data if data is None or isinstance(data, Dataset) else _given(data, trained_on)
     return Trained(directory, cfg, trained_on, trainer, model, dataset)
+
+
+def _given(batches: Batches, trained_on: TrainedOn) -> GivenBatches:
+    given, columns = GivenBatches(batches), trained_on.columns
+    if columns is None or not isinstance(next(given.batches("train", 1)), Batch):
+        return given
+    return GivenBatches(batches, schema=columns.schema)
 
 
 class _Columns(Dataset):

@@ -93,6 +93,12 @@ MOST = 4
 """How many figures of quality fit into eighty columns beside the others."""
 
 
+def report_command(words: Sequence[str]) -> int:
+    """``recpipe sweep-report DIR``: the folder of a sweep, multirun/DATE/TIME."""
+    report(Path(words[0]))
+    return 0
+
+
 def report(directory: Path, console: Console | None = None) -> list[Job]:
     """Print the table of the sweep in ``directory`` and write sweep.json and sweep.html there.
 

@@ -26,6 +26,15 @@ with private_names():
         onednn_takes_bfloat16,
         watching_all_threads,
     )
+    from recpipe.seams.nbit import (
+        MEAN,
+        SCALE_BIAS_BYTES,
+        SUM,
+        NbitLayout,
+        fused_rows,
+        look_up_nbit,
+        remapped_ids,
+    )
     from recpipe.seams.shards import (
         OWN_KERNEL,
         FusedLookup,
@@ -45,12 +54,16 @@ with private_names():
     from recpipe.seams.tables import Views, module_name, tbe_views, update_by_table
 
 __all__ = [
+    "MEAN",
     "OWN_KERNEL",
+    "SCALE_BIAS_BYTES",
+    "SUM",
     "Collective",
     "EnumerableShardingSpec",
     "FusedLookup",
     "LocalPart",
     "LocalShard",
+    "NbitLayout",
     "OwnLookup",
     "Shard",
     "ShardMetadata",
@@ -65,6 +78,7 @@ __all__ = [
     "functorch_is_active",
     "fuse",
     "fused_lookups",
+    "fused_rows",
     "given_to_own",
     "graph_is_kept",
     "init_from_local_shards",
@@ -72,10 +86,12 @@ __all__ = [
     "linear_pointwise",
     "local_shards",
     "look_up_each_id",
+    "look_up_nbit",
     "module_name",
     "onednn_takes_bfloat16",
     "own_lookups",
     "own_lookups_in",
+    "remapped_ids",
     "replicated_lookups",
     "tbe_views",
     "tree_leaves",

@@ -7,7 +7,7 @@ import importlib.metadata as metadata
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -202,7 +202,7 @@ def _check_plugins() -> list[Finding]:
     return [Finding("recpipe", f"recpipe {installed_version('recpipe')}")]
 
 
-def print_findings() -> int:
+def print_findings(_words: Sequence[str] = ()) -> int:
     """Print one line per finding and the command that repairs it; returns 0 if nothing is wrong, otherwise
     1."""
     found = findings()

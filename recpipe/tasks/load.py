@@ -47,7 +47,7 @@ def load_checkpoint(checkpoint: Path, model: nn.Module | None = None) -> nn.Modu
             "TorchRec's DLRM over an EmbeddingBagCollection of these tables"
         )
     # Sizes are compared with the files before memory is allocated for them.
-    names = _parameters_of_tables(make_dlrm(sizes, META), dense, tables, directory)
+    names = parameters_of_tables(make_dlrm(sizes, META), dense, tables, directory)
     cpu = torch.device("cpu")
     made: nn.Module = make_dlrm(sizes, cpu, tables=cpu)
     _fill(made, dense, tables, names)
@@ -58,10 +58,10 @@ def fill(model: nn.Module, directory: Path, trainer: Mapping[str, Any]) -> None:
     """Replace the parameters and saved buffers of ``model`` by those of the open checkpoint ``directory``;
     ``UserError``, before any is changed, if the two do not fit."""
     dense, tables = saved_dense(directory, trainer), saved_weights(directory / TABLES)
-    _fill(model, dense, tables, _parameters_of_tables(model, dense, tables, directory))
+    _fill(model, dense, tables, parameters_of_tables(model, dense, tables, directory))
 
 
-def _parameters_of_tables(
+def parameters_of_tables(
     model: nn.Module, dense: Mapping[str, torch.Tensor], tables: Mapping[str, Streamed], directory: Path
 ) -> dict[str, str]:
     """The name of each table's parameter; ``UserError`` if ``model`` has other tables than the checkpoint."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Never
@@ -111,7 +111,7 @@ def describe_part(kind: str, ep: EntryPoint) -> Listed:
     return Listed(origin, doc[0] if doc else "")
 
 
-def print_plugins() -> int:
+def print_plugins(_words: Sequence[str] = ()) -> int:
     """Print the tables; returns 0 even if a plugin is broken, which its row says."""
     rows = [listed(ep) for ep in installed().values()]
     parts = {

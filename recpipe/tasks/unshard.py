@@ -4,7 +4,7 @@ file; ``model.pretrained=FILE`` starts a run from such a file."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,12 @@ from recpipe.pipeline.placed import PlacedModel
 from recpipe.tables.specs import to_numpy, weight_name
 
 
+def unshard_command(words: Sequence[str]) -> int:
+    """``recpipe unshard CHECKPOINT FILE``."""
+    checkpoint, target = map(Path, words)
+    return unshard(checkpoint, target)
+
+
 def unshard(checkpoint: Path, target: Path) -> int:
     """Write ``<table>`` (float32 [rows, D]) for each table, and every dense parameter (float32) and saved
     buffer (float32, whole numbers as int64) under its name.
@@ -33,7 +39,7 @@ def unshard(checkpoint: Path, target: Path) -> int:
     directory = newest(checkpoint.expanduser())
     dense = saved_dense(directory, open_checkpoint(directory))
     tensors: dict[str, Streamed] = {name: (value.shape, [_array(value)]) for name, value in dense.items()}
-    whole = {name for name, value in dense.items() if not value.is_floating_point()}
+    types = {name: INT64 for name, value in dense.items() if not value.is_floating_point()}
     for name, weights in saved_weights(directory / TABLES).items():
         if name in tensors:
             raise UserError(f"table '{name}' has the name of a dense parameter; rename the table")
@@ -42,7 +48,7 @@ def unshard(checkpoint: Path, target: Path) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unshard-") as folder:
             partial = Path(folder, "file")
-            write_tensors(partial, tensors, whole_numbers=whole)
+            write_tensors(partial, tensors, types)
             sync(partial)
             partial.replace(target)
     except OSError as fault:

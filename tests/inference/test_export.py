@@ -70,7 +70,7 @@ def with_rows(found, schema: Schema, inputs: dict[str, torch.Tensor]) -> torch.T
         rows = [
             nn.functional.embedding_bag(
                 batch[feature].values(),
-                found.tables[table].weight,
+                found.tables[table].rows.view(torch.float32),
                 batch[feature].offsets(),
                 mode=lookup.pooling,
                 include_last_offset=True,

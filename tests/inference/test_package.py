@@ -180,6 +180,20 @@ def test_scores_are_the_models(packed: Path, checkpoint: Path) -> None:
 
 
 @needs_compiler
+def test_offline_scores_with_the_package_are_a_servers_bit_by_bit(
+    packed: Path, checkpoint: Path, copied: Path
+) -> None:
+    found = recpipe.predict(checkpoint, None, f"package={packed}", "scores=raw", quiet=True)
+    scorer, dataset = score.Scorer(packed), open_trained(checkpoint).dataset
+    batches = [batch for split in ("train", "eval") for batch in dataset.batches(split, 128)]
+    served = [scorer(b.dense, b.sparse.values().long(), b.sparse.lengths().long()) for b in batches]
+    assert torch.from_numpy(found).equal(torch.cat(served))
+    sealed(copied, lambda manifest: manifest.update(step=1))
+    with pytest.raises(UserError, match="is of another checkpoint than .*: its step differ"):
+        recpipe.predict(checkpoint, None, f"package={copied}", quiet=True)
+
+
+@needs_compiler
 def test_a_truncated_or_altered_file_is_named(copied: Path) -> None:
     score.verified(copied)
     names = [str(file.relative_to(copied)) for file in copied.rglob("*") if file.is_file()]

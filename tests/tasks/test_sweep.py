@@ -427,9 +427,9 @@ def test_folders_that_are_no_sweep_are_refused(tmp_path, monkeypatch, capsys) ->
         (["file"], "no folder file"),
         (["empty"], "no job's folder in empty"),
         (["run"], "run is one run's folder"),
-        ([], "takes one folder"),
-        (["a", "b"], "takes one folder"),
-        (["--all"], "takes one folder"),
+        ([], "say recpipe sweep-report DIR"),
+        (["a", "b"], "say recpipe sweep-report DIR"),
+        (["--all"], "say recpipe sweep-report DIR"),
     ):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["recpipe", "sweep-report", *arguments])

@@ -40,20 +40,24 @@ def criteo_schema(tables: Mapping[str, int]) -> Schema:
 class CriteoSource:
     """Text files of Criteo rows to prepare; about 8 MB of text are parsed at a time."""
 
-    def __init__(self, files: Sequence[Path], tables: Mapping[str, int], skip_bad_rows: bool) -> None:
+    def __init__(
+        self, files: Sequence[Path], tables: Mapping[str, int], skip_bad_rows: bool, labelled: bool = True
+    ) -> None:
         self.files = files
         self.schema = criteo_schema(tables)
         self.multi_hot: tuple[str, ...] = ()
         self.preparation = Preparation("hashed", "signed_log")
         self.recipe: dict[str, Any] = {"source": "criteo", "tables": dict(tables), "skip": skip_bad_rows}
         self.rejected_rows = 0
-        self._skip = skip_bad_rows
+        self._skip, self._labelled = skip_bad_rows, labelled
 
     def blocks(self) -> Iterator[tuple[Columns, float]]:
         """Samples of all files in order."""
         for index, file in enumerate(self.files):
             line, empty = 1, True
             for text, share in line_blocks(file, BLOCK_BYTES):
+                if not self._labelled:
+                    text = _with_labels(text)
                 columns = self._parse(file, text, line)
                 yield columns, (index + share) / len(self.files)
                 line, empty = line + text.count(b"\n"), False
@@ -73,3 +77,12 @@ class CriteoSource:
             raise DataError(f"{file}, row {line + index}: {criteo_text.fault(row)}; {REMEDY}")
         self.rejected_rows += len(bad)
         return criteo_text.parse_block(good, self.schema)
+
+
+def _with_labels(text: bytes) -> bytes:
+    """Whole lines with a label of 0 in front, unless the first one has a label."""
+    if text.partition(b"\n")[0].count(b"\t") + 1 != len(COLUMNS) - 1:
+        return text
+    ended = text.endswith(b"\n")
+    labelled = b"0\t" + text.removesuffix(b"\n").replace(b"\n", b"\n0\t")
+    return labelled + b"\n" if ended else labelled

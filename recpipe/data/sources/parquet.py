@@ -36,8 +36,9 @@ READ_FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryErro
 class ParquetSource:
     """Parquet files to prepare, read in record batches of 32,768 rows."""
 
-    def __init__(self, config: ParquetConfig, skip_bad_rows: bool) -> None:
+    def __init__(self, config: ParquetConfig, skip_bad_rows: bool, labelled: bool = True) -> None:
         assert config.label is not None
+        self._labelled = labelled
         self.files = input_files(config.path, SUFFIXES)
         self._label, self._dense, self._sparse = config.label, config.dense, config.sparse
         self._log, self._hash, self._skip = config.dense_transform == "log", config.hash_ids, skip_bad_rows
@@ -47,7 +48,7 @@ class ParquetSource:
                 hint = nearest_or_all(name, config.sparse)
                 raise DataError(f"data.tables.{name}: no such column in data.sparse; {hint}")
         for file in self.files:
-            _check_columns(file, _open(file).schema_arrow, config)
+            _check_columns(file, _open(file).schema_arrow, config, labelled)
             _check_lists(file, _open(file).schema_arrow, self.files[0], schema, config.sparse)
         features = tuple(SparseFeature(name, _rows(config, name)) for name in self._sparse)
         self.schema = Schema(tuple(self._dense), features)
@@ -70,14 +71,16 @@ class ParquetSource:
 
     def blocks(self) -> Iterator[tuple[Columns, float]]:
         """Samples of all files in order."""
-        columns = [self._label, *self._dense, *self._sparse]
+        columns = [self._label] * self._labelled + self._dense + self._sparse
         for index, file in enumerate(self.files):
-            for first, batch, share in _batches(file, columns):
+            for first, batch, share in record_batches(file, columns):
                 yield self._columns(file, first, batch), (index + share) / len(self.files)
 
     def _columns(self, file: Path, first_row: int, batch: pa.RecordBatch) -> Columns:
         checks = RowChecks(file, first_row, len(batch))
-        labels = _labels(checks, self._label, batch.column(self._label))
+        labels = np.zeros(len(batch), np.float32)
+        if self._labelled:
+            labels = _labels(checks, self._label, batch.column(self._label))
         dense = np.empty((len(batch), len(self._dense)), np.float32)
         for index, name in enumerate(self._dense):
             dense[:, index] = _dense(checks, name, batch.column(name), self._log)
@@ -143,6 +146,11 @@ def _selected(columns: Columns, good: NDArray[np.bool_]) -> Columns:
     return Columns(columns.labels[good], columns.dense[good], columns.ids[good], bags)
 
 
+def file_schema(file: Path) -> pa.Schema:
+    """The columns of a Parquet file; ``DataError`` if it is not a whole one."""
+    return _open(file).schema_arrow
+
+
 def _open(file: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(os.fspath(file), memory_map=True, page_checksum_verification=True)
@@ -150,7 +158,7 @@ def _open(file: Path) -> pq.ParquetFile:
         raise DataError(f"{file}: not a whole Parquet file ({shown(error, 200)})") from error
 
 
-def _batches(file: Path, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch, float]]:
+def record_batches(file: Path, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch, float]]:
     """Record batches of ``columns``: the number of the first row (from 1), the rows, and the share read so
     far."""
     parquet, row = _open(file), 0
@@ -186,9 +194,9 @@ def _override(name: str) -> str:
     return f"'data.tables={{{name}: 100000}}'" if "." in name else f"+data.tables.{shown(name)}=100000"
 
 
-def _check_columns(file: Path, schema: pa.Schema, config: ParquetConfig) -> None:
+def _check_columns(file: Path, schema: pa.Schema, config: ParquetConfig, labelled: bool = True) -> None:
     """``DataError`` for a column that is missing or has an unsuitable type."""
-    numeric = [str(config.label), *config.dense]
+    numeric = [str(config.label)] * labelled + config.dense
     for name in [*numeric, *config.sparse]:
         found = schema.names.count(name)
         if not found:

@@ -1,0 +1,1 @@
+"""A finished model in low precision: types for its tables under a bound on the loss of normalized entropy."""

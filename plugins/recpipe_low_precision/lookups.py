@@ -1,0 +1,127 @@
+"""Measures how fast tables of each type are looked up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.kit import LowPrecisionBags, RowType
+from recpipe_low_precision.choices import FLOAT, Assignment, Choice
+from recpipe_low_precision.slices import Slice
+
+ROUNDS = 7
+"""How often each way is timed, in turns."""
+LEAST_SECONDS = 0.02
+"""The least time of one timing, for which the slice is looked up several times."""
+FILLED = 0x3C
+"""The byte that tables are filled with: float32 0.0115, float16 1.06. A lookup's time does not depend on
+values, unless they are denormal or in pages that were never written."""
+Run = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class LookupSpeed:
+    """Lookups of all tables, ids a second: medians of interleaved rounds."""
+
+    float32: float
+    low_precision: float
+    ratio: float
+    """Median over rounds of the ratio within a round."""
+    least: float
+    most: float
+    """The smallest and the largest ratio of a round."""
+
+
+def compare(slice_: Slice, assignment: Assignment) -> LookupSpeed:
+    """Speed of looking up the slice's own ids in tables of full size: rows in float32, and by ``assignment``,
+    through the same operator. Both are in memory at the same time."""
+    ways = [
+        [
+            _lookups(
+                stub.configs,
+                {name: chosen[table] for name, table in stub.tables.items()},
+                stub.asked,
+                stub.weighted,
+            )
+            for stub in slice_.stubs
+        ]
+        for chosen in (dict.fromkeys(assignment, FLOAT), assignment)
+    ]
+    ids = sum(int(asked.values().numel()) for stub in slice_.stubs for asked in stub.asked)
+    rounds = _timed([_in_turn(way) for way in ways])
+    speeds = [ids / median(times) for times in zip(*rounds, strict=True)]
+    ratios = [before / after for before, after in rounds]
+    return LookupSpeed(speeds[0], speeds[1], median(ratios), min(ratios), max(ratios))
+
+
+def seconds_of(
+    slice_: Slice, choices: Sequence[Choice], may: Callable[[str, Choice], bool]
+) -> dict[tuple[str, Choice], float]:
+    """Seconds that looking up the slice's ids takes for each table and each choice that it ``may`` have, in a
+    table of full size."""
+    found = {}
+    for stub in slice_.stubs:
+        first = 0
+        for config in stub.configs:
+            own = list(range(first, first + len(config.feature_names)))
+            first += len(own)
+            asked = [features.permute(own) for features in stub.asked]
+            table = stub.tables[config.name]
+            allowed = [choice for choice in choices if may(table, choice)]
+            ways = [_lookups([config], {config.name: c}, asked, stub.weighted) for c in allowed]
+            rounds = _timed(ways)
+            for number, choice in enumerate(allowed):
+                found[table, choice] = median(times[number] for times in rounds)
+    return found
+
+
+def _lookups(
+    configs: Sequence[EmbeddingBagConfig],
+    choices: Mapping[str, Choice],
+    asked: Sequence[KeyedJaggedTensor],
+    weighted: bool,
+) -> Run:
+    """Looks up all that was ``asked`` in new tables; pruned ones are taken as whole."""
+    bags = LowPrecisionBags(
+        configs, {config.name: RowType(choices[config.name].kind) for config in configs}, weighted
+    )
+    for config in configs:
+        bags.rows_of(config.name).fill_(FILLED)
+
+    def run() -> None:
+        for features in asked:
+            bags(features)
+
+    return run
+
+
+def _in_turn(runs: Sequence[Run]) -> Run:
+    def run() -> None:
+        for part in runs:
+            part()
+
+    return run
+
+
+def _timed(ways: Sequence[Run]) -> list[list[float]]:
+    """Seconds of each way, for each round."""
+    with torch.no_grad():
+        times = _times(ways)
+        repeats = max(1, round(LEAST_SECONDS / max(min(times), 1e-6)))
+        return [_times(ways, repeats) for _ in range(ROUNDS)]
+
+
+def _times(ways: Sequence[Run], repeats: int = 1) -> list[float]:
+    found = []
+    for way in ways:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            way()
+        found.append((time.perf_counter() - start) / repeats)
+    return found

@@ -1,0 +1,241 @@
+"""Low precision for a finished model: ``recpipe quantize CHECKPOINT +plugin=low_precision``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import numpy as np
+from annotated_types import Gt, Interval
+from numpy.typing import NDArray
+
+from recpipe.kit import (
+    ROW_TYPES,
+    Meter,
+    auc,
+    fits,
+    free_memory,
+    put_rows,
+    table_bytes,
+    write_quantized,
+)
+from recpipe.plugin import (
+    Context,
+    Contribution,
+    FinishedModel,
+    ModelQuantizer,
+    Plugin,
+    PluginError,
+    Quantized,
+    UserError,
+)
+from recpipe_low_precision import lookups, report
+from recpipe_low_precision.bootstrap import PairedBootstrap
+from recpipe_low_precision.choices import FLOAT, Assignment, Choice
+from recpipe_low_precision.judge import Judge
+from recpipe_low_precision.prune import used_rows
+from recpipe_low_precision.search import Cost, Found, Search
+from recpipe_low_precision.slices import Slice, between_samples
+
+log = logging.getLogger("recpipe")
+JOURNAL = "evaluations.jsonl"
+Share = Annotated[float, Interval(gt=0, lt=1)]
+
+
+class LowPrecision(Plugin, ModelQuantizer):
+    """Types for a finished model's tables under a bound on the loss of normalized entropy (2021)."""
+
+    api = (2, 2)
+
+    def __init__(
+        self,
+        *,
+        types: list[str],
+        minimise: str,
+        bound: Annotated[float, Interval(ge=0)],
+        calibration: Share,
+        evaluations: Annotated[int, Gt(0)],
+        cache_bytes: Annotated[int, Gt(0)],
+        prune: bool,
+    ) -> None:
+        unknown = next((kind for kind in types if kind not in ROW_TYPES), None)
+        if unknown is not None or not types:
+            raise _wrong("types", unknown, f"choose among {', '.join(ROW_TYPES[1:])}")
+        if minimise not in ("bytes", "time"):
+            raise _wrong("minimise", minimise, "choose bytes or time")
+        if minimise == "time" and prune:
+            raise _wrong("prune", prune, "it saves bytes, not time: leave it out with minimise=time")
+        self.kinds = [kind for kind in ROW_TYPES if kind in types and kind != FLOAT.kind]
+        self.minimise, self.bound, self.calibration = minimise, bound, calibration
+        self.evaluations, self.cache_bytes, self.prune = evaluations, cache_bytes, prune
+
+    def contribute(self, ctx: Context) -> Contribution:
+        """It has no part in training."""
+        raise PluginError(
+            "plugin 'low_precision' works on a finished model: recpipe quantize CHECKPOINT "
+            "+plugin=low_precision"
+        )
+
+    def quantize(self, finished: FinishedModel) -> Quantized:
+        """Search, write the checkpoint, and judge it on the test slice."""
+        return Work(self, finished).done()
+
+
+def _wrong(knob: str, value: object, remedy: str) -> PluginError:
+    return PluginError(f"plugins.low_precision.{knob}={value}: {remedy}")
+
+
+class Work:
+    """One quantization by the ``knobs`` of the plugin."""
+
+    def __init__(self, knobs: LowPrecision, finished: FinishedModel) -> None:
+        self.knobs, self.finished, self.source = knobs, finished, finished.source
+        self.used: dict[str, NDArray[np.bool_]] = {}
+
+    def done(self) -> Quantized:
+        """Quantize; returns the report."""
+        finished, dataset = self.finished, self.finished.dataset
+        samples = dataset.size("eval")
+        first = round(samples * self.knobs.calibration)
+        if not 0 < first < samples:
+            raise UserError(f"there are {samples} held-out samples: raise data.eval_fraction")
+        if self.knobs.prune:
+            batches = dataset.num_batches("train", finished.batch_size)
+            with Meter() as meter:
+                train = dataset.batches("train", finished.batch_size)
+                self.used = used_rows(self.source, train, batches, meter)
+        log.info("reading the %s calibration samples' rows", f"{first:,}")
+        calibration = Slice(self.source, self._part(0, first), self.knobs.cache_bytes, self.used)
+        judge = Judge(
+            calibration, self._bytes, finished.output / JOURNAL, self._work(), self.knobs.evaluations
+        )
+        found = self._search(judge)
+        log.info("writing %s", finished.quantized)
+        self._write(found.assignment)
+        log.info("judging it on the %s samples of the test slice", f"{samples - first:,}")
+        test = Slice(self.source, self._part(first, samples), self.knobs.cache_bytes, self.used)
+        speed = self._speed(calibration, found.assignment)
+        return report.written(
+            report.content(
+                self._tables(found.assignment),
+                self._quality(test),
+                speed,
+                found,
+                judge.done,
+                self._settings(),
+            )
+        )
+
+    def _part(self, low: int, high: int) -> Iterator[Any]:
+        """Batches of held-out samples ``low`` to ``high``."""
+        return between_samples(self.finished.dataset.batches("eval", self.finished.batch_size), low, high)
+
+    def _choices(self) -> list[Choice]:
+        whole = [Choice(kind) for kind in self.knobs.kinds]
+        if not self.knobs.prune:
+            return whole
+        return [*whole, *(Choice(kind, True) for kind in (FLOAT.kind, *self.knobs.kinds))]
+
+    def _search(self, judge: Judge) -> Found:
+        cost = self._cost(judge.slice)
+        with Meter() as meter:
+            search = Search(judge, self._choices(), cost, self._may, self.knobs.bound, meter)
+            try:
+                return search.run()
+            except KeyboardInterrupt:
+                log.info(
+                    "interrupted after %d evaluations; %s keeps them: the same command goes on from there",
+                    len(judge.done),
+                    judge.journal,
+                )
+                raise
+
+    def _cost(self, calibration: Slice) -> Cost:
+        if self.knobs.minimise == "bytes":
+            return self._table_bytes
+        log.info("measuring lookups of each table in each type")
+        seconds = lookups.seconds_of(calibration, [FLOAT, *self._choices()], self._may)
+        return lambda table, choice: seconds[table, choice]
+
+    def _may(self, table: str, choice: Choice) -> bool:
+        return fits(choice.kind, self.source.shapes[table][1])
+
+    def _table_bytes(self, table: str, choice: Choice) -> int:
+        kept = int(self.used[table].sum()) if choice.pruned else None
+        return table_bytes(choice.kind, *self.source.shapes[table], kept)
+
+    def _bytes(self, assignment: Assignment) -> int:
+        return sum(self._table_bytes(table, choice) for table, choice in assignment.items())
+
+    def _work(self) -> str:
+        """Identifies checkpoint, data and slice, for evaluations of an interrupted run."""
+        told = {
+            "checkpoint": (self.source.directory / "MANIFEST.json").read_text(),
+            "data": self.finished.dataset.fingerprint,
+            "batch_size": self.finished.batch_size,
+            "calibration": self.knobs.calibration,
+            "prune": self.knobs.prune,
+        }
+        return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+
+    def _write(self, assignment: Assignment) -> None:
+        kinds = {table: choice.kind for table, choice in assignment.items()}
+        kept = {table: self.used[table] for table, choice in assignment.items() if choice.pruned}
+        write_quantized(self.finished.quantized, self.source, kinds, kept, self._settings())
+
+    def _quality(self, test: Slice) -> dict[str, Any]:
+        """Figures of the test slice: the model as it was written, opened again, against float32."""
+        base = test.evaluate(dict.fromkeys(test.tables, FLOAT))
+        called = self.source.called()
+        put_rows(called.module, self.finished.quantized)
+        made = test.evaluate_called(called)
+        bootstrap = PairedBootstrap(len(base.losses))
+        return {
+            "samples": len(base.losses),
+            "float32": {
+                "ne": float(base.losses.mean()) / test.base_entropy,
+                "auc": auc(test.labels, base.logits.astype(np.float32)),
+            },
+            "quantized": {
+                "ne": float(made.losses.mean()) / test.base_entropy,
+                "auc": auc(test.labels, made.logits.astype(np.float32)),
+            },
+            "ne_difference": asdict(bootstrap.relative(made.losses, base.losses)),
+            "auc_difference": asdict(bootstrap.auc(test.labels, made.logits, base.logits)),
+        }
+
+    def _speed(self, calibration: Slice, assignment: Assignment) -> dict[str, Any] | None:
+        needs = self._bytes(dict.fromkeys(assignment, FLOAT)) + self._bytes(assignment)
+        if free_memory() < needs:
+            log.info(
+                "lookups are not timed: float32 tables and quantized ones do not fit into memory together"
+            )
+            return None
+        return asdict(lookups.compare(calibration, assignment))
+
+    def _tables(self, assignment: Assignment) -> dict[str, dict[str, Any]]:
+        return {
+            table: {
+                "type": str(choice),
+                "rows": self.source.shapes[table][0],
+                "dim": self.source.shapes[table][1],
+                "kept": int(self.used[table].sum()) if choice.pruned else None,
+                "bytes": self._table_bytes(table, choice),
+                "float32_bytes": self._table_bytes(table, FLOAT),
+            }
+            for table, choice in assignment.items()
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "checkpoint": str(self.source.directory),
+            "types": self.knobs.kinds,
+            "minimise": self.knobs.minimise,
+            "bound": self.knobs.bound,
+            "calibration": self.knobs.calibration,
+            "prune": self.knobs.prune,
+        }

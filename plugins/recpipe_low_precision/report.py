@@ -1,0 +1,185 @@
+"""The report of a quantization: figures, sections of the page, lines on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from recpipe.kit import readable_bytes
+from recpipe.plugin import Quantized, ReportSection
+from recpipe_low_precision.judge import Evaluation
+from recpipe_low_precision.search import Found
+
+_PERCENT = 100
+
+
+def content(
+    tables: Mapping[str, Mapping[str, Any]],
+    quality: Mapping[str, Any],
+    lookups: Mapping[str, Any] | None,
+    found: Found,
+    evaluations: Sequence[Evaluation],
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """report.json's content. ``tables``: type, rows, dim and bytes of each; ``quality``: figures of the test
+    slice."""
+    before = sum(table["float32_bytes"] for table in tables.values())
+    after = sum(table["bytes"] for table in tables.values())
+    chosen = found.evaluation
+    return {
+        "settings": dict(settings),
+        "bytes": {"float32": before, "quantized": after, "ratio": before / after},
+        "tables": {name: dict(table) for name, table in tables.items()},
+        "calibration": None if chosen is None else {k: v for k, v in asdict(chosen).items() if k != "types"},
+        "test": dict(quality),
+        "lookups": lookups,
+        "search": {
+            "ended": found.ended,
+            "evaluations": len(evaluations),
+            "accepted": len(found.accepted),
+            "points": [[e.bytes, e.ne, e.step] for e in evaluations],
+        },
+    }
+
+
+def written(report: Mapping[str, Any]) -> Quantized:
+    """The report for core to write."""
+    size, test = report["bytes"], report["test"]
+    lead = (
+        f"Tables of {readable_bytes(size['float32'])} in {readable_bytes(size['quantized'])}, "
+        f"{size['ratio']:.2f} times fewer bytes. On the test slice of {test['samples']:,} samples normalized "
+        f"entropy changes by {_share(test['ne_difference'])}."
+    )
+    heads = ("", "float32", "quantized", "difference", "95% interval")
+    sections = [
+        ReportSection("Quality on the test slice", heads, _quality(test)),
+        ReportSection(
+            "Bytes against normalized entropy",
+            ("the search", ""),
+            _search(report),
+            _points(report),
+            ("bytes of all tables", "normalized entropy, calibration slice"),
+        ),
+        ReportSection("Tables", ("table", "type", "rows", "dim", "bytes", "times fewer"), _tables(report)),
+    ]
+    if report["lookups"]:
+        sections.insert(1, ReportSection("Lookups", ("", ""), _lookups(report["lookups"])))
+    return Quantized(report, lead, sections, _lines(report))
+
+
+def _share(interval: Mapping[str, float]) -> str:
+    return (
+        f"{_PERCENT * interval['value']:+.4f}% ({_PERCENT * interval['low']:+.4f}% to "
+        f"{_PERCENT * interval['high']:+.4f}%)"
+    )
+
+
+def _quality(test: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    ne, auc = test["ne_difference"], test["auc_difference"]
+    return [
+        (
+            "normalized entropy",
+            f"{test['float32']['ne']:.5f}",
+            f"{test['quantized']['ne']:.5f}",
+            f"{_PERCENT * ne['value']:+.4f}%",
+            f"{_PERCENT * ne['low']:+.4f}% to {_PERCENT * ne['high']:+.4f}%",
+        ),
+        (
+            "AUC",
+            f"{test['float32']['auc']:.5f}",
+            f"{test['quantized']['auc']:.5f}",
+            f"{auc['value']:+.5f}",
+            f"{auc['low']:+.5f} to {auc['high']:+.5f}",
+        ),
+    ]
+
+
+def _lookups(speed: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        ("float32 rows", f"{speed['float32']:,.0f} ids a second"),
+        ("chosen types", f"{speed['low_precision']:,.0f} ids a second"),
+        ("ratio, median of rounds", f"{speed['ratio']:.2f} ({speed['least']:.2f} to {speed['most']:.2f})"),
+    ]
+
+
+def _search(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    search, calibration = report["search"], report["calibration"]
+    rows: list[tuple[str, ...]] = [
+        ("bound on the relative loss of NE", f"{_PERCENT * report['settings']['bound']:.4f}%"),
+        ("evaluations", f"{search['evaluations']:,}"),
+        ("changes accepted", f"{search['accepted']:,}"),
+        ("it ended because", search["ended"]),
+    ]
+    if calibration:
+        found = {"value": calibration["difference"], "low": calibration["low"], "high": calibration["high"]}
+        rows.insert(1, ("on the calibration slice", _share(found)))
+    return rows
+
+
+def _points(report: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    names = {"sensitivity": "one table at a time", "search": "search"}
+    found: dict[str, list[tuple[float, float]]] = {}
+    for step, name in names.items():
+        points = sorted((size, ne) for size, ne, at in report["search"]["points"] if at == step)
+        if points:
+            found[name] = points
+    return found
+
+
+def _tables(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for name, table in sorted(report["tables"].items(), key=lambda item: -item[1]["float32_bytes"]):
+        fewer = table["float32_bytes"] / table["bytes"] if table["bytes"] else 0.0
+        rows.append(
+            (
+                name,
+                table["type"],
+                f"{table['rows']:,}",
+                str(table["dim"]),
+                readable_bytes(table["bytes"]),
+                f"{fewer:.2f}",
+            )
+        )
+    return rows
+
+
+def _lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The terminal's lines."""
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for table in report["tables"].values():
+        kinds.setdefault(table["type"], []).append(table)
+    size, test = report["bytes"], report["test"]
+    lines = [
+        (
+            f"{kind}",
+            f"{len(members)} tables, {sum(t['rows'] for t in members):,} rows, "
+            f"{readable_bytes(sum(t['float32_bytes'] for t in members))} -> "
+            f"{readable_bytes(sum(t['bytes'] for t in members))}",
+        )
+        for kind, members in sorted(kinds.items())
+    ]
+    lines += [
+        (
+            "tables",
+            f"{readable_bytes(size['float32'])} -> {readable_bytes(size['quantized'])}, "
+            f"{size['ratio']:.2f} times fewer bytes",
+        ),
+        (
+            "quality",
+            f"NE {test['quantized']['ne']:.4f}, {_share(test['ne_difference'])} to float32   "
+            f"AUC {test['quantized']['auc']:.4f}   on {test['samples']:,} samples of the test slice",
+        ),
+    ]
+    if report["lookups"]:
+        speed = report["lookups"]
+        lines.append(
+            (
+                "lookups",
+                f"{speed['low_precision']:,.0f} ids/s, {speed['ratio']:.2f} of float32 rows "
+                f"({speed['least']:.2f} to {speed['most']:.2f})",
+            )
+        )
+    search = report["search"]
+    lines.append(("search", f"{search['evaluations']:,} evaluations; {search['ended']}"))
+    return lines

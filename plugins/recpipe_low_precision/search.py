@@ -1,0 +1,158 @@
+"""Chooses a type for each table: sensitivities first, then the best exchange rate, with back-off.
+
+The smallest model within a bound on the loss of normalized entropy is a multiple-choice knapsack. If losses
+added up, walking along each table's convex hull (loss against bytes) in the order of loss per byte saved
+would solve its linear relaxation. They add up only nearly, so every step is evaluated for real. Steps are
+tried several at a time, twice as many after each success and half as many after a failure; a single step that
+fails is dropped, and the table's next larger choice is tried instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from recpipe.kit import Meter
+from recpipe_low_precision.choices import FLOAT, Assignment, Choice
+from recpipe_low_precision.judge import BudgetSpent, Evaluation, Judge
+
+Cost = Callable[[str, Choice], float]
+"""What a table costs (bytes, or seconds of lookups) if it is kept so."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A choice for the tables of one unit, with what it costs and loses."""
+
+    choice: Choice
+    cost: float
+    loss: float
+    """Upper end of the interval of the relative difference when this unit alone is kept so; at least 0."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A unit's change to a cheaper choice."""
+
+    unit: int
+    to: Option
+    rate: float
+    """Loss for each unit of cost that is saved."""
+
+
+@dataclass
+class Found:
+    """What a search has found so far."""
+
+    assignment: dict[str, Choice]
+    evaluation: Evaluation | None
+    """None: nothing but fp32 was accepted."""
+    accepted: list[Evaluation]
+    """After each accepted change."""
+    ended: str = "no step is left that keeps the bound"
+
+
+class Search:
+    """The search over ``units`` (tables that change together) with these ``choices`` beside fp32.
+
+    ``may`` says whether a table can be kept by a choice at all.
+    """
+
+    def __init__(
+        self,
+        judge: Judge,
+        choices: Sequence[Choice],
+        cost: Cost,
+        may: Callable[[str, Choice], bool],
+        bound: float,
+        meter: Meter | None = None,
+    ) -> None:
+        self.judge, self.choices, self.cost, self.may = judge, choices, cost, may
+        self.bound, self.meter = bound, meter
+        tables = sorted(judge.slice.tables, key=lambda t: -cost(t, FLOAT))
+        self.units = _units(tables, judge.budget // 2 // max(1, len(choices)))
+        self.found = Found(dict.fromkeys(judge.slice.tables, FLOAT), None, [])
+        self.sensitivities: dict[tuple[int, Choice], Evaluation] = {}
+
+    def run(self) -> Found:
+        """Search until no step is left or the budget is spent. ``found`` is up to date if it is
+        interrupted."""
+        try:
+            options = {unit: self._options(unit) for unit in range(len(self.units))}
+            self._descend(options)
+        except BudgetSpent:
+            self.found.ended = f"the budget of {self.judge.budget} evaluations was spent"
+        return self.found
+
+    def _options(self, unit: int) -> list[Option]:
+        """The choices that keep the bound when this unit alone has them, fp32 first, the cheapest last."""
+        tables = self.units[unit]
+        made = [Option(FLOAT, sum(self.cost(t, FLOAT) for t in tables), 0.0)]
+        for choice in self.choices:
+            if not all(self.may(table, choice) for table in tables):
+                continue
+            found = self._evaluate(dict.fromkeys(tables, choice), {}, "sensitivity")
+            self.sensitivities[unit, choice] = found
+            if found.high <= self.bound:
+                cost = sum(self.cost(table, choice) for table in tables)
+                made.append(Option(choice, cost, max(found.high, 0.0)))
+        return sorted(made, key=lambda option: (-option.cost, option.loss))
+
+    def _evaluate(self, changed: Assignment, base: Assignment, step: str) -> Evaluation:
+        whole = dict.fromkeys(self.judge.slice.tables, FLOAT) | dict(base) | dict(changed)
+        return self.judge.evaluate(whole, step, self.meter)
+
+    def _descend(self, options: Mapping[int, list[Option]]) -> None:
+        """Take steps in the order of their rates, as long as the whole assignment keeps the bound."""
+        now = {unit: listed[0] for unit, listed in options.items()}
+        open_ = {unit: list(listed) for unit, listed in options.items()}
+        at_once = 1
+        while True:
+            steps = sorted(
+                (step for unit in open_ for step in hull_steps(unit, now[unit], open_[unit])),
+                key=lambda step: (step.rate, step.unit),
+            )
+            if not steps:
+                return
+            tried = dict(now)
+            for step in steps[:at_once]:
+                tried[step.unit] = step.to
+            if self._accept(tried):
+                now, at_once = tried, 2 * at_once
+            elif at_once > 1:
+                at_once = max(1, min(at_once, len(steps)) // 2)
+            else:
+                failed = steps[0]
+                open_[failed.unit] = [o for o in open_[failed.unit] if o.cost > failed.to.cost]
+
+    def _accept(self, tried: Mapping[int, Option]) -> bool:
+        """Evaluate an assignment, and keep it if it is within the bound."""
+        changed = {table: option.choice for unit, option in tried.items() for table in self.units[unit]}
+        found = self._evaluate(changed, {}, "search")
+        if found.high > self.bound:
+            return False
+        self.found.assignment, self.found.evaluation = dict(changed), found
+        self.found.accepted.append(found)
+        return True
+
+
+def hull_steps(unit: int, now: Option, options: Sequence[Option]) -> list[Step]:
+    """The steps from ``now`` along the lower convex hull of loss against cost, in order; their rates grow."""
+    steps: list[Step] = []
+    at = now
+    while True:
+        cheaper = [o for o in options if o.cost < at.cost]
+        if not cheaper:
+            return steps
+        best = min(cheaper, key=lambda o: ((o.loss - at.loss) / (at.cost - o.cost), o.cost))
+        steps.append(Step(unit, best, (best.loss - at.loss) / (at.cost - best.cost)))
+        at = best
+
+
+def _units(tables: Sequence[str], most: int) -> list[list[str]]:
+    """``tables``, the largest first, as at most ``most`` units: single ones, and the small ones together."""
+    most = max(1, most)
+    if len(tables) <= most:
+        return [[table] for table in tables]
+    alone = [[table] for table in tables[: most - 1]]
+    return [*alone, list(tables[most - 1 :])]

@@ -1,0 +1,112 @@
+"""A slice of the data, kept so that a model with other tables is evaluated by its dense part alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from recpipe.kit import Called, FloatCheckpoint, batch_size, select
+from recpipe.plugin import UserError
+from recpipe_low_precision.choices import Assignment
+from recpipe_low_precision.replay import Pieces, TableRows, put_stubs
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What a model says of a slice's samples, float64 [N] each."""
+
+    logits: NDArray[np.float64]
+    losses: NDArray[np.float64]
+    """Cross-entropy in nats."""
+
+
+class Slice:
+    """The samples of ``batches``, of a finished model.
+
+    Only rows that these samples look up are kept in memory, each in float32 and in the types that were asked
+    for. Row-wise types make a row's bytes of that row alone, so the pooled rows, and so the scores, have the
+    same bits as those of the whole table. Pooled rows are kept between evaluations, up to ``cache_bytes``.
+    """
+
+    def __init__(
+        self,
+        source: FloatCheckpoint,
+        batches: Iterable[Any],
+        cache_bytes: int,
+        used: Mapping[str, NDArray[np.bool_]] | None = None,
+    ) -> None:
+        self.source, self.called = source, source.called()
+        self.batches = list(batches)
+        if not self.batches:
+            raise UserError("there are no samples to judge types by: raise data.eval_fraction")
+        self.pieces = Pieces(cache_bytes)
+        self.stubs = put_stubs(self.called, source, self.pieces)
+        self.labels = self._learn_ids()
+        self.tables: dict[str, TableRows] = {}
+        for stub in self.stubs:
+            self.tables |= stub.gather(source, used or {})
+        self.pieces.tables = self.tables
+
+    def _learn_ids(self) -> NDArray[np.float32]:
+        """Run without rows, so that the stubs see the ids; returns the labels."""
+        labels = []
+        for batch in self.batches:
+            labels.append(_judged(self.called, batch)[1])
+            for stub in self.stubs:
+                stub.end_batch()
+        found = torch.cat(labels).numpy()
+        if not np.isin(found, (0, 1)).all():
+            raise UserError("normalized entropy is of clicks, and the labels are not 0 and 1 alone")
+        return found
+
+    def evaluate(self, assignment: Assignment) -> Losses:
+        """The model's scores and losses with tables kept by ``assignment``."""
+        self.pieces.assignment = assignment
+        return self.evaluate_called(self.called)
+
+    def evaluate_called(self, called: Called) -> Losses:
+        """The same of any model."""
+        logits = []
+        for number, batch in enumerate(self.batches):
+            self.pieces.number = number
+            logits.append(_judged(called, batch)[0])
+        score = torch.cat(logits).double()
+        label = torch.from_numpy(self.labels).double()
+        losses = nn.functional.binary_cross_entropy_with_logits(score, label, reduction="none")
+        return Losses(score.numpy(), losses.numpy())
+
+    @property
+    def base_entropy(self) -> float:
+        """Logloss of always predicting the mean label, in nats; normalized entropy is logloss over it."""
+        rate = float(self.labels.mean(dtype=np.float64))
+        if not 0 < rate < 1:
+            raise UserError("all labels of a slice are equal: raise data.eval_fraction")
+        return -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
+
+
+def _judged(called: Called, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        _, judged = called.judge(batch)
+    if judged is None or called.kind != "clicks":
+        raise UserError("types are chosen by normalized entropy: the model must predict one click a sample")
+    return judged[0], judged[1].float()
+
+
+def between_samples(batches: Iterable[Any], low: int, high: int) -> Iterator[Any]:
+    """Samples ``low`` to ``high`` (excluded) of all that ``batches`` hold."""
+    at = 0
+    for batch in batches:
+        size = batch_size(batch)
+        first, last = max(low - at, 0), min(high - at, size)
+        if first < last:
+            yield batch if last - first == size else select(batch, np.arange(first, last))
+        at += size
+        if at >= high:
+            return

@@ -1,0 +1,89 @@
+"""The commands beside training: ``recpipe NAME ARGUMENTS``. A new one is a line in ``COMMANDS``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from recpipe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command. ``where``: ``module:function``, imported when it is called, since torch takes seconds.
+
+    The function gets the words after the command's name and returns the exit status.
+    """
+
+    where: str
+    arguments: str
+    """What follows its name, for help and errors; empty: it takes nothing."""
+    says: str
+    """What it does, for help."""
+
+    def run(self, name: str, words: Sequence[str]) -> int:
+        """Carry it out; ``UserError`` for words that it does not take."""
+        least = sum(word[0].isupper() for word in self.arguments.split())
+        if words and not self.arguments:
+            raise UserError(f"recpipe {name} takes no arguments, not '{words[0]}'")
+        too_many = len(words) > least and "=" not in self.arguments
+        if too_many or len(words) < least or any(word.startswith("-") for word in words[:least]):
+            raise UserError(f"say recpipe {name} {self.arguments}")
+        module, _, function = self.where.partition(":")
+        called: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
+        return called(words)
+
+
+COMMANDS = {
+    "evaluate": Command(
+        "recpipe.inference.command:evaluate",
+        "CHECKPOINT data=... [data.path=...] [split=all] [by=COLUMN]",
+        "its quality on any data: AUC, logloss, NE, calibration",
+    ),
+    "predict": Command(
+        "recpipe.inference.command:predict",
+        "CHECKPOINT data=... output=FILE.parquet [keys=[a,b]]",
+        "a score for each row of any data",
+    ),
+    "package": Command(
+        "recpipe.inference.package:package_command",
+        "CHECKPOINT DIRECTORY [instruction_set=avx2]",
+        "what a server needs of it, compiled, in one directory",
+    ),
+    "quantize": Command(
+        "recpipe.inference.quantize:quantize",
+        "CHECKPOINT +plugin=low_precision [output=DIRECTORY]",
+        "its tables in fewer bits, under a bound on the loss of quality",
+    ),
+    "serve": Command(
+        "recpipe.inference.serving.command:serve_command",
+        "PACKAGE [port=8000] [wait_ms=0]",
+        "a package behind HTTP, by the open inference protocol",
+    ),
+    "plugins": Command(
+        "recpipe.tasks.plugins:print_plugins", "", "what is installed and which extension points each uses"
+    ),
+    "unshard": Command(
+        "recpipe.tasks.unshard:unshard_command",
+        "CHECKPOINT FILE.safetensors",
+        "its tables and dense parameters in one file",
+    ),
+    "sweep-report": Command(
+        "recpipe.report.sweep:report_command",
+        "DIR",
+        "the table with which a sweep ends, again, from its jobs' reports",
+    ),
+    "doctor": Command(
+        "recpipe.tasks.doctor:print_findings", "", "do the installed torch, torchrec and fbgemm fit together"
+    ),
+}
+
+
+def listed() -> str:
+    """The commands for the help, two lines for one whose first is long."""
+    lines = []
+    for name, command in COMMANDS.items():
+        first = f"  python -m recpipe {name} {command.arguments}".rstrip()
+        lines += [f"{first:<44} {command.says}"] if len(first) < 44 else [first, f"{'':<44} {command.says}"]
+    return "\n".join(lines)

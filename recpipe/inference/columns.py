@@ -1,0 +1,100 @@
+"""Columns of the input as they are in its files, row by row beside the batches made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+
+from recpipe.data.config import CriteoConfig, DataConfig, ParquetConfig
+from recpipe.data.files import input_files, line_blocks
+from recpipe.data.sources import criteo
+from recpipe.data.sources.npy import triples
+from recpipe.data.sources.parquet import SUFFIXES, file_schema, record_batches
+from recpipe.errors import DataError, UserError, nearest_or_all, shown
+
+
+def has_columns(config: DataConfig) -> bool:
+    """Whether the data has files whose columns can be read by name: parquet, or Criteo's text."""
+    text = isinstance(config, CriteoConfig) and config.name == "criteo" and not triples(config.path)
+    return isinstance(config, ParquetConfig) or text
+
+
+def read_columns(config: DataConfig, names: Sequence[str]) -> Iterator[pa.Table]:
+    """Blocks of the columns ``names`` of all rows, in the order of the files and of their rows.
+
+    Criteo's fields are text. ``DataError`` for a column that a file does not have, and for lists.
+    """
+    if isinstance(config, ParquetConfig):
+        return _of_parquet(input_files(config.path, SUFFIXES), list(names))
+    if not has_columns(config) or not isinstance(config, CriteoConfig):
+        raise UserError(f"data={config.name} has no files with named columns")
+    for name in names:
+        if name not in criteo.COLUMNS:
+            raise DataError(
+                f"Criteo's files have no column '{shown(name)}'; {nearest_or_all(name, criteo.COLUMNS)}"
+            )
+    return _of_criteo(input_files(config.path, criteo.SUFFIXES), list(names))
+
+
+def _of_parquet(files: Sequence[Path], names: list[str]) -> Iterator[pa.Table]:
+    first = file_schema(files[0])
+    for file in files:
+        schema = file_schema(file)
+        for name in names:
+            if schema.names.count(name) != 1:
+                hint = nearest_or_all(name, schema.names)
+                raise DataError(f"{file}: no column '{shown(name)}'; {hint}")
+            if schema.field(name).type != first.field(name).type:
+                raise DataError(
+                    f"{file}, column {shown(name)}: holds {schema.field(name).type} here and "
+                    f"{first.field(name).type} in {files[0]}; write both files alike"
+                )
+    for file in files:
+        for _, batch, _ in record_batches(file, names):
+            yield pa.Table.from_batches([batch]).select(names)
+
+
+def _of_criteo(files: Sequence[Path], names: list[str]) -> Iterator[pa.Table]:
+    for file in files:
+        for text, _ in line_blocks(file, criteo.BLOCK_BYTES):
+            fields = text.partition(b"\n")[0].count(b"\t") + 1
+            there = criteo.COLUMNS[len(criteo.COLUMNS) - fields :]
+            if not set(names) <= set(there):
+                raise DataError(f"{file}: no column '{shown(names[0])}': its rows have no label")
+            options = pa.csv.ConvertOptions(
+                include_columns=names,
+                column_types=dict.fromkeys(there, pa.string()),
+                strings_can_be_null=True,
+                null_values=[""],
+            )
+            yield pa.csv.read_csv(
+                pa.BufferReader(text),
+                pa.csv.ReadOptions(column_names=there, block_size=len(text)),
+                pa.csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False),
+                options,
+            )
+
+
+class Taker:
+    """Takes the next n rows of blocks of rows."""
+
+    def __init__(self, blocks: Iterator[pa.Table]) -> None:
+        self._blocks = blocks
+        self._rest: pa.Table | None = None
+
+    def take(self, rows: int) -> pa.Table:
+        """The next ``rows`` rows; fewer at the end."""
+        parts, missing = [], rows
+        while missing > 0:
+            if self._rest is None or not len(self._rest):
+                self._rest = next(self._blocks, None)
+                if self._rest is None:
+                    break
+            part = self._rest.slice(0, missing)
+            self._rest = self._rest.slice(len(part))
+            parts.append(part)
+            missing -= len(part)
+        return pa.concat_tables(parts) if parts else pa.table({})

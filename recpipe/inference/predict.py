@@ -1,0 +1,266 @@
+"""``recpipe predict``: a score for each row of any data, written while they are computed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+
+from recpipe.common.console import Meter
+from recpipe.common.durable import sync
+from recpipe.common.lock import NO_LOCKS, LockFile, Taken
+from recpipe.common.run_dir import FULL, RunDir
+from recpipe.data.config import FileConfig
+from recpipe.data.dataset import Dataset
+from recpipe.data.make import open_source
+from recpipe.data.streamed import StreamedDataset
+from recpipe.errors import UserError, shown
+from recpipe.inference.columns import Taker, has_columns, read_columns
+from recpipe.inference.trained import Scoring, Trained
+from recpipe.inference.words import PredictOptions
+from recpipe.model.call import Called
+
+if TYPE_CHECKING:  # it loads torch's compiler
+    from recpipe.inference.packaged import PackagedScoring
+
+log = logging.getLogger(__name__)
+ROW = "row"
+"""The column of the row's number from 0, where no key columns are copied."""
+GROUP_ROWS = 131_072
+"""Rows that are collected before they are written, at least."""
+SUFFIXES = (".parquet", ".csv")
+
+
+def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArray[np.float32] | Path:
+    """Score every row of the data of ``trained`` in order; returns the file, or the scores without one.
+
+    The i-th score is of the i-th row of the input, over all its files. Memory does not grow with the rows
+    unless the scores are returned.
+    """
+    config = trained.cfg.data
+    if isinstance(config, FileConfig) and config.on_bad_row == "skip":
+        raise UserError(
+            "data.on_bad_row=skip: a row that is left out would have no score; correct the rows, and leave it out"
+        )
+    target = None if options.output is None else _target(options)
+    keys = _keys(trained, options)
+    dataset = _opened(trained)
+    with _scoring(trained, options, dataset, run_dir) as scoring:
+        _refuse_names(options, scoring.tasks)
+        blocks = _scored(scoring, dataset, options)
+        if target is None:
+            return np.concatenate([block for block in blocks])
+        started = perf_counter()
+        rows = write(target, options.overwrite, _tables(blocks, list(scoring.tasks), keys))
+        speed = rows / (perf_counter() - started)
+    log.info("wrote %s: %s rows (%s rows/s)", target, f"{rows:,}", f"{speed:,.0f}")
+    return target
+
+
+def _scoring(
+    trained: Trained, options: PredictOptions, dataset: Dataset, run_dir: RunDir
+) -> AbstractContextManager[Scoring | PackagedScoring]:
+    """The model in the recipe's tiers, or its package."""
+    if options.package is None:
+        return trained.scoring(dataset, run_dir)
+    from recpipe.inference.packaged import PackagedScoring
+
+    return nullcontext(PackagedScoring(trained, Path(options.package).expanduser()))
+
+
+def _opened(trained: Trained) -> Dataset:
+    """The data: files read once, without labels; other sources as training opens them."""
+    config = trained.cfg.data
+    if not isinstance(config, FileConfig):
+        return trained.dataset
+    dataset = StreamedDataset(open_source(config, labelled=False))
+    trained.require_columns(dataset)
+    return dataset
+
+
+def _target(options: PredictOptions) -> Path:
+    """The file to write; ``UserError`` before anything is read if it cannot be."""
+    target = Path(str(options.output)).expanduser().absolute()
+    if target.suffix not in SUFFIXES:
+        raise UserError(
+            f"output={target}: the name must end in {' or '.join(SUFFIXES)}, which says the format"
+        )
+    if target.is_dir():
+        raise UserError(f"output={target}: is a directory; name a file")
+    if target.exists() and not options.overwrite:
+        raise UserError(f"output={target}: exists already; choose another file, or pass overwrite=true")
+    if not target.parent.is_dir():
+        raise UserError(f"output={target}: there is no directory {target.parent}; make it first")
+    return target
+
+
+def _keys(trained: Trained, options: PredictOptions) -> Iterator[pa.Table] | None:
+    """Blocks of the key columns; None if none are asked for."""
+    if not options.keys:
+        return None
+    config = trained.cfg.data
+    if not has_columns(config):
+        raise UserError(
+            f"keys={list(options.keys)}: data={config.name} has no columns to copy; leave keys out, and '{ROW}' "
+            "numbers the rows from 0"
+        )
+    return read_columns(config, options.keys)
+
+
+def _refuse_names(options: PredictOptions, tasks: Mapping[str, Called]) -> None:
+    double = [name for name in options.keys if name in tasks or options.keys.count(name) > 1]
+    if double:
+        raise UserError(
+            f"keys={list(options.keys)}: two columns of the output would be called '{shown(double[0])}'; "
+            "leave one of them out"
+        )
+
+
+def _scored(
+    scoring: Scoring | PackagedScoring, dataset: Dataset, options: PredictOptions
+) -> Iterator[NDArray[np.float32]]:
+    """Scores float32 [B] or [B, T] of all rows."""
+    convert = [_conversion(task, options.scores) for task in scoring.tasks.values()]
+    streamed = dataset if isinstance(dataset, StreamedDataset) else None
+    total, rows, started = sum(dataset.size(s) for s in ("train", "eval")), 0, perf_counter()
+    splits = (scoring.checked(dataset.batches(s, scoring.batch_size)) for s in ("train", "eval"))  # type: ignore[arg-type]
+    batches = (batch for split in splits for batch in split)
+    with Meter() as meter:
+        for scored in scoring.scores(batches, labelled=False):
+            parts = scored.scores.reshape(len(scored.scores), len(convert))
+            made = torch.stack([way(parts[:, n]) for n, way in enumerate(convert)], dim=1)
+            rows += len(made)
+            _require_finite(made, rows - len(made))
+            if meter.due:
+                share = streamed.share if streamed is not None else rows / max(1, total)
+                meter.show(
+                    share, f"predicting  {rows:,} rows  {rows / (perf_counter() - started):,.0f} rows/s"
+                )
+            yield made.reshape(scored.scores.shape).numpy()
+
+
+def _conversion(task: Called, scores: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    if scores == "raw" or task.kind == "values":
+        return lambda raw: raw
+    return torch.sigmoid if task.kind == "clicks" else torch.exp
+
+
+def _require_finite(scores: torch.Tensor, first: int) -> None:
+    bad = torch.nonzero(~scores.isfinite().all(dim=1))
+    if len(bad):
+        row = first + int(bad[0])
+        raise UserError(
+            f"the score of row {row} (from 0) is {scores[int(bad[0])].tolist()}, not a number: the model or "
+            "its checkpoint has values that are not finite"
+        )
+
+
+def _tables(
+    blocks: Iterator[NDArray[np.float32]], tasks: list[str], keys: Iterator[pa.Table] | None
+) -> Iterator[pa.Table]:
+    """Scores with the key columns, or the row's number, in front."""
+    taker, row = None if keys is None else Taker(keys), 0
+    for block in blocks:
+        columns = [pa.array(column) for column in block.reshape(len(block), -1).T]
+        scores = pa.table(dict(zip(tasks, columns, strict=True)))
+        if taker is None:
+            own = pa.table({ROW: pa.array(np.arange(row, row + len(block)))})
+        else:
+            own = taker.take(len(block))
+            if len(own) != len(block):
+                raise UserError("the input's files have changed while they were read; start again")
+        row += len(block)
+        for name, column in zip(scores.column_names, scores.columns, strict=True):
+            own = own.append_column(name, column)
+        yield own
+
+
+def write(target: Path, overwrite: bool, tables: Iterator[pa.Table]) -> int:
+    """Write ``tables`` to ``target`` and return the number of rows.
+
+    They go to a hidden file beside it, which gets its name when all is on the disk. ``UserError`` if the disk
+    is full, or if another process writes the same file.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    with _alone(target):
+        try:
+            rows = _stream(partial, target.suffix, tables)
+            sync(partial)
+            if overwrite:
+                partial.replace(target)
+            else:
+                os.link(partial, target)  # which refuses a file that has appeared meanwhile
+            sync(target.parent)
+        except FileExistsError as fault:
+            raise UserError(
+                f"output={target}: has appeared meanwhile; choose another file, or pass overwrite=true"
+            ) from fault
+        except (OSError, pa.ArrowInvalid, pa.ArrowNotImplementedError) as fault:
+            free = "free space, or " if isinstance(fault, OSError) and fault.errno in FULL else ""
+            why = fault.strerror if isinstance(fault, OSError) and fault.strerror else shown(fault, 200)
+            raise UserError(f"cannot write output={target}: {why}; {free}choose another file") from fault
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+    return rows
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """In the block, no other process writes ``target``."""
+    try:
+        lock = LockFile(target.with_name(f".{target.name}.lock"))
+    except Taken as taken:
+        raise UserError(f"output={target} is being written by {taken}; choose another file") from taken
+    except OSError as fault:
+        if fault.errno in NO_LOCKS:
+            yield
+            return
+        raise UserError(f"cannot write output={target}: {fault.strerror}; choose another file") from fault
+    try:
+        yield
+    finally:
+        lock.remove()
+        lock.release()
+
+
+def _stream(file: Path, suffix: str, tables: Iterator[pa.Table]) -> int:
+    """Write ``tables`` in groups of at least ``GROUP_ROWS`` rows."""
+    rows, kept, writer = 0, list[pa.Table](), None
+    try:
+        for table in _grouped(tables, kept):
+            if writer is None:
+                writer = _writer(file, suffix, table.schema)
+            writer.write_table(table)
+            rows += len(table)
+    finally:
+        if writer is not None:
+            writer.close()
+    if writer is None:
+        raise UserError("the data has no rows")
+    return rows
+
+
+def _grouped(tables: Iterator[pa.Table], kept: list[pa.Table]) -> Iterator[pa.Table]:
+    for table in tables:
+        kept.append(table)
+        if sum(map(len, kept)) >= GROUP_ROWS:
+            yield pa.concat_tables(kept)
+            kept.clear()
+    if kept:
+        yield pa.concat_tables(kept)
+
+
+def _writer(file: Path, suffix: str, schema: pa.Schema) -> Any:
+    return pq.ParquetWriter(file, schema) if suffix == ".parquet" else pa.csv.CSVWriter(file, schema)

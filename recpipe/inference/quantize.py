@@ -1,0 +1,120 @@
+"""``recpipe quantize CHECKPOINT +plugin=NAME``: makes a finished model smaller by a plugin's method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from recpipe.common.console import log, show
+from recpipe.config.compose import active_plugins, compose
+from recpipe.errors import UserError
+from recpipe.inference.command import TERMINAL, Caller, answering
+from recpipe.inference.source import FloatCheckpoint
+from recpipe.inference.trained import open_trained
+from recpipe.inference.words import QuantizeOptions, parted
+from recpipe.plugin.load import activate
+from recpipe.plugin.model_quantizer import FinishedModel, ModelQuantizer, Quantized
+from recpipe.report.environment import environment
+from recpipe.report.record import SCHEMA
+from recpipe.tasks.compare_run import interrupt_on_sigterm
+from recpipe.tasks.process import prepare_process
+
+QUANTIZED = "quantized"
+"""The folder of the quantized checkpoint in the run's directory."""
+_OF_PLUGINS = ("plugin", "plugins")
+
+
+def quantize(words: Sequence[str]) -> int:
+    """``recpipe quantize CHECKPOINT +plugin=NAME key=value ...``; returns 0."""
+    prepare_process()
+    with interrupt_on_sigterm():
+        quantize_for(TERMINAL, Path(words[0]), words[1:])
+    return 0
+
+
+def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict[str, Any]:
+    """Quantize ``checkpoint`` by the plugin that ``words`` name; returns the content of report.json."""
+    options, overrides, directory = parted(words, QuantizeOptions, "quantize")
+    mine = [word for word in overrides if _section(word) in _OF_PLUGINS]
+    others = [word for word in overrides if _section(word) not in _OF_PLUGINS]
+    quantizer = _quantizer(active_plugins(compose(mine)))
+    with answering(caller, directory) as run_dir:
+        trained = open_trained(checkpoint, others, caller.model, caller.data)
+        target = run_dir.path / QUANTIZED if options.output is None else Path(options.output).expanduser()
+        finished = FinishedModel(
+            FloatCheckpoint.of(trained),
+            trained.dataset,
+            trained.cfg.data.batch_size,
+            run_dir.path,
+            target.absolute(),
+        )
+        made = quantizer.quantize(finished)
+        report = {"schema": SCHEMA, "task": "quantize", **made.figures, "environment": environment()}
+        _write(run_dir.path, report, made)
+    return report
+
+
+def _section(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0].partition(".")[0]
+
+
+def _quantizer(plugins: Mapping[str, Mapping[str, Any]]) -> ModelQuantizer:
+    """The one active plugin that works on finished models."""
+    found = [plugin for _, plugin in activate(plugins)]
+    if len(found) != 1 or not isinstance(found[0], ModelQuantizer):
+        names = ", ".join(plugins) or "none"
+        raise UserError(
+            f"recpipe quantize takes one plugin that works on finished models, not {names}: "
+            "say +plugin=low_precision"
+        )
+    return found[0]
+
+
+def _write(directory: Path, report: Mapping[str, Any], made: Quantized) -> None:
+    """report.json, report.html and the lines on the terminal."""
+    # They are for the end of a run, and take a second to import.
+    from recpipe.report import html, plots
+    from recpipe.report.files import ReportFiles
+    from recpipe.report.record import replace_file
+
+    sections = [
+        {
+            "title": section.title,
+            "heads": section.heads,
+            "rows": section.rows,
+            "note": "",
+            "plots": [
+                plots.curves(
+                    section.title,
+                    {name: _apart(points) for name, points in section.curves.items()},
+                    plots.Axis(section.axes[0], unit="bytes"),
+                    plots.Axis(section.axes[1]),
+                )
+            ]
+            if section.curves
+            else [],
+        }
+        for section in made.sections
+    ]
+    files = ReportFiles(directory)
+    files.write_json("report.json", report)
+    page = html.page("measured.html.j2").render(
+        title="Quantized model", lead=made.lead, sections=sections, environment=report["environment"]
+    )
+    files.write("report.html", lambda path: replace_file(path, page))
+
+    def draw(out: Console) -> None:
+        width = max(len(word) for word, _ in made.lines)
+        for word, line in made.lines:
+            out.print(f" {word:<{width}}  {line}", highlight=False, markup=False, soft_wrap=True)
+
+    show(draw)
+    log.info("report: %s", directory / "report.html")
+    files.check()
+
+
+def _apart(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]

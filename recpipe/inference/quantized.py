@@ -1,0 +1,312 @@
+"""A quantized checkpoint: a finished model whose tables are in low precision, as a directory.
+
+    manifest.json                what the model is and how each table is kept; every file's size and digest
+    dense.safetensors            dense parameters and buffers, by name
+    tables/<t>.safetensors       "rows" uint8 [kept, row_bytes] (recpipe.inference.rows says how a row is laid
+                                 out) and, where rows are pruned, "places" int32 [rows]: for each id its row
+                                 among those kept, or -1
+
+It is written under another name and then renamed, so a directory with a manifest is complete. Tables are
+written and read in blocks: they may be larger than memory while they are written.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b, file_digest
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from recpipe.checkpoint.trained_on import TrainedOn
+from recpipe.common.durable import sync
+from recpipe.common.run_dir import unwritable
+from recpipe.common.saved import Damaged, read_json, typed_as
+from recpipe.common.tensor_writer import new_tensors
+from recpipe.errors import UserError
+from recpipe.inference.lookup import LowPrecisionBags, RowType
+from recpipe.inference.recipe import scoring_recipe
+from recpipe.inference.rows import ROW_TYPES, encode_rows, row_bytes
+from recpipe.inference.source import FloatCheckpoint, fill_dense, replace_module
+from recpipe.inference.trained import Trained
+from recpipe.model.call import Called
+from recpipe.pipeline.placed import saved_values
+
+MANIFEST = "manifest.json"
+DENSE = "dense.safetensors"
+FORMAT = "recpipe quantized checkpoint"
+SCHEMA = 1
+ROWS, PLACES = "rows", "places"
+BLOCK = 1 << 16
+"""Rows that are read at a time."""
+Kept = Mapping[str, NDArray[np.bool_]]
+"""For tables that are pruned: which rows are kept, bool [rows]."""
+
+
+@dataclass(frozen=True)
+class QuantizedTable:
+    """A table of a quantized checkpoint; ``kept`` None: no row was pruned."""
+
+    type: str
+    rows: int
+    dim: int
+    kept: int | None
+    collection: str
+    """The path of its collection in the model."""
+    own: str
+    """Its name in the collection."""
+
+    def __post_init__(self) -> None:
+        if self.type not in ROW_TYPES or min(self.rows, self.dim) < 1 or (self.kept or 0) < 0:
+            raise Damaged("a table has no known type or size")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its rows, and of its table of places."""
+        return table_bytes(self.type, self.rows, self.dim, self.kept)
+
+
+def table_bytes(kind: str, rows: int, dim: int, kept: int | None = None) -> int:
+    """Bytes of a table with rows of ``kind``; with ``kept`` rows, those and int32 places of all ``rows``."""
+    return rows * row_bytes(kind, dim) if kept is None else kept * row_bytes(kind, dim) + 4 * rows
+
+
+@dataclass(frozen=True)
+class QuantizedManifest:
+    """The content of manifest.json."""
+
+    format: str
+    schema: int
+    step: int
+    """How many steps the checkpoint that was quantized had been trained."""
+    trained_on: dict[str, Any]
+    """Its recipe and the data's columns (``TrainedOn``)."""
+    tables: dict[str, QuantizedTable]
+    files: dict[str, tuple[int, str]]
+    """Size and BLAKE2b digest of each file, by relative path."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """What the quantizer measured."""
+
+
+def is_quantized(directory: Path) -> bool:
+    """Whether ``directory`` is a quantized checkpoint."""
+    return (directory / MANIFEST).is_file() and (directory / DENSE).is_file()
+
+
+def write_quantized(
+    target: Path,
+    source: FloatCheckpoint,
+    kinds: Mapping[str, str],
+    kept: Kept | None = None,
+    figures: Mapping[str, Any] | None = None,
+) -> QuantizedManifest:
+    """Write ``source`` to the directory ``target``, each table's rows in the type that ``kinds`` names.
+
+    Replaces a quantized checkpoint there; ``UserError`` if something else is there, for a row that its type
+    cannot hold, and if files cannot be written.
+    """
+    if target.exists() and not is_quantized(target) and any(target.iterdir()):
+        raise UserError(f"{target} holds other files: name a new directory")
+    partial = target.with_name(f"{target.name}.partial")
+    kept = kept or {}
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "tables").mkdir(parents=True)
+        save_file({n: v.contiguous() for n, v in source.dense.items()}, partial / DENSE)
+        for table in source.shapes:
+            _write_table(partial / _file(table), source, table, kinds[table], kept.get(table))
+        manifest = QuantizedManifest(
+            FORMAT,
+            SCHEMA,
+            source.step,
+            TrainedOn.read(source.trainer, source.directory).to_dict(),
+            {t: _table(source, t, kinds[t], kept.get(t)) for t in source.shapes},
+            {name: _told(partial / name) for name in (DENSE, *map(_file, source.shapes))},
+            dict(figures or {}),
+        )
+        draft = partial / MANIFEST
+        draft.write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
+        for file in (draft, *(partial / name for name in manifest.files), partial):
+            sync(file)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        sync(target.parent)
+    except OSError as fault:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise unwritable(target, fault, "choose another directory, output=DIRECTORY") from fault
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return manifest
+
+
+def _table(source: FloatCheckpoint, table: str, kind: str, kept: NDArray[np.bool_] | None) -> QuantizedTable:
+    (rows, dim), place = source.shapes[table], source.places[table]
+    count = None if kept is None else int(kept.sum())
+    return QuantizedTable(kind, rows, dim, count, place.collection, place.own)
+
+
+def _write_table(
+    file: Path, source: FloatCheckpoint, table: str, kind: str, kept: NDArray[np.bool_] | None
+) -> None:
+    rows, dim = source.shapes[table]
+    width = row_bytes(kind, dim)
+    shapes: dict[str, tuple[int, ...]] = {ROWS: (rows if kept is None else int(kept.sum()), width)}
+    if kept is not None:
+        shapes[PLACES] = (rows,)
+    told = {"type": kind, "dim": str(dim)}
+    with new_tensors(file, shapes, told, {ROWS: "U8", PLACES: "I32"}) as put:
+        done = 0
+        for start, values in source.blocks(table):
+            chosen = values if kept is None else values[torch.from_numpy(kept[start : start + len(values)])]
+            put(ROWS, done * width, encode_rows(chosen, kind, table, start).numpy())
+            done += len(chosen)
+        if kept is not None:
+            put(PLACES, 0, np.where(kept, np.cumsum(kept) - 1, -1).astype(np.int32))
+
+
+def _file(table: str) -> str:
+    return f"tables/{quote(table, safe='')}.safetensors"
+
+
+def _told(file: Path) -> tuple[int, str]:
+    """Size and digest."""
+    with file.open("rb") as stream:
+        return file.stat().st_size, file_digest(stream, lambda: blake2b(digest_size=16)).hexdigest()
+
+
+def read_manifest(directory: Path) -> QuantizedManifest:
+    """The manifest of a quantized checkpoint; ``UserError`` if it is damaged or of another format."""
+    file = directory / MANIFEST
+    try:
+        manifest = typed_as(QuantizedManifest, read_json(file))
+        if (manifest.format, manifest.schema) != (FORMAT, SCHEMA):
+            raise Damaged(f"{manifest.format!r} of schema {manifest.schema}, not {FORMAT!r} of {SCHEMA}")
+        if set(manifest.files) != {DENSE, *map(_file, manifest.tables)}:
+            raise Damaged("it lists other files than a quantized checkpoint has")
+    except (OSError, ValueError) as fault:
+        raise _damaged(file, fault) from fault
+    return manifest
+
+
+def open_quantized(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
+    """The model in a quantized checkpoint, in eval mode: called as the float one, with its tables' rows in
+    their own types.
+
+    ``model``: the one that training was given in Python, if it was; its collections are replaced and its
+    parameters set. Every file is compared with the manifest first. ``UserError`` if one is damaged, or if
+    ``model`` is another.
+    """
+    return call_quantized(directory, (), model).module
+
+
+def call_quantized(
+    directory: str | Path, overrides: Sequence[str] = (), model: nn.Module | None = None
+) -> Called:
+    """The same, as training calls it: by the recipe with ``overrides``, which may say where its output and
+    labels are."""
+    directory = Path(directory).expanduser()
+    called = trained_quantized(directory, overrides, model).make_called()
+    put_rows(called.module, directory)
+    return called
+
+
+def trained_quantized(
+    directory: Path, overrides: Sequence[str] = (), model: nn.Module | None = None
+) -> Trained:
+    """The recipe, columns and preparation of the quantized checkpoint ``directory``. It cannot load the
+    model, as ``call_quantized`` does."""
+    manifest = read_manifest(directory)
+    try:
+        trained_on = typed_as(TrainedOn, manifest.trained_on, "trained_on")
+    except ValueError as fault:
+        raise _damaged(directory, fault) from fault
+    recipe = scoring_recipe(trained_on, overrides)
+    return Trained(directory, recipe, trained_on, {"global_step": manifest.step}, model, None)
+
+
+def put_rows(module: nn.Module, directory: Path) -> None:
+    """Make ``module``, of the class that was trained, the model in the quantized checkpoint ``directory``:
+    its dense part is set, and its collections are replaced. It is then in eval mode."""
+    manifest = read_manifest(directory)
+    _verify(directory, manifest)
+    try:
+        dense = load_file(directory / DENSE)
+        _check_dense(module, dense, directory)
+        fill_dense(module, dense)
+        for path in sorted({table.collection for table in manifest.tables.values()}):
+            _put_tables(module, path, directory, manifest)
+    except (OSError, ValueError, SafetensorError) as fault:
+        raise _damaged(directory, fault) from fault
+    module.eval()
+
+
+def _damaged(place: Path, fault: Exception) -> UserError:
+    return UserError(f"{place} is damaged ({fault}): quantize the checkpoint again")
+
+
+def _verify(directory: Path, manifest: QuantizedManifest) -> None:
+    for name, told in manifest.files.items():
+        file = directory / name
+        if file.is_symlink() or not file.is_file() or _told(file) != tuple(told):
+            raise UserError(f"{file} is damaged or missing: quantize the checkpoint again")
+
+
+def _check_dense(model: nn.Module, dense: Mapping[str, torch.Tensor], directory: Path) -> None:
+    own = saved_values(model)
+    for name, value in dense.items():
+        if name not in own or own[name].shape != value.shape:
+            raise UserError(f"{directory} is of another model: '{name}' is missing or of another shape")
+
+
+def _put_tables(model: nn.Module, path: str, directory: Path, manifest: QuantizedManifest) -> None:
+    """Replace the collection at ``path`` by one with the checkpoint's rows."""
+    tables = {t.own: (name, t) for name, t in manifest.tables.items() if t.collection == path}
+    try:
+        old = model.get_submodule(path)
+    except AttributeError:
+        raise UserError(f"{directory} is of another model: the model has no '{path}'") from None
+    if not isinstance(old, EmbeddingBagCollection):
+        _fill_float(old, directory, tables)
+        return
+    sizes = {c.name: (c.num_embeddings, c.embedding_dim) for c in old.embedding_bag_configs()}
+    if sizes != {own: (t.rows, t.dim) for own, (_, t) in tables.items()}:
+        raise UserError(f"{directory} is of another model: the tables of '{path}' differ")
+    new = LowPrecisionBags.of(old, {own: RowType(t.type, t.kept) for own, (_, t) in tables.items()})
+    for own, (name, _) in tables.items():
+        _read(directory / _file(name), ROWS, new.rows_of(own))
+        if len(new.places_of(own)):
+            _read(directory / _file(name), PLACES, new.places_of(own))
+    replace_module(model, path, new)
+
+
+def _fill_float(
+    collection: nn.Module, directory: Path, tables: Mapping[str, tuple[str, QuantizedTable]]
+) -> None:
+    """Fill the tables of a collection that gives a row for each id; these are float32."""
+    for own, (name, table) in tables.items():
+        weight = collection.get_parameter(f"embeddings.{own}.weight").detach()
+        if table.type != "fp32" or tuple(weight.shape) != (table.rows, table.dim):
+            raise UserError(f"{directory} is of another model: its table '{name}' differs")
+        _read(directory / _file(name), ROWS, weight.view(torch.uint8))
+
+
+def _read(file: Path, name: str, into: torch.Tensor) -> None:
+    """Fill ``into`` from a tensor in ``file``, in blocks."""
+    for start in range(0, len(into), BLOCK):
+        with safe_open(file, framework="pt") as opened:
+            part = opened.get_slice(name)
+            if tuple(part.get_shape()) != tuple(into.shape):
+                raise Damaged(f"{file.name}: '{name}' is {part.get_shape()}")
+            into[start : start + BLOCK] = part[start : start + BLOCK]

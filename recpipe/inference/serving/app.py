@@ -1,0 +1,182 @@
+"""The server's addresses: health, metadata, inference, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from recpipe.errors import shown
+from recpipe.inference.serving.batcher import Batcher, Limits, Score
+from recpipe.inference.serving.errors import Refused, bad
+from recpipe.inference.serving.features import Features
+from recpipe.inference.serving.metrics import Metrics
+from recpipe.inference.serving.protocol import HEADER_LENGTH, answer, chosen, parse
+
+log = logging.getLogger("recpipe")
+VERSION = "1"
+_JSON = {"content-type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What one request may take."""
+
+    body: int = 16 * 2**20
+    """Bytes of a request's body."""
+    samples: int = 4096
+    """Samples of a request."""
+    reading: float = 10.0
+    """Seconds in which a request's body must have come."""
+
+
+class Server:
+    """One package behind the open inference protocol.
+
+    ``score`` and ``manifest``: of a ``recpipe.inference.score.Scorer``. ``name``: of the model in addresses.
+    """
+
+    def __init__(
+        self, score: Score, manifest: Mapping[str, Any], name: str, limits: Limits, bounds: Bounds
+    ) -> None:
+        self.manifest, self.name, self.bounds = manifest, name, bounds
+        self.outputs = [output["name"] for output in manifest["outputs"]]
+        self.features = Features(manifest, bounds.samples)
+        self.batcher = Batcher(score, limits)
+        self.metrics = Metrics(name, lambda: self.batcher.waiting)
+        self.batcher.saw = self.metrics.saw
+
+    def app(self) -> Starlette:
+        """The application for an ASGI server."""
+        model = "/v2/models/{model}"
+        routes = [Route("/metrics", self._metrics), Route("/v2", self._server)]
+        routes += [Route(f"/v2/health/{what}", self._health) for what in ("live", "ready")]
+        for path in (model, model + "/versions/{version}"):
+            routes += [
+                Route(path, self._model),
+                Route(f"{path}/ready", self._model_ready),
+                Route(f"{path}/infer", self._infer, methods=["POST"]),
+            ]
+        return Starlette(routes=routes, lifespan=self._lifespan)
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self.batcher.start()
+        yield
+        await self.batcher.close()
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _server(self, _: Request) -> Response:
+        from recpipe import __version__
+
+        return _json({"name": "recpipe", "version": __version__, "extensions": ["binary_tensor_data"]})
+
+    async def _health(self, request: Request) -> Response:
+        live = request.url.path.endswith("live") or self.batcher.alive
+        return Response(status_code=200 if live else 503)
+
+    async def _model(self, request: Request) -> Response:
+        try:
+            self._known(request)
+        except Refused as refused:
+            return _error(refused)
+        outputs = [{"name": name, "datatype": "FP32", "shape": [-1]} for name in self.outputs]
+        about = {"name": self.name, "versions": [VERSION], "platform": "recpipe"}
+        return _json({**about, "inputs": self.features.described(), "outputs": outputs})
+
+    async def _model_ready(self, request: Request) -> Response:
+        try:
+            self._known(request)
+        except Refused as refused:
+            return _error(refused)
+        return Response(status_code=200 if self.batcher.alive else 503)
+
+    def _known(self, request: Request) -> None:
+        model, version = request.path_params["model"], request.path_params.get("version", VERSION)
+        if model != self.name or version != VERSION:
+            what = f"'{shown(model)}' of version {shown(version)}"
+            raise Refused(
+                404, "unknown_model", f"no model {what} here; there is '{self.name}' of version {VERSION}"
+            )
+
+    async def _infer(self, request: Request) -> Response:
+        """Score a request; whatever is wrong with it is an answer of one line."""
+        began = perf_counter()
+        try:
+            response = await self._scored(request)
+        except Refused as refused:
+            self.metrics.refused.labels(refused.reason).inc()
+            response = _error(refused)
+        except ClientDisconnect:
+            self.metrics.refused.labels("client_gone").inc()
+            response = Response(status_code=499)
+        except Exception:
+            log.exception("a request failed")
+            self.metrics.refused.labels("fault").inc()
+            response = _error(Refused(500, "fault", "the server failed; its log says why"))
+        self.metrics.answers.labels(str(response.status_code)).inc()
+        self.metrics.seconds.observe(perf_counter() - began)
+        return response
+
+    async def _scored(self, request: Request) -> Response:
+        self._known(request)
+        body = await self._body(request)
+        asked = parse(body, request.headers.get(HEADER_LENGTH))
+        names = chosen(asked, self.outputs)
+        inputs = self.features.asked(asked.inputs)
+        scores = await self.batcher.scores(inputs, asked.timeout)
+        columns = scores.reshape(len(scores), -1)
+        found = {name: columns[:, self.outputs.index(name)] for name in names}
+        content, headers = answer(asked, self.name, VERSION, found)
+        return Response(content, headers=headers)
+
+    async def _body(self, request: Request) -> bytes:
+        """The request's body; ``Refused`` if it is too large, compressed, or comes too slowly."""
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise Refused(
+                415, "encoding", f"Content-Encoding {shown(encoding)} is not taken; send it as it is"
+            )
+        most = self.bounds.body
+        declared = request.headers.get("content-length", "0")
+        if not (declared.isascii() and declared.isdecimal()):
+            raise bad("Content-Length is no number")
+        if len(declared) > 18 or int(declared) > most:
+            raise _too_large(most)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self.bounds.reading):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > most:
+                        raise _too_large(most)
+                    parts.append(part)
+        except TimeoutError:
+            raise Refused(408, "slow", f"the body did not come within {self.bounds.reading:g} s") from None
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_large(most: int) -> Refused:
+    return Refused(413, "too_large", f"the body is larger than {most} bytes")
+
+
+def _json(content: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(json.dumps(content), status, _JSON)
+
+
+def _error(refused: Refused) -> Response:
+    headers = {"retry-after": "1"} if refused.status == 503 else {}
+    return Response(json.dumps({"error": str(refused)}), refused.status, _JSON | headers)

@@ -1,0 +1,157 @@
+"""Scores requests together: those that wait are one batch for the model, within a budget of time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import monotonic
+
+import numpy as np
+import torch
+
+from recpipe.inference.serving.errors import Refused
+from recpipe.inference.serving.features import Asked, together
+from recpipe.inference.serving.protocol import Array
+
+Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Scores float32 [B] or [B, T] of dense, ids and lengths (``recpipe.inference.score.Scorer``)."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How requests are put together."""
+
+    batch: int = 1024
+    """Most samples of a batch; a larger request is a batch of its own."""
+    wait: float = 0.0
+    """Seconds that a batch which is not full waits for more requests, from its first one's arrival. With 0,
+    what has come while the batch before was scored is put together."""
+    queue: int = 256
+    """Most requests that wait; another one is refused with 503."""
+    deadline: float = 1.0
+    """Seconds after which a request that still waits is refused with 504, unless the client wants it
+    sooner."""
+
+
+@dataclass
+class _Waiting:
+    asked: Asked
+    scores: asyncio.Future[Array]
+    since: float
+    until: float
+
+
+@dataclass
+class Batcher:
+    """A queue of requests, and the one thread that scores them.
+
+    ``saw``: called with the number of requests and samples of each batch.
+    """
+
+    score: Score
+    limits: Limits
+    saw: Callable[[int, int], None] = lambda requests, samples: None
+    _queue: deque[_Waiting] = field(default_factory=deque)
+    _closing: bool = False
+
+    def start(self) -> None:
+        """Begin to score, in the running event loop."""
+        self._arrived = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "scores")
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken."""
+        return not self._closing and not self._task.done()
+
+    async def scores(self, asked: Asked, timeout: float | None = None) -> Array:
+        """Scores float32 [N] or [N, T]. ``Refused`` if the queue is full, or the deadline passes while the
+        request waits."""
+        if self._closing:
+            raise Refused(503, "stopping", "the server is stopping")
+        if len(self._queue) >= self.limits.queue:
+            raise Refused(503, "queue_full", f"{self.limits.queue} requests wait already; try again later")
+        now = monotonic()
+        patience = self.limits.deadline if timeout is None else min(timeout, self.limits.deadline)
+        found: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
+        self._queue.append(_Waiting(asked, found, now, now + patience))
+        self._arrived.set()
+        return await found
+
+    async def close(self) -> None:
+        """Score what waits, then stop."""
+        self._closing = True
+        self._arrived.set()
+        await self._task
+        self._thread.shutdown()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._queue or not self._closing:
+            await self._arrived.wait()
+            await self._fill()
+            batch = self._take()
+            if not batch:
+                continue
+            self.saw(len(batch), sum(one.asked.samples for one in batch))
+            try:
+                parts = await loop.run_in_executor(self._thread, self._scored, [one.asked for one in batch])
+            except Exception as fault:
+                for one in batch:
+                    _fail(one, fault)
+                continue
+            for one, scores in zip(batch, parts, strict=True):
+                if not one.scores.done():  # the client may have gone
+                    one.scores.set_result(scores)
+
+    async def _fill(self) -> None:
+        """Wait until the batch is full, or its first request has waited long enough."""
+        while self._queue and not self._closing:
+            left = self._queue[0].since + self.limits.wait - monotonic()
+            if left <= 0 or sum(one.asked.samples for one in self._queue) >= self.limits.batch:
+                return
+            self._arrived.clear()
+            try:
+                await asyncio.wait_for(self._arrived.wait(), left)
+            except TimeoutError:
+                return
+
+    def _take(self) -> list[_Waiting]:
+        """The next batch, without requests whose client has gone or whose deadline has passed."""
+        batch: list[_Waiting] = []
+        samples, now = 0, monotonic()
+        while self._queue:
+            one = self._queue[0]
+            if one.scores.done():
+                self._queue.popleft()
+            elif now > one.until:
+                _fail(self._queue.popleft(), Refused(504, "deadline", "the deadline passed in the queue"))
+            elif batch and samples + one.asked.samples > self.limits.batch:
+                break
+            else:
+                batch.append(self._queue.popleft())
+                samples += one.asked.samples
+        if self._queue or self._closing:
+            self._arrived.set()
+        else:
+            self._arrived.clear()
+        return batch
+
+    def _scored(self, asked: list[Asked]) -> list[Array]:
+        scores = self.score(*together(asked)).numpy()
+        ends = np.cumsum([one.samples for one in asked])
+        return np.split(scores, ends[:-1])
+
+
+def _fail(one: _Waiting, fault: Exception) -> None:
+    if not one.scores.done():
+        one.scores.set_exception(fault)

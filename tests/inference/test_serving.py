@@ -1,0 +1,292 @@
+"""The server, over HTTP: a client that is not ours, deadlines, stopping, and requests that are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from recpipe.inference.serving.batcher import Batcher, Limits
+from recpipe.inference.serving.errors import Refused
+from recpipe.inference.serving.features import Asked
+from tests.inference.test_protocol import DENSE, A, B, body
+
+uvicorn = pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
+
+MANIFEST: dict[str, Any] = {
+    "dense": {"names": ["x", "y"]},
+    "sparse": [{"name": "a", "rows": 50}, {"name": "b", "rows": 9}],
+    "outputs": [{"name": "score", "kind": "clicks"}],
+}
+
+
+def score(dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """x + the sum of a's ids + 100 times that of b's, for each sample."""
+    samples = len(dense)
+    sums = torch.zeros(2 * samples).index_add(
+        0, torch.repeat_interleave(torch.arange(2 * samples), lengths), ids.float()
+    )
+    return dense[:, 0] + sums[:samples] + 100 * sums[samples:]
+
+
+@contextmanager
+def served(score: Any = score, limits: Limits | None = None, **bounds: Any) -> Iterator[tuple[int, Any]]:
+    """A server on a free port, and its object."""
+    from recpipe.inference.serving.app import Bounds, Server
+
+    server = Server(score, MANIFEST, "m", limits or Limits(), Bounds(**bounds))
+    listening = socket.create_server(("127.0.0.1", 0))
+    runner = uvicorn.Server(uvicorn.Config(server.app(), log_level="warning", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=runner.run, args=([listening],))
+    thread.start()
+    try:
+        while not runner.started:
+            time.sleep(0.01)
+        yield listening.getsockname()[1], runner
+    finally:
+        runner.should_exit = True
+        thread.join()
+        listening.close()
+
+
+def ask(port: int, method: str, path: str, data: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request(method, path, data, {k.replace("_", "-"): v for k, v in headers.items()})
+    response = connection.getresponse()
+    found = response.status, response.read()
+    connection.close()
+    return found
+
+
+INFER = "/v2/models/m/infer"
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with served(body=1000, reading=0.5) as (found, _):
+        yield found
+
+
+def test_health_metadata_and_a_request_by_hand(port: int) -> None:
+    for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/m/ready"):
+        assert ask(port, "GET", path)[0] == 200
+    assert json.loads(ask(port, "GET", "/v2")[1])["extensions"] == ["binary_tensor_data"]
+    about = json.loads(ask(port, "GET", "/v2/models/m")[1])
+    assert [tensor["name"] for tensor in about["inputs"]] == ["dense", "a", "b"]
+    status, found = ask(port, "POST", INFER, body(DENSE, A, B))
+    assert (status, json.loads(found)["outputs"][0]["data"]) == (200, [8.0, 852.0])
+
+
+def test_an_unchanged_client_of_the_protocol(port: int) -> None:
+    triton = pytest.importorskip("tritonclient.http")
+    client = triton.InferenceServerClient(f"127.0.0.1:{port}")
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("m")
+    assert client.get_model_metadata("m")["outputs"][0]["name"] == "score"
+    inputs = []
+    for name, values in (
+        ("dense", np.array([[1.5, 2]], np.float32)),
+        ("a", np.array([7, 49, 1])),
+        ("b", np.array([[0], [8], [1]])),
+    ):
+        kind = "FP32" if values.dtype == np.float32 else "INT64"
+        inputs.append(triton.InferInput(name, values.shape, kind))
+        inputs[-1].set_data_from_numpy(values)
+    for outputs in (None, [triton.InferRequestedOutput("score", binary_data=False)]):
+        found = client.infer("m", inputs, request_id="9", outputs=outputs)
+        np.testing.assert_array_equal(found.as_numpy("score"), np.array([8.5, 850.5, 102.5], np.float32))
+    with pytest.raises(triton.InferenceServerException, match="input 'b' is missing"):
+        client.infer("m", inputs[:2])
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "headers", "status"),
+    [
+        ("/v2/models/n/infer", body(DENSE, A, B), {}, 404),
+        ("/v2/models/m/versions/3/infer", body(DENSE, A, B), {}, 404),
+        (INFER, b"not json", {}, 400),
+        (INFER, body(DENSE, A), {}, 400),
+        (INFER, body(DENSE, A, B, outputs=[{"name": "nothing"}]), {}, 400),
+        (INFER, b" " * 1001, {}, 413),
+        (INFER, body(DENSE, A, B), {"Content_Encoding": "gzip"}, 415),
+        (INFER, body(DENSE, A, B), {"Inference_Header_Content_Length": "1e3"}, 400),
+    ],
+)
+def test_wrong_requests_get_a_status_and_a_line_and_are_counted(
+    port: int, path: str, data: bytes, headers: dict[str, str], status: int
+) -> None:
+    def counted() -> float:
+        lines = ask(port, "GET", "/metrics")[1].decode().splitlines()
+        found = [line for line in lines if line.startswith(f'recpipe_requests_total{{status="{status}"}}')]
+        return float(found[0].split()[1]) if found else 0.0
+
+    before = counted()
+    found, said = ask(port, "POST", path, data, **headers)
+    assert found == status
+    assert set(json.loads(said)) == {"error"}
+    assert counted() == before + 1
+    assert ask(port, "POST", INFER, body(DENSE, A, B))[0] == 200
+
+
+def test_a_body_without_a_length_is_cut_off_at_the_limit_too(port: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("POST", INFER, iter([b" " * 600, b" " * 600]), encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_a_slow_client_is_sent_away_and_holds_nobody_up(port: int) -> None:
+    slow = socket.create_connection(("127.0.0.1", port))
+    slow.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{{".encode())
+    assert ask(port, "POST", INFER, body(DENSE, A, B))[0] == 200
+    assert slow.recv(100).startswith(b"HTTP/1.1 408")
+    slow.close()
+
+
+def test_a_fault_of_the_model_is_500_and_the_next_request_is_answered() -> None:
+    calls = []
+
+    def faulty(*inputs: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("secret")
+        return score(*inputs)
+
+    with served(faulty) as (port, _):
+        status, said = ask(port, "POST", INFER, body(DENSE, A, B))
+        assert status == 500
+        assert b"secret" not in said
+        assert ask(port, "POST", INFER, body(DENSE, A, B))[0] == 200
+
+
+def test_a_stopping_server_answers_what_it_has() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def held(*inputs: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        go_on.wait(10)
+        return score(*inputs)
+
+    found: list[tuple[int, bytes]] = []
+    with served(held) as (port, runner):
+        client = threading.Thread(target=lambda: found.append(ask(port, "POST", INFER, body(DENSE, A, B))))
+        client.start()
+        begun.wait(10)
+        runner.should_exit = True
+        go_on.set()
+        client.join()
+    assert found[0][0] == 200
+
+
+def one(a: int, samples: int = 1) -> Asked:
+    ids = np.full(samples, a, np.int64)
+    return Asked(np.zeros((samples, 2), np.float32), [ids, 0 * ids], np.ones((2, samples), np.int64))
+
+
+class Held:
+    """Scores when it is let go on; notes the batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        self.batches.append(len(inputs[0]))
+        self.begun.set()
+        assert self.go_on.wait(10)
+        return score(*inputs)
+
+
+async def behind(model: Held, limits: Limits, *waiting: Asked, timeout: float | None = None) -> list[Any]:
+    """The answers of a first request that is being scored, and of those that come ``waiting`` meanwhile."""
+    batcher = Batcher(model, limits)
+    batcher.start()
+    first = asyncio.create_task(batcher.scores(one(1)))
+    while not model.begun.is_set():
+        await asyncio.sleep(0.001)
+    others = [asyncio.create_task(batcher.scores(asked, timeout)) for asked in waiting]
+    await asyncio.sleep(0.05)
+    model.go_on.set()
+    found = await asyncio.gather(first, *others, return_exceptions=True)
+    await batcher.close()
+    return found
+
+
+def test_requests_that_wait_are_scored_together_each_with_its_own_scores() -> None:
+    model = Held()
+    found = asyncio.run(behind(model, Limits(batch=6), one(2), one(3, 3), one(4, 2), one(5), one(6, 9)))
+    assert [scores.tolist() for scores in found] == [[1], [2], [3] * 3, [4] * 2, [5], [6] * 9]
+    assert model.batches == [1, 6, 1, 9]
+
+
+def test_a_full_queue_refuses_and_a_deadline_passes_in_it() -> None:
+    model = Held()
+    found = asyncio.run(behind(model, Limits(queue=2), one(2), one(3), one(4)))
+    assert [scores.tolist() for scores in found[:3]] == [[1], [2], [3]]
+    assert isinstance(found[3], Refused)
+    assert found[3].status == 503
+    model = Held()
+    found = asyncio.run(behind(model, Limits(), one(2), timeout=0.001))
+    assert found[0].tolist() == [1]
+    assert found[1].status == 504
+    assert model.batches == [1]
+
+
+def test_a_batch_that_is_not_full_waits_for_more_but_no_longer_than_it_may() -> None:
+    async def two(wait: float) -> list[int]:
+        model = Held()
+        model.go_on.set()
+        batcher = Batcher(model, Limits(batch=2, wait=wait))
+        batcher.start()
+        tasks = [asyncio.create_task(batcher.scores(one(1)))]
+        await asyncio.sleep(0.05)
+        tasks.append(asyncio.create_task(batcher.scores(one(2))))
+        assert [scores.tolist() for scores in await asyncio.gather(*tasks)] == [[1], [2]]
+        await batcher.close()
+        return model.batches
+
+    assert asyncio.run(two(0.0)) == [1, 1]
+    assert asyncio.run(two(30.0)) == [2]
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_damaged_requests_are_answered_without_a_fault() -> None:
+    draw = random.Random(1)
+    whole = body(DENSE, A, B, id="x")
+    statuses: dict[int, int] = {}
+    with served(body=2000) as (port, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        for _ in range(100_000):
+            data, headers = bytearray(whole), {}
+            for _ in range(draw.randint(0, 4)):
+                place = draw.randrange(len(data))
+                what = draw.randrange(3)
+                data[place : place + (what != 0)] = b"" if what == 1 else bytes([draw.randrange(256)])
+            if draw.random() < 0.3:
+                headers["Inference-Header-Content-Length"] = str(draw.randrange(-9, 400))
+            if draw.random() < 0.01:
+                data *= 20
+            connection.request("POST", INFER, bytes(data), headers)
+            response = connection.getresponse()
+            response.read()
+            statuses[response.status] = statuses.get(response.status, 0) + 1
+            if response.will_close:
+                connection.close()
+        connection.close()
+        assert ask(port, "POST", INFER, body(DENSE, A, B))[0] == 200
+    assert set(statuses) == {200, 400, 413}, statuses
+    assert sum(statuses.values()) == 100_000
