@@ -8,7 +8,7 @@ from recpipe.backend.host import processor
 from recpipe.common.console import Meter
 from recpipe.common.memory import free_memory
 from recpipe.common.saved import Damaged, entries, parse_json, residents, typed_as, within
-from recpipe.common.sizes import readable_bytes
+from recpipe.common.sizes import Amount, readable_bytes
 from recpipe.config.recipe import Recipe
 from recpipe.data.batch import Batch
 from recpipe.data.checks import require_ids
@@ -22,6 +22,7 @@ from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.inference.lookup import LowPrecisionBags, RowType, bag_keys
 from recpipe.inference.quantized import put_rows, table_bytes, write_quantized
 from recpipe.inference.rows import ROW_TYPES, decode_rows, encode_rows, fits, row_bytes
+from recpipe.inference.score import ALIGNMENT, Lookup, PackageError, Scorer, tensors
 from recpipe.inference.source import FloatCheckpoint, replace_module
 from recpipe.model.call import Called
 from recpipe.model.metrics import auc
@@ -48,8 +49,10 @@ from recpipe.tables.tiers.store_thread import TierTimes
 from recpipe.tables.view import Mark, RowView, moved
 
 __all__ = [
+    "ALIGNMENT",
     "ROW_TYPES",
     "WIRE_PRECISIONS",
+    "Amount",
     "Bags",
     "Batch",
     "Bf16Rows",
@@ -71,11 +74,13 @@ __all__ = [
     "Int8Rows",
     "IoCounters",
     "Lfu",
+    "Lookup",
     "LowPrecisionBags",
     "Lru",
     "Mark",
     "Meter",
     "NumberedDataset",
+    "PackageError",
     "PlacedModel",
     "Prediction",
     "Ranks",
@@ -88,6 +93,7 @@ __all__ = [
     "RowView",
     "SamplesConfig",
     "Schema",
+    "Scorer",
     "SparseFeature",
     "SsdStore",
     "StoreLayout",
@@ -130,6 +136,7 @@ __all__ = [
     "select",
     "table_bases",
     "table_bytes",
+    "tensors",
     "tensors_in",
     "top_rows",
     "typed_as",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.errors import UserError
+from recpipe.plugin import UserError
 
 
 @dataclass(frozen=True)

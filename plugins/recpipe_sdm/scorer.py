@@ -13,30 +13,31 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.errors import UserError
-from recpipe.inference.score import ALIGNMENT, Lookup, Scorer, tensors
-from recpipe.kit import SsdStore, StoreLayout
+from recpipe.kit import ALIGNMENT, Amount, Lookup, Scorer, SsdStore, StoreLayout, tensors
+from recpipe.plugin import UserError
 from recpipe_sdm.admission import Admission
 from recpipe_sdm.budget import Size, hot_rows
 from recpipe_sdm.rows import ROOMS, TieredRows
 
 STAGING_BYTES = 1 << 20
 """Of a store's buffer for blocks on their way."""
+MOST_MISSED = 1 << 20
+"""Rows that a batch can miss at most, where there are more on the SSD."""
 
 
 @dataclass(frozen=True)
 class Tiering:
     """What of a package is on the SSD.
 
-    ``directory``: where its rows are put. ``dram``: bytes for all rows and the index. ``tables``: a pattern.
-    ``room``: rows that a batch can miss. ``adapts``: whether rows that are looked up more take the slots of
+    ``directory``: where its rows are put. ``dram``: for all rows and the index, in bytes or
+    as a share of what the tables take in float32. ``tables``: a pattern.
+    ``adapts``: whether rows that are looked up more take the slots of
     others. ``counts``: lookups of each row before, by table, int64 [rows].
     """
 
     directory: Path
-    dram: int
+    dram: Amount
     tables: str = "*"
-    room: int = 65_536
     adapts: bool = True
     counts: Mapping[str, NDArray[np.int64]] | None = None
 
@@ -79,7 +80,8 @@ def tiered_tables(directory: Path, about: Mapping[str, Mapping[str, object]], ho
         )
     whole = [name for name in found if name not in cold]
     sizes = {name: Size(*found[name]["rows"].shape) for name in cold}
-    budget = how.dram - sum(found[name]["rows"].nbytes for name in whole)
+    float32 = sum(4 * int(str(t["rows"])) * int(str(t["dimension"])) for t in about.values())
+    budget = how.dram.of(float32) - sum(found[name]["rows"].nbytes for name in whole)
     hot = hot_rows(sizes, how.counts or {}, budget)
     starts, end = {}, 0
     for name in whole:
@@ -87,16 +89,20 @@ def tiered_tables(directory: Path, about: Mapping[str, Mapping[str, object]], ho
     widths = sorted({size.row_bytes for size in sizes.values()})
     members = {width: [name for name in cold if sizes[name].row_bytes == width] for width in widths}
     slots = {width: sum(len(hot[name]) for name in members[width]) for width in widths}
+    rooms = {
+        width: min(MOST_MISSED, sum(sizes[name].rows for name in members[width]) - slots[width])
+        for width in widths
+    }
     begins = {}
     for width in widths:
-        begins[width], end = end, _aligned(end + (slots[width] + ROOMS * how.room) * width)
+        begins[width], end = end, _aligned(end + (slots[width] + ROOMS * rooms[width]) * width)
     rows = torch.empty(end, dtype=torch.uint8)  # pages that no row is put into take no memory
     for name in whole:
         rows[starts[name] :][: found[name]["rows"].nbytes] = found[name]["rows"].reshape(-1)
     groups = []
     for width in widths:
         starts |= dict.fromkeys(members[width], begins[width])
-        places = slots[width] + ROOMS * how.room
+        places = slots[width] + ROOMS * rooms[width]
         buffer = rows[begins[width] :][: places * width].view(places, width)
         layout = StoreLayout(tuple(members[width]), tuple(sizes[n].rows for n in members[width]), width // 4)
 
@@ -108,7 +114,7 @@ def tiered_tables(directory: Path, about: Mapping[str, Mapping[str, object]], ho
         base = dict(zip(layout.tables, layout.bases.tolist(), strict=False))
         first = np.concatenate([hot[name] + base[name] for name in members[width]])
         admission = Admission(layout.total_rows) if how.adapts else None
-        groups.append(Group(base, TieredRows(store, first, how.room, admission, buffer)))
+        groups.append(Group(base, TieredRows(store, first, rooms[width], admission, buffer)))
     kept = {name: table["places"].clone() for name, table in found.items() if "places" in table}
     whole_bytes = sum(found[name]["rows"].nbytes for name in whole)
     return TieredTables(about, rows, starts, kept, groups, whole_bytes)

@@ -14,6 +14,7 @@ from recpipe_sdm.rows import TieredRows
 from recpipe_sdm.scorer import STAGING_BYTES, TieredScorer, Tiering
 
 import recpipe
+from recpipe.common.sizes import Amount
 from recpipe.errors import UserError
 from recpipe.inference.score import Scorer
 from recpipe.seams.compiled import compiler
@@ -62,7 +63,7 @@ def test_scores_have_the_bits_of_all_rows_in_dram(
 ) -> None:
     whole = Scorer(packed)
     size = sum(t["rows"] * t["dimension"] * 4 for t in whole.manifest["tables"].values())
-    how = Tiering(tmp_path, 40_000 + int(share * size), tables, adapts=adapts)
+    how = Tiering(tmp_path, Amount(40_000 + int(share * size), False), tables, adapts=adapts)
     scorer = TieredScorer(packed, how)
     reads = scorer.tables.groups[0].tier.reads
     assert all(torch.equal(a, whole(*b)) for a, b in zip(pipelined(scorer), batches(), strict=True))
@@ -75,14 +76,14 @@ def test_a_wrong_place_changes_scores(packed: Path, tmp_path: Path, monkeypatch:
     """The negative control: missed rows are looked up where the last batch's were."""
     whole, resolve = Scorer(packed), TieredRows._resolve
     monkeypatch.setattr(TieredRows, "_resolve", lambda tier, rows, _: resolve(tier, rows, tier.slots))
-    scorer = TieredScorer(packed, Tiering(tmp_path, 50_000))
+    scorer = TieredScorer(packed, Tiering(tmp_path, Amount(50_000, False)))
     assert not all(torch.equal(a, whole(*b)) for a, b in zip(pipelined(scorer), batches(), strict=True))
     scorer.close()
 
 
 def test_dram_is_within_the_budget(packed: Path, tmp_path: Path) -> None:
     """But for missed rows and the store's buffers, which are counted too."""
-    how = Tiering(tmp_path, 100_000, adapts=True)
+    how = Tiering(tmp_path, Amount(100_000, False), adapts=True)
     scorer = TieredScorer(packed, how)
     (group,) = scorer.tables.groups
     beside = group.tier.store.overhead_bytes
@@ -92,11 +93,11 @@ def test_dram_is_within_the_budget(packed: Path, tmp_path: Path) -> None:
 
 
 def test_a_pattern_without_tables_and_a_budget_below_the_index(packed: Path, tmp_path: Path) -> None:
-    how = Tiering(tmp_path, 100_000)
+    how = Tiering(tmp_path, Amount(100_000, False))
     with pytest.raises(UserError, match=r"plugins\.sdm\.tables=shop: no table .*tables: user, item, city"):
         TieredScorer(packed, replace(how, tables="shop"))
     with pytest.raises(UserError, match=r"the index of 3,520 rows alone takes 28,160"):
-        TieredScorer(packed, replace(how, dram=20_000))
+        TieredScorer(packed, replace(how, dram=Amount(20_000, False)))
 
 
 def test_rows_with_the_most_lookups_a_byte_come_first() -> None:
