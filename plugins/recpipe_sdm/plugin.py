@@ -8,7 +8,8 @@ from pathlib import Path
 
 from recpipe.kit import Amount, PackageError, Scorer
 from recpipe.plugin import Context, Contribution, Plugin, PluginError, RowServer
-from recpipe_sdm.scorer import TieredScorer, Tiering
+from recpipe_sdm.scorer import TieredScorer
+from recpipe_sdm.tables import Tiering
 
 
 class SDM(Plugin, RowServer):

@@ -2,131 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from recpipe.kit import ALIGNMENT, Amount, Lookup, Scorer, SsdStore, StoreLayout, tensors
-from recpipe.plugin import UserError
-from recpipe_sdm.admission import Admission
-from recpipe_sdm.budget import Size, hot_rows
-from recpipe_sdm.rows import ROOMS, TieredRows
-
-STAGING_BYTES = 1 << 20
-"""Of a store's buffer for blocks on their way."""
-MOST_MISSED = 1 << 20
-"""Rows that a batch can miss at most, where there are more on the SSD."""
-
-
-@dataclass(frozen=True)
-class Tiering:
-    """What of a package is on the SSD.
-
-    ``directory``: where its rows are put. ``dram``: for all rows and the index, in bytes or
-    as a share of what the tables take in float32. ``tables``: a pattern.
-    ``adapts``: whether rows that are looked up more take the slots of
-    others. ``counts``: lookups of each row before, by table, int64 [rows].
-    """
-
-    directory: Path
-    dram: Amount
-    tables: str = "*"
-    adapts: bool = True
-    counts: Mapping[str, NDArray[np.int64]] | None = None
-
-
-@dataclass
-class Group:
-    """Tables of one row size, in one tier; ``base``: the number of each one's row 0."""
-
-    base: dict[str, int]
-    tier: TieredRows
-
-
-@dataclass
-class TieredTables:
-    """The tables of a package in one buffer: whole ones, and the slots and rooms of those on the SSD.
-
-    What ``Lookup`` reads: ``about``, ``rows``, ``starts``, ``places``.
-    """
-
-    about: Mapping[str, Mapping[str, object]]
-    rows: torch.Tensor
-    starts: dict[str, int]
-    places: dict[str, torch.Tensor]
-    groups: list[Group]
-    whole_bytes: int
-    """Of the tables that are in DRAM."""
-
-    def group_of(self, table: str) -> int:
-        """The index of the table's group; -1 if its rows are all in DRAM."""
-        return next((i for i, group in enumerate(self.groups) if table in group.base), -1)
-
-
-def tiered_tables(directory: Path, about: Mapping[str, Mapping[str, object]], how: Tiering) -> TieredTables:
-    """Put the package's tables into DRAM and onto the SSD. ``UserError`` if they do not fit."""
-    found = {name: tensors(directory / str(table["file"])) for name, table in about.items()}
-    cold = [name for name in found if fnmatchcase(name, how.tables) and _fits(found[name])]
-    if not cold:
-        raise UserError(
-            f"plugins.sdm.tables={how.tables}: no table can be on the SSD; tables: {', '.join(found)}"
-        )
-    whole = [name for name in found if name not in cold]
-    sizes = {name: Size(*found[name]["rows"].shape) for name in cold}
-    float32 = sum(4 * int(str(t["rows"])) * int(str(t["dimension"])) for t in about.values())
-    budget = how.dram.of(float32) - sum(found[name]["rows"].nbytes for name in whole)
-    hot = hot_rows(sizes, how.counts or {}, budget)
-    starts, end = {}, 0
-    for name in whole:
-        starts[name], end = end, _aligned(end + found[name]["rows"].nbytes)
-    widths = sorted({size.row_bytes for size in sizes.values()})
-    members = {width: [name for name in cold if sizes[name].row_bytes == width] for width in widths}
-    slots = {width: sum(len(hot[name]) for name in members[width]) for width in widths}
-    rooms = {
-        width: min(MOST_MISSED, sum(sizes[name].rows for name in members[width]) - slots[width])
-        for width in widths
-    }
-    begins = {}
-    for width in widths:
-        begins[width], end = end, _aligned(end + (slots[width] + ROOMS * rooms[width]) * width)
-    rows = torch.empty(end, dtype=torch.uint8)  # pages that no row is put into take no memory
-    for name in whole:
-        rows[starts[name] :][: found[name]["rows"].nbytes] = found[name]["rows"].reshape(-1)
-    groups = []
-    for width in widths:
-        starts |= dict.fromkeys(members[width], begins[width])
-        places = slots[width] + ROOMS * rooms[width]
-        buffer = rows[begins[width] :][: places * width].view(places, width)
-        layout = StoreLayout(tuple(members[width]), tuple(sizes[n].rows for n in members[width]), width // 4)
-
-        def fill(table: str, start: int, stop: int) -> NDArray[np.float32]:
-            return found[table]["rows"][start:stop].numpy().view(np.float32)
-
-        place = how.directory / f"rows-of-{width}-bytes"
-        store = SsdStore.create(layout, fill, place, staging_bytes=STAGING_BYTES, scratch=True)
-        base = dict(zip(layout.tables, layout.bases.tolist(), strict=False))
-        first = np.concatenate([hot[name] + base[name] for name in members[width]])
-        admission = Admission(layout.total_rows) if how.adapts else None
-        groups.append(Group(base, TieredRows(store, first, rooms[width], admission, buffer)))
-    kept = {name: table["places"].clone() for name, table in found.items() if "places" in table}
-    whole_bytes = sum(found[name]["rows"].nbytes for name in whole)
-    return TieredTables(about, rows, starts, kept, groups, whole_bytes)
-
-
-def _fits(table: Mapping[str, torch.Tensor]) -> bool:
-    """Rows on the SSD are whole words; a table with pruned rows has few and stays in DRAM."""
-    return table["rows"].shape[1] % 4 == 0 and "places" not in table
-
-
-def _aligned(end: int) -> int:
-    return -(-end // ALIGNMENT) * ALIGNMENT
+from recpipe.kit import Lookup, Scorer
+from recpipe_sdm.tables import TieredTables, Tiering, tiered_tables
 
 
 class TieredLookup(Lookup):

@@ -11,7 +11,8 @@ import pytest
 import torch
 from recpipe_sdm.budget import INDEX_BYTES, Size, hot_rows
 from recpipe_sdm.rows import TieredRows
-from recpipe_sdm.scorer import STAGING_BYTES, TieredScorer, Tiering
+from recpipe_sdm.scorer import TieredScorer
+from recpipe_sdm.tables import STAGING_BYTES, Tiering
 
 import recpipe
 from recpipe.common.sizes import Amount
