@@ -1,12 +1,12 @@
-"""What serving with rows on the SSD costs: user-side tables in ``TieredRows`` against all of their rows in DRAM.
+"""What serving with rows on the SSD costs: user-side tables in ``TieredRows`` against all rows in DRAM.
 
     python benchmarks/sdm.py [--rows 1000000] [--shares 0.05 0.1 0.25] [--directory DIR_ON_THE_DISK]
 
-A request is one user, with ids in several tables of int8 rows (zipf), and candidates that an MLP scores. Eight
-requests are scored together, while the rows of the next eight are read. Both sides score the same requests in turn and
-must give the same bits. ``share`` is DRAM for rows and index over the tables' bytes in float32. The bound is
-min(cores / (c + m * c_io), IOPS / m) for m missed rows a request: c is the processor time of a request with all rows in
-DRAM, c_io that of a row read, IOPS what the disk gives at this depth.
+A request is one user, with ids in several tables of int8 rows (zipf), and candidates that an MLP scores.
+Eight requests are scored together, while the rows of the next eight are read. Both sides score the same
+requests in turn and must give the same bits. ``share`` is DRAM for rows and index over the tables' bytes in
+float32. The bound is min(1 / (c + m * c_io), IOPS / m) for m missed rows a request: c is the processor time
+of a request with all rows in DRAM, c_io that of a row read, IOPS what the disk gives at this depth.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "plugins"))
 
 from recpipe_sdm.admission import Admission
-from recpipe_sdm.budget import INDEX_BYTES
+from recpipe_sdm.budget import index_bytes
 from recpipe_sdm.rows import TieredRows
 
 from recpipe.inference.rows import encode_rows
@@ -39,6 +39,8 @@ from recpipe.tables.stores import SsdStore, StoreLayout
 TOGETHER = 8
 """Requests scored together."""
 Ids = torch.Tensor
+Figures = NDArray[np.float64]
+"""Seconds, processor seconds and the 99th percentile of a batch, for each round: [rounds, 3]."""
 
 
 @dataclass
@@ -118,7 +120,7 @@ class Work:
         self.ids = ids
         torch.manual_seed(0)
         widths = (tables * dim + 64, 512, 256, 1)
-        layers = [nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]
+        layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
         self.net = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
         self.items = torch.randn(TOGETHER * options.candidates, 64)
 
@@ -153,7 +155,7 @@ class Work:
         """Both in turn, with DRAM for ``share`` of the float32 bytes."""
         options, width = self.options, self.rows.shape[1]
         budget = share * options.rows * options.dim * 4
-        slots = max(0, min(options.rows, int((budget - INDEX_BYTES * options.rows) / width)))
+        slots = max(0, min(options.rows, int((budget - index_bytes(options.adapt) * options.rows) / width)))
         hot = np.arange(slots) if options.adapt else np.sort(self.row_of_rank[:slots])
         tier = TieredRows(
             self._store(place), hot, self.ids, Admission(options.rows) if options.adapt else None
@@ -170,7 +172,7 @@ class Work:
             dram.append(_timed(lambda given=batches: self.in_dram(given)))  # type: ignore[misc]
             ssd.append(_timed(lambda given=batches: self.tiered(tier, given)))  # type: ignore[misc]
         reads = {name: value - before[name] for name, value in asdict(tier.reads).items()}
-        side = self._side(share, tier, reads, np.array(dram, object), np.array(ssd, object))
+        side = self._side(share, tier, reads, np.array(dram), np.array(ssd))
         tier.close()
         return side
 
@@ -179,14 +181,13 @@ class Work:
         share: float,
         tier: TieredRows,
         reads: dict[str, int],
-        dram: NDArray[np.object_],
-        ssd: NDArray[np.object_],
+        dram: Figures,
+        ssd: Figures,
     ) -> Side:
         requests = self.options.batches * TOGETHER
-        ratios = [float(d) / float(s) for d, s in zip(dram[:, 0], ssd[:, 0], strict=True)]
-        p99 = [float(s) / float(d) for d, s in zip(dram[:, 2], ssd[:, 2], strict=True)]
+        ratios = dram / ssd
         missed = reads["rows_read"] / (reads["batches"] * TOGETHER)
-        cpu = median(map(float, dram[:, 1])) / requests
+        cpu = float(np.median(dram[:, 1])) / requests
         io_cpu, iops = self._disk(tier)
         bound = min(1.0, cpu / (cpu + missed * io_cpu), iops / max(missed, 1e-9) * cpu)
         return Side(
@@ -194,13 +195,13 @@ class Work:
             1 - reads["missed"] / reads["lookups"],
             missed,
             tier.dram_bytes / 2**20,
-            requests / median(map(float, ssd[:, 0])),
-            requests / median(map(float, dram[:, 0])),
-            median(ratios),
-            min(ratios),
-            max(ratios),
-            median(float(d) / float(s) for d, s in zip(dram[:, 1], ssd[:, 1], strict=True)),
-            median(p99),
+            requests / float(np.median(ssd[:, 0])),
+            requests / float(np.median(dram[:, 0])),
+            float(np.median(ratios[:, 0])),
+            float(ratios[:, 0].min()),
+            float(ratios[:, 0].max()),
+            float(np.median(ratios[:, 1])),
+            float(np.median(1 / ratios[:, 2])),
             bound,
         )
 

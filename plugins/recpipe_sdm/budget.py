@@ -24,12 +24,14 @@ class Size:
         return self.rows * self.row_bytes
 
 
-INDEX_BYTES = 8
-"""Of each row of a table on the SSD: its slot, and how often it was looked up."""
+def index_bytes(adapts: bool) -> int:
+    """DRAM for each row of a table on the SSD: its slot and, for LFU admission, how often it was looked
+    up."""
+    return 8 if adapts else 4
 
 
 def hot_rows(
-    sizes: Mapping[str, Size], counts: Mapping[str, NDArray[np.int64]], budget: int
+    sizes: Mapping[str, Size], counts: Mapping[str, NDArray[np.int64]], budget: int, adapts: bool = True
 ) -> dict[str, NDArray[np.int64]]:
     """The rows of each table to keep in DRAM at first, sorted, int64.
 
@@ -38,7 +40,7 @@ def hot_rows(
     the most lookups a byte come first (SDM, section 4: bandwidth density). ``UserError`` if the budget is
     smaller than the index.
     """
-    left = budget - INDEX_BYTES * sum(size.rows for size in sizes.values())
+    left = budget - index_bytes(adapts) * sum(size.rows for size in sizes.values())
     if left < 0:
         total = sum(size.rows for size in sizes.values())
         raise UserError(

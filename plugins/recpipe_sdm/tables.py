@@ -121,7 +121,7 @@ def tiered_tables(directory: Path, about: Mapping[str, Mapping[str, Any]], how: 
     whole_bytes = sum(rows[name].nbytes for name in whole)
     float32 = sum(4 * table["rows"] * table["dimension"] for table in about.values())
     sizes = {name: Size(*rows[name].shape) for name in cold}
-    hot = hot_rows(sizes, how.counts or {}, how.dram.of(float32) - whole_bytes)
+    hot = hot_rows(sizes, how.counts or {}, how.dram.of(float32) - whole_bytes, how.adapts)
     parts = [
         _Part(width, {n: rows[n] for n in own}, {n: hot[n] for n in own})
         for width in sorted({size.row_bytes for size in sizes.values()})

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from recpipe_sdm.budget import INDEX_BYTES, Size, hot_rows
+from recpipe_sdm.budget import Size, hot_rows, index_bytes
 from recpipe_sdm.rows import TieredRows
 from recpipe_sdm.scorer import TieredScorer
 from recpipe_sdm.tables import STAGING_BYTES, Tiering
@@ -104,7 +104,7 @@ def test_a_pattern_without_tables_and_a_budget_below_the_index(packed: Path, tmp
 def test_rows_with_the_most_lookups_a_byte_come_first() -> None:
     sizes = {"wide": Size(4, 64), "narrow": Size(4, 16)}
     counts = {"wide": np.array([40, 9, 0, 0]), "narrow": np.array([1, 20, 5, 0])}
-    budget = INDEX_BYTES * 8 + 64 + 16
+    budget = index_bytes(True) * 8 + 64 + 16
     found = hot_rows(sizes, counts, budget)
     assert {name: rows.tolist() for name, rows in found.items()} == {"wide": [0], "narrow": [1]}
     everything = hot_rows(sizes, {}, 10_000)
