@@ -1,5 +1,7 @@
-"""recpipe from Python and notebooks: ``train``, ``load``, ``evaluate``, ``predict``, ``package``. Importing
-this does not import torch."""
+"""recpipe from Python: ``train``, ``load``, ``place``, ``evaluate``, ``predict``, ``quantize``, ``package``.
+
+Importing this does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -221,8 +223,8 @@ def predict(
 ) -> NDArray[np.float32] | Path:
     """A score for each row of ``data``, in its order, as ``recpipe predict`` computes them.
 
-    ``output``: the file to write, .parquet or .csv, which is returned; memory does not grow with it. None: the
-    scores are returned, float32 [N], or [N, T] of T tasks. Other arguments as for ``evaluate``, with the
+    ``output``: the file to write, .parquet or .csv, which is returned; memory does not grow with it. None:
+    the scores are returned, float32 [N], or [N, T] of T tasks. Other arguments as for ``evaluate``, with the
     command's words: ``"keys=[user_id]"``, ``"scores=raw"``, ``"overwrite=true"``.
     """
     with _answering(data, overrides, model, None, quiet) as (caller, words):
@@ -293,7 +295,7 @@ def _answering(
     output: str | Path | None,
     quiet: bool,
 ) -> Iterator[tuple[Caller, list[str]]]:
-    """What ``evaluate``, ``predict`` and ``quantize`` hand on, and the words to put before the caller's own."""
+    """What the functions above hand on, and the words to put before the caller's own."""
     _prepare_process()
     from recpipe.common.console import alone
     from recpipe.data.cache import cached_in

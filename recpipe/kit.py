@@ -21,7 +21,15 @@ from recpipe.data.select import join, select
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.inference.lookup import LowPrecisionBags, RowType, bag_keys
 from recpipe.inference.quantized import put_rows, table_bytes, write_quantized
-from recpipe.inference.rows import ROW_TYPES, decode_rows, encode_rows, fits, row_bytes
+from recpipe.inference.rows import (
+    BITS,
+    ROW_TYPES,
+    decode_rows,
+    encode_rows,
+    fits,
+    row_bytes,
+    row_scales,
+)
 from recpipe.inference.score import ALIGNMENT, Lookup, PackageError, Scorer, tensors
 from recpipe.inference.source import FloatCheckpoint, replace_module
 from recpipe.model.call import Called
@@ -50,6 +58,7 @@ from recpipe.tables.view import Mark, RowView, moved
 
 __all__ = [
     "ALIGNMENT",
+    "BITS",
     "ROW_TYPES",
     "WIRE_PRECISIONS",
     "Amount",
@@ -133,6 +142,7 @@ __all__ = [
     "residents",
     "row_bags",
     "row_bytes",
+    "row_scales",
     "select",
     "table_bases",
     "table_bytes",

@@ -20,6 +20,7 @@ import recpipe.plugin
 import recpipe.testing
 from recpipe.config.compose import compose, conf_dir
 from recpipe.data.config import CONFIGS
+from recpipe.inference.words import EvaluateOptions, PredictOptions, parted
 from recpipe.plugin.api import Contribution, Invariant
 from recpipe.plugin.load import installed
 from recpipe.report.record import (
@@ -95,6 +96,7 @@ def _launcher() -> None:
     sweep_launcher.register()
 
 
+ANSWERS = {"evaluate": EvaluateOptions, "predict": PredictOptions}
 COMMANDS = [pytest.param(c, id=f"{name_of(p)}: {' '.join(c)}") for p in PAGES for c in commands(p)]
 
 
@@ -176,6 +178,10 @@ def test_every_key_of_the_report_is_described(kind: type) -> None:
 def test_commands_compose(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("plugins", "doctor", "--help"):
         assert len(arguments) <= 1
+        return
+    if arguments[0] in ANSWERS:
+        _, overrides, _ = parted(arguments[2:], ANSWERS[arguments[0]], arguments[0])
+        compose(overrides)
         return
     words = {"sweep-report": 2, "unshard": 3}
     if arguments[0] in words:

@@ -13,7 +13,7 @@ import recpipe
 from recpipe import kit, plugin
 from tests.processes import ROOT
 
-API = (2, 1)
+API = (2, 2)
 PUBLIC = ("recpipe", "recpipe.kit", "recpipe.plugin", "recpipe.testing")
 CONTRIBUTION = {
     "order": "EpochOrder | None",
@@ -54,6 +54,7 @@ KINDS = {
     "RowCodec": ["decode", "encode"],
     "EpochOrder": ["batches", "is_datas_own"],
     "Plugin": ["contribute"],
+    "ModelQuantizer": ["quantize"],
 }
 EXPORTS = [
     "Context",
@@ -74,6 +75,7 @@ EXPORTS = [
     "package",
     "place",
     "predict",
+    "quantize",
     "train",
 ]
 

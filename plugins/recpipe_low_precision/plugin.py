@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from recpipe.kit import (
     ROW_TYPES,
+    Called,
     Meter,
     auc,
     fits,
@@ -36,6 +37,7 @@ from recpipe.plugin import (
 from recpipe_low_precision import lookups, report
 from recpipe_low_precision.bootstrap import PairedBootstrap
 from recpipe_low_precision.choices import FLOAT, Assignment, Choice
+from recpipe_low_precision.debugger import compare
 from recpipe_low_precision.judge import Judge
 from recpipe_low_precision.prune import used_rows
 from recpipe_low_precision.search import Cost, Found, Search
@@ -116,19 +118,16 @@ class Work:
         found = self._search(judge)
         log.info("writing %s", finished.quantized)
         self._write(found.assignment)
+        made = self.source.called()
+        put_rows(made.module, finished.quantized)
+        numerics = compare(calibration, made)
         log.info("judging it on the %s samples of the test slice", f"{samples - first:,}")
         test = Slice(self.source, self._part(first, samples), self.knobs.cache_bytes, self.used)
+        quality = self._quality(test, made)
         speed = self._speed(calibration, found.assignment)
-        return report.written(
-            report.content(
-                self._tables(found.assignment),
-                self._quality(test),
-                speed,
-                found,
-                judge.done,
-                self._settings(),
-            )
-        )
+        tables = self._tables(found.assignment)
+        content = report.content(tables, quality, speed, numerics, found, judge.done, self._settings())
+        return report.written(content)
 
     def _part(self, low: int, high: int) -> Iterator[Any]:
         """Batches of held-out samples ``low`` to ``high``."""
@@ -187,12 +186,10 @@ class Work:
         kept = {table: self.used[table] for table, choice in assignment.items() if choice.pruned}
         write_quantized(self.finished.quantized, self.source, kinds, kept, self._settings())
 
-    def _quality(self, test: Slice) -> dict[str, Any]:
-        """Figures of the test slice: the model as it was written, opened again, against float32."""
+    def _quality(self, test: Slice, quantized: Called) -> dict[str, Any]:
+        """Figures of the test slice: the model as it was written and opened again, against float32."""
         base = test.evaluate(dict.fromkeys(test.tables, FLOAT))
-        called = self.source.called()
-        put_rows(called.module, self.finished.quantized)
-        made = test.evaluate_called(called)
+        made = test.evaluate_called(quantized)
         bootstrap = PairedBootstrap(len(base.losses))
         return {
             "samples": len(base.losses),

@@ -46,7 +46,8 @@ class TableRows:
     ) -> None:
         self.table, self.weighted = table, weighted
         ids = [features.values().numpy() for features in asked]
-        distinct = np.unique(np.concatenate(ids))
+        self.distinct = distinct = np.unique(np.concatenate(ids))
+        """Their ids, ascending."""
         self.asked = list(asked)
         self.ids = [torch.from_numpy(np.searchsorted(distinct, part)) for part in ids]
         self.rows = _gathered(source, table, distinct)

@@ -8,6 +8,7 @@ from typing import Any
 
 from recpipe.kit import readable_bytes
 from recpipe.plugin import Quantized, ReportSection
+from recpipe_low_precision.debugger import Compared
 from recpipe_low_precision.judge import Evaluation
 from recpipe_low_precision.search import Found
 
@@ -18,6 +19,7 @@ def content(
     tables: Mapping[str, Mapping[str, Any]],
     quality: Mapping[str, Any],
     lookups: Mapping[str, Any] | None,
+    numerics: Sequence[Compared],
     found: Found,
     evaluations: Sequence[Evaluation],
     settings: Mapping[str, Any],
@@ -34,6 +36,7 @@ def content(
         "calibration": None if chosen is None else {k: v for k, v in asdict(chosen).items() if k != "types"},
         "test": dict(quality),
         "lookups": lookups,
+        "numerics": [{**asdict(part), "breaks": part.breaks} for part in numerics],
         "search": {
             "ended": found.ended,
             "evaluations": len(evaluations),
@@ -63,6 +66,7 @@ def written(report: Mapping[str, Any]) -> Quantized:
         ),
         ReportSection("Tables", ("table", "type", "rows", "dim", "bytes", "times fewer"), _tables(report)),
     ]
+    sections.append(ReportSection("Numerics, the worst first", _NUMERICS, _numerics(report)))
     if report["lookups"]:
         sections.insert(1, ReportSection("Lookups", ("", ""), _lookups(report["lookups"])))
     return Quantized(report, lead, sections, _lines(report))
@@ -127,6 +131,40 @@ def _points(report: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
+_NUMERICS = (
+    "table or layer",
+    "type",
+    "relative error",
+    "SNR (dB)",
+    "saturated",
+    "range used",
+    "in the whole",
+)
+
+
+def _numerics(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for part in report["numerics"]:
+        shares = [part["saturated"], part["range_used"], part["downstream"]]
+        said = ["-" if share is None else f"{_PERCENT * share:.2f}%" for share in shares]
+        broken = ", breaks" if part["breaks"] else ""
+        rows.append(
+            (part["name"], f"{part['kind']}{broken}", f"{part['error']:.2e}", f"{part['snr']:.1f}", *said)
+        )
+    return rows
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
+    broken = [part for part in report["numerics"] if part["breaks"]]
+    if not broken:
+        return "no table and no layer has a larger error than its type explains"
+    first = broken[0]
+    more = f", and {len(broken) - 1} more (see report.html)" if len(broken) > 1 else ""
+    return (
+        f"{first['name']} breaks: {first['kind']} with a signal-to-noise ratio of {first['snr']:.1f} dB{more}"
+    )
+
+
 def _tables(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name, table in sorted(report["tables"].items(), key=lambda item: -item[1]["float32_bytes"]):
@@ -180,6 +218,7 @@ def _lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
                 f"({speed['least']:.2f} to {speed['most']:.2f})",
             )
         )
+    lines.append(("numerics", _verdict(report)))
     search = report["search"]
     lines.append(("search", f"{search['evaluations']:,} evaluations; {search['ended']}"))
     return lines

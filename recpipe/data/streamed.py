@@ -1,5 +1,4 @@
-"""Files read once from beginning to end as batches, without preparing them: for scoring rows that nobody reads
-again."""
+"""Files read once from beginning to end as batches, without preparing them for later runs."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ class StreamedDataset(Dataset):
         """Blocks of ``size`` rows; the last one may be short."""
         kept: list[Columns] = []
         rows = 0
-        for block, self.share in self.source.blocks():
+        for block, share in self.source.blocks():
+            self.share = share
             kept.append(block)
             rows += len(block)
             if rows < size:

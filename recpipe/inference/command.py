@@ -1,4 +1,4 @@
-"""``recpipe evaluate`` and ``recpipe predict``: from the words of a command line, or from Python, to files."""
+"""``recpipe evaluate`` and ``recpipe predict``, from the words of a command line or from Python."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -60,7 +60,7 @@ class Table:
     """For each id its row, or -1 if that was pruned: int32 [ids]; None: every id has its row."""
 
 
-Collection = EmbeddingBagCollection | LowPrecisionBags
+Collection: TypeAlias = EmbeddingBagCollection | LowPrecisionBags
 """What is replaced by its pooled rows."""
 
 
@@ -227,9 +227,8 @@ def export_dense(called: Called, schema: Schema) -> DensePart:
 
 
 def _configs(collection: Collection) -> list[EmbeddingBagConfig]:
-    if isinstance(collection, LowPrecisionBags):
-        return collection.configs
-    configs: list[EmbeddingBagConfig] = collection.embedding_bag_configs()
+    low = isinstance(collection, LowPrecisionBags)
+    configs: list[EmbeddingBagConfig] = collection.configs if low else collection.embedding_bag_configs()
     return configs
 
 

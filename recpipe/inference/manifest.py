@@ -23,11 +23,9 @@ MANIFEST, DIGEST = "manifest.json", "manifest.sha256"
 
 def versions() -> dict[str, str]:
     """What made the package."""
-    import recpipe
-
     fbgemm = next(filter(None, map(installed_version, reversed(FBGEMM))), "unknown")
     return {
-        "recpipe": recpipe.__version__,
+        "recpipe": installed_version("recpipe") or "not installed",
         "torch": torch.__version__,
         "torchrec": version("torchrec"),
         "fbgemm_gpu": fbgemm,

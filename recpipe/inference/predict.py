@@ -51,7 +51,7 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
     config = trained.cfg.data
     if isinstance(config, FileConfig) and config.on_bad_row == "skip":
         raise UserError(
-            "data.on_bad_row=skip: a row that is left out would have no score; correct the rows, and leave it out"
+            "data.on_bad_row=skip: a row that is left out would have no score; correct the rows, and drop it"
         )
     target = None if options.output is None else _target(options)
     keys = _keys(trained, options)
@@ -60,7 +60,7 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
         _refuse_names(options, scoring.tasks)
         blocks = _scored(scoring, dataset, options)
         if target is None:
-            return np.concatenate([block for block in blocks])
+            return np.concatenate(list(blocks))
         started = perf_counter()
         rows = write(target, options.overwrite, _tables(blocks, list(scoring.tasks), keys))
         speed = rows / (perf_counter() - started)
@@ -93,9 +93,7 @@ def _target(options: PredictOptions) -> Path:
     """The file to write; ``UserError`` before anything is read if it cannot be."""
     target = Path(str(options.output)).expanduser().absolute()
     if target.suffix not in SUFFIXES:
-        raise UserError(
-            f"output={target}: the name must end in {' or '.join(SUFFIXES)}, which says the format"
-        )
+        raise UserError(f"output={target}: the name must end in {' or '.join(SUFFIXES)}, its format")
     if target.is_dir():
         raise UserError(f"output={target}: is a directory; name a file")
     if target.exists() and not options.overwrite:
@@ -112,8 +110,8 @@ def _keys(trained: Trained, options: PredictOptions) -> Iterator[pa.Table] | Non
     config = trained.cfg.data
     if not has_columns(config):
         raise UserError(
-            f"keys={list(options.keys)}: data={config.name} has no columns to copy; leave keys out, and '{ROW}' "
-            "numbers the rows from 0"
+            f"keys={list(options.keys)}: data={config.name} has no columns to copy; leave keys out, and "
+            f"'{ROW}' numbers the rows from 0"
         )
     return read_columns(config, options.keys)
 
@@ -134,7 +132,7 @@ def _scored(
     convert = [_conversion(task, options.scores) for task in scoring.tasks.values()]
     streamed = dataset if isinstance(dataset, StreamedDataset) else None
     total, rows, started = sum(dataset.size(s) for s in ("train", "eval")), 0, perf_counter()
-    splits = (scoring.checked(dataset.batches(s, scoring.batch_size)) for s in ("train", "eval"))  # type: ignore[arg-type]
+    splits = (scoring.checked(dataset.batches(s, scoring.batch_size)) for s in ("train", "eval"))
     batches = (batch for split in splits for batch in split)
     with Meter() as meter:
         for scored in scoring.scores(batches, labelled=False):

@@ -90,7 +90,8 @@ def _laid_over(
             if not isinstance(into.get(name), dict):
                 into[name] = {}
             into = into[name]
-        into[path[-1]] = source[path[-1]]
+        new, old = source[path[-1]], into.get(path[-1])
+        into[path[-1]] = old | new if isinstance(new, dict) and isinstance(old, dict) else new
     return made
 
 

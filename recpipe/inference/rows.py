@@ -67,13 +67,13 @@ def decode_rows(rows: torch.Tensor, kind: str, dim: int) -> torch.Tensor:
     if kind == "fp16":
         return rows.view(torch.float16).float()
     bits = BITS[kind]
-    scale, bias = scales(rows)
+    scale, bias = row_scales(rows)
     packed = rows[:, SCALE_BIAS_BYTES:].to(torch.int32)
     codes = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
     return torch.stack(codes, 2).flatten(1)[:, :dim] * scale[:, None] + bias[:, None]
 
 
-def scales(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def row_scales(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and bias of each row of an integer type, float32 [n] each."""
     both = rows[:, :SCALE_BIAS_BYTES].contiguous().view(torch.float16).float()
     return both[:, 0], both[:, 1]

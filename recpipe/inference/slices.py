@@ -84,7 +84,7 @@ class Slicer:
 
 
 def slicer_of_files(trained: Trained, column: str, first: int, rows: int, rejected: int) -> Slicer | None:
-    """The slicer with rows [``first``, ``first + rows``) of ``column`` as the data's files have it; None if the
+    """The slicer with rows [``first``, ``first + rows``) of ``column`` as the files have it; None if the
     data has no such files, whose batches then have the values. ``rejected``: rows that were left out."""
     config = trained.cfg.data
     if not has_columns(config):

@@ -19,6 +19,7 @@ from recpipe.plugin.api import Context, Contribution, GroupInfo, Origin, Plugin,
 from recpipe.plugin.conf import knobs_in, package_conf
 from recpipe.plugin.errors import PluginError
 from recpipe.plugin.load import installed, instantiate
+from recpipe.plugin.model_quantizer import ModelQuantizer
 from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, imported, offered, origin_of
 from recpipe.plugin.quantizing import quantizing
 
@@ -80,13 +81,19 @@ def listed(ep: EntryPoint) -> Listed:
     origin = origin_of(ep)
     try:
         plugin: Plugin = instantiate(ep.name, default_knobs(ep))
-        contribution = plugin.contribute(SAMPLE)
-        uses = _named_points(origin, contribution)
+        uses = _uses(origin, plugin)
     except Exception as fault:
         return Listed(origin, fault=f"{type(fault).__name__}: {fault}".splitlines()[0])
     doc = (inspect.getdoc(type(plugin)) or "").splitlines()
     alters = tuple(sorted(i.name for i in plugin.alters))
     return Listed(origin, doc[0] if doc else "", uses, alters)
+
+
+def _uses(origin: Origin, plugin: Plugin) -> tuple[str, ...]:
+    """The extension points of a plugin, or the command of one that works on finished models."""
+    if isinstance(plugin, ModelQuantizer):
+        return ("recpipe quantize",)
+    return _named_points(origin, plugin.contribute(SAMPLE))
 
 
 def _named_points(origin: Origin, contribution: Contribution) -> tuple[str, ...]:

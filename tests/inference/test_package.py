@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +26,7 @@ from recpipe.inference import score
 from recpipe.inference.manifest import DIGEST, MANIFEST
 from recpipe.inference.trained import open_trained, scored
 from recpipe.seams.compiled import compiler
+from tests.processes import Child
 
 DATA = (
     "data.samples=2000",
@@ -302,16 +306,34 @@ def test_without_a_compiler_nothing_is_written(
         (["x"], "say recpipe package CHECKPOINT DIRECTORY"),
         (["x", "y", "isa=avx2"], "recpipe package has no isa"),
         (["x", "y", "instruction_set=mmx"], "instruction_set=mmx: choose one of"),
+        (["serve"], "say recpipe serve PACKAGE"),
+        (["serve", "x", "prot=1"], "recpipe serve has no prot; it has host, port"),
+        (["serve", "x", "port=99999"], "serve.port"),
+        (["serve", "x"], "x/manifest.sha256 is missing: x is no whole package"),
     ],
 )
 def test_wrong_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words, message
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["recpipe", "package", *words])
+    if "serve" in words:
+        pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+    monkeypatch.setattr(sys, "argv", ["recpipe", *(["package"] * ("serve" not in words)), *words])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_without_the_extra_serve_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("recpipe.inference.serving.command.NEEDED", ("starlight",))
+    monkeypatch.setattr(sys, "argv", ["recpipe", "serve", "x"])
+    with pytest.raises(SystemExit):
+        main()
+    assert (
+        "serving needs starlight, not installed here: pip install 'recpipe[serve]'" in capsys.readouterr().err
+    )
 
 
 @needs_compiler
@@ -320,6 +342,35 @@ def test_other_files_are_not_overwritten(checkpoint: Path, tmp_path: Path) -> No
     with pytest.raises(UserError, match="exists and is no package"):
         recpipe.package(checkpoint, tmp_path, quiet=True)
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@needs_compiler
+def test_serving_it_gives_the_loaders_scores_and_a_stopped_server_ends_with_status_0(
+    packed: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+    dense, ids, lengths = asked(checkpoint, 64)
+    ends = [int(end) for end in lengths.view(3, 64).sum(1).cumsum(0)]
+    tensors = [{"name": "dense", "datatype": "FP32", "shape": [64, 13], "data": dense.tolist()}]
+    for place, name in enumerate(("a", "b/c", "d.e")):
+        own = ids[([0, *ends])[place] : ends[place]].tolist()
+        counts = lengths.view(3, 64)[place].tolist()
+        tensors.append({"name": name, "datatype": "INT64", "shape": [len(own)], "data": own})
+        tensors.append({"name": f"{name}.lengths", "datatype": "INT64", "shape": [64], "data": counts})
+    server = Child(tmp_path / "server", "serve", str(packed), "port=0")
+    try:
+        said = re.search(
+            r"serving 'model' at (http://127\.0\.0\.1:\d+/v2/models/model);", server.until("golden")
+        )
+        assert said is not None
+        request = urllib.request.Request(f"{said[1]}/infer", json.dumps({"inputs": tensors}).encode())
+        with urllib.request.urlopen(request, timeout=20) as response:
+            (found,) = json.loads(response.read())["outputs"]
+        server.send(signal.SIGTERM)
+        assert server.ended().returncode == 0
+    finally:
+        server.kill()
+    assert torch.tensor(found["data"]).equal(score.Scorer(packed)(dense, ids, lengths))
 
 
 @needs_compiler

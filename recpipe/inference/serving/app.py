@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from recpipe.common.versions import installed_version
 from recpipe.errors import shown
 from recpipe.inference.serving.batcher import Batcher, Limits, Score
 from recpipe.inference.serving.errors import Refused, bad
@@ -79,9 +80,8 @@ class Server:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _server(self, _: Request) -> Response:
-        from recpipe import __version__
-
-        return _json({"name": "recpipe", "version": __version__, "extensions": ["binary_tensor_data"]})
+        version = installed_version("recpipe") or ""
+        return _json({"name": "recpipe", "version": version, "extensions": ["binary_tensor_data"]})
 
     async def _health(self, request: Request) -> Response:
         live = request.url.path.endswith("live") or self.batcher.alive

@@ -15,24 +15,26 @@ class Metrics:
 
     def __init__(self, model: str, waiting: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
-        about = {"registry": self._registry}
-        self.answers = Counter("recpipe_requests", "Inference requests by HTTP status", ["status"], **about)
+        into = self._registry
+        self.answers = Counter(
+            "recpipe_requests", "Inference requests by HTTP status", ["status"], registry=into
+        )
         self.refused = Counter(
-            "recpipe_refused", "Requests that were not scored, by reason", ["reason"], **about
+            "recpipe_refused", "Requests that were not scored, by reason", ["reason"], registry=into
         )
         self.seconds = Histogram(
             "recpipe_request_seconds",
             "From the request's first byte read to its answer",
             buckets=SECONDS,
-            **about,
+            registry=into,
         )
-        self.samples = Counter("recpipe_samples", "Samples scored", **about)
-        self.batch = Histogram("recpipe_batch_samples", "Samples of a batch", buckets=SAMPLES, **about)
+        self.samples = Counter("recpipe_samples", "Samples scored", registry=into)
+        self.batch = Histogram("recpipe_batch_samples", "Samples of a batch", buckets=SAMPLES, registry=into)
         self.together = Histogram(
-            "recpipe_batch_requests", "Requests of a batch", buckets=(1, 2, 4, 8, 16, 32, 64), **about
+            "recpipe_batch_requests", "Requests of a batch", buckets=(1, 2, 4, 8, 16, 32, 64), registry=into
         )
-        Gauge("recpipe_queue", "Requests that wait", **about).set_function(waiting)
-        Gauge("recpipe_model", "The model that is served", ["name"], **about).labels(model).set(1)
+        Gauge("recpipe_queue", "Requests that wait", registry=into).set_function(waiting)
+        Gauge("recpipe_model", "The model that is served", ["name"], registry=into).labels(model).set(1)
 
     def saw(self, requests: int, samples: int) -> None:
         """Count a batch."""

@@ -1,0 +1,138 @@
+"""A numeric debugger: a model in low precision beside the float one, table by table and layer by layer.
+
+Each part is judged by itself: a table by its rows, a layer by what it makes of the float model's inputs. So
+the part that breaks is named, not those behind it (after the numeric debugger of Deng et al. 2021).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from recpipe.kit import BITS, Called, LowPrecisionBags, decode_rows, row_scales
+from recpipe_low_precision.choices import FLOAT
+from recpipe_low_precision.replay import Stub, TableRows
+from recpipe_low_precision.slices import Slice
+
+LEAST_SNR = {"fp32": 100.0, "fp16": 50.0, "int8": 30.0, "int4": 12.0, "int2": 3.0}
+"""Decibels below which a part is broken, by its type. Rows of normal weights have 74, 48, 24 and 10 in fp16,
+int8, int4 and int2."""
+EXACT = 999.0
+"""Decibels of a part without error."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A table or a layer of the low-precision model beside the float one."""
+
+    name: str
+    kind: str
+    """The type of a table's rows, or of a layer's weights."""
+    error: float
+    """L2 norm of the error over that of the float values."""
+    snr: float
+    """Signal-to-noise ratio in decibels."""
+    saturated: float | None = None
+    """Share of a table's weights that its rows' scales and biases cannot reach."""
+    range_used: float | None = None
+    """Mean over rows of the share of codes between the smallest and the largest one in use."""
+    downstream: float | None = None
+    """Of a layer: relative error of its output when the whole model runs in low precision."""
+
+    @property
+    def breaks(self) -> bool:
+        """Whether its error is larger than its type explains."""
+        return not self.snr >= LEAST_SNR[self.kind]
+
+
+def compare(slice_: Slice, low: Called) -> list[Compared]:
+    """All tables and layers of ``low``, the worst first: by how far they are below what their type explains.
+
+    ``slice_``: of the float checkpoint that ``low`` was made from; layers see its first batch.
+    """
+    parts = [*_tables(slice_, low.module), *_layers(slice_, low)]
+    return sorted(parts, key=lambda part: part.snr - LEAST_SNR[part.kind])
+
+
+def _tables(slice_: Slice, module: nn.Module) -> Iterator[Compared]:
+    for table, place in slice_.source.places.items():
+        bags = module.get_submodule(place.collection)
+        assert isinstance(bags, LowPrecisionBags)
+        if len(slice_.tables[table].rows):
+            yield _table(slice_.tables[table], bags, place.own)
+
+
+def _table(table: TableRows, bags: LowPrecisionBags, own: str) -> Compared:
+    kind, ids, values = bags.kind_of(own).kind, torch.from_numpy(table.distinct), table.rows
+    places = bags.places_of(own)
+    if len(places):
+        there = places[ids] >= 0
+        values, ids = values[there], places[ids[there]].long()
+    rows = bags.rows_of(own)[ids]
+    error, snr = _apart(values, decode_rows(rows, kind, values.shape[1]))
+    if kind not in BITS:
+        return Compared(table.table, kind, error, snr)
+    scale, bias = (part[:, None] for part in row_scales(rows))
+    most = 2 ** BITS[kind] - 1
+    codes = (values - bias) / scale
+    # Half a step beyond the ends is rounding; the slack is for float32's own.
+    saturated = ((codes < -0.5001) | (codes > most + 0.5001)).float().mean()
+    in_use = codes.round().clamp(0, most)
+    used = ((in_use.amax(1) - in_use.amin(1)) / most).mean() if len(values) else torch.zeros(())
+    return Compared(table.table, kind, error, snr, float(saturated), float(used))
+
+
+def _apart(values: torch.Tensor, found: torch.Tensor) -> tuple[float, float]:
+    """Relative error and signal-to-noise ratio of ``found`` against ``values``."""
+    signal, noise = float(values.double().norm()), float((found.double() - values.double()).norm())
+    if math.isnan(noise) or math.isinf(noise):
+        return math.inf, -EXACT
+    if not noise:
+        return 0.0, EXACT
+    return (noise / signal, 20 * math.log10(signal / noise)) if signal else (math.inf, -EXACT)
+
+
+def _layers(slice_: Slice, low: Called) -> Iterator[Compared]:
+    batch = slice_.batches[0]
+    slice_.pieces.assignment = dict.fromkeys(slice_.tables, FLOAT)
+    slice_.pieces.number = 0
+    inputs, outputs = _seen(slice_.called, batch)
+    _, low_outputs = _seen(low, batch)
+    for name, given in inputs.items():
+        if name not in low_outputs:
+            continue
+        with torch.no_grad():
+            made = low.module.get_submodule(name)(*given)
+        error, snr = _apart(outputs[name], made)
+        yield Compared(name, "fp32", error, snr, downstream=_apart(outputs[name], low_outputs[name])[0])
+
+
+def _seen(called: Called, batch: Any) -> tuple[dict[str, tuple[Any, ...]], dict[str, torch.Tensor]]:
+    """Inputs and outputs of each layer that has parameters, by its name, when the model sees ``batch``."""
+    inputs: dict[str, tuple[Any, ...]] = {}
+    outputs: dict[str, torch.Tensor] = {}
+
+    def watch(name: str) -> Any:
+        def seen(_: nn.Module, given: tuple[Any, ...], made: Any) -> None:
+            if isinstance(made, torch.Tensor) and name not in outputs:
+                inputs[name], outputs[name] = given, made.detach().clone()
+
+        return seen
+
+    hooks = [
+        module.register_forward_hook(watch(name))
+        for name, module in called.module.named_modules()
+        if not isinstance(module, Stub) and list(module.parameters(recurse=False))
+    ]
+    try:
+        with torch.no_grad():
+            called.judge(batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return inputs, outputs

@@ -1,0 +1,152 @@
+"""The plugin from the command line and from Python: what it leaves, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from recpipe_low_precision import search
+
+import recpipe
+from recpipe import cli
+from recpipe.config.compose import compose
+from recpipe.errors import UserError
+from recpipe.inference.quantized import open_quantized, read_manifest
+from recpipe.plugin.errors import PluginError
+from recpipe.plugin.load import activate, installed
+from recpipe.tasks.plugins import listed
+
+WITH = "+plugin=low_precision"
+
+
+def knob(name: str, value: object) -> str:
+    return f"plugins.low_precision.{name}={value}"
+
+
+def test_it_leaves_a_checkpoint_and_a_report(checkpoint: Path, tmp_path: Path, capsys) -> None:
+    words = ["quantize", str(checkpoint), WITH, knob("bound", 0.002), f"hydra.run.dir={tmp_path}"]
+    assert cli._guarded(words) == 0
+    said = capsys.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    manifest = read_manifest(tmp_path / "quantized")
+    assert {name: t["type"] for name, t in report["tables"].items()} == {
+        name: t.type for name, t in manifest.tables.items()
+    }
+    assert report["bytes"]["quantized"] == sum(table.bytes for table in manifest.tables.values())
+    assert report["bytes"]["float32"] == 4 * 16 * (300 + 90 + 40 + 700)
+    assert report["bytes"]["ratio"] > 3
+    assert report["calibration"]["high"] <= 0.002
+    assert report["test"]["samples"] == 600
+    difference = report["test"]["ne_difference"]
+    assert difference["low"] <= difference["value"] <= difference["high"]
+    assert report["lookups"]["ratio"] > 0
+    assert not any(part["breaks"] for part in report["numerics"])
+    page = (tmp_path / "report.html").read_text()
+    for title in ("Bytes against normalized entropy", "Quality on the test slice", "Numerics"):
+        assert title in page
+    assert "times fewer bytes" in said
+    assert isinstance(open_quantized(tmp_path / "quantized"), torch.nn.Module)
+
+
+def test_from_python_with_pruning_and_less_time(checkpoint: Path, tmp_path: Path) -> None:
+    pruned = recpipe.quantize(
+        checkpoint, None, WITH, knob("prune", True), knob("bound", 0.05), output=tmp_path, quiet=True
+    )
+    assert any(table["type"].endswith("pruned") for table in pruned["tables"].values())
+    quick = recpipe.quantize(
+        checkpoint,
+        None,
+        WITH,
+        knob("minimise", "time"),
+        knob("types", "[fp16]"),
+        output=tmp_path / "2",
+        quiet=True,
+    )
+    assert {table["type"] for table in quick["tables"].values()} <= {"fp32", "fp16"}
+
+
+def test_an_interrupt_keeps_the_evaluations(checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
+    real = search.Search._accept
+
+    def interrupted(self: search.Search, tried: object) -> bool:
+        real(self, tried)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search.Search, "_accept", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        recpipe.quantize(checkpoint, None, WITH, output=tmp_path, quiet=True)
+    assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 1 + 4 * 4 + 1
+    assert not (tmp_path / "quantized").exists()
+
+
+def test_the_users_model_stays_as_it_is(tmp_path: Path) -> None:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    class Tower(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=50, feature_names=["a"])
+            self.bags = EmbeddingBagCollection([table])
+            self.out = torch.nn.Linear(8, 1)
+
+        def forward(self, sparse):
+            return self.out(self.bags(sparse).values()).squeeze(1)
+
+    words = (
+        "data=synthetic",
+        "data.samples=2000",
+        "data.tables={a: 50}",
+        "data.batch_size=100",
+        "trainer.logger=null",
+    )
+    with recpipe.train(Tower(), None, *words, output=tmp_path / "run", quiet=True) as run:
+        trained = run.checkpoint
+    mine = Tower()
+    before = {name: value.clone() for name, value in mine.state_dict().items()}
+    report = recpipe.quantize(
+        trained, None, WITH, knob("bound", 0.01), model=mine, output=tmp_path / "q", quiet=True
+    )
+    assert isinstance(mine.bags, EmbeddingBagCollection)
+    assert all(torch.equal(value, before[name]) for name, value in mine.state_dict().items())
+    assert report["bytes"]["ratio"] > 1.5
+    opened = open_quantized(tmp_path / "q" / "quantized", Tower())
+    assert not isinstance(opened.bags, EmbeddingBagCollection)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        (knob("types", "[int3]"), "types=int3: choose among fp16, int8, int4, int2"),
+        (knob("types", "[]"), "types=None"),
+        (knob("minimise", "size"), "minimise=size: choose bytes or time"),
+        (knob("bound", -1), "bound=-1"),
+        (knob("calibration", 1.5), "calibration=1.5"),
+        ("plugin=low_precision", "plus sign"),
+        ("model.embedding_dim=8", "the checkpoint decides model"),
+    ],
+)
+def test_a_wrong_word_is_refused(checkpoint: Path, tmp_path: Path, word: str, said: str) -> None:
+    words = [word] if word.startswith("plugin=") else [WITH, word]
+    with pytest.raises(UserError, match=said.replace("(", r"\(")):
+        recpipe.quantize(checkpoint, None, *words, output=tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize("plugins", ["+plugin=hotline", "+plugin=[low_precision,hotline]"])
+def test_other_plugins_do_not_quantize_finished_models(
+    checkpoint: Path, tmp_path: Path, plugins: str
+) -> None:
+    with pytest.raises(UserError, match="takes one plugin that works on finished models"):
+        recpipe.quantize(checkpoint, None, plugins, output=tmp_path, quiet=True)
+
+
+def test_it_has_no_part_in_training() -> None:
+    knobs = compose([WITH]).plugins
+    ((_, plugin),) = activate({name: dict(value) for name, value in knobs.items()})
+    with pytest.raises(PluginError, match="works on a finished model: recpipe quantize"):
+        plugin.contribute(None)  # type: ignore[arg-type]
+    row = listed(installed()["low_precision"])
+    assert not row.fault
+    assert row.uses == ("recpipe quantize",)

@@ -1,0 +1,62 @@
+"""Intervals of figures: they hold the truth about as often as they should, and follow the size."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from recpipe.inference.figures import judge
+from recpipe.model.metrics import judged
+
+
+def drawn(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels, and logits that are right about them."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(-1, 1, rows).astype(np.float32)
+    labels = (rng.random(rows) < 1 / (1 + np.exp(-logits))).astype(np.float32)
+    return torch.from_numpy(labels), torch.from_numpy(logits)
+
+
+def test_values_are_those_of_training() -> None:
+    labels, logits = drawn(5000, 1)
+    found, wanted = judge("clicks", labels, logits), judged("clicks", labels, logits)
+    for name in ("auc", "logloss", "ne"):
+        figure = found.figures[name]
+        assert figure.value == getattr(wanted, name)
+        assert figure.low < figure.value < figure.high
+    assert found.positives == int(labels.sum())
+    assert found.figures["calibration"].value == pytest.approx(float(logits.sigmoid().mean() / labels.mean()))
+
+
+@pytest.mark.parametrize("name", ["auc", "logloss", "ne", "calibration"])
+def test_95_percent_hold_the_truth(name: str) -> None:
+    """Of 100 draws, binomially 90 to 99; the truth is that of 400,000 rows. Half the width holds it less."""
+    truth = judge("clicks", *drawn(400_000, 0)).figures[name].value
+    within, half = 0, 0
+    for seed in range(1, 101):
+        found = judge("clicks", *drawn(400, seed)).figures[name]
+        within += found.low <= truth <= found.high
+        half += abs(found.value - truth) <= (found.high - found.low) / 4
+    assert within >= 88
+    assert half <= 85
+
+
+def test_few_rows_and_one_class() -> None:
+    labels, logits = drawn(50, 1)
+    ones = judge("clicks", torch.ones(50), logits).figures
+    assert math.isnan(ones["auc"].value)
+    assert math.isnan(ones["ne"].value)
+    assert ones["logloss"].low < ones["logloss"].high
+    single = judge("clicks", labels[:1], logits[:1])
+    assert math.isnan(single.figures["logloss"].low)
+    assert single.to_dict()["figures"]["auc"]["value"] is None
+    assert not judge("clicks", labels[:0], logits[:0]).samples
+
+
+def test_values_and_counts() -> None:
+    labels, logits = drawn(500, 2)
+    assert set(judge("values", labels, logits).figures) == {"mse", "rmse", "mae", "calibration"}
+    assert set(judge("counts", labels, logits).figures) == {"poisson_deviance", "calibration"}

@@ -1,0 +1,166 @@
+"""Quantized checkpoints: what is written is what is opened, and nothing half-written or altered is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import recpipe
+from recpipe.data.make import open_dataset
+from recpipe.errors import UserError
+from recpipe.inference import quantized
+from recpipe.inference.quantized import call_quantized, open_quantized, read_manifest, write_quantized
+from recpipe.inference.rows import decode_rows, encode_rows
+from recpipe.inference.source import FloatCheckpoint
+from recpipe.inference.trained import open_trained
+
+KINDS = {"a": "int8", "b": "int4", "c": "fp16", "d": "int2"}
+SMALL = (
+    "data.samples=2000",
+    "data.batch_size=250",
+    "data.tables={a: 300, b: 90, c: 40, d: 700}",
+    "model.embedding_dim=16",
+    "model.bottom=[16]",
+    "model.top=[16]",
+    "tiers.policy=resident",
+    "trainer.eval_every=1.0",
+    "trainer.logger=null",
+    "trainer.backend=plain",
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    with recpipe.train(None, None, *SMALL, output=folder, quiet=True) as run:
+        assert run.checkpoint is not None
+        return Path(run.checkpoint)
+
+
+@pytest.fixture
+def source(checkpoint: Path) -> FloatCheckpoint:
+    return FloatCheckpoint.of(open_trained(checkpoint))
+
+
+def batch(checkpoint: Path):
+    trained = open_trained(checkpoint)
+    return next(open_dataset(trained.cfg.data, trained.cfg.seed).batches("eval", 250))
+
+
+def test_scores_are_those_of_the_decoded_rows(
+    checkpoint: Path, source: FloatCheckpoint, tmp_path: Path
+) -> None:
+    manifest = write_quantized(tmp_path / "q", source, KINDS, figures={"note": 1})
+    assert {name: table.type for name, table in manifest.tables.items()} == KINDS
+    assert read_manifest(tmp_path / "q") == manifest
+    float_model = recpipe.load(checkpoint)
+    with torch.no_grad():
+        for name, parameter in float_model.named_parameters():
+            table = name.rpartition("embedding_bags.")[2].partition(".")[0]
+            if table in KINDS:
+                kind = KINDS[table]
+                parameter.copy_(decode_rows(encode_rows(parameter, kind), kind, 16))
+    one = batch(checkpoint)
+    with torch.no_grad():
+        expected = float_model(one.dense_features, one.sparse).flatten()
+        found = open_quantized(tmp_path / "q")(one.dense_features, one.sparse).flatten()
+        exact = recpipe.load(checkpoint)(one.dense_features, one.sparse).flatten()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (found - exact).abs().max() > 1e-4, "or rows were not quantized at all"
+
+
+def test_its_bytes_are_those_it_says(source: FloatCheckpoint, tmp_path: Path) -> None:
+    manifest = write_quantized(tmp_path / "q", source, KINDS)
+    for name, table in manifest.tables.items():
+        file = tmp_path / "q" / "tables" / f"{name}.safetensors"
+        assert table.bytes <= file.stat().st_size <= table.bytes + 512
+
+
+def test_pruned_rows_are_left_out(checkpoint: Path, source: FloatCheckpoint, tmp_path: Path) -> None:
+    one = batch(checkpoint)
+    asked = one.sparse["d"].values().numpy()
+    kept = np.ones(700, bool)
+    kept[asked[0]] = False
+    whole, pruned = (
+        write_quantized(tmp_path / name, source, KINDS, left)
+        for name, left in (("whole", None), ("pruned", {"d": kept}))
+    )
+    assert whole.tables["d"].kept is None
+    assert pruned.tables["d"].kept == 699
+    with torch.no_grad():
+        before, after = (
+            open_quantized(tmp_path / name)(one.dense_features, one.sparse).flatten()
+            for name in ("whole", "pruned")
+        )
+    touched = torch.from_numpy(asked == asked[0])
+    assert (before != after)[touched].all()
+    assert torch.equal(before[~touched], after[~touched])
+
+
+def test_a_fault_leaves_nothing_and_an_older_one_as_it_was(
+    source: FloatCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "q"
+    first = write_quantized(target, source, KINDS)
+
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantized, "encode_rows", broken)
+    with pytest.raises(KeyboardInterrupt):
+        write_quantized(target, source, KINDS)
+    assert [path.name for path in tmp_path.iterdir()] == ["q"]
+    assert read_manifest(target) == first
+
+
+def test_a_folder_of_other_files_is_not_replaced(source: FloatCheckpoint, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("kept")
+    with pytest.raises(UserError, match="holds other files"):
+        write_quantized(tmp_path, source, KINDS)
+
+
+@pytest.mark.parametrize("name", ["tables/b.safetensors", "dense.safetensors", "manifest.json"])
+@pytest.mark.parametrize("harm", ["altered", "cut", "gone"])
+def test_what_is_damaged_is_refused_and_named(
+    source: FloatCheckpoint, tmp_path: Path, name: str, harm: str
+) -> None:
+    write_quantized(tmp_path / "q", source, KINDS)
+    file = tmp_path / "q" / name
+    content = bytearray(file.read_bytes())
+    if harm == "gone":
+        file.unlink()
+    elif harm == "cut":
+        file.write_bytes(content[:-3])
+    else:
+        content[-9] ^= 0x10
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=file.name):
+        open_quantized(tmp_path / "q")
+
+
+def test_names_in_the_manifest_lead_nowhere_else(source: FloatCheckpoint, tmp_path: Path) -> None:
+    write_quantized(tmp_path / "q", source, KINDS)
+    file = tmp_path / "q" / "manifest.json"
+    content = json.loads(file.read_text())
+    content["files"]["../secret"] = content["files"].pop("dense.safetensors")
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="other files than"):
+        open_quantized(tmp_path / "q")
+
+
+def test_it_is_called_as_training_called_it(
+    checkpoint: Path, source: FloatCheckpoint, tmp_path: Path
+) -> None:
+    write_quantized(tmp_path / "q", source, KINDS)
+    one = batch(checkpoint)
+    called = call_quantized(tmp_path / "q")
+    assert called.kind == "clicks"
+    with torch.no_grad():
+        loss, judged = called.judge(one)
+    assert judged is not None
+    assert judged[0].shape == (one.size,)
+    assert torch.isfinite(loss)
