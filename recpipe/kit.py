@@ -30,7 +30,8 @@ from recpipe.inference.rows import (
     row_bytes,
     row_scales,
 )
-from recpipe.inference.score import ALIGNMENT, Lookup, PackageError, Scorer, tensors
+from recpipe.inference.score import ALIGNMENT, Lookup, PackageError, Scorer, Tables, tensors
+from recpipe.inference.score import Call as LookupCall
 from recpipe.inference.source import FloatCheckpoint, replace_module
 from recpipe.model.call import Called
 from recpipe.model.metrics import auc
@@ -84,6 +85,7 @@ __all__ = [
     "IoCounters",
     "Lfu",
     "Lookup",
+    "LookupCall",
     "LowPrecisionBags",
     "Lru",
     "Mark",
@@ -109,6 +111,7 @@ __all__ = [
     "TableCollection",
     "TableOptimizer",
     "TableSet",
+    "Tables",
     "TierFigures",
     "TierParts",
     "TierTimes",

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from recpipe.kit import Lookup, Scorer
+from recpipe.kit import Lookup, LookupCall, Scorer
 from recpipe_sdm.tables import TieredTables, Tiering, tiered_tables
 
 
 class TieredLookup(Lookup):
     """One lookup, some of whose tables are on the SSD."""
 
-    def __init__(self, found: dict[str, Any], manifest: dict[str, Any], tables: TieredTables) -> None:
-        super().__init__(found, manifest, tables)
+    def __init__(self, found: dict[str, Any], names: list[str], tables: TieredTables) -> None:
+        super().__init__(found, names, tables)
         own = [table for _, table in found["parts"]]
         groups = [tables.group_of(table) for table in own]
         bases = [tables.groups[g].base[name] if g >= 0 else 0 for name, g in zip(own, groups, strict=True)]
@@ -30,69 +28,47 @@ class TieredLookup(Lookup):
         return self.group.repeat_interleave(counts), ids + self.base.repeat_interleave(counts)
 
 
-@dataclass
-class Announced:
-    """A batch whose rows are being read."""
-
-    dense: torch.Tensor
-    lookups: list[tuple[torch.Tensor, torch.Tensor]]
-    """Rows and offsets of each lookup; rows on the SSD are filled in when they have arrived."""
-    reads: list[tuple[list[torch.Tensor], Future[torch.Tensor]]]
-    """Of each group: where its rows are among those of each lookup, and their places."""
-
-
 class TieredScorer(Scorer):
-    """As ``Scorer``, with the same bits, for a package whose tables are kept as ``how`` says.
+    """As ``Scorer``, with the same bits, for a package whose tables are kept as ``how`` says. One thread
+    scores."""
 
-    ``announce`` begins to read a batch's rows, ``score`` waits for them: announce one batch, and no more,
-    before the one before it is scored. One thread calls both.
-    """
+    tables: TieredTables
 
     def __init__(self, directory: Path, how: Tiering) -> None:
         self.how = how
         super().__init__(directory)
 
-    def make_lookups(self) -> list[Lookup]:
-        """The lookups, over tables in DRAM and on the SSD."""
-        about = self.manifest["tables"]
-        self.tables = tiered_tables(self.directory, about, self.how)
-        self.tiered = [TieredLookup(found, self.manifest, self.tables) for found in self.manifest["lookups"]]
-        return [*self.tiered]
+    def make_tables(self) -> TieredTables:
+        """Tables in DRAM and on the SSD."""
+        return tiered_tables(self.directory, self.manifest["tables"], self.how)
 
-    def __call__(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def lookup(self, found: dict[str, Any], features: list[str] | None = None) -> TieredLookup:
         """See ``Scorer``."""
-        return self.score(self.announce(dense, ids, lengths))
+        names = [feature["name"] for feature in self.manifest["sparse"]]
+        return TieredLookup(found, names if features is None else features, self.tables)
 
-    def announce(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor) -> Announced:
-        """Begin to read what the batch misses. ``ValueError`` as in ``Scorer``."""
-        dense, offsets = self.checked(dense, ids, lengths)
-        lookups, groups, numbers = [], [], []
-        with torch.inference_mode():
-            for lookup in self.tiered:
-                own, own_offsets = lookup.arranged(ids, offsets, len(dense))
-                group, number = lookup.wanted(own, own_offsets)
-                lookups.append((lookup.rows_of(own, own_offsets).clone(), own_offsets))
-                groups.append(group)
-                numbers.append(number)
-            reads = []
-            for index, found in enumerate(self.tables.groups):
-                at = [(group == index).nonzero().squeeze(1) for group in groups]
-                rows = torch.cat([number[here] for number, here in zip(numbers, at, strict=True)])
-                reads.append((at, found.tier.announce(rows)))
-        return Announced(dense, lookups, reads)
-
-    def score(self, batch: Announced) -> torch.Tensor:
-        """Scores float32 [B] of an announced batch; ``StoreError`` names a row that cannot be read."""
-        with torch.inference_mode():
-            for at, read in batch.reads:
-                places = read.result().split([len(here) for here in at])
-                for here, (rows, _), found in zip(at, batch.lookups, places, strict=True):
-                    rows[here] = found
-            pooled = [
-                lookup.pooled(rows, offsets)
-                for lookup, (rows, offsets) in zip(self.tiered, batch.lookups, strict=True)
-            ]
-            return self.scores(batch.dense, pooled)
+    def pooled(self, calls: list[LookupCall]) -> list[torch.Tensor]:
+        """What the lookups find; all rows that they miss are read together. ``StoreError`` names a row that
+        cannot be read."""
+        places, offsets, groups, numbers = [], [], [], []
+        lookups = [lookup for lookup, *_ in calls if isinstance(lookup, TieredLookup)]
+        for lookup, (_, ids, own_offsets, samples) in zip(lookups, calls, strict=True):
+            ids, own_offsets = lookup.arranged(ids, own_offsets, samples)
+            group, number = lookup.wanted(ids, own_offsets)
+            places.append(lookup.rows_of(ids, own_offsets).clone())
+            offsets.append(own_offsets)
+            groups.append(group)
+            numbers.append(number)
+        for index, found in enumerate(self.tables.groups):
+            at = [(group == index).nonzero().squeeze(1) for group in groups]
+            rows = torch.cat([number[here] for number, here in zip(numbers, at, strict=True)])
+            came = found.tier.announce(rows).result().split([len(here) for here in at])
+            for own, here, slots in zip(places, at, came, strict=True):
+                own[here] = slots
+        return [
+            lookup.pooled(own, own_offsets)
+            for lookup, own, own_offsets in zip(lookups, places, offsets, strict=True)
+        ]
 
     @property
     def dram_bytes(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.kit import ALIGNMENT, Amount, SsdStore, StoreLayout, tensors
+from recpipe.kit import ALIGNMENT, Amount, SsdStore, StoreLayout, Tables, tensors
 from recpipe.plugin import RowIds, UserError
 from recpipe_sdm.admission import Admission
 from recpipe_sdm.budget import Size, hot_rows
@@ -49,19 +49,22 @@ class Group:
     tier: TieredRows
 
 
-@dataclass(frozen=True)
-class TieredTables:
-    """What ``Lookup`` reads (``about``, ``rows``, ``starts``, ``places``), and the tiers."""
+class TieredTables(Tables):
+    """What ``Lookup`` reads, and the tiers: ``rows`` are whole tables, then the slots and rooms of each
+    group, ``starts`` where each table begins, or its group's slots. ``whole_bytes``: of the tables in
+    DRAM."""
 
-    about: Mapping[str, Mapping[str, Any]]
-    rows: torch.Tensor
-    """All bytes: whole tables, then the slots and rooms of each group."""
-    starts: Mapping[str, int]
-    """Where each table begins, or its group's slots."""
-    places: Mapping[str, torch.Tensor]
-    groups: list[Group]
-    whole_bytes: int
-    """Of the tables that are in DRAM."""
+    def __init__(
+        self,
+        about: dict[str, Any],
+        rows: torch.Tensor,
+        starts: dict[str, int],
+        places: dict[str, torch.Tensor],
+        groups: list[Group],
+        whole_bytes: int,
+    ) -> None:
+        self.about, self.rows, self.starts, self.places = about, rows, starts, places
+        self.groups, self.whole_bytes = groups, whole_bytes
 
     def group_of(self, table: str) -> int:
         """The index of the table's group; -1 if its rows are all in DRAM."""
@@ -108,7 +111,7 @@ class _Part:
         return Group(base, TieredRows(store, first, self.room, admission, buffer))
 
 
-def tiered_tables(directory: Path, about: Mapping[str, Mapping[str, Any]], how: Tiering) -> TieredTables:
+def tiered_tables(directory: Path, about: dict[str, Any], how: Tiering) -> TieredTables:
     """Put the package's tables into DRAM and onto the SSD. ``UserError`` if they do not fit."""
     found = {name: tensors(directory / table["file"]) for name, table in about.items()}
     rows = {name: table["rows"] for name, table in found.items()}

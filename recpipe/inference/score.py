@@ -38,7 +38,8 @@ class Scorer:
         self.manifest = verified(self.directory)
         check_processor(self.manifest["compiled"])
         self.rows = torch.tensor([feature["rows"] for feature in self.manifest["sparse"]])
-        self.lookups = self.make_lookups()
+        self.tables = self.make_tables()
+        self.lookups = [self.lookup(found) for found in self.manifest["lookups"]]
         self.dense = torch._inductor.aoti_load_package(str(self.directory / "dense.pt2"))
         found = tensors(self.directory / "dense.safetensors")
         # The program refers to its constants, which must therefore stay. It has the smallest ones itself.
@@ -46,10 +47,15 @@ class Scorer:
         self.dense.load_constants(self.constants, check_full_update=False, user_managed=True)
         self.difference = self.check_golden()
 
-    def make_lookups(self) -> "list[Lookup]":
-        """The lookups, over all tables in memory."""
-        tables = Tables(self.directory, self.manifest["tables"])
-        return [Lookup(found, self.manifest, tables) for found in self.manifest["lookups"]]
+    def make_tables(self) -> "Tables":
+        """All tables, in memory."""
+        return Tables(self.directory, self.manifest["tables"])
+
+    def lookup(self, found: "dict[str, Any]", features: "list[str] | None" = None) -> "Lookup":
+        """A lookup by its description in the manifest, whose ids are those of these ``features``; None: of
+        all."""
+        names = [feature["name"] for feature in self.manifest["sparse"]]
+        return Lookup(found, names if features is None else features, self.tables)
 
     def __call__(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Scores float32 [B], from dense float32 [B, D], ids int64 [N] and lengths int64 [F * B].
@@ -57,23 +63,20 @@ class Scorer:
         Ids are rows of tables, ordered by feature and then by sample; lengths say how many each has, in the
         same order. ``ValueError`` for wrong shapes and for ids that are not in their table.
         """
-        dense, offsets = self.checked(dense, ids, lengths)
-        with torch.inference_mode():
-            return self.scores(dense, [lookup(ids, offsets, len(dense)) for lookup in self.lookups])
-
-    def checked(
-        self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor
-    ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Dense features where the program wants them, and the ids' offsets int64 [F * B + 1]."""
         self.check(dense, ids, lengths, dense.shape[0])
-        if dense.data_ptr() % ALIGNMENT:
-            dense = dense.clone()  # MKL rounds differently from other addresses
-        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        torch.cumsum(lengths, 0, out=offsets[1:])
-        return dense, offsets
+        offsets = offsets_of(lengths)
+        with torch.inference_mode():
+            calls = [(lookup, ids, offsets, len(dense)) for lookup in self.lookups]
+            return self.scores(dense, self.pooled(calls))
+
+    def pooled(self, calls: "list[Call]") -> "list[torch.Tensor]":
+        """What the lookups find, float32 [samples, W] each."""
+        return [lookup(ids, offsets, samples) for lookup, ids, offsets, samples in calls]
 
     def scores(self, dense: torch.Tensor, pooled: "list[torch.Tensor]") -> torch.Tensor:
         """Scores float32 [B], from dense features and the rows that the lookups have pooled."""
+        if dense.data_ptr() % ALIGNMENT:
+            dense = dense.clone()  # MKL rounds differently from other addresses
         scores: torch.Tensor = self.dense(dense, pooled)
         return scores
 
@@ -137,8 +140,8 @@ class Tables:
 class Lookup:
     """One lookup, and what FBGEMM's operator asks for."""
 
-    def __init__(self, found: dict[str, Any], manifest: dict[str, Any], tables: Tables) -> None:
-        self.names = [feature["name"] for feature in manifest["sparse"]]
+    def __init__(self, found: "dict[str, Any]", names: "list[str]", tables: Tables) -> None:
+        self.names = names
         self.features = [self.names.index(feature) for feature, _ in found["parts"]]
         own = [table for _, table in found["parts"]]
         types = [tables.about[table]["type"] for table in own]
@@ -195,6 +198,16 @@ class Lookup:
         lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
         pooled: torch.Tensor = lookup(*self.before, rows, offsets, *self.after)
         return pooled
+
+
+Call = tuple[Lookup, torch.Tensor, torch.Tensor, int]  # ids, offsets, and the number of samples
+
+
+def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    """Where each bag begins, and where the last one ends: int64 [len(lengths) + 1]."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
 
 
 def verified(directory: Path) -> dict[str, Any]:

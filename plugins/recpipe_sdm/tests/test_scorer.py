@@ -45,16 +45,9 @@ def batches(count: int = 30) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch
         yield dense, torch.from_numpy(np.concatenate(ids)), torch.from_numpy(lengths.reshape(-1))
 
 
-def pipelined(scorer: TieredScorer) -> list[torch.Tensor]:
-    """Scores of all batches, each announced before the one before it is scored."""
-    scores, before = [], None
-    for batch in batches():
-        announced = scorer.announce(*batch)
-        if before is not None:
-            scores.append(scorer.score(before))
-        before = announced
-    assert before is not None
-    return [*scores, scorer.score(before)]
+def scored(scorer: Scorer) -> list[torch.Tensor]:
+    """Scores of all batches."""
+    return [scorer(*batch) for batch in batches()]
 
 
 @pytest.mark.parametrize(("tables", "share"), [("*", 0.05), ("*", 1.0), ("user", 0.3), ("[ui]*", 0.3)])
@@ -67,18 +60,18 @@ def test_scores_have_the_bits_of_all_rows_in_dram(
     how = Tiering(tmp_path, Amount(40_000 + int(share * size), False), tables, adapts=adapts)
     scorer = TieredScorer(packed, how)
     reads = scorer.tables.groups[0].tier.reads
-    assert all(torch.equal(a, whole(*b)) for a, b in zip(pipelined(scorer), batches(), strict=True))
+    assert all(map(torch.equal, scored(scorer), scored(whole)))
     assert (reads.missed == 0) == (share == 1.0)
     scorer.close()
     assert not list(tmp_path.iterdir()), "the rows are removed from the SSD"
 
 
 def test_a_wrong_place_changes_scores(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: missed rows are looked up where the last batch's were."""
+    """The negative control: missed rows are read over those in DRAM."""
     whole, resolve = Scorer(packed), TieredRows._resolve
-    monkeypatch.setattr(TieredRows, "_resolve", lambda tier, rows, _: resolve(tier, rows, tier.slots))
+    monkeypatch.setattr(TieredRows, "_resolve", lambda tier, rows, _: resolve(tier, rows, 0))
     scorer = TieredScorer(packed, Tiering(tmp_path, Amount(50_000, False)))
-    assert not all(torch.equal(a, whole(*b)) for a, b in zip(pipelined(scorer), batches(), strict=True))
+    assert not all(map(torch.equal, scored(scorer), scored(whole)))
     scorer.close()
 
 

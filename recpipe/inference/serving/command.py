@@ -110,11 +110,12 @@ def _serve(scorer: score.Scorer, directory: Path, config: ServeConfig, rows: Row
 
     from recpipe.inference.serving.app import Bounds, Server
     from recpipe.inference.serving.batcher import Limits
+    from recpipe.inference.serving.shared import RequestScorer
 
     name = config.name or directory.resolve().name.partition(".")[0]
     limits = Limits(config.batch, config.wait_ms / 1e3, config.queue, config.deadline_ms / 1e3)
     bounds = Bounds(config.body_bytes, config.samples)
-    server = Server(scorer, scorer.manifest, name, limits, bounds)
+    server = Server(RequestScorer(scorer), scorer.manifest, name, limits, bounds)
     if rows is not None:
         server.metrics.show(rows.counted)
     listening = _listening(config)

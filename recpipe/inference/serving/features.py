@@ -12,6 +12,7 @@ import torch
 from recpipe.errors import did_you_mean, shown
 from recpipe.inference.serving.errors import bad
 from recpipe.inference.serving.protocol import Array
+from recpipe.inference.serving.shared import Side
 
 DENSE = "dense"
 LENGTHS = ".lengths"
@@ -29,13 +30,10 @@ class Asked:
     """float32 [N, D]."""
     ids: list[Array]
     """int64 for each feature, one sample's after the other's."""
-    lengths: Array
-    """int64 [F, N]."""
-
-    @property
-    def samples(self) -> int:
-        """N."""
-        return self.lengths.shape[1]
+    lengths: list[Array]
+    """int64 for each feature: [N], or [1] for what all samples share."""
+    samples: int
+    """N."""
 
 
 class Features:
@@ -80,11 +78,10 @@ class Features:
         total = sum(len(ids) * (samples // len(own)) for ids, own in found.values())
         if total > self.most_samples * MOST_IDS:
             raise bad(f"the request has {total} ids, and {self.most_samples * MOST_IDS} is the most")
-        repeated = [_repeated(*found[name], samples) for name in self.rows]
-        lengths = np.stack([own for _, own in repeated])
         if len(dense) != samples:
             dense = np.broadcast_to(dense, (samples, dense.shape[1]))
-        return Asked(dense, [ids for ids, _ in repeated], lengths)
+        bags = [found[name] for name in self.rows]
+        return Asked(dense, [ids for ids, _ in bags], [lengths for _, lengths in bags], samples)
 
     def _dense(self, inputs: Mapping[str, Array]) -> Array:
         if not self.dense:
@@ -133,11 +130,32 @@ def _repeated(ids: Array, lengths: Array, samples: int) -> tuple[Array, Array]:
     return (ids, lengths) if len(lengths) == samples else (np.tile(ids, samples), np.tile(lengths, samples))
 
 
-def together(asked: Sequence[Asked]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All samples of these requests in their order: dense float32 [B, D], ids int64 by feature and then by
-    sample, and lengths int64 [F * B]."""
+def together(asked: Sequence[Asked]) -> tuple[torch.Tensor, list[Side]]:
+    """All samples of these requests in their order: dense float32 [B, D], and the ids.
+
+    Features that the samples of every request share make a side with one bag a request.
+    """
     dense = np.concatenate([one.dense for one in asked])
-    lengths = np.concatenate([one.lengths for one in asked], axis=1)
-    features = len(lengths)
-    ids = np.concatenate([one.ids[feature] for feature in range(features) for one in asked])
-    return torch.from_numpy(dense), torch.from_numpy(ids), torch.from_numpy(lengths.reshape(-1))
+    every = range(len(asked[0].ids))
+    shared = [f for f in every if all(len(one.lengths[f]) == 1 for one in asked)]
+    if all(one.samples == 1 for one in asked):
+        shared = []  # a bag a request is a bag a sample
+    own = [f for f in every if f not in shared]
+    sides = []
+    if shared:
+        counts = torch.tensor([one.samples for one in asked])
+        of_sample = torch.arange(len(asked)).repeat_interleave(counts)
+        bags = [(one.ids[f], one.lengths[f]) for f in shared for one in asked]
+        sides.append(_side(shared, bags, len(asked), of_sample))
+    if own:
+        bags = [_repeated(one.ids[f], one.lengths[f], one.samples) for f in own for one in asked]
+        sides.append(_side(own, bags, len(dense), None))
+    return torch.from_numpy(dense), sides
+
+
+def _side(
+    features: Sequence[int], bags: Sequence[tuple[Array, Array]], count: int, of_sample: torch.Tensor | None
+) -> Side:
+    ids = torch.from_numpy(np.concatenate([ids for ids, _ in bags]))
+    lengths = torch.from_numpy(np.concatenate([lengths for _, lengths in bags]))
+    return Side(tuple(features), ids, lengths, count, of_sample)
