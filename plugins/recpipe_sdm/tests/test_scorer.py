@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import signal
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +23,7 @@ from recpipe.common.sizes import Amount
 from recpipe.errors import UserError
 from recpipe.inference.score import Scorer
 from recpipe.seams.compiled import compiler
+from tests.processes import Child
 
 DATA = ("data.samples=4000", "data.batch_size=128", "data.tables={user: 3000, item: 500, city: 20}")
 
@@ -102,3 +107,35 @@ def test_rows_with_the_most_lookups_a_byte_come_first() -> None:
     assert {name: rows.tolist() for name, rows in found.items()} == {"wide": [0], "narrow": [1]}
     everything = hot_rows(sizes, {}, 10_000)
     assert [len(rows) for rows in everything.values()] == [4, 4]
+
+
+def test_a_server_scores_with_rows_on_the_ssd_and_leaves_none(packed: Path, tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+    dense, ids, lengths = next(batches(1))
+    size = len(dense)
+    ends = lengths.view(3, size).sum(1).cumsum(0).tolist()
+    tensors = [{"name": "dense", "datatype": "FP32", "shape": [size, 13], "data": dense.tolist()}]
+    for place, name in enumerate(("user", "item", "city")):
+        own = ids[([0, *ends])[place] : ends[place]].tolist()
+        counts = lengths.view(3, size)[place].tolist()
+        tensors.append({"name": name, "datatype": "INT64", "shape": [len(own)], "data": own})
+        tensors.append({"name": f"{name}.lengths", "datatype": "INT64", "shape": [size], "data": counts})
+    words = ("port=0", "+plugin=sdm", "plugins.sdm.dram=60KB", f"plugins.sdm.directory={tmp_path / 'ssd'}")
+    server = Child(tmp_path / "server", "serve", str(packed), *words)
+    try:
+        said = re.search(r"(http://127\.0\.0\.1:\d+)(/v2/models/model)", server.until("golden"))
+        assert said is not None
+        request = urllib.request.Request(
+            f"{said[1]}{said[2]}/infer", json.dumps({"inputs": tensors}).encode()
+        )
+        with urllib.request.urlopen(request, timeout=20) as response:
+            (found,) = json.loads(response.read())["outputs"]
+        with urllib.request.urlopen(f"{said[1]}/metrics", timeout=20) as response:
+            counted = dict(line.split() for line in response.read().decode().splitlines() if line[0] != "#")
+        server.send(signal.SIGTERM)
+        assert server.ended().returncode == 0
+    finally:
+        server.kill()
+    assert torch.tensor(found["data"]).equal(Scorer(packed)(dense, ids, lengths))
+    assert 0 < float(counted["recpipe_sdm_rows_read"]) <= float(counted["recpipe_sdm_missed"])
+    assert not list((tmp_path / "ssd").iterdir())
