@@ -89,6 +89,7 @@ class TieredRows:
         self._announced += 1
         return self._thread.submit(self._resolve, rows, self.slots + room * self.room)
 
+    @torch.inference_mode()
     def _resolve(self, rows: torch.Tensor, first: int) -> torch.Tensor:
         """The places of ``rows``; those that are missed are read into the buffer from place ``first`` on."""
         with self._using:

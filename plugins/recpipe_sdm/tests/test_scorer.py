@@ -74,8 +74,8 @@ def test_scores_have_the_bits_of_all_rows_in_dram(
 def test_a_wrong_place_changes_scores(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: missed rows are read over those in DRAM."""
     whole, resolve = Scorer(packed), TieredRows._resolve
-    monkeypatch.setattr(TieredRows, "_resolve", lambda tier, rows, _: resolve(tier, rows, 0))
     scorer = TieredScorer(packed, Tiering(tmp_path, Amount(50_000, False)))
+    monkeypatch.setattr(TieredRows, "_resolve", lambda tier, rows, _: resolve(tier, rows, 0))
     assert not all(map(torch.equal, scored(scorer), scored(whole)))
     scorer.close()
 
