@@ -259,11 +259,9 @@ def package(
     ``UserError`` if there is no C++ compiler, or if the model cannot be packaged.
     """
     _prepare_process()
-    from recpipe.common.console import alone
     from recpipe.inference.package import package_for
 
-    with alone():
-        return package_for(Path(checkpoint), Path(directory), model, instruction_set, not quiet)
+    return package_for(Path(checkpoint), Path(directory), model, instruction_set, not quiet)
 
 
 def quantize(

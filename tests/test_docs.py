@@ -20,7 +20,7 @@ import recpipe.plugin
 import recpipe.testing
 from recpipe.config.compose import compose, conf_dir
 from recpipe.data.config import CONFIGS
-from recpipe.inference.words import EvaluateOptions, PredictOptions, parted
+from recpipe.inference.words import EvaluateOptions, PredictOptions, QuantizeOptions, parted
 from recpipe.plugin.api import Contribution, Invariant
 from recpipe.plugin.load import installed
 from recpipe.report.record import (
@@ -96,7 +96,7 @@ def _launcher() -> None:
     sweep_launcher.register()
 
 
-ANSWERS = {"evaluate": EvaluateOptions, "predict": PredictOptions}
+ANSWERS = {"evaluate": EvaluateOptions, "predict": PredictOptions, "quantize": QuantizeOptions}
 COMMANDS = [pytest.param(c, id=f"{name_of(p)}: {' '.join(c)}") for p in PAGES for c in commands(p)]
 
 

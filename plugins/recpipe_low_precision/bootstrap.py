@@ -33,9 +33,10 @@ class PairedBootstrap:
         self.groups = min(samples, GROUPS)
         self.starts = np.arange(self.groups) * samples // self.groups
         draw = np.random.default_rng(seed)
-        even = np.full(self.groups, 1 / self.groups)
-        self.times = draw.multinomial(self.groups, even, size=RESAMPLES).astype(np.float32)
-        """How often each resample has each group, float32 [RESAMPLES, groups]."""
+        self.times = np.empty((RESAMPLES, self.groups), np.float32)
+        """How often each resample has each group."""
+        for times in self.times:
+            times[:] = np.bincount(draw.integers(self.groups, size=self.groups), minlength=self.groups)
 
     def relative(self, losses: Floats, base: Floats) -> Interval:
         """The mean of ``losses`` over that of ``base``, float64 [samples] each, less 1.

@@ -227,9 +227,9 @@ def export_dense(called: Called, schema: Schema) -> DensePart:
 
 
 def _configs(collection: Collection) -> list[EmbeddingBagConfig]:
-    low = isinstance(collection, LowPrecisionBags)
-    configs: list[EmbeddingBagConfig] = collection.configs if low else collection.embedding_bag_configs()
-    return configs
+    if isinstance(collection, LowPrecisionBags):
+        return list(collection.configs)
+    return list(collection.embedding_bag_configs())
 
 
 def _table(collection: Collection, config: EmbeddingBagConfig) -> Table:

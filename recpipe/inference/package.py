@@ -30,11 +30,12 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.export import ExportedProgram
 
-from recpipe.common.console import heard
+from recpipe.common.console import alone, heard
 from recpipe.common.durable import sync
 from recpipe.common.quiet import quieted
 from recpipe.common.run_dir import unwritable
 from recpipe.common.sizes import readable_bytes
+from recpipe.data.dataset import Schema
 from recpipe.errors import UserError, shown
 from recpipe.inference import score
 from recpipe.inference.export import DensePart, Table, export_dense
@@ -42,7 +43,6 @@ from recpipe.inference.golden import as_batch, golden_inputs, tolerance, write_g
 from recpipe.inference.inputs import dense_rule, id_hash, id_rule
 from recpipe.inference.manifest import compiled_for, is_package, versions, write_manifest
 from recpipe.inference.processor import InstructionSet, chosen_set
-from recpipe.inference.quantized import is_quantized, put_rows, trained_quantized
 from recpipe.inference.trained import Trained, open_trained, scored
 from recpipe.model.call import Called
 from recpipe.seams.compiled import compile_program, compiler
@@ -59,7 +59,7 @@ PROGRAM, DENSE, CONSTANTS, GOLDEN, SCORE = (
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """What is written, from a checkpoint or from another package."""
 
     program: ExportedProgram
@@ -89,7 +89,7 @@ def package_for(
     checkpoint: Path, directory: Path, model: nn.Module | None, instruction_set: str | None, screen: bool
 ) -> Path:
     """``package``, which says on the terminal what it does if ``screen``."""
-    with quieted(), heard(None, screen=screen):
+    with alone(), quieted(), heard(None, screen=screen):
         return package(checkpoint, directory, model, instruction_set)
 
 
@@ -112,7 +112,7 @@ def package(
     directory = directory.expanduser()
     _check_target(directory)
     checkpoint = checkpoint.expanduser()
-    parts = _of_package(checkpoint) if is_package(checkpoint) else _of_checkpoint(checkpoint, model)
+    parts = of_package(checkpoint) if is_package(checkpoint) else of_checkpoint(checkpoint, model)
     with _beside(directory) as partial:
         difference = _write(partial, parts, chosen)
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
@@ -129,39 +129,40 @@ def _check_target(directory: Path) -> None:
         raise UserError(f"{directory} exists and is no package: name another directory, or remove it")
 
 
-def _of_checkpoint(checkpoint: Path, model: nn.Module | None) -> _Parts:
-    trained, called = _opened(checkpoint, model)
-    schema = trained.schema
-    log.info("exporting %s", type(called.module).__name__)
+def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
+    """What to write of a checkpoint, quantized or not; ``UserError`` if its model cannot be packaged."""
+    trained = open_trained(checkpoint, model=model)
+    schema, module, called = trained.schema, trained.model, trained.called
+    log.info("exporting %s", type(module).__name__)
     dense = export_dense(called, schema)
-    inputs = golden_inputs(schema)
-    (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
+    inputs, scores = made_up(called, schema)
     files = {name: f"tables/{quote(name, safe='')}.safetensors" for name in dense.tables}
-    return _Parts(
+    return Parts(
         dense.program,
         dense.constants(),
         _content(trained, called, dense, files),
         lambda folder: _write_tables(folder, dense.tables, files),
         inputs,
-        found.scores,
-        tolerance(found.scores, trained.cfg.model.precision),
+        scores,
+        tolerance(scores, trained.cfg.model.precision),
     )
 
 
-def _opened(checkpoint: Path, model: nn.Module | None) -> tuple[Trained, Called]:
-    """The checkpoint, quantized or not, and its model with all rows in memory, ready to be called."""
-    if is_quantized(checkpoint):
-        trained = trained_quantized(checkpoint, (), model)
-        called = trained.make_called()
-        put_rows(called.module, checkpoint)
-        return trained, called
-    trained = open_trained(checkpoint, model=model)
-    called = trained.called
-    assert trained.model is called.module, "which loads it"
-    return trained, called
+def made_up(called: Called, schema: Schema) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Made-up inputs, and the model's scores of them; dense values of one sign if it takes no others."""
+    inputs = golden_inputs(schema)
+    for dense in (inputs["dense"], inputs["dense"].abs()):
+        inputs["dense"] = dense
+        (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
+        if bool(found.scores.isfinite().all()):
+            return inputs, found.scores
+    raise UserError(
+        "the model's scores of normally distributed inputs, and of their absolute values, are not finite, so "
+        "that a package of it could not be checked"
+    )
 
 
-def _of_package(directory: Path) -> _Parts:
+def of_package(directory: Path) -> Parts:
     """The parts of the package ``directory``, of which this machine need not be able to run the compiled
     one."""
     try:
@@ -182,7 +183,7 @@ def _of_package(directory: Path) -> _Parts:
         for name in names:
             shutil.copyfile(directory / name, folder / name)
 
-    return _Parts(program, constants, kept, copy_tables, golden, golden.pop("scores"), bound)
+    return Parts(program, constants, kept, copy_tables, golden, golden.pop("scores"), bound)
 
 
 def _content(trained: Trained, called: Called, dense: DensePart, files: Mapping[str, str]) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def _write_tables(folder: Path, tables: Mapping[str, Table], files: Mapping[str,
         save_file(kept, folder / files[name], {"type": table.kind, "dim": str(table.dim)})
 
 
-def _write(folder: Path, parts: _Parts, chosen: InstructionSet) -> float:
+def _write(folder: Path, parts: Parts, chosen: InstructionSet) -> float:
     """Write all files into ``folder`` and score the golden batch with them; returns how far its scores are
     from the model's."""
     (folder / "tables").mkdir()
@@ -254,7 +255,7 @@ def _save_program(program: ExportedProgram, file: Path) -> None:
     torch.export.save(program, file)
 
 
-def _example(parts: _Parts) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _example(parts: Parts) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs of the shapes that the program takes, which AOTInductor asks for."""
     samples, tables = 3, parts.content["tables"]
     widths = [sum(tables[t]["dimension"] for _, t in found["parts"]) for found in parts.content["lookups"]]

@@ -9,9 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from recpipe.common.console import log, show
+from recpipe.distributed.launch import Process
+from recpipe.errors import UserError
 from recpipe.inference.command import TERMINAL, Caller, answering
+from recpipe.inference.quantized import require_free
 from recpipe.inference.source import FloatCheckpoint
-from recpipe.inference.trained import open_trained
+from recpipe.inference.trained import is_quantized, open_trained
 from recpipe.inference.words import QuantizeOptions, of_plugins, parted, the_plugin
 from recpipe.plugin.model_quantizer import FinishedModel, ModelQuantizer, Quantized
 from recpipe.report.environment import environment
@@ -33,12 +36,17 @@ def quantize(words: Sequence[str]) -> int:
 
 def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict[str, Any]:
     """Quantize ``checkpoint`` by the plugin that ``words`` name; returns the content of report.json."""
+    if Process.current().world > 1:
+        raise UserError("a checkpoint is quantized by one process, sharded or not; start it without torchrun")
     options, overrides, directory = parted(words, QuantizeOptions, "quantize")
     mine, others = of_plugins(overrides)
     quantizer = the_plugin(mine, ModelQuantizer, "quantize", "low_precision")
     with answering(caller, directory) as run_dir:
         trained = open_trained(checkpoint, others, caller.model, caller.data)
+        if is_quantized(trained.directory):
+            raise UserError(f"{trained.directory} is quantized already: name the checkpoint it was made from")
         target = run_dir.path / QUANTIZED if options.output is None else Path(options.output).expanduser()
+        require_free(target)
         finished = FinishedModel(
             FloatCheckpoint.of(trained),
             trained.dataset,

@@ -15,11 +15,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from hashlib import blake2b, file_digest
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -32,76 +30,36 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.durable import sync
 from recpipe.common.run_dir import unwritable
-from recpipe.common.saved import Damaged, read_json, typed_as
+from recpipe.common.saved import Damaged
 from recpipe.common.tensor_writer import new_tensors
 from recpipe.errors import UserError
 from recpipe.inference.lookup import LowPrecisionBags, RowType
+from recpipe.inference.quantized_manifest import (
+    DENSE,
+    FORMAT,
+    MANIFEST,
+    SCHEMA,
+    QuantizedManifest,
+    QuantizedTable,
+    damaged,
+    read_manifest,
+    recipe_of,
+    table_file,
+    told,
+    verify,
+)
 from recpipe.inference.recipe import scoring_recipe
-from recpipe.inference.rows import ROW_TYPES, encode_rows, row_bytes
+from recpipe.inference.rows import encode_rows, row_bytes
 from recpipe.inference.source import FloatCheckpoint, fill_dense, replace_module
-from recpipe.inference.trained import Trained
+from recpipe.inference.trained import Trained, is_quantized
 from recpipe.model.call import Called
 from recpipe.pipeline.placed import saved_values
 
-MANIFEST = "manifest.json"
-DENSE = "dense.safetensors"
-FORMAT = "recpipe quantized checkpoint"
-SCHEMA = 1
 ROWS, PLACES = "rows", "places"
 BLOCK = 1 << 16
 """Rows that are read at a time."""
 Kept = Mapping[str, NDArray[np.bool_]]
 """For tables that are pruned: which rows are kept, bool [rows]."""
-
-
-@dataclass(frozen=True)
-class QuantizedTable:
-    """A table of a quantized checkpoint; ``kept`` None: no row was pruned."""
-
-    type: str
-    rows: int
-    dim: int
-    kept: int | None
-    collection: str
-    """The path of its collection in the model."""
-    own: str
-    """Its name in the collection."""
-
-    def __post_init__(self) -> None:
-        if self.type not in ROW_TYPES or min(self.rows, self.dim) < 1 or (self.kept or 0) < 0:
-            raise Damaged("a table has no known type or size")
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of its rows, and of its table of places."""
-        return table_bytes(self.type, self.rows, self.dim, self.kept)
-
-
-def table_bytes(kind: str, rows: int, dim: int, kept: int | None = None) -> int:
-    """Bytes of a table with rows of ``kind``; with ``kept`` rows, those and int32 places of all ``rows``."""
-    return rows * row_bytes(kind, dim) if kept is None else kept * row_bytes(kind, dim) + 4 * rows
-
-
-@dataclass(frozen=True)
-class QuantizedManifest:
-    """The content of manifest.json."""
-
-    format: str
-    schema: int
-    step: int
-    """How many steps the checkpoint that was quantized had been trained."""
-    trained_on: dict[str, Any]
-    """Its recipe and the data's columns (``TrainedOn``)."""
-    tables: dict[str, QuantizedTable]
-    files: dict[str, tuple[int, str]]
-    """Size and BLAKE2b digest of each file, by relative path."""
-    figures: dict[str, Any] = field(default_factory=dict)
-    """What the quantizer measured."""
-
-
-def is_quantized(directory: Path) -> bool:
-    """Whether ``directory`` is a quantized checkpoint."""
-    return (directory / MANIFEST).is_file() and (directory / DENSE).is_file()
 
 
 def write_quantized(
@@ -116,8 +74,7 @@ def write_quantized(
     Replaces a quantized checkpoint there; ``UserError`` if something else is there, for a row that its type
     cannot hold, and if files cannot be written.
     """
-    if target.exists() and not is_quantized(target) and any(target.iterdir()):
-        raise UserError(f"{target} holds other files: name a new directory")
+    require_free(target)
     partial = target.with_name(f"{target.name}.partial")
     kept = kept or {}
     try:
@@ -125,19 +82,19 @@ def write_quantized(
         (partial / "tables").mkdir(parents=True)
         save_file({n: v.contiguous() for n, v in source.dense.items()}, partial / DENSE)
         for table in source.shapes:
-            _write_table(partial / _file(table), source, table, kinds[table], kept.get(table))
+            _write_table(partial / table_file(table), source, table, kinds[table], kept.get(table))
         manifest = QuantizedManifest(
             FORMAT,
             SCHEMA,
             source.step,
             TrainedOn.read(source.trainer, source.directory).to_dict(),
             {t: _table(source, t, kinds[t], kept.get(t)) for t in source.shapes},
-            {name: _told(partial / name) for name in (DENSE, *map(_file, source.shapes))},
+            {name: told(partial / name) for name in (DENSE, *map(table_file, source.shapes))},
             dict(figures or {}),
         )
         draft = partial / MANIFEST
         draft.write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
-        for file in (draft, *(partial / name for name in manifest.files), partial):
+        for file in (draft, *(partial / name for name in manifest.files), partial / "tables", partial):
             sync(file)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
@@ -148,7 +105,13 @@ def write_quantized(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return manifest
+    return read_manifest(target)
+
+
+def require_free(target: Path) -> None:
+    """``UserError`` if something else than a quantized checkpoint is at ``target``."""
+    if target.exists() and not is_quantized(target) and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} holds other files: name a new directory, output=DIRECTORY")
 
 
 def _table(source: FloatCheckpoint, table: str, kind: str, kept: NDArray[np.bool_] | None) -> QuantizedTable:
@@ -165,39 +128,16 @@ def _write_table(
     shapes: dict[str, tuple[int, ...]] = {ROWS: (rows if kept is None else int(kept.sum()), width)}
     if kept is not None:
         shapes[PLACES] = (rows,)
-    told = {"type": kind, "dim": str(dim)}
-    with new_tensors(file, shapes, told, {ROWS: "U8", PLACES: "I32"}) as put:
+    metadata = {"type": kind, "dim": str(dim)}
+    with new_tensors(file, shapes, metadata, {ROWS: "U8", PLACES: "I32"}) as put:
         done = 0
         for start, values in source.blocks(table):
             chosen = values if kept is None else values[torch.from_numpy(kept[start : start + len(values)])]
-            put(ROWS, done * width, encode_rows(chosen, kind, table, start).numpy())
+            if len(chosen):
+                put(ROWS, done * width, encode_rows(chosen, kind, table, start).numpy())
             done += len(chosen)
         if kept is not None:
             put(PLACES, 0, np.where(kept, np.cumsum(kept) - 1, -1).astype(np.int32))
-
-
-def _file(table: str) -> str:
-    return f"tables/{quote(table, safe='')}.safetensors"
-
-
-def _told(file: Path) -> tuple[int, str]:
-    """Size and digest."""
-    with file.open("rb") as stream:
-        return file.stat().st_size, file_digest(stream, lambda: blake2b(digest_size=16)).hexdigest()
-
-
-def read_manifest(directory: Path) -> QuantizedManifest:
-    """The manifest of a quantized checkpoint; ``UserError`` if it is damaged or of another format."""
-    file = directory / MANIFEST
-    try:
-        manifest = typed_as(QuantizedManifest, read_json(file))
-        if (manifest.format, manifest.schema) != (FORMAT, SCHEMA):
-            raise Damaged(f"{manifest.format!r} of schema {manifest.schema}, not {FORMAT!r} of {SCHEMA}")
-        if set(manifest.files) != {DENSE, *map(_file, manifest.tables)}:
-            raise Damaged("it lists other files than a quantized checkpoint has")
-    except (OSError, ValueError) as fault:
-        raise _damaged(file, fault) from fault
-    return manifest
 
 
 def open_quantized(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
@@ -216,22 +156,18 @@ def call_quantized(
 ) -> Called:
     """The same, as training calls it: by the recipe with ``overrides``, which may say where its output and
     labels are."""
-    directory = Path(directory).expanduser()
-    called = trained_quantized(directory, overrides, model).make_called()
-    put_rows(called.module, directory)
+    called = trained_quantized(Path(directory).expanduser(), overrides, model).make_called()
+    put_rows(called.module, Path(directory).expanduser())
     return called
 
 
 def trained_quantized(
     directory: Path, overrides: Sequence[str] = (), model: nn.Module | None = None
 ) -> Trained:
-    """The recipe, columns and preparation of the quantized checkpoint ``directory``. It cannot load the
-    model, as ``call_quantized`` does."""
+    """The recipe, columns and preparation of the quantized checkpoint ``directory``, and its model not
+    filled."""
     manifest = read_manifest(directory)
-    try:
-        trained_on = typed_as(TrainedOn, manifest.trained_on, "trained_on")
-    except ValueError as fault:
-        raise _damaged(directory, fault) from fault
+    trained_on = recipe_of(manifest, directory)
     recipe = scoring_recipe(trained_on, overrides)
     return Trained(directory, recipe, trained_on, {"global_step": manifest.step}, model, None)
 
@@ -240,7 +176,7 @@ def put_rows(module: nn.Module, directory: Path) -> None:
     """Make ``module``, of the class that was trained, the model in the quantized checkpoint ``directory``:
     its dense part is set, and its collections are replaced. It is then in eval mode."""
     manifest = read_manifest(directory)
-    _verify(directory, manifest)
+    verify(directory, manifest)
     try:
         dense = load_file(directory / DENSE)
         _check_dense(module, dense, directory)
@@ -248,19 +184,8 @@ def put_rows(module: nn.Module, directory: Path) -> None:
         for path in sorted({table.collection for table in manifest.tables.values()}):
             _put_tables(module, path, directory, manifest)
     except (OSError, ValueError, SafetensorError) as fault:
-        raise _damaged(directory, fault) from fault
+        raise damaged(directory, fault) from fault
     module.eval()
-
-
-def _damaged(place: Path, fault: Exception) -> UserError:
-    return UserError(f"{place} is damaged ({fault}): quantize the checkpoint again")
-
-
-def _verify(directory: Path, manifest: QuantizedManifest) -> None:
-    for name, told in manifest.files.items():
-        file = directory / name
-        if file.is_symlink() or not file.is_file() or _told(file) != tuple(told):
-            raise UserError(f"{file} is damaged or missing: quantize the checkpoint again")
 
 
 def _check_dense(model: nn.Module, dense: Mapping[str, torch.Tensor], directory: Path) -> None:
@@ -285,9 +210,9 @@ def _put_tables(model: nn.Module, path: str, directory: Path, manifest: Quantize
         raise UserError(f"{directory} is of another model: the tables of '{path}' differ")
     new = LowPrecisionBags.of(old, {own: RowType(t.type, t.kept) for own, (_, t) in tables.items()})
     for own, (name, _) in tables.items():
-        _read(directory / _file(name), ROWS, new.rows_of(own))
+        _read(directory / table_file(name), ROWS, new.rows_of(own))
         if len(new.places_of(own)):
-            _read(directory / _file(name), PLACES, new.places_of(own))
+            _read(directory / table_file(name), PLACES, new.places_of(own))
     replace_module(model, path, new)
 
 
@@ -299,7 +224,7 @@ def _fill_float(
         weight = collection.get_parameter(f"embeddings.{own}.weight").detach()
         if table.type != "fp32" or tuple(weight.shape) != (table.rows, table.dim):
             raise UserError(f"{directory} is of another model: its table '{name}' differs")
-        _read(directory / _file(name), ROWS, weight.view(torch.uint8))
+        _read(directory / table_file(name), ROWS, weight.view(torch.uint8))
 
 
 def _read(file: Path, name: str, into: torch.Tensor) -> None:

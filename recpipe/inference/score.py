@@ -9,6 +9,7 @@ with manifest.json first, and the golden batch is scored before the first call r
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import sys
@@ -40,6 +41,8 @@ class Scorer:
         self.rows = torch.tensor([feature["rows"] for feature in self.manifest["sparse"]])
         self.tables = self.make_tables()
         self.lookups = [self.lookup(found) for found in self.manifest["lookups"]]
+        # It warns of another instruction set, which check_processor has judged.
+        logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
         self.dense = torch._inductor.aoti_load_package(str(self.directory / "dense.pt2"))
         found = tensors(self.directory / "dense.safetensors")
         # The program refers to its constants, which must therefore stay. It has the smallest ones itself.
@@ -64,7 +67,7 @@ class Scorer:
         same order. ``ValueError`` for wrong shapes and for ids that are not in their table.
         """
         self.check(dense, ids, lengths, dense.shape[0])
-        offsets = offsets_of(lengths)
+        ids, offsets = ids.contiguous(), offsets_of(lengths)
         with torch.inference_mode():
             calls = [(lookup, ids, offsets, len(dense)) for lookup in self.lookups]
             return self.scores(dense, self.pooled(calls))
@@ -75,6 +78,7 @@ class Scorer:
 
     def scores(self, dense: torch.Tensor, pooled: "list[torch.Tensor]") -> torch.Tensor:
         """Scores float32 [B], from dense features and the rows that the lookups have pooled."""
+        dense = dense.contiguous()
         if dense.data_ptr() % ALIGNMENT:
             dense = dense.clone()  # MKL rounds differently from other addresses
         scores: torch.Tensor = self.dense(dense, pooled)

@@ -46,6 +46,8 @@ from recpipe.tables.owners import RESIDENT, GroupOwner, group_owners
 from recpipe.tasks.load import fill
 
 log = logging.getLogger(__name__)
+QUANTIZED_FILES = ("manifest.json", "dense.safetensors")
+"""Files of a quantized checkpoint."""
 
 
 class Scored(NamedTuple):
@@ -277,14 +279,21 @@ def open_trained(
     ``UserError`` if it is damaged, of an earlier version that does not carry its recipe, or if the overrides
     would change its model.
     """
-    directory = newest(Path(checkpoint).expanduser(), "")
-    trainer = open_checkpoint(directory)
-    trained_on = TrainedOn.read(trainer, directory)
+    directory, kind = Path(checkpoint).expanduser(), Trained
+    if is_quantized(directory):
+        from recpipe.inference.opened import QuantizedTrained, read_quantized  # which are made of this file
+
+        kind = QuantizedTrained
+        trainer, trained_on = read_quantized(directory)
+    else:
+        directory = newest(directory, "")
+        trainer = open_checkpoint(directory)
+        trained_on = TrainedOn.read(trainer, directory)
     cfg = scoring_recipe(trained_on, [*overrides, "data=given"] if data is not None else overrides)
     if model is not None and not isinstance(cfg.model, UserModel):
         raise UserError(f"{directory} has a model of recpipe's own, model={cfg.model.name}: leave model out")
     dataset = data if data is None or isinstance(data, Dataset) else _given(data, trained_on)
-    return Trained(directory, cfg, trained_on, trainer, model, dataset)
+    return kind(directory, cfg, trained_on, trainer, model, dataset)
 
 
 def _given(batches: Batches, trained_on: TrainedOn) -> GivenBatches:
@@ -292,6 +301,12 @@ def _given(batches: Batches, trained_on: TrainedOn) -> GivenBatches:
     if columns is None or not isinstance(next(given.batches("train", 1)), Batch):
         return given
     return GivenBatches(batches, schema=columns.schema)
+
+
+def is_quantized(directory: Path) -> bool:
+    """Whether ``directory`` is a quantized checkpoint (``recpipe.inference.quantized``)."""
+    a_package = (directory / "score.py").is_file()  # which has these files, too
+    return not a_package and all((directory / name).is_file() for name in QUANTIZED_FILES)
 
 
 class _Columns(Dataset):

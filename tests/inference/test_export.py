@@ -16,6 +16,7 @@ from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.errors import UserError
 from recpipe.inference.export import export_dense
 from recpipe.inference.golden import as_batch, golden_inputs
+from recpipe.inference.package import made_up
 from recpipe.inference.trained import scored
 from recpipe.model.call import Called
 from recpipe.model.loss import parse_loss
@@ -180,3 +181,23 @@ def test_a_model_without_dense_features_is_exported() -> None:
     (mine,) = scored(model, [as_batch(schema, inputs)], labelled=False)
     with torch.no_grad():
         assert with_rows(found, schema, inputs).equal(mine.scores)
+
+
+class Logarithm(Of):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return super().forward(batch) + batch.dense_features[:, :1].log()
+
+
+class Broken(Of):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return super().forward(batch) * float("nan")
+
+
+def test_made_up_inputs_are_such_that_scores_are_finite() -> None:
+    schema = Schema(("x",), (SparseFeature("a", 9),))
+    assert bool((made_up(called(Of(one())), schema)[0]["dense"] < 0).any())
+    inputs, scores = made_up(called(Logarithm(one())), schema)
+    assert bool((inputs["dense"] >= 0).all())
+    assert bool(scores.isfinite().all())
+    with pytest.raises(UserError, match="are not finite, so that a package of it could not be checked"):
+        made_up(called(Broken(one())), schema)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,8 +26,11 @@ from recpipe.cli import main
 from recpipe.errors import UserError
 from recpipe.inference import score
 from recpipe.inference.manifest import DIGEST, MANIFEST
+from recpipe.inference.package import of_checkpoint
+from recpipe.inference.quantized import write_quantized
 from recpipe.inference.serving.shared import RequestScorer, Side
-from recpipe.inference.trained import open_trained, scored
+from recpipe.inference.source import FloatCheckpoint
+from recpipe.inference.trained import is_quantized, open_trained, scored
 from recpipe.seams.compiled import compiler
 from tests.processes import Child
 
@@ -181,6 +185,9 @@ def test_scores_are_the_models(packed: Path, checkpoint: Path) -> None:
     scorer = score.Scorer(packed)
     dense, ids, lengths = asked(checkpoint, 200)
     torch.testing.assert_close(scorer(dense, ids, lengths), found.scores, rtol=1e-5, atol=1e-6)
+    strided = torch.stack([dense, dense], dim=2)[:, :, 0]
+    assert not strided.is_contiguous()
+    assert scorer(strided, ids, lengths).equal(scorer(dense, ids, lengths))
     ids[0] = (ids[0] + 1) % 300
     assert not torch.allclose(scorer(dense, ids, lengths)[:1], found.scores[:1], rtol=1e-5, atol=1e-6)
 
@@ -197,6 +204,7 @@ def test_offline_scores_with_the_package_are_a_servers_bit_by_bit(
     sealed(copied, lambda manifest: manifest.update(step=1))
     with pytest.raises(UserError, match="is of another checkpoint than .*: its step differ"):
         recpipe.predict(checkpoint, None, f"package={copied}", quiet=True)
+    assert not is_quantized(packed)  # which has files of these names, too
 
 
 @needs_compiler
@@ -407,6 +415,30 @@ def test_serving_it_gives_the_loaders_scores_and_a_stopped_server_ends_with_stat
     finally:
         server.kill()
     assert torch.tensor(found["data"]).equal(score.Scorer(packed)(dense, ids, lengths))
+
+
+def test_a_quantized_checkpoints_tables_stay_in_their_types(checkpoint: Path, tmp_path: Path) -> None:
+    """All but the compilation, which is the same for every checkpoint."""
+    source = FloatCheckpoint.of(open_trained(checkpoint))
+    kept = {"a": np.arange(300) % 3 > 0}
+    write_quantized(tmp_path / "small", source, {"a": "int8", "b/c": "int4", "d.e": "fp32"}, kept)
+    parts = of_checkpoint(tmp_path / "small", None)
+    (tmp_path / "tables").mkdir()
+    parts.write_tables(tmp_path)
+    tables = parts.content["tables"]
+    assert {table["type"] for table in tables.values()} == {"int8", "int4", "fp32"}
+    assert {table["rows"] for table in tables.values()} == {300, 80, 60}
+    loaded = score.Tables(tmp_path, tables)
+    assert loaded.rows.nbytes < 200 * 20 + 80 * 12 + 60 * 64 + 3 * 64
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), parts.golden["lengths"].cumsum(0)])
+    pooled = [
+        score.Lookup(lookup, parts.content, loaded)(parts.golden["ids"], offsets, 64)
+        for lookup in parts.content["lookups"]
+    ]
+    with torch.no_grad():
+        assert parts.program.module()(parts.golden["dense"], pooled).equal(parts.scores)
+        whole = of_checkpoint(checkpoint, None)
+    assert 0 < float((whole.scores - parts.scores).abs().max()) < 2
 
 
 @needs_compiler

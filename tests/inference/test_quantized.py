@@ -13,7 +13,8 @@ import recpipe
 from recpipe.data.make import open_dataset
 from recpipe.errors import UserError
 from recpipe.inference import quantized
-from recpipe.inference.quantized import call_quantized, open_quantized, read_manifest, write_quantized
+from recpipe.inference.quantized import call_quantized, open_quantized, write_quantized
+from recpipe.inference.quantized_manifest import read_manifest
 from recpipe.inference.rows import decode_rows, encode_rows
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import open_trained
@@ -164,3 +165,22 @@ def test_it_is_called_as_training_called_it(
     assert judged is not None
     assert judged[0].shape == (one.size,)
     assert torch.isfinite(loss)
+
+
+def test_it_is_evaluated_and_predicted_as_a_checkpoint_is(source: FloatCheckpoint, tmp_path: Path) -> None:
+    write_quantized(tmp_path / "q", source, KINDS)
+    found = recpipe.evaluate(tmp_path / "q", None, "split=eval", quiet=True)
+    whole = recpipe.evaluate(source.directory, None, "split=eval", quiet=True)
+    apart = abs(found["quality"]["logloss"] - whole["quality"]["logloss"])
+    assert 0 < apart < 0.02
+    scores = recpipe.predict(tmp_path / "q", None, "scores=raw", quiet=True)
+    assert scores.shape == (2000,)
+    called, one = call_quantized(tmp_path / "q"), batch(source.directory)
+    with torch.no_grad():
+        assert np.array_equal(scores[1600:1850], called.predict(one).numpy())
+
+
+def test_it_is_not_quantized_again(source: FloatCheckpoint, tmp_path: Path) -> None:
+    write_quantized(tmp_path / "q", source, KINDS)
+    with pytest.raises(UserError, match="is quantized already"):
+        recpipe.quantize(tmp_path / "q", None, "+plugin=low_precision", output=tmp_path / "r", quiet=True)

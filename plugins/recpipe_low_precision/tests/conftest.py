@@ -15,7 +15,7 @@ from recpipe.inference.trained import open_trained
 SMALL = (
     "data.samples=6000",
     "data.batch_size=250",
-    "data.tables={a: 300, b: 90, c: 40, d: 700}",
+    "data.tables={a: 300, b: 90, c: 40, d: 4000}",
     "model.embedding_dim=16",
     "model.bottom=[16]",
     "model.top=[16]",

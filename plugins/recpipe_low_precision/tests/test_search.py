@@ -86,8 +86,9 @@ def test_nothing_is_accepted_beyond_the_bound() -> None:
 
 
 def test_the_best_so_far_stays_when_the_budget_ends() -> None:
-    judge = Known({f"large{i}": HARMLESS for i in range(3)}, budget=13)
+    judge = Known({f"large{i}": HARMLESS for i in range(3)})
     made = search(judge, 1e-3)
+    judge.budget = 13
     found = made.run()
     assert len(judge.done) == 13
     assert "budget of 13 evaluations" in found.ended

@@ -141,17 +141,18 @@ def _inputs(inputs: object, data: memoryview) -> dict[str, Array]:
     return found
 
 
-def _shape(value: object, name: str) -> tuple[int, ...]:
+def _shape(value: Any, name: str) -> tuple[int, ...]:
     sized = isinstance(value, list) and len(value) <= 8 and all(type(n) is int and n >= 0 for n in value)
-    if not sized or prod(value) > LARGEST_SIZE:  # type: ignore[arg-type]
+    if not sized or prod(value) > LARGEST_SIZE:
         raise bad(f"input '{shown(name)}' has the shape {shown(value)}")
-    return tuple(value)  # type: ignore[arg-type]
+    return tuple(value)
 
 
-def _kind(value: object, name: str) -> np.dtype[Any]:
+def _kind(value: Any, name: str) -> np.dtype[Any]:
     if not isinstance(value, str) or value not in TYPES:
         raise bad(f"input '{shown(name)}' is of type {shown(value)}, not one of {', '.join(TYPES)}")
-    return TYPES[value]
+    kind: np.dtype[Any] = TYPES[value]
+    return kind
 
 
 def _listed(data: object, shape: tuple[int, ...], kind: np.dtype[Any], name: str) -> Array:

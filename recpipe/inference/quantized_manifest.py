@@ -1,0 +1,113 @@
+"""The manifest of a quantized checkpoint: what its model is, how each table is kept, and every file's digest.
+
+Names in it are compared with those that a quantized checkpoint has, and never used as paths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b, file_digest
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from recpipe.checkpoint.trained_on import TrainedOn
+from recpipe.common.saved import Damaged, read_json, typed_as
+from recpipe.errors import UserError
+from recpipe.inference.rows import ROW_TYPES, row_bytes
+from recpipe.inference.trained import QUANTIZED_FILES
+
+MANIFEST, DENSE = QUANTIZED_FILES
+FORMAT = "recpipe quantized checkpoint"
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class QuantizedTable:
+    """A table of a quantized checkpoint; ``kept`` None: no row was pruned."""
+
+    type: str
+    rows: int
+    dim: int
+    kept: int | None
+    collection: str
+    """The path of its collection in the model."""
+    own: str
+    """Its name in the collection."""
+
+    def __post_init__(self) -> None:
+        if self.type not in ROW_TYPES or min(self.rows, self.dim) < 1 or (self.kept or 0) < 0:
+            raise Damaged("a table has no known type or size")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its rows, and of its table of places."""
+        return table_bytes(self.type, self.rows, self.dim, self.kept)
+
+
+def table_bytes(kind: str, rows: int, dim: int, kept: int | None = None) -> int:
+    """Bytes of a table with rows of ``kind``; with ``kept`` rows, those and int32 places of all ``rows``."""
+    return rows * row_bytes(kind, dim) if kept is None else kept * row_bytes(kind, dim) + 4 * rows
+
+
+@dataclass(frozen=True)
+class QuantizedManifest:
+    """The content of manifest.json."""
+
+    format: str
+    schema: int
+    step: int
+    """How many steps the checkpoint that was quantized had been trained."""
+    trained_on: dict[str, Any]
+    """Its recipe and the data's columns (``TrainedOn``)."""
+    tables: dict[str, QuantizedTable]
+    files: dict[str, tuple[int, str]]
+    """Size and BLAKE2b digest of each file, by relative path."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """What the quantizer measured."""
+
+
+def table_file(table: str) -> str:
+    """The relative path of a table's file; it is safe for any table's name."""
+    return f"tables/{quote(table, safe='')}.safetensors"
+
+
+def told(file: Path) -> tuple[int, str]:
+    """Size and digest of a file."""
+    with file.open("rb") as stream:
+        return file.stat().st_size, file_digest(stream, lambda: blake2b(digest_size=16)).hexdigest()
+
+
+def read_manifest(directory: Path) -> QuantizedManifest:
+    """The manifest of a quantized checkpoint; ``UserError`` if it is damaged or of another format."""
+    file = directory / MANIFEST
+    try:
+        manifest = typed_as(QuantizedManifest, read_json(file))
+        if (manifest.format, manifest.schema) != (FORMAT, SCHEMA):
+            raise Damaged(f"{manifest.format!r} of schema {manifest.schema}, not {FORMAT!r} of {SCHEMA}")
+        if set(manifest.files) != {DENSE, *map(table_file, manifest.tables)}:
+            raise Damaged("it lists other files than a quantized checkpoint has")
+    except (OSError, ValueError) as fault:
+        raise damaged(file, fault) from fault
+    return manifest
+
+
+def recipe_of(manifest: QuantizedManifest, directory: Path) -> TrainedOn:
+    """What the model was trained on; ``UserError`` if the manifest of ``directory`` is damaged."""
+    try:
+        return typed_as(TrainedOn, manifest.trained_on, "trained_on")
+    except ValueError as fault:
+        raise damaged(directory, fault) from fault
+
+
+def verify(directory: Path, manifest: QuantizedManifest) -> None:
+    """``UserError`` for the first file that is not the one that was written."""
+    for name, told in manifest.files.items():
+        file = directory / name
+        if file.is_symlink() or not file.is_file() or told(file) != tuple(told):
+            raise UserError(f"{file} is damaged or missing: quantize the checkpoint again")
+
+
+def damaged(place: Path, fault: Exception) -> UserError:
+    """The error for what cannot be read, and the remedy."""
+    return UserError(f"{place} is damaged ({fault}): quantize the checkpoint again")
