@@ -32,6 +32,15 @@ class Evaluation:
     step: str
     """``sensitivity`` or ``search``."""
 
+    @property
+    def upper(self) -> float:
+        """What the bound is compared with: the interval's upper end, where an improvement counts as none.
+
+        Fewer bits do not make a model better. What looks so on the slice is noise, of which a search among
+        many assignments finds a lot, and which another slice does not have.
+        """
+        return max(self.difference, 0.0) + self.high - self.difference
+
 
 class Judge:
     """Judges assignments on ``slice_``; ``size_of`` gives an assignment's bytes.

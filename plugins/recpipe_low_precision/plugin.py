@@ -147,9 +147,10 @@ class Work:
                 return search.run()
             except KeyboardInterrupt:
                 log.info(
-                    "interrupted after %d evaluations; %s keeps them: the same command goes on from there",
+                    "interrupted after %d evaluations, which are kept: the same command with hydra.run.dir=%s"
+                    " goes on from there",
                     len(judge.done),
-                    judge.journal,
+                    judge.journal.parent,
                 )
                 raise
 

@@ -33,7 +33,7 @@ def content(
         "settings": dict(settings),
         "bytes": {"float32": before, "quantized": after, "ratio": before / after},
         "tables": {name: dict(table) for name, table in tables.items()},
-        "calibration": None if chosen is None else {k: v for k, v in asdict(chosen).items() if k != "types"},
+        "calibration": None if chosen is None else _calibration(chosen),
         "test": dict(quality),
         "lookups": lookups,
         "numerics": [{**asdict(part), "breaks": part.breaks} for part in numerics],
@@ -44,6 +44,11 @@ def content(
             "points": [[e.bytes, e.ne, e.step] for e in evaluations],
         },
     }
+
+
+def _calibration(chosen: Evaluation) -> dict[str, Any]:
+    kept = {name: value for name, value in asdict(chosen).items() if name != "types"}
+    return {**kept, "upper": chosen.upper}
 
 
 def written(report: Mapping[str, Any]) -> Quantized:

@@ -27,7 +27,7 @@ class Option:
     choice: Choice
     cost: float
     loss: float
-    """Upper end of the interval of the relative difference when this unit alone is kept so; at least 0."""
+    """``Evaluation.upper`` when this unit alone is kept so."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Search:
                 continue
             found = self._evaluate(dict.fromkeys(tables, choice), {}, "sensitivity")
             self.sensitivities[unit, choice] = found
-            if found.high <= self.bound:
+            if found.upper <= self.bound:
                 cost = sum(self.cost(table, choice) for table in tables)
-                made.append(Option(choice, cost, max(found.high, 0.0)))
+                made.append(Option(choice, cost, found.upper))
         return sorted(made, key=lambda option: (-option.cost, option.loss))
 
     def _evaluate(self, changed: Assignment, base: Assignment, step: str) -> Evaluation:
@@ -129,7 +129,7 @@ class Search:
         """Evaluate an assignment, and keep it if it is within the bound."""
         changed = {table: option.choice for unit, option in tried.items() for table in self.units[unit]}
         found = self._evaluate(changed, {}, "search")
-        if found.high > self.bound:
+        if found.upper > self.bound:
             return False
         self.found.assignment, self.found.evaluation = dict(changed), found
         self.found.accepted.append(found)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from recpipe.checkpoint.trained_on import TrainedOn
+from recpipe.common.run_dir import RunDir
 from recpipe.data.dataset import Dataset, SplitName
 from recpipe.inference.quantized import put_rows
 from recpipe.inference.quantized_manifest import read_manifest, recipe_of
@@ -36,7 +37,7 @@ class QuantizedTrained(Trained):
         return self.called.module
 
     @contextmanager
-    def scoring(self, dataset: Dataset | None = None, scratch: Path | None = None) -> Iterator[Any]:
+    def scoring(self, dataset: Dataset | None = None, run_dir: RunDir | None = None) -> Iterator[Any]:
         """In the block, ``model`` for batches of ``dataset`` (None: ``self.dataset``)."""
         yield QuantizedScoring(self.called, dataset or self.dataset, self.cfg.data.batch_size)
 

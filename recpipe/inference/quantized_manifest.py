@@ -102,9 +102,9 @@ def recipe_of(manifest: QuantizedManifest, directory: Path) -> TrainedOn:
 
 def verify(directory: Path, manifest: QuantizedManifest) -> None:
     """``UserError`` for the first file that is not the one that was written."""
-    for name, told in manifest.files.items():
+    for name, expected in manifest.files.items():
         file = directory / name
-        if file.is_symlink() or not file.is_file() or told(file) != tuple(told):
+        if file.is_symlink() or not file.is_file() or told(file) != tuple(expected):
             raise UserError(f"{file} is damaged or missing: quantize the checkpoint again")
 
 

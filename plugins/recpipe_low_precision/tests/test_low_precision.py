@@ -38,7 +38,7 @@ def test_it_leaves_a_checkpoint_and_a_report(checkpoint: Path, tmp_path: Path, c
     assert report["bytes"]["quantized"] == sum(table.bytes for table in manifest.tables.values())
     assert report["bytes"]["float32"] == 4 * 16 * (300 + 90 + 40 + 4000)
     assert report["bytes"]["ratio"] > 3
-    assert report["calibration"]["high"] <= 0.002
+    assert report["calibration"]["upper"] <= 0.002
     assert report["test"]["samples"] == 600
     difference = report["test"]["ne_difference"]
     assert difference["low"] <= difference["value"] <= difference["high"]

@@ -85,6 +85,14 @@ def test_nothing_is_accepted_beyond_the_bound() -> None:
     assert found.evaluation is None
 
 
+def test_an_improvement_counts_as_none() -> None:
+    """Else chance improvements of some tables would pay for the losses of others."""
+    lucky = Evaluation({}, 0, 0.8, -6e-4, -11e-4, -1e-4, "search")
+    assert lucky.upper == pytest.approx(5e-4)
+    harmful = Evaluation({}, 0, 0.8, 1e-4, -1e-4, 3e-4, "search")
+    assert harmful.upper == pytest.approx(3e-4)
+
+
 def test_the_best_so_far_stays_when_the_budget_ends() -> None:
     judge = Known({f"large{i}": HARMLESS for i in range(3)})
     made = search(judge, 1e-3)
