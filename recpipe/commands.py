@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 from recpipe.errors import UserError
 
@@ -28,22 +29,27 @@ class Command:
         if words and not self.arguments:
             raise UserError(f"recpipe {name} takes no arguments, not '{words[0]}'")
         too_many = len(words) > least and "=" not in self.arguments
-        if too_many or len(words) < least or any(word.startswith("-") for word in words[:least]):
+        if too_many or len(words) < least or any(map(_is_option, words[:least])):
             raise UserError(f"say recpipe {name} {self.arguments}")
         module, _, function = self.where.partition(":")
         called: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
         return called(words)
 
 
+def _is_option(word: str) -> bool:
+    """Whether ``word``, which should be a file or a folder, looks like an option or an override."""
+    return word.startswith("-") or ("=" in word and not Path(word).exists())
+
+
 COMMANDS = {
     "evaluate": Command(
         "recpipe.inference.command:evaluate",
-        "CHECKPOINT data=... [data.path=...] [split=all] [by=COLUMN]",
+        "CHECKPOINT [data=...] [data.path=...] [split=eval] [by=COLUMN]",
         "its quality on any data: AUC, logloss, NE, calibration",
     ),
     "predict": Command(
         "recpipe.inference.command:predict",
-        "CHECKPOINT data=... output=FILE.parquet [keys=[a,b]]",
+        "CHECKPOINT [data=...] [data.path=...] output=FILE.parquet [keys=[a,b]]",
         "a score for each row of any data",
     ),
     "package": Command(

@@ -66,7 +66,15 @@ def test_full_error_shows_the_traceback(cli: Cli) -> None:
 def test_help_and_listings(cli: Cli) -> None:
     shown = cli("--help")
     assert shown.returncode == 0
-    for text in ("task=compare", "+plugin=", "recpipe doctor", "data=", "synthetic", "hotline"):
+    for text in (
+        "task=compare",
+        "+plugin=",
+        "recpipe doctor",
+        "recpipe evaluate CHECKPOINT",
+        "data=",
+        "synthetic",
+        "hotline",
+    ):
         assert text in shown.stdout
     plugins = cli("plugins")
     assert plugins.returncode == 0

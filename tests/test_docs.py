@@ -181,7 +181,7 @@ def test_commands_compose(arguments: list[str]) -> None:
         return
     if arguments[0] in ANSWERS:
         _, overrides, _ = parted(arguments[2:], ANSWERS[arguments[0]], arguments[0])
-        compose(overrides)
+        compose(["data=parquet", *overrides])
         return
     words = {"sweep-report": 2, "unshard": 3}
     if arguments[0] in words:

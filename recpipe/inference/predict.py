@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -97,10 +96,14 @@ def _target(options: PredictOptions) -> Path:
     if target.is_dir():
         raise UserError(f"output={target}: is a directory; name a file")
     if target.exists() and not options.overwrite:
-        raise UserError(f"output={target}: exists already; choose another file, or pass overwrite=true")
+        raise _exists(target)
     if not target.parent.is_dir():
         raise UserError(f"output={target}: there is no directory {target.parent}; make it first")
     return target
+
+
+def _exists(target: Path) -> UserError:
+    return UserError(f"output={target}: exists already; choose another file, or pass overwrite=true")
 
 
 def _keys(trained: Trained, options: PredictOptions) -> Iterator[pa.Table] | None:
@@ -195,19 +198,19 @@ def write(target: Path, overwrite: bool, tables: Iterator[pa.Table]) -> int:
         try:
             rows = _stream(partial, target.suffix, tables)
             sync(partial)
-            if overwrite:
-                partial.replace(target)
-            else:
-                os.link(partial, target)  # which refuses a file that has appeared meanwhile
+            if target.exists() and not overwrite:
+                raise _exists(target)
+            partial.replace(target)
             sync(target.parent)
-        except FileExistsError as fault:
-            raise UserError(
-                f"output={target}: has appeared meanwhile; choose another file, or pass overwrite=true"
-            ) from fault
-        except (OSError, pa.ArrowInvalid, pa.ArrowNotImplementedError) as fault:
-            free = "free space, or " if isinstance(fault, OSError) and fault.errno in FULL else ""
-            why = fault.strerror if isinstance(fault, OSError) and fault.strerror else shown(fault, 200)
+        except OSError as fault:
+            free = "free space, or " if fault.errno in FULL else ""
+            why = fault.strerror or shown(fault, 200)
             raise UserError(f"cannot write output={target}: {why}; {free}choose another file") from fault
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as fault:
+            raise UserError(
+                f"cannot write output={target}: {shown(fault, 200)}; write a .parquet file, or leave columns "
+                "like that out of keys"
+            ) from fault
         finally:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
@@ -217,20 +220,20 @@ def write(target: Path, overwrite: bool, tables: Iterator[pa.Table]) -> int:
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
     """In the block, no other process writes ``target``."""
+    lock = None
     try:
         lock = LockFile(target.with_name(f".{target.name}.lock"))
     except Taken as taken:
         raise UserError(f"output={target} is being written by {taken}; choose another file") from taken
     except OSError as fault:
-        if fault.errno in NO_LOCKS:
-            yield
-            return
-        raise UserError(f"cannot write output={target}: {fault.strerror}; choose another file") from fault
+        if fault.errno not in NO_LOCKS:
+            raise UserError(f"cannot write output={target}: {fault.strerror}; choose another file") from fault
     try:
         yield
     finally:
-        lock.remove()
-        lock.release()
+        if lock is not None:
+            lock.remove()
+            lock.release()
 
 
 def _stream(file: Path, suffix: str, tables: Iterator[pa.Table]) -> int:

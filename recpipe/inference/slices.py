@@ -127,9 +127,9 @@ def add_of_batch(slicer: Slicer, batch: Any, schema: Schema | None) -> None:
     if name in dense:
         slicer.add(pa.array(batch.dense[:, dense.index(name)].cpu().numpy()), True)
     elif name in sparse:
-        ids = batch.sparse[name].cpu()
+        ids = batch.sparse[name]
         if not bool((ids.lengths() == 1).all()):
             raise DataError(f"by={shown(name)}: the column holds lists, not one value a row; choose another")
-        slicer.add(pa.array(ids.values().numpy()), False)
+        slicer.add(pa.array(ids.values().cpu().numpy()), False)
     else:
         raise DataError(f"by={shown(name)}: no such column; {nearest_or_all(name, [*dense, *sparse])}")

@@ -23,6 +23,7 @@ from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common import memory
 from recpipe.common.run_dir import RunDir, hold
 from recpipe.common.sizes import readable_bytes
+from recpipe.common.words import CUSTOM
 from recpipe.config.recipe import Recipe
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset, Schema, SplitName
@@ -112,20 +113,21 @@ class Trained:
     def make_called(self, device: torch.device | None = None, dataset: Dataset | None = None) -> Called:
         """A new module of the trained model's class, not filled, ready to be called. A given module is taken
         itself."""
-        if isinstance(self.cfg.model, UserModel) and self.given_model is None and self._needs_model:
-            raise UserError(
-                f"{self.directory} was trained with a model handed over in Python, so that its recipe cannot "
-                "make it: pass model=MODULE to recpipe.evaluate or recpipe.predict"
-            )
+        self._require_model()
         device = device or torch.device("cpu")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.cfg.seed)
             return make_called(self.cfg.model, dataset or _Columns(self.schema), device, self.given_model)
 
-    @property
-    def _needs_model(self) -> bool:
+    def _require_model(self) -> None:
+        """``UserError`` if the recipe cannot make the model, and none was given."""
         model = self.cfg.model
-        return isinstance(model, UserModel) and model.target is None and model.name == "custom"
+        named = not isinstance(model, UserModel) or model.target is not None or model.name != CUSTOM
+        if not named and self.given_model is None:
+            raise UserError(
+                f"{self.directory} was trained with a model handed over in Python, so that its recipe cannot "
+                "make it: use recpipe.evaluate or recpipe.predict, and pass model=MODULE"
+            )
 
     @cached_property
     def model(self) -> nn.Module:
@@ -164,7 +166,7 @@ class Trained:
             unplaced = self._unplaced(cfg, dataset, device)
             assembly, unplaced = assemble_plugins(cfg, dataset, unplaced, device, 1, ranks)
             owners = group_owners(cfg.tiers, assembly, unplaced.tables)
-            _require_memory(unplaced.tables, owners, device)
+            _require_memory(unplaced.tables, owners, cfg.tiers.store, device)
             if run_dir is None:
                 scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="recpipe-"))
                 run_dir = stack.enter_context(hold(Path(scratch)))
@@ -179,6 +181,7 @@ class Trained:
             yield Scoring(model, dataset, cfg.data.batch_size, device)
 
     def _unplaced(self, cfg: Recipe, dataset: Dataset, device: torch.device) -> Unplaced:
+        self._require_model()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(cfg.seed)
             return Unplaced.of(cfg, dataset, device, self.given_model)
@@ -334,11 +337,14 @@ def _at_home(module: nn.Module) -> None:
                 member._parameters[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
-def _require_memory(tables: ModelTables, owners: Sequence[GroupOwner], device: torch.device) -> None:
-    """``UserError`` unless the resident rows fit."""
-    needs = {"tables": sum(owner.resident_bytes for owner in owners)}
-    remedy = "lower tiers.resident_bytes"
-    if any(owner.name == RESIDENT for owner in owners):
-        remedy = "keep rows on the disk: tiers.store=ssd tiers.resident_bytes=10%"
+def _require_memory(
+    tables: ModelTables, owners: Sequence[GroupOwner], store: str, device: torch.device
+) -> None:
+    """``UserError`` unless the rows fit that are resident, and those in a store in host memory."""
     log.info("loading %d tables: %s", len(tables.tables), readable_bytes(tables.total_bytes))
+    needs = {"tables": sum(owner.resident_bytes for owner in owners)}
+    everything_resident = all(owner.name == RESIDENT for owner in owners)
+    if store == "host" and not everything_resident and device.type == "cpu":
+        needs["host store"] = tables.total_bytes
+    remedy = "keep rows on the disk: tiers.store=ssd tiers.resident_bytes=10%"
     memory.require(needs, device, remedy)

@@ -18,19 +18,15 @@ COLUMNS = (
     "data.sparse=[user,city,tags]",
     "data.tables={user: 500, city: 20, tags: 60}",
 )
-WORDS = (
-    "data=parquet",
-    *COLUMNS,
-    "data.batch_size=128",
-    "model.embedding_dim=8",
-    "model.bottom=[16]",
-    "model.top=[16]",
+SMALL = ("model.embedding_dim=8", "model.bottom=[16]", "model.top=[16]")
+PLAIN = (
     "trainer.progress=false",
     "trainer.logger=null",
     "trainer.device=cpu",
     "task.page=false",
     "task.beside=null",
 )
+WORDS = ("data=parquet", *COLUMNS, "data.batch_size=128", *SMALL, *PLAIN)
 CITIES = ("Ulm", "Bonn", "Köln", "Kiel", "Jena")
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,11 +21,11 @@ from recpipe import cli
 from recpipe.checkpoint.manifest import TRAINER, seal
 from recpipe.checkpoint.table_io import RECIPE, newest
 from recpipe.checkpoint.trainer_file import load_trainer, save_trainer
-from recpipe.data.dataset import Dataset
+from recpipe.data.dataset import SplitName
 from recpipe.data.make import open_dataset
 from recpipe.errors import DataError, UserError
 from recpipe.inference.trained import open_trained
-from tests.inference.answers import ROWS, WORDS, Answers, clicks, put, trained
+from tests.inference.answers import PLAIN, ROWS, SMALL, Answers, clicks, put, trained
 
 
 def figures(content: dict, task: str = "score") -> dict[str, float]:
@@ -113,7 +114,7 @@ def test_other_files_a_copied_checkpoint_and_a_module_in_memory(answers: Answers
 
 def test_synthetic_data_and_batches_of_a_caller(tmp_path: Path) -> None:
     """The model is trained on generated data, and scored on batches and, by other columns, refused."""
-    words = ("data.samples=1500", "data.tables={a: 30, b: 40}", "data.batch_size=100", *WORDS[6:])
+    words = ("data.samples=1500", "data.tables={a: 30, b: 40}", "data.batch_size=100", *SMALL, *PLAIN)
     recpipe.train(None, None, *words, output=tmp_path / "run", quiet=True).close()
     own = recpipe.evaluate(tmp_path / "run", None, "by=a", "by_top=2", quiet=True)
     data = {"name": "synthetic", "samples": 1500, "tables": {"a": 30, "b": 40}, "eval_fraction": 0.0}
@@ -172,37 +173,37 @@ class Two(nn.Module):
         return {"click": found[:, 0], "price": found[:, 1]}
 
 
-class TwoLabels(Dataset):
+def two_labels(split: SplitName) -> list[dict[str, Any]]:
     """Generated batches with two labels."""
-
-    def __init__(self) -> None:
-        words = {"name": "synthetic", "samples": 1000, "tables": {"a": 30}}
-        self.inner = open_dataset(words, seed=1)
-        self.schema, self.fingerprint = self.inner.schema, self.inner.fingerprint
-
-    def size(self, split) -> int:
-        return self.inner.size(split)
-
-    def batches(self, split, batch_size, first=0, part=None):
-        for batch in self.inner.batches(split, batch_size, first, part):
-            labels = {"click": batch.labels, "price": batch.dense[:, 0]}
-            yield {"dense": batch.dense, "sparse": batch.sparse, "labels": labels}
+    made = open_dataset({"name": "synthetic", "samples": 1000, "tables": {"a": 30}}, seed=1)
+    return [
+        {
+            "dense": batch.dense,
+            "sparse": batch.sparse,
+            "labels": {"click": batch.labels, "price": batch.dense[:, 0]},
+        }
+        for batch in made.batches(split, 100)
+    ]
 
 
 def test_a_model_of_ones_own_with_two_tasks(tmp_path: Path) -> None:
-    words = ("model.loss={click: binary_cross_entropy, price: mean_squared_error}", *WORDS[10:])
-    run = recpipe.train(
-        Two(), TwoLabels(), *words, "data.batch_size=100", output=tmp_path / "run", quiet=True
-    )
+    """Its loss is that of training's evaluation; each task has the figures of its kind, and a score."""
+    words = ("model.loss={click: binary_cross_entropy, price: mean_squared_error}", *PLAIN)
+    held_out, folder = two_labels("eval"), tmp_path / "run"
+    run = recpipe.train(Two(), two_labels("train"), *words, held_out=held_out, output=folder, quiet=True)
     run.close()
-    content = recpipe.evaluate(tmp_path / "run", TwoLabels(), "split=eval", model=Two(), quiet=True)
+    content = recpipe.evaluate(folder, held_out, model=Two(), quiet=True)
     assert content["loss"] == pytest.approx(run.report["quality"]["loss"], rel=1e-6)
     assert set(figures(content, "click")) == {"auc", "logloss", "ne", "calibration"}
     assert set(figures(content, "price")) == {"mse", "rmse", "mae", "calibration"}
-    scores = recpipe.predict(tmp_path / "run", TwoLabels(), model=Two(), quiet=True)
-    assert scores.shape == (1000, 2)
+    scores = recpipe.predict(folder, held_out, "scores=raw", model=Two(), quiet=True)
+    assert scores.shape == (200, 2)
+    labels = torch.cat([batch["labels"]["price"] for batch in held_out]).numpy()
+    assert np.square(scores[:, 1] - labels).mean() == pytest.approx(
+        figures(content, "price")["mse"], rel=1e-5
+    )
     with pytest.raises(UserError, match="pass model=MODULE"):
-        recpipe.evaluate(tmp_path / "run", TwoLabels(), quiet=True)
+        recpipe.evaluate(folder, held_out, quiet=True)
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -288,6 +289,7 @@ def test_the_command_shows_a_table_and_leaves_evaluation_json(
 ) -> None:
     words = ["evaluate", str(answers.folder), "split=eval", "by=city", f"hydra.run.dir={tmp_path}/run"]
     monkeypatch.setattr(sys, "argv", ["recpipe", *words])
+    monkeypatch.setenv("COLUMNS", "300")
     with pytest.raises(SystemExit) as caught:
         cli.main()
     said = capsys.readouterr().out

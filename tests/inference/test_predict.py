@@ -20,7 +20,7 @@ from recpipe.errors import DataError, UserError
 from recpipe.inference import predict as prediction
 from recpipe.inference.trained import open_trained
 from tests.data.conftest import TABLES, make_row
-from tests.inference.answers import WORDS, Answers, clicks, put
+from tests.inference.answers import PLAIN, SMALL, Answers, clicks, put
 from tests.processes import Child
 
 UNLABELLED = ["click"]
@@ -89,7 +89,7 @@ def test_criteo_with_and_without_labels(tmp_path: Path) -> None:
     lines = [make_row(rng) for _ in range(400)]
     tables = "{" + ", ".join(f"{name}: {rows}" for name, rows in TABLES.items()) + "}"
     first = criteo(tmp_path / "a.tsv.gz", lines, labelled=True)
-    words = ("data=criteo", f"data.path={first}", f"data.tables={tables}", *WORDS[6:])
+    words = ("data=criteo", f"data.path={first}", f"data.tables={tables}", *SMALL, *PLAIN)
     recpipe.train(None, None, *words, output=tmp_path / "run", quiet=True).close()
     new = criteo(tmp_path / "b.tsv.gz", lines, labelled=False)
     out = tmp_path / "scores.parquet"
