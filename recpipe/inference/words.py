@@ -1,5 +1,5 @@
-"""The words of commands on checkpoints: the command's own options, the run's directory, and the rest, which are
-overrides of the recipe."""
+"""The words of commands on checkpoints: the command's own options, the run's directory, and the rest, which
+are overrides of the recipe."""
 
 from __future__ import annotations
 
