@@ -47,7 +47,7 @@ class SDM(Plugin, RowServer):
             raise PluginError(
                 f"plugins.sdm.directory={place}: {fault.strerror}; name a directory on the SSD"
             ) from fault
-        how = Tiering(Path(self._scratch.name), self.dram, self.tables, self.room, self.admission == "lfu")
+        how = Tiering(Path(self._scratch.name), self.dram, self.tables, self.admission == "lfu")
         try:
             self.made = TieredScorer(package, how)
         except PackageError as fault:

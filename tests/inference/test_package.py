@@ -431,8 +431,9 @@ def test_a_quantized_checkpoints_tables_stay_in_their_types(checkpoint: Path, tm
     loaded = score.Tables(tmp_path, tables)
     assert loaded.rows.nbytes < 200 * 20 + 80 * 12 + 60 * 64 + 3 * 64
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), parts.golden["lengths"].cumsum(0)])
+    names = [feature["name"] for feature in parts.content["sparse"]]
     pooled = [
-        score.Lookup(lookup, parts.content, loaded)(parts.golden["ids"], offsets, 64)
+        score.Lookup(lookup, names, loaded)(parts.golden["ids"], offsets, 64)
         for lookup in parts.content["lookups"]
     ]
     with torch.no_grad():
