@@ -41,7 +41,8 @@ from tests.report.test_report import make_report
         (["--config-dir", "no/such/folder"], "no/such/folder' not found"),
         (
             ["trian"],
-            "no command 'trian'. Commands: evaluate, predict, plugins, unshard, sweep-report, doctor; ",
+            "no command 'trian'. Commands: evaluate, predict, package, quantize, serve, plugins, unshard, sweep-report, "
+            "doctor; ",
         ),
         (["doctor", "now"], "recpipe doctor takes no arguments, not 'now'"),
     ],

@@ -183,7 +183,7 @@ def test_commands_compose(arguments: list[str]) -> None:
         _, overrides, _ = parted(arguments[2:], ANSWERS[arguments[0]], arguments[0])
         compose(["data=parquet", *overrides])
         return
-    words = {"sweep-report": 2, "unshard": 3}
+    words = {"sweep-report": 2, "unshard": 3, "package": 3, "serve": 3}
     if arguments[0] in words:
         assert len(arguments) == words[arguments[0]]
         return

@@ -49,8 +49,7 @@ def test_lists_and_binary_tensors_are_the_same_request() -> None:
     for one in (plain, binary):
         assert one.samples == 2
         np.testing.assert_array_equal(one.dense, [[1, 2], [3, 4.5]])
-        assert [ids.tolist() for ids in one.ids] == [[7, 49], [0, 8]]
-        assert [own.tolist() for own in one.lengths] == [[1, 1], [1, 1]]
+        assert [(own.ids.tolist(), own.lengths) for own in one.bags] == [([7, 49], 1), ([0, 8], 1)]
 
 
 def test_bags_and_what_all_samples_share() -> None:
@@ -64,8 +63,8 @@ def test_bags_and_what_all_samples_share() -> None:
     )
     assert one.samples == 3
     assert one.dense.tolist() == [[1, 2]] * 3
-    assert [ids.tolist() for ids in one.ids] == [[1, 2, 3], [4, 5]]
-    assert [own.tolist() for own in one.lengths] == [[0, 2, 1], [2]]
+    assert [own.ids.tolist() for own in one.bags] == [[1, 2, 3], [4, 5]]
+    assert [own.samples for own in one.bags] == [3, 1]
     dense, (side,) = together([one, asked(body(DENSE, A, B))])
     assert dense.tolist() == [[1, 2]] * 3 + [[1, 2], [3, 4.5]]
     assert side.ids.tolist() == [1, 2, 3, 7, 49, 4, 5, 4, 5, 4, 5, 0, 8]
@@ -113,7 +112,7 @@ WRONG: list[tuple[bytes, str | None, str]] = [
     (body(DENSE | {"data": [1, float("inf"), 3, 4]}, A, B), None, "'y' of sample 0 is not a finite number"),
     (body(DENSE | {"shape": [4, 1]}, A, B), None, r"not FP32 \[N, 2\]"),
     (body(DENSE, tensor("a", "INT64", [3], [1, 2, 3]), B), None, "has 2 samples, and another one has 3"),
-    (body(DENSE, tensor("a", "INT64", [0], []), B), None, "'a' has 0 samples"),
+    (body(DENSE, tensor("a", "INT64", [0], []), B), None, "'a' has 0 samples, and another one has 2"),
     (
         body(DENSE, tensor("a", "INT64", [9], [1] * 9), B),
         None,

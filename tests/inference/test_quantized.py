@@ -171,7 +171,7 @@ def test_it_is_evaluated_and_predicted_as_a_checkpoint_is(source: FloatCheckpoin
     write_quantized(tmp_path / "q", source, KINDS)
     found = recpipe.evaluate(tmp_path / "q", None, "split=eval", quiet=True)
     whole = recpipe.evaluate(source.directory, None, "split=eval", quiet=True)
-    apart = abs(found["quality"]["logloss"] - whole["quality"]["logloss"])
+    apart = abs(found["loss"] - whole["loss"])
     assert 0 < apart < 0.02
     scores = recpipe.predict(tmp_path / "q", None, "scores=raw", quiet=True)
     assert scores.shape == (2000,)

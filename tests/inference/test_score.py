@@ -46,9 +46,7 @@ def test_rows_of_every_type_beside_float32_in_any_order(tmp_path: Path, kind: st
     weights = {"t": torch.randn(40, 8), "u": torch.randn(30, 16), "v": torch.randn(20, 8)}
     tables = placed(tmp_path, weights, {"t": kind, "u": "fp32", "v": kind})
     parts = [["c", "v"], ["a", "t"], ["a", "u"]]
-    lookup = Lookup(
-        {"pooling": pooling, "parts": parts}, [feature["name"] for feature in manifest["sparse"]], tables
-    )
+    lookup = Lookup({"pooling": pooling, "parts": parts}, ["a", "b", "c"], tables)
     lengths = torch.tensor([[1, 0, 3, 2, 7], [1, 1, 1, 1, 1], [0, 4, 1, 1, 2]])
     ids = torch.randint(0, 20, (int(lengths.sum()),))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])
@@ -76,7 +74,7 @@ def test_pruned_rows_add_nothing(tmp_path: Path) -> None:
     manifest = {"sparse": [{"name": "a"}, {"name": "b"}]}
     lookup = Lookup(
         {"pooling": "sum", "parts": [["a", "t"], ["b", "u"]]},
-        [feature["name"] for feature in manifest["sparse"]],
+        ["a", "b", "c"],
         Tables(tmp_path, about),
     )
     ids, offsets = torch.tensor([0, 1, 4, 5, 2, 2]), torch.tensor([0, 2, 3, 4, 5, 5, 6])

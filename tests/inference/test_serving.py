@@ -19,7 +19,7 @@ import torch
 
 from recpipe.inference.serving.batcher import Batcher, Limits
 from recpipe.inference.serving.errors import Refused
-from recpipe.inference.serving.features import Asked
+from recpipe.inference.serving.features import Asked, Bags
 from recpipe.inference.serving.shared import Side
 from tests.inference.test_protocol import DENSE, A, B, body
 
@@ -197,9 +197,8 @@ def test_a_stopping_server_answers_what_it_has() -> None:
 
 def one(a: int, samples: int = 1) -> Asked:
     ids = np.full(samples, a, np.int64)
-    return Asked(
-        np.zeros((samples, 2), np.float32), [ids, 0 * ids], [np.ones(samples, np.int64)] * 2, samples
-    )
+    bags = [Bags(ids, 1, samples), Bags(0 * ids, 1, samples)]
+    return Asked(np.zeros((samples, 2), np.float32), bags, samples)
 
 
 class Held:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,16 +22,31 @@ MOST_IDS = 1024
 """Most ids of a request, for each sample that one may have."""
 
 
+class Bags(NamedTuple):
+    """What a request has of one feature."""
+
+    ids: Array
+    """int64, one sample's after the other's."""
+    lengths: Array | int
+    """How many ids each sample has, or all of them."""
+    samples: int
+
+    def of(self, samples: int) -> Bags:
+        """One for each of ``samples``, if there is one for all."""
+        if self.samples == samples:
+            return self
+        lengths = self.lengths if isinstance(self.lengths, int) else np.tile(self.lengths, samples)
+        return Bags(np.tile(self.ids, samples), lengths, samples)
+
+
 @dataclass(frozen=True)
 class Asked:
     """The inputs of one request of N samples."""
 
     dense: Array
     """float32 [N, D]."""
-    ids: list[Array]
-    """int64 for each feature, one sample's after the other's."""
-    lengths: list[Array]
-    """int64 for each feature: [N], or [1] for what all samples share."""
+    bags: list[Bags]
+    """Of each feature: N, or one that all samples share."""
     samples: int
     """N."""
 
@@ -48,6 +63,7 @@ class Features:
         self.dense: list[str] = manifest["dense"]["names"]
         self.rows: dict[str, int] = {feature["name"]: feature["rows"] for feature in manifest["sparse"]}
         self.most_samples = most_samples
+        self._limits = np.array(list(self.rows.values()))
         self._known = {name + end for name in self.rows for end in ("", LENGTHS)}
         if self.dense:
             self._known.add(DENSE)
@@ -60,28 +76,44 @@ class Features:
 
     def asked(self, inputs: Mapping[str, Array]) -> Asked:
         """``inputs`` checked; ``Refused`` names the one that is missing or wrong."""
-        unknown = next((name for name in inputs if name not in self._known), None)
-        if unknown is not None:
+        if not inputs.keys() <= self._known:
+            unknown = next(name for name in inputs if name not in self._known)
             raise bad(f"the model has no input '{shown(unknown)}'.{did_you_mean(unknown, self._known)}")
-        found = {name: self._bags(name, inputs) for name in self.rows}
+        bags = [self._bags(name, inputs) for name in self.rows]
+        self._require_rows(bags)
         dense = self._dense(inputs)
-        counts = {name: len(lengths) for name, (_, lengths) in found.items()} | {DENSE: len(dense)}
-        if not self.dense:
-            del counts[DENSE]
+        samples = self._samples(bags, dense)
+        if len(dense) != samples:
+            dense = np.broadcast_to(dense, (samples, dense.shape[1]))
+        return Asked(dense, bags, samples)
+
+    def _samples(self, bags: Sequence[Bags], dense: Array) -> int:
+        """N; ``Refused`` if inputs differ in it, or if it or the number of ids is too large."""
+        counts = dict(zip(self.rows, (own.samples for own in bags), strict=True))
+        if self.dense:
+            counts[DENSE] = len(dense)
         samples = max(counts.values())
         if samples > self.most_samples:
             raise bad(f"the request has {samples} samples, and {self.most_samples} is the most")
-        odd = next((name for name, count in counts.items() if count not in (1, samples)), None)
-        if odd is not None or 0 in counts.values():
-            name = odd or next(name for name, count in counts.items() if not count)
-            raise bad(f"input '{shown(name)}' has {counts[name]} samples, and another one has {samples}")
-        total = sum(len(ids) * (samples // len(own)) for ids, own in found.values())
+        for name, count in counts.items():
+            if count != samples and count != 1:
+                raise bad(f"input '{shown(name)}' has {count} samples, and another one has {samples}")
+        if not samples:
+            raise bad("the request has 0 samples")
+        total = sum(len(own.ids) * (samples // own.samples) for own in bags)
         if total > self.most_samples * MOST_IDS:
             raise bad(f"the request has {total} ids, and {self.most_samples * MOST_IDS} is the most")
-        if len(dense) != samples:
-            dense = np.broadcast_to(dense, (samples, dense.shape[1]))
-        bags = [found[name] for name in self.rows]
-        return Asked(dense, [ids for ids, _ in bags], [lengths for _, lengths in bags], samples)
+        return samples
+
+    def _require_rows(self, bags: Sequence[Bags]) -> None:
+        """``Refused`` for an id that is not in its table; all of them are compared at once."""
+        ids = np.concatenate([own.ids for own in bags])
+        features = np.repeat(np.arange(len(bags)), [len(own.ids) for own in bags])
+        wrong = (ids < 0) | (ids >= self._limits[features])
+        if wrong.any():
+            place = int(wrong.argmax())
+            name = list(self.rows)[features[place]]
+            raise bad(f"id {ids[place]} of '{shown(name)}' is not in [0, {self.rows[name]})")
 
     def _dense(self, inputs: Mapping[str, Array]) -> Array:
         if not self.dense:
@@ -93,41 +125,32 @@ class Features:
             raise bad(
                 f"input '{DENSE}' is {found.dtype} {list(found.shape)}, not FP32 [N, {len(self.dense)}]"
             )
-        if not np.isfinite(found).all():
-            place = np.argwhere(~np.isfinite(found))[0]
-            raise bad(f"'{shown(self.dense[place[1]])}' of sample {place[0]} is not a finite number")
         with np.errstate(over="ignore"):
-            dense = found.astype(np.float32)
-        if not np.isfinite(dense).all():
-            raise bad(f"a value of input '{DENSE}' is too large for FP32")
+            dense = found.astype(np.float32, copy=False)
+        finite = np.isfinite(dense)
+        if not finite.all():
+            sample, place = np.argwhere(~finite)[0]
+            raise bad(f"'{shown(self.dense[place])}' of sample {sample} is not a finite number of FP32")
         return dense
 
-    def _bags(self, name: str, inputs: Mapping[str, Array]) -> tuple[Array, Array]:
-        """Ids int64 and lengths int64 of a feature."""
-        found, lengths = inputs.get(name), inputs.get(name + LENGTHS)
-        if found is None:
+    def _bags(self, name: str, inputs: Mapping[str, Array]) -> Bags:
+        """The ids of a feature; ``Refused`` if there are none, or of another shape or type."""
+        ids = inputs.get(name)
+        if ids is None:
             raise bad(f"input '{shown(name)}' is missing: INT64 [N], rows of a table of {self.rows[name]}")
-        if found.dtype.kind not in "iu":
-            raise bad(f"input '{shown(name)}' is {found.dtype}: ids are whole numbers")
-        if found.size and not (int(found.min()) >= 0 and int(found.max()) < self.rows[name]):
-            wrong = next(int(i) for i in found.reshape(-1) if not 0 <= int(i) < self.rows[name])
-            raise bad(f"id {wrong} of '{shown(name)}' is not in [0, {self.rows[name]})")
-        ids = found.astype(np.int64)
+        if ids.dtype.kind not in "iu":
+            raise bad(f"input '{shown(name)}' is {ids.dtype}: ids are whole numbers")
+        ids = ids.astype(np.int64, copy=False)
+        lengths = inputs.get(name + LENGTHS)
         if lengths is None:
             if ids.ndim not in (1, 2):
                 raise bad(f"input '{shown(name)}' is {list(ids.shape)}, not [N] or [N, K]")
-            each = 1 if ids.ndim == 1 else ids.shape[1]
-            return ids.reshape(-1), np.full(len(ids), each, np.int64)
+            return Bags(ids.reshape(-1), 1 if ids.ndim == 1 else ids.shape[1], len(ids))
         if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or ids.ndim != 1:
             raise bad(f"'{shown(name)}' and '{shown(name)}{LENGTHS}' are not vectors of whole numbers")
         if (lengths.size and int(lengths.min()) < 0) or int(lengths.sum(dtype=object)) != len(ids):
             raise bad(f"'{shown(name)}{LENGTHS}' does not add up to the {len(ids)} ids of '{shown(name)}'")
-        return ids, lengths.astype(np.int64)
-
-
-def _repeated(ids: Array, lengths: Array, samples: int) -> tuple[Array, Array]:
-    """For all ``samples`` if it is for one."""
-    return (ids, lengths) if len(lengths) == samples else (np.tile(ids, samples), np.tile(lengths, samples))
+        return Bags(ids, lengths.astype(np.int64, copy=False), len(lengths))
 
 
 def together(asked: Sequence[Asked]) -> tuple[torch.Tensor, list[Side]]:
@@ -135,9 +158,9 @@ def together(asked: Sequence[Asked]) -> tuple[torch.Tensor, list[Side]]:
 
     Features that the samples of every request share make a side with one bag a request.
     """
-    dense = np.concatenate([one.dense for one in asked])
-    every = range(len(asked[0].ids))
-    shared = [f for f in every if all(len(one.lengths[f]) == 1 for one in asked)]
+    dense = torch.from_numpy(np.concatenate([one.dense for one in asked]))
+    every = range(len(asked[0].bags))
+    shared = [f for f in every if all(one.bags[f].samples == 1 for one in asked)]
     if all(one.samples == 1 for one in asked):
         shared = []  # a bag a request is a bag a sample
     own = [f for f in every if f not in shared]
@@ -145,17 +168,19 @@ def together(asked: Sequence[Asked]) -> tuple[torch.Tensor, list[Side]]:
     if shared:
         counts = torch.tensor([one.samples for one in asked])
         of_sample = torch.arange(len(asked)).repeat_interleave(counts)
-        bags = [(one.ids[f], one.lengths[f]) for f in shared for one in asked]
-        sides.append(_side(shared, bags, len(asked), of_sample))
+        sides.append(_side(shared, [one.bags[f] for f in shared for one in asked], len(asked), of_sample))
     if own:
-        bags = [_repeated(one.ids[f], one.lengths[f], one.samples) for f in own for one in asked]
-        sides.append(_side(own, bags, len(dense), None))
-    return torch.from_numpy(dense), sides
+        sides.append(_side(own, [one.bags[f].of(one.samples) for f in own for one in asked], len(dense)))
+    return dense, sides
 
 
 def _side(
-    features: Sequence[int], bags: Sequence[tuple[Array, Array]], count: int, of_sample: torch.Tensor | None
+    features: Sequence[int], bags: Sequence[Bags], count: int, of_sample: torch.Tensor | None = None
 ) -> Side:
-    ids = torch.from_numpy(np.concatenate([ids for ids, _ in bags]))
-    lengths = torch.from_numpy(np.concatenate([lengths for _, lengths in bags]))
-    return Side(tuple(features), ids, lengths, count, of_sample)
+    ids = np.concatenate([own.ids for own in bags])
+    lengths = np.empty(len(features) * count, np.int64)
+    end = 0
+    for own in bags:
+        lengths[end : end + own.samples] = own.lengths
+        end += own.samples
+    return Side(tuple(features), torch.from_numpy(ids), torch.from_numpy(lengths), count, of_sample)

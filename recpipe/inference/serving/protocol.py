@@ -20,7 +20,7 @@ from recpipe.inference.serving.errors import bad
 
 HEADER_LENGTH = "inference-header-content-length"
 Array = NDArray[Any]
-TYPES = {
+TYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"),
     "FP64": np.dtype("<f8"),
     "INT64": np.dtype("<i8"),
@@ -151,8 +151,7 @@ def _shape(value: Any, name: str) -> tuple[int, ...]:
 def _kind(value: Any, name: str) -> np.dtype[Any]:
     if not isinstance(value, str) or value not in TYPES:
         raise bad(f"input '{shown(name)}' is of type {shown(value)}, not one of {', '.join(TYPES)}")
-    kind: np.dtype[Any] = TYPES[value]
-    return kind
+    return TYPES[value]
 
 
 def _listed(data: object, shape: tuple[int, ...], kind: np.dtype[Any], name: str) -> Array:
