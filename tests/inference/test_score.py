@@ -71,10 +71,9 @@ def test_pruned_rows_add_nothing(tmp_path: Path) -> None:
     save_file({"rows": weights[kept].view(torch.uint8), "places": places}, tmp_path / "t.safetensors")
     save_file({"rows": torch.ones(3, 4).view(torch.uint8)}, tmp_path / "u.safetensors")
     about = {t: {"type": "fp32", "dimension": 4, "file": f"{t}.safetensors"} for t in ("t", "u")}
-    manifest = {"sparse": [{"name": "a"}, {"name": "b"}]}
     lookup = Lookup(
         {"pooling": "sum", "parts": [["a", "t"], ["b", "u"]]},
-        ["a", "b", "c"],
+        ["a", "b"],
         Tables(tmp_path, about),
     )
     ids, offsets = torch.tensor([0, 1, 4, 5, 2, 2]), torch.tensor([0, 2, 3, 4, 5, 5, 6])

@@ -52,9 +52,8 @@ def test_it_leaves_a_checkpoint_and_a_report(checkpoint: Path, tmp_path: Path, c
 
 
 def test_from_python_with_pruning_and_less_time(checkpoint: Path, tmp_path: Path) -> None:
-    pruned = recpipe.quantize(
-        checkpoint, None, WITH, knob("prune", True), knob("bound", 0.05), output=tmp_path, quiet=True
-    )
+    words = (WITH, knob("prune", True), knob("types", "[fp16]"), knob("bound", 0.05))
+    pruned = recpipe.quantize(checkpoint, None, *words, output=tmp_path, quiet=True)
     assert any(table["type"].endswith("pruned") for table in pruned["tables"].values())
     quick = recpipe.quantize(
         checkpoint,
