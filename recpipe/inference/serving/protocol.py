@@ -126,7 +126,7 @@ def _inputs(inputs: object, data: memoryview) -> dict[str, Array]:
         if name in found:
             raise bad(f"input '{shown(name)}' comes twice")
         shape, kind = _shape(about.get("shape"), name), _kind(about.get("datatype"), name)
-        size = _mapping(about.get("parameters", {}), f"parameters of '{shown(name)}'").get("binary_data_size")
+        size = _mapping(about.get("parameters", {}), "an input's parameters").get("binary_data_size")
         if size is None:
             found[name] = _listed(about.get("data"), shape, kind, name)
             continue
