@@ -57,6 +57,8 @@ class Judge:
         self.bootstrap = PairedBootstrap(len(self.base.losses))
         self.done: list[Evaluation] = []
         """In the order in which they were asked for."""
+        self.expected = budget
+        """About how many evaluations there will be, for the progress bar."""
         self._known: dict[str, Evaluation] = {}
         self._begin(work)
 
@@ -97,7 +99,7 @@ class Judge:
         self.done.append(found)
         if meter is not None and meter.due:
             meter.show(
-                len(self.done) / self.budget,
+                min(len(self.done) / self.expected, 1.0),
                 f"{step}: {len(self.done)} evaluations, NE {100 * found.difference:+.4f}%",
             )
         return found

@@ -71,6 +71,8 @@ class Search:
         self.bound, self.meter = bound, meter
         tables = sorted(judge.slice.tables, key=lambda t: -cost(t, FLOAT))
         self.units = _units(tables, judge.budget // 2 // max(1, len(choices)))
+        # The steps of a search are fewer than the sensitivities; many of the latter are asked for again.
+        judge.expected = min(judge.budget, 2 * len(self.units) * max(1, len(choices)))
         self.found = Found(dict.fromkeys(judge.slice.tables, FLOAT), None, [])
         self.sensitivities: dict[tuple[int, Choice], Evaluation] = {}
 

@@ -24,6 +24,7 @@ class Known:
         self.slice = SimpleNamespace(tables=dict.fromkeys(losses))
         self.losses, self.budget, self.factor = losses, budget, factor
         self.done: list[Evaluation] = []
+        self.expected = budget
 
     def evaluate(self, assignment: Assignment, step: str, meter: object = None) -> Evaluation:
         if len(self.done) >= self.budget:
