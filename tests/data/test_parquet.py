@@ -225,6 +225,11 @@ def test_bad_files(tmp_path):
     pq.write_table(changed, other)
     with pytest.raises(DataError, match=r"c\.parquet, column user: holds list.* here and int64 in"):
         open_dataset(recipe([str(file), str(other)], tmp_path, **settings), 0)
+    # Text and numbers are hashed differently, so that the same user would have two rows.
+    text = make_table(20).drop_columns(["user"]).append_column("user", pa.array(["7"] * 20))
+    pq.write_table(text, other)
+    with pytest.raises(DataError, match=r"c\.parquet, column user: holds string here and int64 in"):
+        open_dataset(recipe([str(file), str(other)], tmp_path, **settings), 0)
 
 
 def read_one(tmp_path: Path, table: pa.Table, **settings: object):
