@@ -62,7 +62,7 @@ class TieredScorer(Scorer):
         for index, found in enumerate(self.tables.groups):
             at = [(group == index).nonzero().squeeze(1) for group in groups]
             rows = torch.cat([number[here] for number, here in zip(numbers, at, strict=True)])
-            came = found.tier.announce(rows).result().split([len(here) for here in at])
+            came = torch.split(found.tier.announce(rows).result(), [len(here) for here in at])
             for own, here, slots in zip(places, at, came, strict=True):
                 own[here] = slots
         return [

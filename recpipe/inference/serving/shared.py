@@ -63,7 +63,7 @@ class RequestScorer:
             pieces: list[dict[int, torch.Tensor]] = [{} for _ in self.scorer.lookups]
             for (number, part, side), pooled in zip(found, self.scorer.pooled(calls), strict=True):
                 wide = pooled if side.of_sample is None else pooled[side.of_sample]
-                pieces[number] |= zip(part.columns, wide.split(part.dims, dim=1), strict=True)
+                pieces[number] |= zip(part.columns, torch.split(wide, part.dims, dim=1), strict=True)
             rows = [torch.cat([own[column] for column in sorted(own)], dim=1) for own in pieces]
             return self.scorer.scores(dense, rows)
 
