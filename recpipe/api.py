@@ -201,7 +201,7 @@ def evaluate(
         data: None: that of the overrides, or of training. A path: a file or folder of the kind that training
             read, or of parquet. A ``recpipe.kit.Dataset``. Or ready-made batches: a list, a DataLoader.
         overrides: words of the command: ``"split=eval"``, ``"by=country"``, ``"data.batch_size=4096"``.
-        model: the model, if training was given one in Python; its parameters are replaced.
+        model: the model, if training was given one in Python; its dense parameters are replaced.
         output: a directory for evaluation.json and the log. None: nothing is written.
         quiet: nothing goes to the terminal.
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from recpipe.backend.convert import revert
 from recpipe.backend.equip import Backend
 from recpipe.backend.matmul import require_bfloat16_units, vector_units
 from recpipe.checkpoint.manifest import TABLES
@@ -42,7 +43,7 @@ from recpipe.pipeline.placed import PlacedModel
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins, choose_device, closing_tiers
 from recpipe.tables.capabilities import SavesPlacement
-from recpipe.tables.groups import ModelTables
+from recpipe.tables.groups import ModelTables, collections_of
 from recpipe.tables.owners import RESIDENT, GroupOwner, group_owners
 from recpipe.tasks.load import fill
 
@@ -174,7 +175,9 @@ class Trained:
                 cfg, dataset, owners, device, run_dir, ranks, roomy=cfg.trainer.backend != "plain"
             )
             stack.enter_context(closing_tiers(embeddings, unplaced.inputs, ranks))
+            collections = collections_of(unplaced.called.module)
             model = unplaced.over(embeddings)
+            stack.callback(_as_given, model, collections)
             self._load(model)
             model.eval()
             self._equip(model, device)
@@ -275,7 +278,7 @@ def open_trained(
     Args:
         checkpoint: written by one process or by any number of ranks.
         overrides: words of the command line; they may change data, tiers, trainer and seed.
-        model: the model, if training was given one in Python; its parameters are replaced.
+        model: the model, if training was given one in Python; its dense parameters are replaced.
         data: a data set or ready-made batches, instead of the recipe's; batches of ``recpipe.kit.Batch`` have
             the columns that were trained on.
 
@@ -326,6 +329,16 @@ class _Columns(Dataset):
     def batches(self, *_: Any, **__: Any) -> Iterator[Any]:
         """None."""
         return iter(())
+
+
+def _as_given(model: PlacedModel, collections: Mapping[str, nn.Module]) -> None:
+    """Give the module its own collections and layers back, for a caller who has handed it over."""
+    revert(model.module)
+    for path, front in model.fronts.items():
+        for parent in model.module.modules():
+            for name, child in parent.named_children():
+                if child is front:
+                    setattr(parent, name, collections[path])
 
 
 def _at_home(module: nn.Module) -> None:

@@ -192,7 +192,12 @@ def test_a_model_of_ones_own_with_two_tasks(tmp_path: Path) -> None:
     held_out, folder = two_labels("eval"), tmp_path / "run"
     run = recpipe.train(Two(), two_labels("train"), *words, held_out=held_out, output=folder, quiet=True)
     run.close()
-    content = recpipe.evaluate(folder, held_out, model=Two(), quiet=True)
+    mine = Two()
+    content = recpipe.evaluate(folder, held_out, model=mine, quiet=True)
+    assert type(mine.bags) is EmbeddingBagCollection
+    assert figures(recpipe.evaluate(folder, held_out, model=mine, quiet=True), "price") == figures(
+        content, "price"
+    )
     assert content["loss"] == pytest.approx(run.report["quality"]["loss"], rel=1e-6)
     assert set(figures(content, "click")) == {"auc", "logloss", "ne", "calibration"}
     assert set(figures(content, "price")) == {"mse", "rmse", "mae", "calibration"}
