@@ -1,10 +1,5 @@
-<<<<<<< HEAD
 """The words of commands on checkpoints: the command's own options, the run's directory, and the rest, which
 are overrides of the recipe."""
-=======
-"""The words of the commands on checkpoints: the command's own options, the run's directory, and the rest,
-which are overrides of the recipe."""
->>>>>>> w-pack
 
 from __future__ import annotations
 
