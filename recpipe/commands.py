@@ -64,7 +64,7 @@ COMMANDS = {
     ),
     "serve": Command(
         "recpipe.inference.serving.command:serve_command",
-        "PACKAGE [port=8000] [wait_ms=0]",
+        "PACKAGE [port=8000] [+plugin=sdm]",
         "a package behind HTTP, by the open inference protocol",
     ),
     "plugins": Command(

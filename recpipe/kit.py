@@ -8,7 +8,7 @@ from recpipe.backend.host import processor
 from recpipe.common.console import Meter
 from recpipe.common.memory import free_memory
 from recpipe.common.saved import Damaged, entries, parse_json, residents, typed_as, within
-from recpipe.common.sizes import readable_bytes
+from recpipe.common.sizes import Amount, readable_bytes
 from recpipe.config.recipe import Recipe
 from recpipe.data.batch import Batch
 from recpipe.data.checks import require_ids
@@ -31,6 +31,8 @@ from recpipe.inference.rows import (
     row_bytes,
     row_scales,
 )
+from recpipe.inference.score import ALIGNMENT, Lookup, PackageError, Scorer, Tables, tensors
+from recpipe.inference.score import Call as LookupCall
 from recpipe.inference.source import FloatCheckpoint, replace_module
 from recpipe.model.call import Called
 from recpipe.model.metrics import auc
@@ -46,6 +48,7 @@ from recpipe.tables.stores.base import ColdStore, IoCounters, Records, StoreLayo
 from recpipe.tables.stores.bulk import BulkStore
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
 from recpipe.tables.stores.holders import HeldRows, HoldersStore
+from recpipe.tables.stores.ssd import SsdStore
 from recpipe.tables.stores.writes import positions
 from recpipe.tables.tiers.access_counts import group_rows, load_profile, table_bases
 from recpipe.tables.tiers.parts import TierParts
@@ -56,9 +59,11 @@ from recpipe.tables.tiers.store_thread import TierTimes
 from recpipe.tables.view import Mark, RowView, moved
 
 __all__ = [
+    "ALIGNMENT",
     "BITS",
     "ROW_TYPES",
     "WIRE_PRECISIONS",
+    "Amount",
     "Bags",
     "Batch",
     "Bf16Rows",
@@ -80,11 +85,14 @@ __all__ = [
     "Int8Rows",
     "IoCounters",
     "Lfu",
+    "Lookup",
+    "LookupCall",
     "LowPrecisionBags",
     "Lru",
     "Mark",
     "Meter",
     "NumberedDataset",
+    "PackageError",
     "PlacedModel",
     "Prediction",
     "Ranks",
@@ -97,11 +105,14 @@ __all__ = [
     "RowView",
     "SamplesConfig",
     "Schema",
+    "Scorer",
     "SparseFeature",
+    "SsdStore",
     "StoreLayout",
     "TableCollection",
     "TableOptimizer",
     "TableSet",
+    "Tables",
     "TierFigures",
     "TierParts",
     "TierTimes",
@@ -139,6 +150,7 @@ __all__ = [
     "select",
     "table_bases",
     "table_bytes",
+    "tensors",
     "tensors_in",
     "top_rows",
     "typed_as",

@@ -20,7 +20,7 @@ import recpipe.plugin
 import recpipe.testing
 from recpipe.config.compose import compose, conf_dir
 from recpipe.data.config import CONFIGS
-from recpipe.inference.words import EvaluateOptions, PredictOptions, QuantizeOptions, parted
+from recpipe.inference.words import EvaluateOptions, PredictOptions, QuantizeOptions, of_plugins, parted
 from recpipe.plugin.api import Contribution, Invariant
 from recpipe.plugin.load import installed
 from recpipe.report.record import (
@@ -183,7 +183,11 @@ def test_commands_compose(arguments: list[str]) -> None:
         _, overrides, _ = parted(arguments[2:], ANSWERS[arguments[0]], arguments[0])
         compose(["data=parquet", *overrides])
         return
-    words = {"sweep-report": 2, "unshard": 3, "package": 3, "serve": 3}
+    if arguments[0] == "serve":
+        mine, _ = of_plugins(arguments[2:])
+        compose(mine)
+        return
+    words = {"sweep-report": 2, "unshard": 3, "package": 3}
     if arguments[0] in words:
         assert len(arguments) == words[arguments[0]]
         return

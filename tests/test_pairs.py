@@ -25,7 +25,7 @@ PLACING = ("bagpipe", "fae", "het", "hotline", "neo", "slipstream")
 """Each decides where rows are, or which of them train."""
 BESIDE = ("quantize",)
 """Stand beside any of these that has cold rows: see their own tests."""
-FINISHED = ("low_precision",)
+FINISHED = ("low_precision", "sdm")
 """Have no part in training."""
 WORKING = [
     ("bagpipe", "slipstream"),

@@ -13,7 +13,7 @@ import recpipe
 from recpipe import kit, plugin
 from tests.processes import ROOT
 
-API = (2, 2)
+API = (2, 3)
 PUBLIC = ("recpipe", "recpipe.kit", "recpipe.plugin", "recpipe.testing")
 CONTRIBUTION = {
     "order": "EpochOrder | None",
@@ -55,6 +55,7 @@ KINDS = {
     "EpochOrder": ["batches", "is_datas_own"],
     "Plugin": ["contribute"],
     "ModelQuantizer": ["quantize"],
+    "RowServer": ["close", "counted", "scorer"],
 }
 EXPORTS = [
     "Context",

@@ -9,15 +9,13 @@ from typing import Any
 from rich.console import Console
 
 from recpipe.common.console import log, show
-from recpipe.config.compose import active_plugins, compose
 from recpipe.distributed.launch import Process
 from recpipe.errors import UserError
 from recpipe.inference.command import TERMINAL, Caller, answering
 from recpipe.inference.quantized import require_free
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import is_quantized, open_trained
-from recpipe.inference.words import QuantizeOptions, parted
-from recpipe.plugin.load import activate
+from recpipe.inference.words import QuantizeOptions, of_plugins, parted, the_plugin
 from recpipe.plugin.model_quantizer import FinishedModel, ModelQuantizer, Quantized
 from recpipe.report.environment import environment
 from recpipe.report.record import SCHEMA
@@ -26,7 +24,6 @@ from recpipe.tasks.process import prepare_process
 
 QUANTIZED = "quantized"
 """The folder of the quantized checkpoint in the run's directory."""
-_OF_PLUGINS = ("plugin", "plugins")
 
 
 def quantize(words: Sequence[str]) -> int:
@@ -42,9 +39,8 @@ def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict
     if Process.current().world > 1:
         raise UserError("a checkpoint is quantized by one process, sharded or not; start it without torchrun")
     options, overrides, directory = parted(words, QuantizeOptions, "quantize")
-    mine = [word for word in overrides if _section(word) in _OF_PLUGINS]
-    others = [word for word in overrides if _section(word) not in _OF_PLUGINS]
-    quantizer = _quantizer(active_plugins(compose(mine)))
+    mine, others = of_plugins(overrides)
+    quantizer = the_plugin(mine, ModelQuantizer, "quantize", "low_precision")
     with answering(caller, directory) as run_dir:
         trained = open_trained(checkpoint, others, caller.model, caller.data)
         if is_quantized(trained.directory):
@@ -62,22 +58,6 @@ def quantize_for(caller: Caller, checkpoint: Path, words: Sequence[str]) -> dict
         report = {"schema": SCHEMA, "task": "quantize", **made.figures, "environment": environment()}
         _write(run_dir.path, report, made)
     return report
-
-
-def _section(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0].partition(".")[0]
-
-
-def _quantizer(plugins: Mapping[str, Mapping[str, Any]]) -> ModelQuantizer:
-    """The one active plugin that works on finished models."""
-    found = [plugin for _, plugin in activate(plugins)]
-    if len(found) != 1 or not isinstance(found[0], ModelQuantizer):
-        names = ", ".join(plugins) or "none"
-        raise UserError(
-            f"recpipe quantize takes one plugin that works on finished models, not {names}: "
-            "say +plugin=low_precision"
-        )
-    return found[0]
 
 
 def _write(directory: Path, report: Mapping[str, Any], made: Quantized) -> None:

@@ -39,8 +39,8 @@ class Scorer:
         self.manifest = verified(self.directory)
         check_processor(self.manifest["compiled"])
         self.rows = torch.tensor([feature["rows"] for feature in self.manifest["sparse"]])
-        tables = Tables(self.directory, self.manifest["tables"])
-        self.lookups = [Lookup(found, self.manifest, tables) for found in self.manifest["lookups"]]
+        self.tables = self.make_tables()
+        self.lookups = [self.lookup(found) for found in self.manifest["lookups"]]
         # It warns of another instruction set, which check_processor has judged.
         logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
         self.dense = torch._inductor.aoti_load_package(str(self.directory / "dense.pt2"))
@@ -50,22 +50,38 @@ class Scorer:
         self.dense.load_constants(self.constants, check_full_update=False, user_managed=True)
         self.difference = self.check_golden()
 
+    def make_tables(self) -> "Tables":
+        """All tables, in memory."""
+        return Tables(self.directory, self.manifest["tables"])
+
+    def lookup(self, found: "dict[str, Any]", features: "list[str] | None" = None) -> "Lookup":
+        """A lookup by its description in the manifest, whose ids are those of these ``features``; None: of
+        all."""
+        names = [feature["name"] for feature in self.manifest["sparse"]]
+        return Lookup(found, names if features is None else features, self.tables)
+
     def __call__(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Scores float32 [B], from dense float32 [B, D], ids int64 [N] and lengths int64 [F * B].
 
         Ids are rows of tables, ordered by feature and then by sample; lengths say how many each has, in the
         same order. ``ValueError`` for wrong shapes and for ids that are not in their table.
         """
-        samples = dense.shape[0]
-        self.check(dense, ids, lengths, samples)
-        dense, ids = dense.contiguous(), ids.contiguous()
+        self.check(dense, ids, lengths, dense.shape[0])
+        ids, offsets = ids.contiguous(), offsets_of(lengths)
+        with torch.inference_mode():
+            calls = [(lookup, ids, offsets, len(dense)) for lookup in self.lookups]
+            return self.scores(dense, self.pooled(calls))
+
+    def pooled(self, calls: "list[Call]") -> "list[torch.Tensor]":
+        """What the lookups find, float32 [samples, W] each."""
+        return [lookup(ids, offsets, samples) for lookup, ids, offsets, samples in calls]
+
+    def scores(self, dense: torch.Tensor, pooled: "list[torch.Tensor]") -> torch.Tensor:
+        """Scores float32 [B], from dense features and the rows that the lookups have pooled."""
+        dense = dense.contiguous()
         if dense.data_ptr() % ALIGNMENT:
             dense = dense.clone()  # MKL rounds differently from other addresses
-        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        torch.cumsum(lengths, 0, out=offsets[1:])
-        with torch.inference_mode():
-            pooled = [lookup(ids, offsets, samples) for lookup in self.lookups]
-            scores: torch.Tensor = self.dense(dense, pooled)
+        scores: torch.Tensor = self.dense(dense, pooled)
         return scores
 
     def check(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, samples: int) -> None:
@@ -128,8 +144,8 @@ class Tables:
 class Lookup:
     """One lookup, and what FBGEMM's operator asks for."""
 
-    def __init__(self, found: dict[str, Any], manifest: dict[str, Any], tables: Tables) -> None:
-        self.names = [feature["name"] for feature in manifest["sparse"]]
+    def __init__(self, found: "dict[str, Any]", names: "list[str]", tables: Tables) -> None:
+        self.names = names
         self.features = [self.names.index(feature) for feature, _ in found["parts"]]
         own = [table for _, table in found["parts"]]
         types = [tables.about[table]["type"] for table in own]
@@ -158,18 +174,44 @@ class Lookup:
 
     def __call__(self, ids: torch.Tensor, offsets: torch.Tensor, samples: int) -> torch.Tensor:
         """Pooled rows float32 [B, W]."""
-        if self.features != list(range(len(self.names))):
-            bounds = offsets[torch.arange(len(self.names) + 1) * samples].tolist()
-            ids, lengths = (
-                torch.cat([ids[bounds[f] : bounds[f + 1]] for f in self.features]),
-                torch.cat([offsets[f * samples : (f + 1) * samples + 1].diff() for f in self.features]),
-            )
-            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        if len(self.places):
-            ids = torch.ops.fbgemm.pruned_array_lookup(ids, offsets, self.places, self.place_starts)
+        ids, offsets = self.arranged(ids, offsets, samples)
+        return self.pooled(self.rows_of(ids, offsets), offsets)
+
+    def arranged(
+        self, ids: torch.Tensor, offsets: torch.Tensor, samples: int
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        """The ids of this lookup's features alone, in its order, and their offsets."""
+        if self.features == list(range(len(self.names))):
+            return ids, offsets
+        bounds = offsets[torch.arange(len(self.names) + 1) * samples].tolist()
+        ids = torch.cat([ids[bounds[f] : bounds[f + 1]] for f in self.features])
+        lengths = torch.cat([offsets[f * samples : (f + 1) * samples + 1].diff() for f in self.features])
+        return ids, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+    def rows_of(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The row of each id; -1 if it was pruned, which adds nothing."""
+        if not len(self.places):
+            return ids
+        rows: torch.Tensor = torch.ops.fbgemm.pruned_array_lookup(
+            ids, offsets, self.places, self.place_starts
+        )
+        return rows
+
+    def pooled(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The sums, or means, of rows of the buffer."""
         lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
-        pooled: torch.Tensor = lookup(*self.before, ids, offsets, *self.after)
+        pooled: torch.Tensor = lookup(*self.before, rows, offsets, *self.after)
         return pooled
+
+
+Call = tuple[Lookup, torch.Tensor, torch.Tensor, int]  # ids, offsets, and the number of samples
+
+
+def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    """Where each bag begins, and where the last one ends: int64 [len(lengths) + 1]."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
 
 
 def verified(directory: Path) -> dict[str, Any]:

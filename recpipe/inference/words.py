@@ -1,5 +1,5 @@
-"""The words of the commands on checkpoints: the command's own options, the run's directory, and the rest,
-which are overrides of the recipe."""
+"""The words of commands on checkpoints: the command's own options, the run's directory, and the rest, which
+are overrides of the recipe."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from recpipe.common.validation import FilePath, Positive, Text, fitted, one_of
-from recpipe.config.compose import check_overrides, readable_errors
+from recpipe.config.compose import active_plugins, check_overrides, compose, readable_errors
 from recpipe.errors import UserError, shown
+from recpipe.plugin.load import activate
 
+_OF_PLUGINS = ("plugin", "plugins")
 T = TypeVar("T")
 RUN_DIR = "hydra.run.dir"
 
@@ -82,3 +84,25 @@ def parted(words: Sequence[str], kind: type[T], command: str) -> tuple[T, list[s
     hints = get_type_hints(kind, include_extras=True)
     made = {key: fitted(hints[key], value, key) for key, value in options.items()}
     return kind(**made), rest, directory
+
+
+def of_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that choose plugins and set their knobs, and the others."""
+    mine = [word for word in words if _section(word) in _OF_PLUGINS]
+    return mine, [word for word in words if _section(word) not in _OF_PLUGINS]
+
+
+def _section(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0].partition(".")[0]
+
+
+def the_plugin(words: Sequence[str], kind: type[T], command: str, example: str) -> T:
+    """The one plugin that ``words`` choose for ``command``; ``UserError`` unless it is of this ``kind``."""
+    plugins = active_plugins(compose(list(words)))
+    found = [plugin for _, plugin in activate(plugins)]
+    if len(found) != 1 or not isinstance(found[0], kind):
+        raise UserError(
+            f"recpipe {command} takes one plugin for finished models, not {', '.join(plugins) or 'none'}: "
+            f"say +plugin={example}"
+        )
+    return found[0]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Slots,
     )
     from recpipe.plugin.quantizer import Direction, Quantizer, RecordLayout, RowCodec
+    from recpipe.plugin.row_server import RowServer
     from recpipe.plugin.skipper import Skipper
     from recpipe.plugin.splitter import Split, Splitter, micro_batch_step
 
@@ -64,6 +65,7 @@ _HOME = {
     "Residents": "recpipe.plugin.policy",
     "RowCodec": "recpipe.plugin.quantizer",
     "RowIds": "recpipe.plugin.policy",
+    "RowServer": "recpipe.plugin.row_server",
     "RowSpace": "recpipe.plugin.policy",
     "RunFigures": "recpipe.plugin.api",
     "Skipper": "recpipe.plugin.skipper",
@@ -102,6 +104,7 @@ __all__ = [
     "Residents",
     "RowCodec",
     "RowIds",
+    "RowServer",
     "RowSpace",
     "RunFigures",
     "Skipper",

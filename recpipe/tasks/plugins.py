@@ -22,6 +22,7 @@ from recpipe.plugin.load import installed, instantiate
 from recpipe.plugin.model_quantizer import ModelQuantizer
 from recpipe.plugin.offers import GROUPS, PLUGIN, WORDS, imported, offered, origin_of
 from recpipe.plugin.quantizing import quantizing
+from recpipe.plugin.row_server import RowServer
 
 _TABLES = {f"C{i}": TableInfo(f"C{i}", 1000, 16, state=4) for i in range(1, 27)}
 
@@ -93,6 +94,8 @@ def _uses(origin: Origin, plugin: Plugin) -> tuple[str, ...]:
     """The extension points of a plugin, or the command of one that works on finished models."""
     if isinstance(plugin, ModelQuantizer):
         return ("recpipe quantize",)
+    if isinstance(plugin, RowServer):
+        return ("recpipe serve",)
     return _named_points(origin, plugin.contribute(SAMPLE))
 
 

@@ -13,6 +13,7 @@ import sys
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from recpipe.inference import score
 from recpipe.inference.manifest import DIGEST, MANIFEST
 from recpipe.inference.package import of_checkpoint
 from recpipe.inference.quantized import write_quantized
+from recpipe.inference.serving.shared import RequestScorer, Side
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import is_quantized, open_trained, scored
 from recpipe.seams.compiled import compiler
@@ -353,6 +355,40 @@ def test_other_files_are_not_overwritten(checkpoint: Path, tmp_path: Path) -> No
 
 
 @needs_compiler
+@pytest.mark.parametrize("shared", [(0,), (1,), (0, 2), (1, 2)])
+def test_shared_features_are_looked_up_once_a_request_and_give_the_same_bits(
+    shared: tuple[int, ...], packed: Path, checkpoint: Path
+) -> None:
+    """Eight requests of eight samples, which share the bags of their first one."""
+    scorer = score.Scorer(packed)
+    dense, ids, lengths = asked(checkpoint, 64)
+    counts = lengths.view(3, 64)
+    bags = [
+        part.split(own.tolist()) for part, own in zip(ids.split(counts.sum(1).tolist()), counts, strict=True)
+    ]
+    of_sample = torch.arange(8).repeat_interleave(8)
+    first = torch.arange(0, 64, 8)
+    own = [f for f in range(3) if f not in shared]
+    expanded = [[bags[f][8 * (i // 8) if f in shared else i] for i in range(64)] for f in range(3)]
+    wanted = scorer(
+        dense,
+        torch.cat([bag for feature in expanded for bag in feature]),
+        torch.tensor([len(bag) for feature in expanded for bag in feature]),
+    )
+    user = Side(
+        shared,
+        torch.cat([bags[f][i] for f in shared for i in first.tolist()]),
+        counts[list(shared)][:, first].reshape(-1),
+        8,
+        of_sample,
+    )
+    items = Side(tuple(own), torch.cat([b for f in own for b in bags[f]]), counts[own].reshape(-1), 64)
+    requests = RequestScorer(scorer)
+    assert requests(dense, [user, items]).equal(wanted)
+    assert not requests(dense, [replace(user, of_sample=of_sample.flip(0)), items]).equal(wanted)
+
+
+@needs_compiler
 def test_serving_it_gives_the_loaders_scores_and_a_stopped_server_ends_with_status_0(
     packed: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -395,8 +431,9 @@ def test_a_quantized_checkpoints_tables_stay_in_their_types(checkpoint: Path, tm
     loaded = score.Tables(tmp_path, tables)
     assert loaded.rows.nbytes < 200 * 20 + 80 * 12 + 60 * 64 + 3 * 64
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), parts.golden["lengths"].cumsum(0)])
+    names = [feature["name"] for feature in parts.content["sparse"]]
     pooled = [
-        score.Lookup(lookup, parts.content, loaded)(parts.golden["ids"], offsets, 64)
+        score.Lookup(lookup, names, loaded)(parts.golden["ids"], offsets, 64)
         for lookup in parts.content["lookups"]
     ]
     with torch.no_grad():

@@ -49,8 +49,7 @@ def test_lists_and_binary_tensors_are_the_same_request() -> None:
     for one in (plain, binary):
         assert one.samples == 2
         np.testing.assert_array_equal(one.dense, [[1, 2], [3, 4.5]])
-        assert [ids.tolist() for ids in one.of_each_feature()] == [[7, 49], [0, 8]]
-        assert one.lengths.tolist() == [[1, 1], [1, 1]]
+        assert [(own.ids.tolist(), own.lengths) for own in one.bags] == [([7, 49], 1), ([0, 8], 1)]
 
 
 def test_bags_and_what_all_samples_share() -> None:
@@ -64,12 +63,28 @@ def test_bags_and_what_all_samples_share() -> None:
     )
     assert one.samples == 3
     assert one.dense.tolist() == [[1, 2]] * 3
-    assert [ids.tolist() for ids in one.of_each_feature()] == [[1, 2, 3], [4, 5, 4, 5, 4, 5]]
-    assert one.lengths.tolist() == [[0, 2, 1], [2, 2, 2]]
-    dense, ids, lengths = together([one, asked(body(DENSE, A, B))])
+    assert [own.ids.tolist() for own in one.bags] == [[1, 2, 3], [4, 5]]
+    assert [own.samples for own in one.bags] == [3, 1]
+    dense, (side,) = together([one, asked(body(DENSE, A, B))])
     assert dense.tolist() == [[1, 2]] * 3 + [[1, 2], [3, 4.5]]
-    assert ids.tolist() == [1, 2, 3, 7, 49, 4, 5, 4, 5, 4, 5, 0, 8]
-    assert lengths.tolist() == [0, 2, 1, 1, 1, 2, 2, 2, 1, 1]
+    assert side.ids.tolist() == [1, 2, 3, 7, 49, 4, 5, 4, 5, 4, 5, 0, 8]
+    assert side.lengths.tolist() == [0, 2, 1, 1, 1, 2, 2, 2, 1, 1]
+    assert (side.features, side.bags, side.of_sample) == ((0, 1), 5, None)
+
+
+def test_what_the_samples_of_every_request_share_is_a_bag_a_request() -> None:
+    dense = tensor("dense", "FP32", [1, 2], [1, 2])
+    first = asked(body(dense, tensor("a", "INT64", [2], [3, 4]), tensor("b", "INT64", [1, 2], [5, 6])))
+    second = asked(body(dense, tensor("a", "INT64", [3], [7, 8, 9]), tensor("b", "INT64", [1], [1])))
+    found, (user, items) = together([first, second])
+    assert len(found) == 5
+    assert (user.features, user.ids.tolist(), user.lengths.tolist()) == ((1,), [5, 6, 1], [2, 1])
+    assert user.of_sample is not None
+    assert (user.bags, user.of_sample.tolist()) == (2, [0, 0, 1, 1, 1])
+    assert (items.features, items.ids.tolist(), items.bags) == ((0,), [3, 4, 7, 8, 9], 5)
+    alone = asked(body(dense, tensor("a", "INT64", [1], [3]), tensor("b", "INT64", [1], [1])))
+    assert [side.features for side in together([alone, alone])[1]] == [(0, 1)]
+    assert [side.features for side in together([first, alone])[1]] == [(1,), (0,)]
 
 
 WRONG: list[tuple[bytes, str | None, str]] = [

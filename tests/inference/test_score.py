@@ -45,9 +45,8 @@ def test_rows_of_every_type_beside_float32_in_any_order(tmp_path: Path, kind: st
     torch.manual_seed(0)
     weights = {"t": torch.randn(40, 8), "u": torch.randn(30, 16), "v": torch.randn(20, 8)}
     tables = placed(tmp_path, weights, {"t": kind, "u": "fp32", "v": kind})
-    manifest = {"sparse": [{"name": name} for name in ("a", "b", "c")]}
     parts = [["c", "v"], ["a", "t"], ["a", "u"]]
-    lookup = Lookup({"pooling": pooling, "parts": parts}, manifest, tables)
+    lookup = Lookup({"pooling": pooling, "parts": parts}, ["a", "b", "c"], tables)
     lengths = torch.tensor([[1, 0, 3, 2, 7], [1, 1, 1, 1, 1], [0, 4, 1, 1, 2]])
     ids = torch.randint(0, 20, (int(lengths.sum()),))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])
@@ -72,8 +71,11 @@ def test_pruned_rows_add_nothing(tmp_path: Path) -> None:
     save_file({"rows": weights[kept].view(torch.uint8), "places": places}, tmp_path / "t.safetensors")
     save_file({"rows": torch.ones(3, 4).view(torch.uint8)}, tmp_path / "u.safetensors")
     about = {t: {"type": "fp32", "dimension": 4, "file": f"{t}.safetensors"} for t in ("t", "u")}
-    manifest = {"sparse": [{"name": "a"}, {"name": "b"}]}
-    lookup = Lookup({"pooling": "sum", "parts": [["a", "t"], ["b", "u"]]}, manifest, Tables(tmp_path, about))
+    lookup = Lookup(
+        {"pooling": "sum", "parts": [["a", "t"], ["b", "u"]]},
+        ["a", "b"],
+        Tables(tmp_path, about),
+    )
     ids, offsets = torch.tensor([0, 1, 4, 5, 2, 2]), torch.tensor([0, 2, 3, 4, 5, 5, 6])
     found = lookup(ids, offsets, 3)
     assert found[:, :4].equal(torch.stack([weights[0], torch.zeros(4), weights[5]]))

@@ -9,7 +9,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 
 from recpipe.inference.serving.batcher import Batcher, Limits
 from recpipe.inference.serving.errors import Refused
-from recpipe.inference.serving.features import Asked
+from recpipe.inference.serving.features import Asked, Bags
+from recpipe.inference.serving.shared import Side
 from tests.inference.test_protocol import DENSE, A, B, body
 
 uvicorn = pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
@@ -32,13 +33,15 @@ MANIFEST: dict[str, Any] = {
 }
 
 
-def score(dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def score(dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
     """x + the sum of a's ids + 100 times that of b's, for each sample."""
-    samples = len(dense)
-    sums = torch.zeros(2 * samples).index_add(
-        0, torch.repeat_interleave(torch.arange(2 * samples), lengths), ids.float()
-    )
-    return dense[:, 0] + sums[:samples] + 100 * sums[samples:]
+    scores = dense[:, 0]
+    for side in sides:
+        bags = torch.repeat_interleave(torch.arange(len(side.lengths)), side.lengths)
+        sums = torch.zeros(len(side.lengths)).index_add(0, bags, side.ids.float()).view(-1, side.bags)
+        for feature, own in zip(side.features, sums, strict=True):
+            scores = scores + 100**feature * (own if side.of_sample is None else own[side.of_sample])
+    return scores
 
 
 @contextmanager
@@ -194,8 +197,8 @@ def test_a_stopping_server_answers_what_it_has() -> None:
 
 def one(a: int, samples: int = 1) -> Asked:
     ids = np.full(samples, a, np.int64)
-    both = np.concatenate([ids, 0 * ids])
-    return Asked(np.zeros((samples, 2), np.float32), both, np.ones((2, samples), np.int64))
+    bags = [Bags(ids, 1, samples), Bags(0 * ids, 1, samples)]
+    return Asked(np.zeros((samples, 2), np.float32), bags, samples)
 
 
 class Held:
@@ -205,11 +208,11 @@ class Held:
         self.batches: list[int] = []
         self.begun, self.go_on = threading.Event(), threading.Event()
 
-    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        self.batches.append(len(inputs[0]))
+    def __call__(self, dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
+        self.batches.append(len(dense))
         self.begun.set()
         assert self.go_on.wait(10)
-        return score(*inputs)
+        return score(dense, sides)
 
 
 async def behind(model: Held, limits: Limits, *waiting: Asked, timeout: float | None = None) -> list[Any]:

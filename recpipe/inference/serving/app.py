@@ -44,7 +44,7 @@ class Bounds:
 class Server:
     """One package behind the open inference protocol.
 
-    ``score`` and ``manifest``: of a ``recpipe.inference.score.Scorer``. ``name``: of the model in addresses.
+    ``score`` and ``manifest``: a ``RequestScorer`` and its package's. ``name``: of the model in addresses.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic
@@ -15,9 +15,10 @@ import torch
 from recpipe.inference.serving.errors import Refused
 from recpipe.inference.serving.features import Asked, together
 from recpipe.inference.serving.protocol import Array
+from recpipe.inference.serving.shared import Side
 
-Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Scores float32 [B] or [B, T] of dense, ids and lengths (``recpipe.inference.score.Scorer``)."""
+Score = Callable[[torch.Tensor, Sequence[Side]], torch.Tensor]
+"""Scores float32 [B] or [B, T] of dense features and ids (``RequestScorer``)."""
 
 
 @dataclass(frozen=True)

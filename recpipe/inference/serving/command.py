@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,8 @@ from recpipe.common.quiet import quieted
 from recpipe.common.validation import Positive, Text, typed
 from recpipe.errors import UserError, shown
 from recpipe.inference import score
+from recpipe.inference.words import of_plugins, the_plugin
+from recpipe.plugin.row_server import RowServer
 from recpipe.tasks.compare_run import interrupt_on_sigterm
 from recpipe.tasks.process import prepare_process
 
@@ -64,10 +66,12 @@ def serve_command(words: Sequence[str]) -> int:
         raise UserError(
             f"serving needs {', '.join(lacking)}, not installed here: pip install 'recpipe[serve]'"
         )
-    config = _config(words[1:])
+    mine, others = of_plugins(words[1:])
+    config = _config(others)
     prepare_process()
+    rows = the_plugin(mine, RowServer, "serve", "sdm") if mine else None
     with quieted(), alone(), heard(None):
-        serve(Path(words[0]), config)
+        serve(Path(words[0]), config, rows)
     return 0
 
 
@@ -83,22 +87,37 @@ def _config(words: Sequence[str]) -> ServeConfig:
     return typed(ServeConfig, values, "serve")
 
 
-def serve(directory: Path, config: ServeConfig) -> None:
-    """Serve the package ``directory`` until SIGTERM or SIGINT. ``UserError`` if it cannot be used, or if the
-    address is taken."""
+def serve(directory: Path, config: ServeConfig, rows: RowServer | None = None) -> None:
+    """Serve the package ``directory`` until SIGTERM or SIGINT, with its tables' rows kept by ``rows``; None:
+    all in DRAM. ``UserError`` if it cannot be used, or if the address is taken."""
+    torch.set_num_threads(config.threads)
+    with suppress(KeyboardInterrupt), closing(rows) if rows else nullcontext():
+        _serve(_scorer(directory.expanduser(), config, rows), directory, config, rows)
+    log.info("stopped")
+
+
+def _scorer(directory: Path, config: ServeConfig, rows: RowServer | None) -> score.Scorer:
+    try:
+        if rows is None:
+            return score.Scorer(directory)
+        return rows.scorer(directory, max(config.batch, config.samples))
+    except score.PackageError as fault:
+        raise UserError(str(fault)) from fault
+
+
+def _serve(scorer: score.Scorer, directory: Path, config: ServeConfig, rows: RowServer | None) -> None:
     import uvicorn
 
     from recpipe.inference.serving.app import Bounds, Server
     from recpipe.inference.serving.batcher import Limits
+    from recpipe.inference.serving.shared import RequestScorer
 
-    try:
-        scorer = score.Scorer(directory.expanduser())
-    except score.PackageError as fault:
-        raise UserError(str(fault)) from fault
-    torch.set_num_threads(config.threads)
     name = config.name or directory.resolve().name.partition(".")[0]
     limits = Limits(config.batch, config.wait_ms / 1e3, config.queue, config.deadline_ms / 1e3)
-    server = Server(scorer, scorer.manifest, name, limits, Bounds(config.body_bytes, config.samples))
+    bounds = Bounds(config.body_bytes, config.samples)
+    server = Server(RequestScorer(scorer), scorer.manifest, name, limits, bounds)
+    if rows is not None:
+        server.metrics.show(rows.counted)
     listening = _listening(config)
     log.info(
         "serving '%s' at http://%s:%d/v2/models/%s; golden scores differ by %.1e",
@@ -114,9 +133,8 @@ def serve(directory: Path, config: ServeConfig) -> None:
         )
     )
     # The server stops gracefully, and then raises the signal that stopped it.
-    with listening, interrupt_on_sigterm(), suppress(KeyboardInterrupt):
+    with listening, interrupt_on_sigterm():
         runner.run(sockets=[listening])
-    log.info("stopped")
 
 
 def _listening(config: ServeConfig) -> socket.socket:

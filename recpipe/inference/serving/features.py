@@ -12,6 +12,7 @@ import torch
 from recpipe.errors import did_you_mean, shown
 from recpipe.inference.serving.errors import bad
 from recpipe.inference.serving.protocol import Array
+from recpipe.inference.serving.shared import Side
 
 DENSE = "dense"
 LENGTHS = ".lengths"
@@ -21,28 +22,7 @@ MOST_IDS = 1024
 """Most ids of a request, for each sample that one may have."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The inputs of one request of N samples."""
-
-    dense: Array
-    """float32 [N, D]."""
-    ids: Array
-    """int64, by feature and then by sample."""
-    lengths: Array
-    """How many ids each feature has in each sample: int64 [F, N]."""
-
-    @property
-    def samples(self) -> int:
-        """N."""
-        return int(self.lengths.shape[1])
-
-    def of_each_feature(self) -> list[Array]:
-        """The ids of each feature."""
-        return np.split(self.ids, np.cumsum(self.lengths.sum(1))[:-1])
-
-
-class _Bags(NamedTuple):
+class Bags(NamedTuple):
     """What a request has of one feature."""
 
     ids: Array
@@ -50,6 +30,25 @@ class _Bags(NamedTuple):
     lengths: Array | int
     """How many ids each sample has, or all of them."""
     samples: int
+
+    def of(self, samples: int) -> Bags:
+        """One for each of ``samples``, if there is one for all."""
+        if self.samples == samples:
+            return self
+        lengths = self.lengths if isinstance(self.lengths, int) else np.tile(self.lengths, samples)
+        return Bags(np.tile(self.ids, samples), lengths, samples)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The inputs of one request of N samples."""
+
+    dense: Array
+    """float32 [N, D]."""
+    bags: list[Bags]
+    """Of each feature: N, or one that all samples share."""
+    samples: int
+    """N."""
 
 
 class Features:
@@ -86,18 +85,9 @@ class Features:
         samples = self._samples(bags, dense)
         if len(dense) != samples:
             dense = np.broadcast_to(dense, (samples, dense.shape[1]))
-        lengths = np.empty((len(bags), samples), np.int64)
-        for place, own in enumerate(bags):
-            lengths[place] = own.lengths
-        if all(isinstance(own.lengths, int) and own.lengths == 1 for own in bags):
-            ids = np.empty((len(bags), samples), np.int64)
-            for place, own in enumerate(bags):
-                ids[place] = own.ids
-            return Asked(dense, ids.reshape(-1), lengths)
-        every = [own.ids if own.samples == samples else np.tile(own.ids, samples) for own in bags]
-        return Asked(dense, np.concatenate(every), lengths)
+        return Asked(dense, bags, samples)
 
-    def _samples(self, bags: Sequence[_Bags], dense: Array) -> int:
+    def _samples(self, bags: Sequence[Bags], dense: Array) -> int:
         """N; ``Refused`` if inputs differ in it, or if it or the number of ids is too large."""
         counts = dict(zip(self.rows, (own.samples for own in bags), strict=True))
         if self.dense:
@@ -115,7 +105,7 @@ class Features:
             raise bad(f"the request has {total} ids, and {self.most_samples * MOST_IDS} is the most")
         return samples
 
-    def _require_rows(self, bags: Sequence[_Bags]) -> None:
+    def _require_rows(self, bags: Sequence[Bags]) -> None:
         """``Refused`` for an id that is not in its table; all of them are compared at once."""
         ids = np.concatenate([own.ids for own in bags])
         features = np.repeat(np.arange(len(bags)), [len(own.ids) for own in bags])
@@ -143,7 +133,7 @@ class Features:
             raise bad(f"'{shown(self.dense[place])}' of sample {sample} is not a finite number of FP32")
         return dense
 
-    def _bags(self, name: str, inputs: Mapping[str, Array]) -> _Bags:
+    def _bags(self, name: str, inputs: Mapping[str, Array]) -> Bags:
         """The ids of a feature; ``Refused`` if there are none, or of another shape or type."""
         ids = inputs.get(name)
         if ids is None:
@@ -155,24 +145,42 @@ class Features:
         if lengths is None:
             if ids.ndim not in (1, 2):
                 raise bad(f"input '{shown(name)}' is {list(ids.shape)}, not [N] or [N, K]")
-            return _Bags(ids.reshape(-1), 1 if ids.ndim == 1 else ids.shape[1], len(ids))
+            return Bags(ids.reshape(-1), 1 if ids.ndim == 1 else ids.shape[1], len(ids))
         if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or ids.ndim != 1:
             raise bad(f"'{shown(name)}' and '{shown(name)}{LENGTHS}' are not vectors of whole numbers")
         if (lengths.size and int(lengths.min()) < 0) or int(lengths.sum(dtype=object)) != len(ids):
             raise bad(f"'{shown(name)}{LENGTHS}' does not add up to the {len(ids)} ids of '{shown(name)}'")
-        return _Bags(ids, lengths.astype(np.int64, copy=False), len(lengths))
+        return Bags(ids, lengths.astype(np.int64, copy=False), len(lengths))
 
 
-def together(asked: Sequence[Asked]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All samples of these requests in their order: dense float32 [B, D], ids int64 by feature and then by
-    sample, and lengths int64 [F * B]."""
-    dense = np.concatenate([one.dense for one in asked])
-    lengths = np.concatenate([one.lengths for one in asked], axis=1)
-    if len(asked) == 1:
-        ids = asked[0].ids
-    elif all(len(one.ids) == one.lengths.size and bool((one.lengths == 1).all()) for one in asked):
-        ids = np.concatenate([one.ids.reshape(len(lengths), -1) for one in asked], axis=1).reshape(-1)
-    else:
-        parts = [one.of_each_feature() for one in asked]
-        ids = np.concatenate([own[feature] for feature in range(len(lengths)) for own in parts])
-    return torch.from_numpy(dense), torch.from_numpy(ids), torch.from_numpy(lengths.reshape(-1))
+def together(asked: Sequence[Asked]) -> tuple[torch.Tensor, list[Side]]:
+    """All samples of these requests in their order: dense float32 [B, D], and the ids.
+
+    Features that the samples of every request share make a side with one bag a request.
+    """
+    dense = torch.from_numpy(np.concatenate([one.dense for one in asked]))
+    every = range(len(asked[0].bags))
+    shared = [f for f in every if all(one.bags[f].samples == 1 for one in asked)]
+    if all(one.samples == 1 for one in asked):
+        shared = []  # a bag a request is a bag a sample
+    own = [f for f in every if f not in shared]
+    sides = []
+    if shared:
+        counts = torch.tensor([one.samples for one in asked])
+        of_sample = torch.arange(len(asked)).repeat_interleave(counts)
+        sides.append(_side(shared, [one.bags[f] for f in shared for one in asked], len(asked), of_sample))
+    if own:
+        sides.append(_side(own, [one.bags[f].of(one.samples) for f in own for one in asked], len(dense)))
+    return dense, sides
+
+
+def _side(
+    features: Sequence[int], bags: Sequence[Bags], count: int, of_sample: torch.Tensor | None = None
+) -> Side:
+    ids = np.concatenate([own.ids for own in bags])
+    lengths = np.empty(len(features) * count, np.int64)
+    end = 0
+    for own in bags:
+        lengths[end : end + own.samples] = own.lengths
+        end += own.samples
+    return Side(tuple(features), torch.from_numpy(ids), torch.from_numpy(lengths), count, of_sample)

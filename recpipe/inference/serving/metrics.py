@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -41,6 +41,12 @@ class Metrics:
         self.batch.observe(samples)
         self.together.observe(requests)
         self.samples.inc(samples)
+
+    def show(self, counted: Callable[[], Mapping[str, float]]) -> None:
+        """Show what a plugin has counted, too."""
+        for name in counted():
+            gauge = Gauge(f"recpipe_{name}", "Counted by the plugin that keeps rows", registry=self._registry)
+            gauge.set_function(lambda name=name: counted()[name])  # type: ignore[misc]
 
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""

@@ -1,0 +1,84 @@
+"""Scores requests in which candidates share features: what is shared is looked up once a request.
+
+A request is one user and N candidates. The user's bags are pooled once, and their sums are then set beside
+every candidate's own, so that a lookup of the user costs what one candidate does. Scores have the bits of
+samples that carry everything themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from recpipe.inference.score import Lookup, Scorer, offsets_of
+
+
+@dataclass(frozen=True)
+class Side:
+    """The ids of some features, as many bags for each."""
+
+    features: tuple[int, ...]
+    """Their places among the model's sparse features, ascending."""
+    ids: torch.Tensor
+    """int64, by feature and then by bag."""
+    lengths: torch.Tensor
+    """int64 [features * bags]."""
+    bags: int
+    of_sample: torch.Tensor | None = None
+    """The bag of each sample, int64 [B]; None: each sample has its own."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One lookup over a side's features; ``columns``: its places among the whole lookup's, ``dims`` their
+    widths."""
+
+    lookup: Lookup
+    columns: list[int]
+    dims: list[int]
+
+
+class RequestScorer:
+    """Scores requests by ``scorer``."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer = scorer
+        self._parts: dict[tuple[int, ...], list[_Part | None]] = {}
+
+    def __call__(self, dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
+        """Scores float32 [B] or [B, T] of ``dense`` float32 [B, D] and sides that have every feature once.
+        Inputs are not checked."""
+        if len(sides) == 1 and sides[0].of_sample is None:
+            return self.scorer(dense, sides[0].ids, sides[0].lengths)
+        calls, found = [], []
+        for side in sides:
+            offsets = offsets_of(side.lengths)
+            for number, part in enumerate(self._of(side.features)):
+                if part is not None:
+                    calls.append((part.lookup, side.ids, offsets, side.bags))
+                    found.append((number, part, side))
+        with torch.inference_mode():
+            pieces: list[dict[int, torch.Tensor]] = [{} for _ in self.scorer.lookups]
+            for (number, part, side), pooled in zip(found, self.scorer.pooled(calls), strict=True):
+                wide = pooled if side.of_sample is None else pooled[side.of_sample]
+                pieces[number] |= zip(part.columns, torch.split(wide, part.dims, dim=1), strict=True)
+            rows = [torch.cat([own[column] for column in sorted(own)], dim=1) for own in pieces]
+            return self.scorer.scores(dense, rows)
+
+    def _of(self, features: tuple[int, ...]) -> list[_Part | None]:
+        """For each lookup of the model, its part over these features; None if it has none of them."""
+        if features not in self._parts:
+            manifest = self.scorer.manifest
+            names = [manifest["sparse"][place]["name"] for place in features]
+            self._parts[features] = [self._part(found, names) for found in manifest["lookups"]]
+        return self._parts[features]
+
+    def _part(self, found: dict[str, list[list[str]]], names: list[str]) -> _Part | None:
+        columns = [i for i, (feature, _) in enumerate(found["parts"]) if feature in names]
+        if not columns:
+            return None
+        own = [found["parts"][i] for i in columns]
+        dims = [self.scorer.manifest["tables"][table]["dimension"] for _, table in own]
+        return _Part(self.scorer.lookup({**found, "parts": own}, names), columns, dims)
