@@ -41,8 +41,7 @@ from tests.report.test_report import make_report
         (["--config-dir", "no/such/folder"], "no/such/folder' not found"),
         (
             ["trian"],
-            "no command 'trian'. Commands: evaluate, predict, package, quantize, serve, plugins, unshard, "
-            "sweep-report, doctor; ",
+            "no command 'trian'. Commands: evaluate, predict, package, quantize, serve, plugins, ",
         ),
         (["doctor", "now"], "recpipe doctor takes no arguments, not 'now'"),
     ],
