@@ -33,12 +33,12 @@ def test_known_sets_pass_and_what_has_not_run_says_so(versions: dict[str, str], 
     "file", sorted((doctor.CHECKOUT / "requirements").glob("cuda*.txt")), ids=lambda f: f.name
 )
 def test_no_page_calls_a_cuda_set_tested(file: Path) -> None:
-    """Until one has run: the set's own first line, and README's table, say that it has not."""
+    """Until one has run: the set's own first line, and the table in First run, say that it has not."""
     first = file.read_text(encoding="utf-8").splitlines()[0]
     assert first.endswith(f"{doctor.NOT_RUN}.")
     assert "tested" not in first.lower()
-    readme = (doctor.CHECKOUT / "README.md").read_text(encoding="utf-8")
-    rows = [line for line in readme.splitlines() if line.startswith("| CUDA |")]
+    page = (doctor.CHECKOUT / "docs" / "first_run.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| CUDA |")]
     assert len(rows) == 2
     assert all(row.endswith(f"| {doctor.NOT_RUN} |") for row in rows)
 

@@ -138,7 +138,7 @@ def test_a_wrong_word_is_refused(checkpoint: Path, tmp_path: Path, word: str, sa
 def test_other_plugins_do_not_quantize_finished_models(
     checkpoint: Path, tmp_path: Path, plugins: str
 ) -> None:
-    with pytest.raises(UserError, match="takes one plugin that works on finished models"):
+    with pytest.raises(UserError, match="takes one plugin for finished models"):
         recpipe.quantize(checkpoint, None, plugins, output=tmp_path, quiet=True)
 
 
