@@ -24,12 +24,16 @@ COUNTS = ("dropped_samples", "hot_samples", "stale_rows", "sampled_inputs", "sna
     ids=["hotline", "frozen"],
 )
 def test_two_trainers_train_what_one_does(recipe: tuple[str, ...], tmp_path: Path) -> None:
-    """Each sees half of every batch, and counts the whole one."""
+    """Each sees half of every batch, and counts the whole one. Gradients are added in another order, which
+    may do what one rounding of the first weights does, and no more, as ``task=compare`` judges."""
     overrides = [*ROOM, *KNOBS, *recipe, "optim=sgd", "trainer.logger=null", "trainer.checkpoint_every=null"]
     expected = alone(tmp_path / "one", base=tuple(overrides))
+    alone(tmp_path / "rounded", "task.nudge=true", base=tuple(overrides))
     report = together(tmp_path / "two", 2, base=tuple(overrides))
     ours, theirs = (r["plugins"]["slipstream"] for r in (report, expected))
     assert {name: ours[name] for name in COUNTS} == {name: theirs[name] for name in COUNTS}
     assert ours["dropped_samples"] > 0
     assert report["data"]["train_samples"] == expected["data"]["train_samples"]
-    assert difference(tmp_path / "one", tmp_path / "two") < 1e-5
+    rounding = difference(tmp_path / "one", tmp_path / "rounded")
+    assert rounding < 1e-3, "a bound that says something"
+    assert difference(tmp_path / "one", tmp_path / "two") <= 4 * rounding
