@@ -9,9 +9,8 @@ rows on the SSD; ``emulated`` the same with 100 us a message and 10 Gbit/s betwe
 
 Below each table: every row's speed over nocache's and over the better of lru and lfu, and what bounds it.
 ``compute`` is the step of the ``resident`` row, which moves nothing: no technique that trains every sample
-can be faster. ``I/O`` is the time that the I/O thread was busy per step: what is not hidden waits. Speed
-leaves out the first steps (a tenth, at most 10), in which caches are empty; ``whole run`` does not: what a
-technique reads ahead in them is in it.
+can be faster. ``I/O`` is the time that the I/O thread was busy per step: what is not hidden waits. Speeds are
+of all steps.
 """
 
 from __future__ import annotations
@@ -102,15 +101,14 @@ def reports(out: Path) -> dict[str, list[dict[str, Any]]]:
 def show(comparison: dict[str, Any], runs: dict[str, list[dict[str, Any]]]) -> None:
     """Ratios of interleaved rounds, and where a step's time goes."""
     rows = {row["name"]: row for row in comparison["rows"]}
-    columns = "/ nocache | / better of lru, lfu | whole run / better of them | AUC difference"
+    columns = "/ nocache | / better of lru, lfu | AUC difference"
     print(f"\n| recipe | {columns} | step ms | I/O ms | waited ms |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|")
     best = max(("lru", "lfu"), key=lambda name: rows[name]["samples_per_second"]["median"])
     for name, row in rows.items():
         steps = [measured(run) for run in runs[name]]
         step, io, wait = (median(values) for values in zip(*steps, strict=True))
         against = [ratio(row["rounds"], rows[other]["rounds"]) for other in ("nocache", best)]
-        against.append(ratio(list(map(whole_speed, runs[name])), list(map(whole_speed, runs[best]))))
         difference = row["auc"] - rows["nocache"]["auc"]
         cells = [name, *against, f"{difference:+.5f}", f"{step:.1f}", f"{io:.1f}", f"{wait:.1f}"]
         print(f"| {' | '.join(cells)} |")
@@ -128,16 +126,6 @@ def ratio(speeds: list[float], others: list[float]) -> str:
     """Speed over another row's, round by round: the median with the lowest and the highest."""
     ratios = [a / b for a, b in zip(speeds, others, strict=True)]
     return f"{median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
-
-
-def whole_speed(report: dict[str, Any]) -> float:
-    """Samples per second of all steps, the first ones included."""
-    points = report["history"]
-    seconds = sum(
-        (point["samples"] - before) / point["samples_per_second"]
-        for before, point in zip([0, *(p["samples"] for p in points[:-1])], points, strict=True)
-    )
-    return float(points[-1]["samples"] / seconds)
 
 
 def measured(report: dict[str, Any]) -> tuple[float, float, float]:
