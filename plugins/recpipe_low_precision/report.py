@@ -67,7 +67,7 @@ def written(report: Mapping[str, Any]) -> Quantized:
             ("the search", ""),
             _search(report),
             _points(report),
-            ("bytes of all tables", "normalized entropy, calibration slice"),
+            ("bytes of all tables", "NE, calibration slice"),
         ),
         ReportSection("Tables", ("table", "type", "rows", "dim", "bytes", "times fewer"), _tables(report)),
     ]
