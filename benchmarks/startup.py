@@ -44,7 +44,12 @@ class Starts:
 
     def __init__(self, overrides: list[str], work: Path) -> None:
         self.work = work
-        recipe = ["trainer.max_steps=1", "trainer.checkpoint_every=null", "trainer.progress=false"]
+        recipe = [
+            "trainer.max_steps=1",
+            "trainer.checkpoint_every=null",
+            "task.beside=null",
+            "trainer.progress=false",
+        ]
         cache = [] if _synthetic(overrides) else [f"data.cache_dir={work / 'cache'}"]
         self.arguments = ["-m", "recpipe", *recipe, *cache, f"hydra.run.dir={work / 'run'}", *overrides]
 
