@@ -9,6 +9,7 @@ from recpipe.common.console import Meter
 from recpipe.common.memory import free_memory
 from recpipe.common.saved import Damaged, entries, parse_json, residents, typed_as, within
 from recpipe.common.sizes import Amount, readable_bytes
+from recpipe.common.threads import keep_to_one_core, one_thread
 from recpipe.config.recipe import Recipe
 from recpipe.data.batch import Batch
 from recpipe.data.checks import require_ids
@@ -129,11 +130,13 @@ __all__ = [
     "free_memory",
     "group_rows",
     "join",
+    "keep_to_one_core",
     "leaves",
     "load_profile",
     "module_name",
     "moved",
     "on_device",
+    "one_thread",
     "open_dataset",
     "parse_json",
     "policy_bytes",

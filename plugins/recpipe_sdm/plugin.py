@@ -37,7 +37,7 @@ class SDM(Plugin, RowServer):
         """It has no part in training."""
         raise PluginError("plugin 'sdm' serves a finished model: recpipe serve PACKAGE +plugin=sdm")
 
-    def scorer(self, package: Path, samples: int) -> Scorer:
+    def scorer(self, package: Path) -> Scorer:
         """Put the rows of the package on the SSD, and the first ones into DRAM."""
         place = self.directory or package.parent
         try:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.kit import ColdStore
+from recpipe.kit import ColdStore, keep_to_one_core, one_thread
 from recpipe.plugin import RowIds
 from recpipe_sdm.admission import Admission
 
@@ -74,6 +74,8 @@ class TieredRows:
         """The slot of every row; -1: it is on the SSD alone."""
         self._words: NDArray[np.float32] = self.buffer.numpy().view(np.float32)
         self._thread = ThreadPoolExecutor(1, "recpipe-sdm", keep_to_one_core)
+        with one_thread():  # setting torch's number of threads also applies to all future threads
+            self._thread.submit(int).result()
         self._using = threading.Lock()
         """Held while the store or the index is used."""
         self._announced = 0
@@ -154,9 +156,3 @@ class TieredRows:
         """Wait for reads and close the store."""
         self._thread.shutdown(wait=True)
         self.store.close()
-
-
-def keep_to_one_core() -> None:
-    """Make torch's operators run in this new thread alone."""
-    torch.get_num_threads()  # otherwise the thread's first operator would reset the number of threads
-    torch.set_num_threads(1)

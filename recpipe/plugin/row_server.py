@@ -16,9 +16,9 @@ class RowServer(ABC):
     in training: its ``contribute`` should refuse with a ``PluginError`` that says so."""
 
     @abstractmethod
-    def scorer(self, package: Path, samples: int) -> Scorer:
-        """What scores the package, with the bits of ``recpipe.kit.Scorer``; one thread calls it, with at most
-        so many ``samples``. ``UserError`` if the rows cannot be kept as asked for."""
+    def scorer(self, package: Path) -> Scorer:
+        """What scores the package, with the bits of ``recpipe.kit.Scorer``; one thread calls it.
+        ``UserError`` if the rows cannot be kept as asked for."""
 
     @abstractmethod
     def counted(self) -> Mapping[str, float]:

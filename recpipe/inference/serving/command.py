@@ -92,15 +92,15 @@ def serve(directory: Path, config: ServeConfig, rows: RowServer | None = None) -
     all in DRAM. ``UserError`` if it cannot be used, or if the address is taken."""
     torch.set_num_threads(config.threads)
     with suppress(KeyboardInterrupt), closing(rows) if rows else nullcontext():
-        _serve(_scorer(directory.expanduser(), config, rows), directory, config, rows)
+        _serve(_scorer(directory.expanduser(), rows), directory, config, rows)
     log.info("stopped")
 
 
-def _scorer(directory: Path, config: ServeConfig, rows: RowServer | None) -> score.Scorer:
+def _scorer(directory: Path, rows: RowServer | None) -> score.Scorer:
     try:
         if rows is None:
             return score.Scorer(directory)
-        return rows.scorer(directory, max(config.batch, config.samples))
+        return rows.scorer(directory)
     except score.PackageError as fault:
         raise UserError(str(fault)) from fault
 
