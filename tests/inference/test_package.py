@@ -32,7 +32,7 @@ from recpipe.inference.serving.shared import RequestScorer, Side
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import is_quantized, open_trained, scored
 from recpipe.seams.compiled import compiler
-from tests.inference.clients import Clients, children, mapped_bytes
+from tests.inference.clients import Clients, children, damaged_requests, mapped_bytes
 from tests.processes import ROOT, Child
 
 DATA = (
@@ -537,3 +537,24 @@ def test_workers_answer_while_one_is_killed_and_while_a_new_package_comes(
         ("done", "2.0"),
         ("refused", "1.0"),
     ]
+
+
+@needs_compiler
+@pytest.mark.soak
+def test_workers_answer_a_hundred_thousand_damaged_requests_and_none_starts_again(
+    packed: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+    server = Child(tmp_path / "server", "serve", str(packed), "port=0", "workers=2", "body_bytes=9000")
+    try:
+        found = re.search(r"serving 'model' at (http\S+/v2/models/model); 2 workers", server.until("golden"))
+        assert found is not None
+        workers = children(server.pid)
+        clients = Clients(found[1], [score.Scorer(packed)])
+        whole = clients.body("x", *clients.drawn(torch.Generator().manual_seed(0)))
+        damaged_requests(clients.host, clients.path, whole, 100_000)
+        assert children(server.pid) == workers
+        server.send(signal.SIGTERM)
+        assert server.ended().returncode == 0
+    finally:
+        server.kill()
