@@ -234,7 +234,7 @@ def _running(sides: Sequence[Side], folder: Path) -> Iterator[None]:
 
 
 def _wait_for(side: Side, log: Path) -> None:
-    for _ in range(600):
+    for _ in range(1200):
         try:
             run(closed_loop(side.port, side.requests, 1, 0.01))
             return

@@ -138,14 +138,13 @@ class Tables:
         self.about = about
         found = {name: tensors(directory / table["file"]) for name, table in about.items()}
         self.places = {name: table["places"].clone() for name, table in found.items() if "places" in table}
+        self.starts: dict[str, int] = {}
         if mapped:
             self.rows, begins = side_by_side([directory / table["file"] for table in about.values()])
-            self.starts = {
-                name: begin + found[name]["rows"].storage_offset()
-                for name, begin in zip(about, begins, strict=True)
-            }
+            for name, begin in zip(about, begins, strict=True):
+                self.starts[name] = begin + int(found[name]["rows"].storage_offset())
             return
-        self.starts, end = {}, 0
+        end = 0
         for name, table in found.items():
             self.starts[name], end = end, -(-(end + table["rows"].nbytes) // ALIGNMENT) * ALIGNMENT
         self.rows = torch.empty(end, dtype=torch.uint8)
@@ -300,5 +299,5 @@ def tensors(file: Path) -> "dict[str, torch.Tensor]":
 
 
 if __name__ == "__main__":
-    scorer = Scorer(*sys.argv[1:2])
+    scorer = Scorer(sys.argv[1] if sys.argv[1:] else Path(__file__).parent)
     print(f"{scorer.directory}: whole; golden scores differ by {scorer.difference:.1e}")
