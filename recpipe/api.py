@@ -242,6 +242,7 @@ def package(
     model: nn.Module | None = None,
     *,
     instruction_set: str | None = None,
+    popularity: int | bool = False,
     quiet: bool = False,
 ) -> Path:
     """Write ``directory``: what a server needs of the model in ``checkpoint``, and nothing else. Returns its
@@ -254,14 +255,18 @@ def package(
         model: the module, if training was given one in Python; its parameters are replaced.
         instruction_set: ``avx2``, or ``avx512`` where this machine has it; None: the widest that torch uses
             here.
+        popularity: whether to count how often the training samples look up each row, for a server that has
+            not all rows in memory; or in how many of them.
         quiet: nothing goes to the terminal.
 
     ``UserError`` if there is no C++ compiler, or if the model cannot be packaged.
     """
     _prepare_process()
     from recpipe.inference.package import package_for
+    from recpipe.inference.popularity import wanted
 
-    return package_for(Path(checkpoint), Path(directory), model, instruction_set, not quiet)
+    samples = wanted(str(popularity))
+    return package_for(Path(checkpoint), Path(directory), model, instruction_set, not quiet, samples)
 
 
 def quantize(

@@ -21,6 +21,7 @@ from recpipe.data.parts import batch_size, leaves, tensors_in
 from recpipe.data.select import join, select
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.inference.lookup import LowPrecisionBags, RowType, bag_keys
+from recpipe.inference.popularity import read_lookups
 from recpipe.inference.quantized import put_rows, write_quantized
 from recpipe.inference.quantized_manifest import table_bytes
 from recpipe.inference.rows import (
@@ -143,6 +144,7 @@ __all__ = [
     "positions",
     "processor",
     "put_rows",
+    "read_lookups",
     "readable_bytes",
     "replace_module",
     "require_ids",

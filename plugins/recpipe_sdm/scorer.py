@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from recpipe.kit import Lookup, LookupCall, Scorer
+from recpipe.plugin import UserError
+from recpipe_sdm.rows import found
 from recpipe_sdm.tables import TieredTables, Tiering, tiered_tables
 
 
@@ -28,47 +31,83 @@ class TieredLookup(Lookup):
         return self.group.repeat_interleave(counts), ids + self.base.repeat_interleave(counts)
 
 
+class _Asked(NamedTuple):
+    """What one lookup asks for: its ids arranged, their offsets, and where those of each group are among
+    them."""
+
+    lookup: TieredLookup
+    ids: torch.Tensor
+    offsets: torch.Tensor
+    rows: torch.Tensor
+    at: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, call: LookupCall, groups: int) -> _Asked:
+        lookup, ids, offsets, samples = call
+        assert isinstance(lookup, TieredLookup)
+        ids, offsets = lookup.arranged(ids, offsets, samples)
+        group, rows = lookup.wanted(ids, offsets)
+        at = [(group == index).nonzero().squeeze(1) for index in range(groups)]
+        return cls(lookup, ids, offsets, rows, at)
+
+
 class TieredScorer(Scorer):
-    """As ``Scorer``, with the same bits, for a package whose tables are kept as ``how`` says. One thread
-    scores."""
+    """As ``Scorer``, with the same bits, for a package whose tables are kept as ``how`` says.
+
+    One thread scores, another one may call ``ahead`` meanwhile. ``tables``: those of an earlier package,
+    whose rows become this one's while it is scored; None: new ones.
+    """
 
     tables: TieredTables
 
-    def __init__(self, directory: Path, how: Tiering) -> None:
-        self.how = how
+    def __init__(self, directory: Path, how: Tiering, tables: TieredTables | None = None) -> None:
+        self.how, self._earlier = how, tables
         super().__init__(directory)
 
     def make_tables(self) -> TieredTables:
         """Tables in DRAM and on the SSD."""
-        return tiered_tables(self.directory, self.manifest["tables"], self.how)
+        about = self.manifest["tables"]
+        if self._earlier is None:
+            return tiered_tables(self.directory, about, self.how)
+        self._earlier.become(self.directory, about)
+        return self._earlier
 
     def lookup(self, found: dict[str, Any], features: list[str] | None = None) -> TieredLookup:
         """See ``Scorer``."""
         names = [feature["name"] for feature in self.manifest["sparse"]]
         return TieredLookup(found, names if features is None else features, self.tables)
 
+    def ahead(self, calls: list[LookupCall]) -> None:
+        """Read the rows that these lookups will miss. Nothing has to follow."""
+        for group, rows in zip(self.tables.groups, self._rows(self._asked(calls)), strict=True):
+            with suppress(UserError):  # a row that cannot be read is named when it is scored
+                group.tier.ahead(rows)
+
     def pooled(self, calls: list[LookupCall]) -> list[torch.Tensor]:
         """What the lookups find; all rows that they miss are read together. ``StoreError`` names a row that
         cannot be read."""
-        places, offsets, groups, numbers = [], [], [], []
-        lookups = [lookup for lookup, *_ in calls if isinstance(lookup, TieredLookup)]
-        for lookup, (_, ids, own_offsets, samples) in zip(lookups, calls, strict=True):
-            ids, own_offsets = lookup.arranged(ids, own_offsets, samples)
-            group, number = lookup.wanted(ids, own_offsets)
-            places.append(lookup.rows_of(ids, own_offsets).clone())
-            offsets.append(own_offsets)
-            groups.append(group)
-            numbers.append(number)
-        for index, found in enumerate(self.tables.groups):
-            at = [(group == index).nonzero().squeeze(1) for group in groups]
-            rows = torch.cat([number[here] for number, here in zip(numbers, at, strict=True)])
-            came = torch.split(found.tier.announce(rows).result(), [len(here) for here in at])
-            for own, here, slots in zip(places, at, came, strict=True):
-                own[here] = slots
+        asked = self._asked(calls)
+        tiers = [group.tier for group in self.tables.groups]
+        with found(tiers, self._rows(asked), self.tables.using) as places:
+            parts = [
+                torch.split(own, [len(one.at[index]) for one in asked]) for index, own in enumerate(places)
+            ]
+            return [self._pooled(one, [own[n] for own in parts]) for n, one in enumerate(asked)]
+
+    def _asked(self, calls: list[LookupCall]) -> list[_Asked]:
+        return [_Asked.of(call, len(self.tables.groups)) for call in calls]
+
+    def _rows(self, asked: list[_Asked]) -> list[torch.Tensor]:
+        """For each group the rows that are asked for, int64 [N]."""
         return [
-            lookup.pooled(own, own_offsets)
-            for lookup, own, own_offsets in zip(lookups, places, offsets, strict=True)
+            torch.cat([one.rows[one.at[index]] for one in asked]) for index in range(len(self.tables.groups))
         ]
+
+    def _pooled(self, asked: _Asked, places: list[torch.Tensor]) -> torch.Tensor:
+        rows = asked.lookup.rows_of(asked.ids, asked.offsets).clone()
+        for here, own in zip(asked.at, places, strict=True):
+            rows[here] = own
+        return asked.lookup.pooled(rows, asked.offsets)
 
     @property
     def dram_bytes(self) -> int:

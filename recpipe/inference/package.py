@@ -8,6 +8,7 @@
       program.pt2             the dense part as torch.export has it, to compile it for another processor
       tables/*.safetensors    "rows" uint8 [rows, bytes of a row]
       golden.safetensors      a batch and its scores
+      popularity.safetensors  if asked for: how often training looked up each row
       score.py                loads and scores the package with torch and fbgemm_gpu alone
 
 No file is pickled. The directory is written under another name, tried, and then renamed.
@@ -42,6 +43,8 @@ from recpipe.inference.export import DensePart, Table, export_dense
 from recpipe.inference.golden import as_batch, golden_inputs, tolerance, write_golden
 from recpipe.inference.inputs import dense_rule, id_hash, id_rule
 from recpipe.inference.manifest import compiled_for, is_package, versions, write_manifest
+from recpipe.inference.popularity import FILE as POPULARITY
+from recpipe.inference.popularity import lookups_in, wanted, write_lookups
 from recpipe.inference.processor import InstructionSet, chosen_set
 from recpipe.inference.trained import Trained, open_trained, scored
 from recpipe.model.call import Called
@@ -67,6 +70,7 @@ class Parts:
     content: dict[str, Any]
     """The manifest without ``compiled``, ``golden`` and ``files``."""
     write_tables: Callable[[Path], None]
+    """Writes the tables, and popularity.safetensors if there is to be one, into the package."""
     golden: dict[str, torch.Tensor]
     scores: torch.Tensor
     """The golden batch's scores by the model that is packaged."""
@@ -75,32 +79,44 @@ class Parts:
 
 
 def package_command(words: Sequence[str]) -> int:
-    """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512]``."""
+    """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512] [popularity=true|SAMPLES]``."""
     options = dict(word.partition("=")[::2] for word in words[2:])
-    unknown = next((key for key in options if key != "instruction_set"), None)
+    unknown = next((key for key in options if key not in ("instruction_set", "popularity")), None)
     if unknown is not None:
-        raise UserError(f"recpipe package has no {shown(unknown)}: it takes instruction_set=avx2 alone")
+        raise UserError(
+            f"recpipe package has no {shown(unknown)}: it takes instruction_set=avx2 and popularity=true"
+        )
+    samples = wanted(options.get("popularity"))
     prepare_process()
-    package_for(Path(words[0]), Path(words[1]), None, options.get("instruction_set"), True)
+    package_for(Path(words[0]), Path(words[1]), None, options.get("instruction_set"), True, samples)
     return 0
 
 
 def package_for(
-    checkpoint: Path, directory: Path, model: nn.Module | None, instruction_set: str | None, screen: bool
+    checkpoint: Path,
+    directory: Path,
+    model: nn.Module | None,
+    instruction_set: str | None,
+    screen: bool,
+    popularity: int | None = None,
 ) -> Path:
     """``package``, which says on the terminal what it does if ``screen``."""
     with alone(), quieted(), heard(None, screen=screen):
-        return package(checkpoint, directory, model, instruction_set)
+        return package(checkpoint, directory, model, instruction_set, popularity)
 
 
 def package(
-    checkpoint: Path, directory: Path, model: nn.Module | None = None, instruction_set: str | None = None
+    checkpoint: Path,
+    directory: Path,
+    model: nn.Module | None = None,
+    instruction_set: str | None = None,
+    popularity: int | None = None,
 ) -> Path:
     """Write the package ``directory`` of ``checkpoint``, or of the newest one in that folder; returns it.
 
     ``checkpoint`` may be a package too, whose dense part is then compiled anew. ``model``: the module, if
     training was given one in Python. ``instruction_set``: avx2 or avx512; None: the widest of this machine.
-    A package in ``directory`` is replaced. ``UserError`` if there is no C++ compiler, if the model cannot be
+    ``popularity``: how many training samples' lookups to count, 0: all; None: no counts. A package in ``directory`` is replaced. ``UserError`` if there is no C++ compiler, if the model cannot be
     packaged, and if the package does not score as the model does.
     """
     chosen = chosen_set(instruction_set)
@@ -112,7 +128,12 @@ def package(
     directory = directory.expanduser()
     _check_target(directory)
     checkpoint = checkpoint.expanduser()
-    parts = of_package(checkpoint) if is_package(checkpoint) else of_checkpoint(checkpoint, model)
+    if is_package(checkpoint):
+        if popularity is not None:
+            raise UserError(f"{checkpoint} is a package, without training data: leave out popularity=")
+        parts = of_package(checkpoint)
+    else:
+        parts = of_checkpoint(checkpoint, model, popularity)
     with _beside(directory) as partial:
         difference = _write(partial, parts, chosen)
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
@@ -129,7 +150,7 @@ def _check_target(directory: Path) -> None:
         raise UserError(f"{directory} exists and is no package: name another directory, or remove it")
 
 
-def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
+def of_checkpoint(checkpoint: Path, model: nn.Module | None, popularity: int | None = None) -> Parts:
     """What to write of a checkpoint, quantized or not; ``UserError`` if its model cannot be packaged."""
     trained = open_trained(checkpoint, model=model)
     schema, module, called = trained.schema, trained.model, trained.called
@@ -137,11 +158,24 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     dense = export_dense(called, schema)
     inputs, scores = made_up(called, schema)
     files = {name: f"tables/{quote(name, safe='')}.safetensors" for name in dense.tables}
+    content = _content(trained, called, dense, files)
+    lookups = None
+    if popularity is not None:
+        pairs = [pair for lookup in dense.lookups for pair in lookup.parts]
+        ids = {name: table.ids for name, table in dense.tables.items()}
+        lookups, read = lookups_in(trained, ids, pairs, popularity)
+        content["popularity"] = {"file": POPULARITY, "samples": read}
+
+    def write_tables(folder: Path) -> None:
+        _write_tables(folder, dense.tables, files)
+        if lookups is not None:
+            write_lookups(folder / POPULARITY, lookups)
+
     return Parts(
         dense.program,
         dense.constants(),
-        _content(trained, called, dense, files),
-        lambda folder: _write_tables(folder, dense.tables, files),
+        content,
+        write_tables,
         inputs,
         scores,
         tolerance(scores, trained.cfg.model.precision),
@@ -175,6 +209,8 @@ def of_package(directory: Path) -> Parts:
         raise UserError(f"{directory / PROGRAM}: this torch cannot read it ({reason})") from fault
     golden = {name: value.clone() for name, value in score.tensors(directory / GOLDEN).items()}
     names = [table["file"] for table in content["tables"].values()]
+    if "popularity" in content:
+        names.append(content["popularity"]["file"])
     bound = content["golden"]["tolerance"]
     kept = {k: v for k, v in content.items() if k not in ("compiled", "golden", "files", "format", "schema")}
     constants = {**program.state_dict, **program.constants}

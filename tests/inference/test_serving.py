@@ -267,6 +267,60 @@ def test_a_batch_that_is_not_full_waits_for_more_but_no_longer_than_it_may() -> 
     assert asyncio.run(two(30.0)) == [2]
 
 
+class Reading(Held):
+    """Notes the first id of each request that it is told of ahead."""
+
+    def __init__(self, *faults: int) -> None:
+        super().__init__()
+        self.told: list[int] = []
+        self.faults = faults
+
+    def ahead(self, sides: Sequence[Side]) -> None:
+        ids = sides[0].ids.view(2, -1)[0].tolist()
+        self.told += ids
+        if not self.faults:
+            assert not self.go_on.is_set(), "nothing was being scored"
+        elif ids[0] in self.faults:
+            raise RuntimeError("cannot read")
+
+
+def test_rows_are_read_of_what_waits_for_the_next_batch_while_one_is_scored() -> None:
+    model = Reading()
+    found = asyncio.run(behind(model, Limits(batch=3), one(2), one(3), one(4), one(5)))
+    assert [scores.tolist() for scores in found] == [[1], [2], [3], [4], [5]]
+    assert model.told[:3] == [2, 3, 4], "and nobody's twice"
+    assert 1 not in model.told
+    assert 5 not in model.told[:3], "that is not in the next batch"
+
+
+def test_a_request_whose_rows_were_read_may_never_be_scored() -> None:
+    model = Reading()
+    found = asyncio.run(behind(model, Limits(), one(2), timeout=0.01))
+    assert found[1].status == 504
+    assert model.told == [2]
+    assert model.batches == [1]
+
+
+def test_a_fault_of_reading_ahead_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = Reading(2)
+    found = asyncio.run(behind(model, Limits(), one(2), one(3)))
+    assert [scores.tolist() for scores in found] == [[1], [2], [3]]
+    assert "rows could not be read ahead" in caplog.text
+
+
+def test_one_requests_fault_is_not_that_of_others_in_its_batch() -> None:
+    class Faulty(Held):
+        def __call__(self, dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
+            if 3 in sides[0].ids:
+                raise RuntimeError("a row cannot be read")
+            return super().__call__(dense, sides)
+
+    model = Faulty()
+    found = asyncio.run(behind(model, Limits(), one(2), one(3), one(4)))
+    assert [found[n].tolist() for n in (0, 1, 3)] == [[1], [2], [4]]
+    assert str(found[2]) == "a row cannot be read"
+
+
 @pytest.mark.soak
 def test_a_hundred_thousand_damaged_requests_are_answered_without_a_fault() -> None:
     draw = random.Random(1)
