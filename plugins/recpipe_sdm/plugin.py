@@ -73,7 +73,12 @@ class SDM(Plugin, RowServer):
 
     def _updated(self, earlier: TieredScorer, package: Path) -> TieredScorer:
         before = self.counted()
-        made = TieredScorer(package, earlier.how, earlier.tables)
+        try:
+            made = TieredScorer(package, earlier.how, earlier)
+        except Exception:
+            if self.counted()["sdm_rows_replaced"] != before["sdm_rows_replaced"]:
+                log.error("some rows that are served are those of %s now: start the server again", package)
+            raise
         replaced, written = (
             self.counted()[key] - before[key] for key in ("sdm_rows_replaced", "sdm_bytes_written")
         )

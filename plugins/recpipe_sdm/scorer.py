@@ -54,23 +54,29 @@ class _Asked(NamedTuple):
 class TieredScorer(Scorer):
     """As ``Scorer``, with the same bits, for a package whose tables are kept as ``how`` says.
 
-    One thread scores, another one may call ``ahead`` meanwhile. ``tables``: those of an earlier package,
-    whose rows become this one's while it is scored; None: new ones.
+    One thread scores, another one may call ``ahead`` meanwhile. ``earlier``: another package's, whose rows
+    become this one's while it scores; None: new tables are made.
     """
 
     tables: TieredTables
 
-    def __init__(self, directory: Path, how: Tiering, tables: TieredTables | None = None) -> None:
-        self.how, self._earlier = how, tables
+    def __init__(self, directory: Path, how: Tiering, earlier: TieredScorer | None = None) -> None:
+        self.how, self._earlier = how, earlier
         super().__init__(directory)
 
     def make_tables(self) -> TieredTables:
         """Tables in DRAM and on the SSD."""
-        about = self.manifest["tables"]
-        if self._earlier is None:
-            return tiered_tables(self.directory, about, self.how)
-        self._earlier.become(self.directory, about)
-        return self._earlier
+        earlier, self._earlier = self._earlier, None
+        if earlier is None:
+            return tiered_tables(self.directory, self.manifest["tables"], self.how)
+        for what in ("dense", "sparse", "lookups", "outputs"):
+            if self.manifest[what] != earlier.manifest[what]:
+                raise UserError(
+                    f"{self.directory}: its manifest's '{what}' is not as in the package that is served; "
+                    "restart the server"
+                )
+        earlier.tables.become(self.directory, self.manifest["tables"])
+        return earlier.tables
 
     def lookup(self, found: dict[str, Any], features: list[str] | None = None) -> TieredLookup:
         """See ``Scorer``."""
@@ -115,6 +121,8 @@ class TieredScorer(Scorer):
         return self.tables.whole_bytes + sum(group.tier.dram_bytes for group in self.tables.groups)
 
     def close(self) -> None:
-        """Wait for reads, and remove the rows from the SSD: the package has them."""
+        """Wait for reads, and remove the rows from the SSD: the package has them. Calling it again does
+        nothing."""
+        self.tables.closing.set()
         for group in self.tables.groups:
             group.tier.close()

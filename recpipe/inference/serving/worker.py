@@ -121,6 +121,8 @@ class Worker:
             _say(channel, "ready", self.loaded)
         # The runner stops gracefully, and then raises the signal that stopped it.
         await self.runner.serve(sockets=[listening])
+        if self.rows is not None:
+            self.rows.close()  # which ends a change-over to another package
 
     def _told(self, channel: socket.socket) -> None:
         try:
@@ -165,9 +167,7 @@ class Worker:
 
     def _anew(self) -> Loaded:
         """The package as it is now; ``UserError`` unless clients can go on as before."""
-        if self.rows is not None:
-            raise UserError("a plugin keeps this package's rows: stop the server and start it again")
-        loaded = load(self.directory, mapped=self.several)
+        loaded = load(self.directory, self.rows, self.several)
         for what in ("dense", "sparse", "outputs"):
             if loaded.scorer.manifest[what] != self.loaded.scorer.manifest[what]:
                 raise UserError(
