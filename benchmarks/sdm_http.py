@@ -3,12 +3,12 @@
     python benchmarks/sdm.py --http [--shares 0.05 0.1 0.25] [--admission static] [--work DIR_ON_THE_DISK]
     python benchmarks/sdm.py --http --update
 
-A request is one user, with ids (zipf) in several tables, and 64 candidates. The model is DLRM with int8 rows,
-trained for two steps on users drawn in the same way; the package has the training samples' lookup counts. Both
-servers answer the same requests in turn, from as many connections as keep them busy, and one by one give the
-same bytes. ``share`` is DRAM over the tables' bytes in float32. The bound is min(c0 / (c0 + m * c_io),
-IOPS / m / (requests/s with all rows in DRAM)): m rows are read for a request, c0 is the processor time of a
-request with all rows in DRAM, c_io that of a row, IOPS what the disk gives; the index is taken to cost
+A request is one user, with ids (zipf) in several tables, and 64 candidates. The model is DLRM with int8
+rows, trained for two steps on users drawn in the same way; the package has the training samples' lookup
+counts. Both servers answer the same requests in turn, from as many connections as keep them busy, and one by
+one give the same bytes. ``share`` is DRAM over the tables' bytes in float32. The bound is min(c0 / (c0 + m *
+c_io), IOPS / m / (requests/s with all rows in DRAM)): m rows are read for a request, c0 is the processor time
+of a request with all rows in DRAM, c_io that of a row, IOPS what the disk gives; the index is taken to cost
 nothing. ``--update``: a newer package takes over under load.
 """
 
@@ -225,15 +225,15 @@ class Side:
 def compared(share: float, package: Path, dram: Served, drawn: Drawn, options: argparse.Namespace) -> Side:
     """Both servers in turn."""
     words = (f"plugins.sdm.dram={share:%}", "plugins.sdm.tables=user*")
-    with Served(
-        package, "+plugin=sdm", *words, f"plugins.sdm.admission={options.admission}"
-    ) as ssd:
+    with Served(package, "+plugin=sdm", *words, f"plugins.sdm.admission={options.admission}") as ssd:
         print(ssd.said.strip(), ssd.memory, flush=True)
         _require_equal(dram, ssd, drawn.requests(20))
         for _ in range(options.warm):
             ssd.load(drawn.requests(3000), options.seconds)
         rates, tails, cpus = [], [], []
-        before = {name: ssd.counted(f"sdm_{name}") for name in ("lookups", "missed", "rows_read", "rows_read_ahead")}
+        before = {
+            name: ssd.counted(f"sdm_{name}") for name in ("lookups", "missed", "rows_read", "rows_read_ahead")
+        }
         for _ in range(options.rounds):
             given = drawn.requests(int(options.seconds * 2000))
             for server in (dram, ssd):
@@ -376,7 +376,12 @@ def plot(sides: list[dict[str, float]], file: Path) -> None:
     shares = [100 * side["share"] for side in sides]
     ratios = np.array([[side[key] for side in sides] for key in ("ratio", "lowest", "highest")])
     axes.errorbar(
-        shares, ratios[0], (ratios[0] - ratios[1], ratios[2] - ratios[0]), fmt="o-", capsize=3, label="measured"
+        shares,
+        ratios[0],
+        (ratios[0] - ratios[1], ratios[2] - ratios[0]),
+        fmt="o-",
+        capsize=3,
+        label="measured",
     )
     axes.plot(shares, [side["bound"] for side in sides], "--", label="bound")
     axes.axhline(0.9, color="0.6", linewidth=0.8)

@@ -75,7 +75,9 @@ def planned(sizes: Mapping[str, Size], counts: Counts, budget: int, adapts: bool
         whole += better
 
 
-def hot_rows(sizes: Mapping[str, Size], counts: Counts, budget: int, adapts: bool = True) -> dict[str, RowIds]:
+def hot_rows(
+    sizes: Mapping[str, Size], counts: Counts, budget: int, adapts: bool = True
+) -> dict[str, RowIds]:
     """The rows of each table to keep in DRAM at first, sorted, int64.
 
     ``budget``: bytes for rows and index. Rows with the most lookups a byte come first, then those that were

@@ -65,8 +65,8 @@ class SDM(Plugin, RowServer):
         counts = {name: Lookups(*found) for name, found in read_lookups(package).items()}
         if not counts and self.admission == "static":
             log.info(
-                "the package has no counts of training's lookups, so that the rows in DRAM are any: make it by "
-                "'recpipe package CHECKPOINT DIRECTORY popularity=true'"
+                "the package has no counts of training's lookups, so that the rows in DRAM are any: make it "
+                "by 'recpipe package CHECKPOINT DIRECTORY popularity=true'"
             )
         adapts = self.admission == "lfu"
         return Tiering(Path(self._scratch.name), self.dram, self.tables, adapts, counts)

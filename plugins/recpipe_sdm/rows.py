@@ -1,9 +1,9 @@
 """``TieredRows``: low-precision rows of which the most looked up are in DRAM, and all on the SSD.
 
-The rows in DRAM have slots in one buffer, and rows that are missed are read into the ring behind them, so that
-one lookup over the buffer finds all of a batch's rows: its bits are those of a lookup over all rows in DRAM.
-The index is an array with the place of every row, int32; looking it up is one gather of torch's. A cache with
-a hash table, or one written in numpy, takes more time than the reads that it saves.
+The rows in DRAM have slots in one buffer, and rows that are missed are read into the ring behind them, so
+that one lookup over the buffer finds all of a batch's rows: its bits are those of a lookup over all rows in
+DRAM. The index is an array with the place of every row, int32; looking it up is one gather of torch's. A
+cache with a hash table, or one written in numpy, takes more time than the reads that it saves.
 
 What a place holds, and what the index says of it, changes under one lock alone, which a lookup holds from its
 look into the index to the last row that it has read: it sees each row as it was before a change or after it.
@@ -226,4 +226,3 @@ def found(
             held.enter_context(using)
             places = [tier.place[own] for tier, own in zip(tiers, rows, strict=True)]
         yield [at.clamp(min=EMPTY).long() for at in places]
-

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.kit import ALIGNMENT, Amount, SsdStore, StoreLayout, Tables, readable_bytes
+from recpipe.kit import ALIGNMENT, Amount, SsdStore, StoreLayout, Tables
 from recpipe.plugin import RowIds, UserError
 from recpipe_sdm.admission import Admission
 from recpipe_sdm.budget import Counts, Plan, Size, planned
@@ -171,7 +171,9 @@ class _Part:
         store.remedy = "start the server again, which copies the package's rows anew, and check the disk"
         base = dict(zip(layout.tables, layout.bases.tolist(), strict=False))
         first = np.concatenate([rows + base[name] for name, rows in self.hot.items()])
-        pruned = [np.flatnonzero(f.places < 0) + base[n] for n, f in self.files.items() if f.places is not None]
+        pruned = [
+            np.flatnonzero(f.places < 0) + base[n] for n, f in self.files.items() if f.places is not None
+        ]
         admission = self._admission(how, base) if how.adapts else None
         tier = TieredRows(
             store, first, self.room, admission, buffer, np.concatenate(pruned) if pruned else None, using

@@ -116,8 +116,9 @@ def package(
 
     ``checkpoint`` may be a package too, whose dense part is then compiled anew. ``model``: the module, if
     training was given one in Python. ``instruction_set``: avx2 or avx512; None: the widest of this machine.
-    ``popularity``: how many training samples' lookups to count, 0: all; None: no counts. A package in ``directory`` is replaced. ``UserError`` if there is no C++ compiler, if the model cannot be
-    packaged, and if the package does not score as the model does.
+    ``popularity``: how many training samples' lookups to count, 0: all; None: no counts. A package in
+    ``directory`` is replaced. ``UserError`` if there is no C++ compiler, if the model cannot be packaged, and
+    if the package does not score as the model does.
     """
     chosen = chosen_set(instruction_set)
     if compiler() is None:

@@ -1,5 +1,5 @@
-"""How often training's samples look up each row: a file of a package, for servers that cannot keep all rows in
-memory."""
+"""How often training's samples look up each row: a file of a package, for servers that cannot keep all rows
+in memory."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def lookups_in(
     trained: Trained, tables: Mapping[str, int], parts: Sequence[tuple[str, str]], samples: int
 ) -> tuple[dict[str, Lookups], int]:
     """For each table how often ``samples`` training samples (0: all), batches chosen at random, look up its
-    rows; and how many samples were read. ``tables``: how many ids each has. ``parts``: the features and tables
-    that the model looks up, a pair for each lookup."""
+    rows; and how many samples were read. ``tables``: how many ids each has. ``parts``: the features and
+    tables that the model looks up, a pair for each lookup."""
     counts = {table: np.zeros(ids, np.int64) for table, ids in tables.items()}
     read = 0
     for batch in _batches(trained, samples):

@@ -115,9 +115,7 @@ class Unlocked:
 
 @pytest.mark.parametrize("locked", [True, False])
 @pytest.mark.parametrize("what", ["replaced", "admitted"])
-def test_rows_do_not_change_during_a_lookup(
-    what: str, locked: bool, store: SsdStore, table: Bytes
-) -> None:
+def test_rows_do_not_change_during_a_lookup(what: str, locked: bool, store: SsdStore, table: Bytes) -> None:
     """Without the lock they do."""
     tier = TieredRows(store, np.arange(500), BATCH)
     if not locked:
@@ -147,9 +145,7 @@ def test_what_was_read_ahead_and_never_scored_takes_no_more_room(store: SsdStore
     tier.close()
 
 
-def test_a_row_that_is_replaced_after_it_was_read_ahead_is_the_new_one(
-    store: SsdStore, table: Bytes
-) -> None:
+def test_a_row_that_is_replaced_after_it_was_read_ahead_is_the_new_one(store: SsdStore, table: Bytes) -> None:
     tier = TieredRows(store, np.arange(500), BATCH)
     rows = np.arange(900, 1000)
     tier.ahead(torch.from_numpy(rows))
@@ -174,7 +170,7 @@ def test_popular_rows_get_slots(store: SsdStore) -> None:
 
 
 def test_counts_of_before_keep_rows_that_nobody_looks_up_yet(store: SsdStore) -> None:
-    """Rows 0 to 499 were looked up a thousand times in training, and missed ones a few times while serving."""
+    """Rows 0 to 499 were looked up a thousand times in training, missed ones a few times in serving."""
     first = np.where(np.arange(ROWS) < 500, 1000, 0).astype(np.int32)
     for counts in (first, None):
         admission = Admission(ROWS, every=4, first=counts)

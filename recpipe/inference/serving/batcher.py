@@ -144,17 +144,21 @@ class Batcher:
         while True:
             await self._waits.wait()
             self._waits.clear()
-            ahead = getattr(self.score, "ahead", None)
-            while ahead is not None and (chosen := self._unread()):
-                loop = asyncio.get_running_loop()
+            while chosen := self._unread():
                 try:
-                    await loop.run_in_executor(self._reader, lambda given=chosen: ahead(together(given)[1]))
+                    await asyncio.get_running_loop().run_in_executor(self._reader, self._ahead, chosen)
                 except Exception:
                     log.exception("rows could not be read ahead")
 
+    def _ahead(self, asked: list[Asked]) -> None:
+        """Have the rows read of what these requests look up, if the model reads any."""
+        ahead = getattr(self.score, "ahead", None)
+        if ahead is not None:
+            ahead(together(asked)[1])
+
     def _unread(self) -> list[Asked]:
         """Requests of the next batch whose rows nobody reads yet, if there is time to."""
-        if not self._busy and not self.limits.wait:
+        if getattr(self.score, "ahead", None) is None or not (self._busy or self.limits.wait):
             return []
         chosen: list[Asked] = []
         samples, now = 0, monotonic()

@@ -39,6 +39,8 @@ from recpipe.tasks.process import prepare_process
 log = logging.getLogger("recpipe")
 LARGEST = 65536
 """Bytes of a message on the channel."""
+BACKLOG = 2048
+"""Connections that wait to be taken."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Worker:
             runner.run(self._run(listening, channel))
 
     async def _run(self, listening: socket.socket, channel: socket.socket | None) -> None:
+        listening.listen(BACKLOG)
         loop = asyncio.get_running_loop()
         if channel is None:
             loop.add_signal_handler(signal.SIGHUP, self._begin)

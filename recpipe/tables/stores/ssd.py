@@ -296,9 +296,7 @@ class SsdStore(ColdStore):
         first = int(requests.offsets[error.index]) // size * each
         end = min(self.layout.rows[table], first + int(requests.lengths[error.index]) // size * each)
         what = f"{verb} table {self.layout.tables[table]} rows {first} to {end - 1} in"
-        return store_error(
-            what, self.directory / self._state.files[table], error.code, self.remedy
-        )
+        return store_error(what, self.directory / self._state.files[table], error.code, self.remedy)
 
     def _bad(self, words: NDArray[np.uint32], rows: Rows) -> NDArray[np.bool_]:
         bad: NDArray[np.bool_] = self._checksum(words[:, :-1], rows) != words[:, -1]
