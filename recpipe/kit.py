@@ -33,7 +33,7 @@ from recpipe.inference.rows import (
     row_bytes,
     row_scales,
 )
-from recpipe.inference.score import ALIGNMENT, Lookup, PackageError, Scorer, Tables, tensors
+from recpipe.inference.score import ALIGNMENT, Lookup, PackageError, Scorer, Tables, offsets_of, tensors
 from recpipe.inference.score import Call as LookupCall
 from recpipe.inference.source import FloatCheckpoint, replace_module
 from recpipe.model.call import Called
@@ -136,6 +136,7 @@ __all__ = [
     "load_profile",
     "module_name",
     "moved",
+    "offsets_of",
     "on_device",
     "one_thread",
     "open_dataset",

@@ -28,10 +28,12 @@ class SDM(Plugin, RowServer):
         tables: str,
         admission: str,
         directory: str | None,
+        pooled: int | float | str,
     ) -> None:
         if admission not in ("lfu", "static"):
             raise PluginError(f"plugins.sdm.admission={admission}: choose lfu or static")
         self.dram = Amount.parsed(dram, "plugins.sdm.dram")
+        self.pooled = Amount.parsed(pooled, "plugins.sdm.pooled")
         self.tables, self.admission = tables, admission
         self.directory = None if directory is None else Path(directory).expanduser()
         self.made: TieredScorer | None = None
@@ -69,7 +71,7 @@ class SDM(Plugin, RowServer):
                 "by 'recpipe package CHECKPOINT DIRECTORY popularity=true'"
             )
         adapts = self.admission == "lfu"
-        return Tiering(Path(self._scratch.name), self.dram, self.tables, adapts, counts)
+        return Tiering(Path(self._scratch.name), self.dram, self.tables, adapts, counts, self.pooled)
 
     def _updated(self, earlier: TieredScorer, package: Path) -> TieredScorer:
         before = self.counted()
@@ -89,7 +91,7 @@ class SDM(Plugin, RowServer):
         """Lookups, misses, rows that were read and changed, bytes written to the SSD, and memory."""
         if self.made is None:
             return {}
-        tiers = [group.tier for group in self.made.tables.groups]
+        tiers, bags = [group.tier for group in self.made.tables.groups], self.made.tables.bags
         return {
             "sdm_lookups": sum(tier.reads.lookups for tier in tiers),
             "sdm_missed": sum(tier.reads.missed for tier in tiers),
@@ -99,6 +101,7 @@ class SDM(Plugin, RowServer):
             "sdm_rows_replaced": sum(tier.reads.replaced for tier in tiers),
             "sdm_bytes_written": sum(tier.bytes_written for tier in tiers),
             "sdm_dram_bytes": self.made.dram_bytes,
+            **({} if bags is None else {"sdm_bags": bags.asked, "sdm_bags_found": bags.found}),
         }
 
     def close(self) -> None:

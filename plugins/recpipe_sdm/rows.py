@@ -183,7 +183,7 @@ class TieredRows:
                     places = self.place.numpy()[rows]
                     here = np.flatnonzero(places >= 0)
                     self._words[places[here]] = words[here]
-        self.reads.replaced += len(rows)
+                    self.reads.replaced += len(rows)
         return len(rows)
 
     @property

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recpipe.kit import Lookup, LookupCall, Scorer
+from recpipe.kit import Lookup, LookupCall, Scorer, offsets_of
 from recpipe.plugin import UserError
+from recpipe_sdm.pooled import Bags
 from recpipe_sdm.rows import found
 from recpipe_sdm.tables import TieredTables, Tiering, tiered_tables
 
@@ -24,6 +25,17 @@ class TieredLookup(Lookup):
         bases = [tables.groups[g].base[name] if g >= 0 else 0 for name, g in zip(own, groups, strict=True)]
         self.group, self.base = torch.tensor(groups), torch.tensor(bases)
         """Of each part: its table's group, -1 for one in DRAM, and the number of its row 0 there."""
+        dims = {tables.about[table]["dimension"] for table in own}
+        self.width = dims.pop() if len(dims) == 1 else None
+        """Of each part's columns; None: they differ."""
+        mean = found["pooling"] == "mean"
+        self.numbers = torch.tensor(
+            [
+                2 * list(tables.about).index(t) + mean if g >= 0 else -1
+                for t, g in zip(own, groups, strict=True)
+            ]
+        )
+        """Of each part: a number for its table and pooling, -1 for one in DRAM."""
 
     def wanted(self, ids: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each id (arranged): its table's group, and its row's number there, int64 [N] each."""
@@ -42,13 +54,18 @@ class _Asked(NamedTuple):
     at: list[torch.Tensor]
 
     @classmethod
-    def of(cls, call: LookupCall, groups: int) -> _Asked:
-        lookup, ids, offsets, samples = call
-        assert isinstance(lookup, TieredLookup)
-        ids, offsets = lookup.arranged(ids, offsets, samples)
+    def of(cls, lookup: TieredLookup, ids: torch.Tensor, offsets: torch.Tensor, groups: int) -> _Asked:
         group, rows = lookup.wanted(ids, offsets)
         at = [(group == index).nonzero().squeeze(1) for index in range(groups)]
         return cls(lookup, ids, offsets, rows, at)
+
+
+class _Kept(NamedTuple):
+    """The bags of a lookup whose sums may be kept, which of them are, and these sums."""
+
+    bags: Bags
+    hit: torch.Tensor
+    sums: torch.Tensor
 
 
 class TieredScorer(Scorer):
@@ -85,23 +102,64 @@ class TieredScorer(Scorer):
 
     def ahead(self, calls: list[LookupCall]) -> None:
         """Read the rows that these lookups will miss. Nothing has to follow."""
-        for group, rows in zip(self.tables.groups, self._rows(self._asked(calls)), strict=True):
+        asked, _ = self._asked(calls)
+        for group, rows in zip(self.tables.groups, self._rows(asked), strict=True):
             with suppress(UserError):  # a row that cannot be read is named when it is scored
                 group.tier.ahead(rows)
 
     def pooled(self, calls: list[LookupCall]) -> list[torch.Tensor]:
         """What the lookups find; all rows that they miss are read together. ``StoreError`` names a row that
         cannot be read."""
-        asked = self._asked(calls)
+        asked, kept = self._asked(calls)
         tiers = [group.tier for group in self.tables.groups]
         with found(tiers, self._rows(asked), self.tables.using) as places:
             parts = [
                 torch.split(own, [len(one.at[index]) for one in asked]) for index, own in enumerate(places)
             ]
-            return [self._pooled(one, [own[n] for own in parts]) for n, one in enumerate(asked)]
+            results = [self._pooled(one, [own[n] for own in parts]) for n, one in enumerate(asked)]
+            for one, known, result in zip(asked, kept, results, strict=True):
+                if known is not None:
+                    self._keep(one.lookup, known, result)
+        return results
 
-    def _asked(self, calls: list[LookupCall]) -> list[_Asked]:
-        return [_Asked.of(call, len(self.tables.groups)) for call in calls]
+    def _asked(self, calls: list[LookupCall]) -> tuple[list[_Asked], list[_Kept | None]]:
+        """What the lookups ask for but sums that are kept, and these."""
+        asked, kept = [], []
+        for lookup, ids, offsets, samples in calls:
+            assert isinstance(lookup, TieredLookup)
+            ids, offsets = lookup.arranged(ids, offsets, samples)
+            known = self._known(lookup, ids, offsets)
+            if known is not None:
+                lengths = offsets.diff()
+                wanted = torch.ones(len(lengths), dtype=torch.bool)
+                wanted[known.bags.at[known.hit]] = False
+                ids = ids[wanted.repeat_interleave(lengths)]
+                offsets = offsets_of(lengths * wanted)
+            asked.append(_Asked.of(lookup, ids, offsets, len(self.tables.groups)))
+            kept.append(known)
+        return asked, kept
+
+    def _known(self, lookup: TieredLookup, ids: torch.Tensor, offsets: torch.Tensor) -> _Kept | None:
+        if self.tables.bags is None or lookup.width is None:
+            return None
+        tables = lookup.numbers.repeat_interleave((len(offsets) - 1) // len(lookup.numbers))
+        bags = self.tables.bags.bags(tables, ids, offsets)
+        with self.tables.using:
+            return _Kept(bags, *self.tables.bags.sums(bags, self.tables.version))
+
+    def _keep(self, lookup: TieredLookup, known: _Kept, result: torch.Tensor) -> None:
+        """Put the sums that were kept into ``result``, and keep the others."""
+        assert self.tables.bags is not None
+        assert lookup.width is not None
+        samples = len(result)
+        view = result.view(samples, -1, lookup.width)
+        part, sample = known.bags.at // samples, known.bags.at % samples
+        hit, new = known.hit, ~known.hit
+        view[sample[hit], part[hit]] = known.sums[:, : lookup.width]
+        others = Bags(*(each[new] for each in known.bags))
+        self.tables.bags.keep(others, view[sample[new], part[new]], self.tables.version)
+        self.tables.bags.asked += len(hit)
+        self.tables.bags.found += int(hit.count_nonzero())
 
     def _rows(self, asked: list[_Asked]) -> list[torch.Tensor]:
         """For each group the rows that are asked for, int64 [N]."""
@@ -117,8 +175,9 @@ class TieredScorer(Scorer):
 
     @property
     def dram_bytes(self) -> int:
-        """Rows in DRAM, indexes, and what reading takes."""
-        return self.tables.whole_bytes + sum(group.tier.dram_bytes for group in self.tables.groups)
+        """Rows in DRAM, indexes, sums of bags, and what reading takes."""
+        kept = 0 if self.tables.bags is None else self.tables.bags.nbytes
+        return self.tables.whole_bytes + kept + sum(group.tier.dram_bytes for group in self.tables.groups)
 
     def close(self) -> None:
         """Wait for reads, and remove the rows from the SSD: the package has them. Calling it again does

@@ -22,6 +22,7 @@ from recpipe.plugin import RowIds, UserError
 from recpipe_sdm.admission import Admission
 from recpipe_sdm.budget import Counts, Plan, Size, planned
 from recpipe_sdm.files import Bytes, RowFile
+from recpipe_sdm.pooled import PooledBags
 from recpipe_sdm.rows import PAUSE, TieredRows
 
 log = logging.getLogger("recpipe")
@@ -32,6 +33,7 @@ MOST_MISSED = 1 << 20
 AT_A_TIME = 1024
 """Rows that are compared and replaced at a time while others are looked up."""
 MOST_COUNTED = 1 << 30
+NOTHING = Amount(0, False)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Tiering:
     """Whether rows that are looked up more take the slots of others."""
     counts: Counts = field(default_factory=dict)
     """Lookups of rows before."""
+    pooled: Amount = NOTHING
+    """Of ``dram``, for sums of bags that come again."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,9 @@ class TieredTables(Tables):
         files: Mapping[str, RowFile],
         groups: list[Group],
         using: threading.Lock,
+        bags: PooledBags | None,
     ) -> None:
+        self.bags = bags
         self.about, self.rows, self.starts, self.groups, self.using = about, rows, starts, groups, using
         on_disk = {name for group in groups for name in group.base}
         self.whole = {name: file for name, file in files.items() if name not in on_disk}
@@ -84,6 +90,11 @@ class TieredTables(Tables):
         """Set when no package is to take over any more."""
         self.pruned = {name: _digest(file) for name, file in files.items()}
         self.whole_bytes = sum(_size(file).nbytes for file in self.whole.values())
+
+    @property
+    def version(self) -> int:
+        """Another number once rows on the SSD were replaced; read it with ``using`` held."""
+        return sum(group.tier.reads.replaced for group in self.groups)
 
     def group_of(self, table: str) -> int:
         """The index of the table's group; -1 if its rows are all in DRAM."""
@@ -199,7 +210,9 @@ def tiered_tables(directory: Path, about: dict[str, Any], how: Tiering) -> Tiere
         )
     others = sum(_size(file).nbytes for name, file in files.items() if name not in may)
     float32 = sum(4 * table["rows"] * table["dimension"] for table in about.values())
-    plan = planned(may, how.counts, how.dram.of(float32) - others, how.adapts)
+    width = max(about[name]["dimension"] for name in may)
+    bags = PooledBags(how.pooled.of(float32), width)
+    plan = planned(may, how.counts, how.dram.of(float32) - others - bags.nbytes, how.adapts)
     _tell(plan, may, files)
     whole = [name for name in files if name not in plan.hot]
     parts = [
@@ -221,7 +234,7 @@ def tiered_tables(directory: Path, about: dict[str, Any], how: Tiering) -> Tiere
         starts |= dict.fromkeys(part.files, begin)
         places = buffer[begin:][: part.places * part.width].view(part.places, part.width)
         groups.append(part.group(how, places, using))
-    return TieredTables(about, buffer, starts, files, groups, using)
+    return TieredTables(about, buffer, starts, files, groups, using, bags if bags.size else None)
 
 
 def _size(file: RowFile) -> Size:

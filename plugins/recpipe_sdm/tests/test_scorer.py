@@ -20,6 +20,7 @@ import torch
 from recpipe_sdm import tables as tables_module
 from recpipe_sdm.budget import Lookups, Size, hot_rows, index_bytes, planned
 from recpipe_sdm.plugin import SDM
+from recpipe_sdm.pooled import Bags, PooledBags
 from recpipe_sdm.rows import TieredRows, found
 from recpipe_sdm.scorer import TieredScorer
 from recpipe_sdm.tables import STAGING_BYTES, Tiering
@@ -169,6 +170,48 @@ def test_popularity_of_training_chooses_the_first_rows(packed: Path, tmp_path: P
     assert missed[0] < 0.6 * missed[1]
 
 
+def repeated(count: int = 12) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Batches of 1 to 20 samples whose bags come from a few, of 3 to 8 ids."""
+    rng = np.random.default_rng(6)
+    bags = [[rng.integers(0, rows, rng.integers(3, 9)) for _ in range(20)] for rows in (3000, 500, 20)]
+    found = []
+    for _ in range(count):
+        chosen = [[own[n] for n in rng.integers(0, 20, 20)] for own in bags]
+        size = int(rng.integers(1, 21))
+        lengths = np.array([len(bag) for own in chosen for bag in own[:size]])
+        ids = np.concatenate([bag for own in chosen for bag in own[:size]])
+        found.append((torch.zeros(size, 13), torch.from_numpy(ids), torch.from_numpy(lengths)))
+    return found
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_sums_of_bags_that_come_again_have_the_same_bits(
+    verified: bool, packed: Path, trained_on: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when many bags have the same hash, and after rows have changed. Without comparing the ids they
+    have not."""
+    monkeypatch.setattr(PooledBags, "_entry", lambda bags, hashed: hashed.remainder(7))
+    if not verified:
+        sums = PooledBags.sums
+
+        def unverified(self: PooledBags, bags: Bags, version: int) -> tuple[torch.Tensor, torch.Tensor]:
+            self._keys[bags.entries] = bags.keys
+            return sums(self, bags, version)
+
+        monkeypatch.setattr(PooledBags, "sums", unverified)
+    how = Tiering(tmp_path, Amount(60_000, False), "user", pooled=Amount(10_000, False))
+    scorer = TieredScorer(packed, how)
+    for package in (packed, trained_on):
+        whole = Scorer(package)
+        same = [torch.equal(scorer(*batch), whole(*batch)) for batch in repeated()]
+        assert all(same) == verified
+        assert scorer.tables.bags is not None
+        assert 0 < scorer.tables.bags.found < scorer.tables.bags.asked or not verified
+        if package is packed:
+            scorer = TieredScorer(trained_on, how, scorer)
+    scorer.close()
+
+
 @pytest.fixture(scope="module")
 def pruned(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package of the same run whose tables are in int8, users and cities without half of their rows."""
@@ -214,7 +257,7 @@ def test_a_newer_package_takes_over_row_by_row_while_batches_are_scored(
 ) -> None:
     """Each row of every batch is the old one or the new one, and at last all are new."""
     monkeypatch.setattr(tables_module, "AT_A_TIME", 64)
-    plugin = SDM(dram="40KB", tables="*", admission="lfu", directory=str(tmp_path))
+    plugin = SDM(dram="40KB", tables="*", admission="lfu", directory=str(tmp_path), pooled=0)
     scorer = plugin.scorer(packed)
     old, new = (load_file(folder / "tables/user.safetensors")["rows"] for folder in (packed, trained_on))
     (group,) = scorer.tables.groups
@@ -251,7 +294,7 @@ def test_a_newer_package_takes_over_row_by_row_while_batches_are_scored(
 def test_a_package_of_other_tables_is_refused_and_the_earlier_one_is_served(
     packed: Path, pruned: Path, tmp_path: Path
 ) -> None:
-    plugin = SDM(dram="40KB", tables="*", admission="static", directory=str(tmp_path))
+    plugin = SDM(dram="40KB", tables="*", admission="static", directory=str(tmp_path), pooled=0)
     scorer = plugin.scorer(packed)
     with pytest.raises(UserError, match=r"table '\w+' is not as in the package that is served; restart"):
         plugin.scorer(pruned)
