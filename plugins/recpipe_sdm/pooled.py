@@ -12,7 +12,7 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class Bags(NamedTuple):
-    """The bags of a batch that may be kept: ``keys`` int32 [n, 1 + MOST] (table and length as one number, then
+    """Bags of a batch that may be kept: ``keys`` int32 [n, 1 + MOST] (table and length as one number, then
     ids and -1), ``entries`` int64 [n], and ``at``, their numbers among the batch's bags, int64 [n]."""
 
     keys: torch.Tensor

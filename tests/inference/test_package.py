@@ -316,6 +316,7 @@ def test_without_a_compiler_nothing_is_written(
     [
         (["x"], "say recpipe package CHECKPOINT DIRECTORY"),
         (["x", "y", "isa=avx2"], "recpipe package has no isa"),
+        (["x", "y", "popularity=maybe"], "popularity=maybe: give true, or how many training samples"),
         (["x", "y", "instruction_set=mmx"], "instruction_set=mmx: choose one of"),
         (["serve"], "say recpipe serve PACKAGE"),
         (["serve", "x", "prot=1"], "recpipe serve has no prot; it has host, port"),

@@ -168,6 +168,8 @@ def test_popularity_of_training_chooses_the_first_rows(packed: Path, tmp_path: P
         missed.append(reads.missed / reads.lookups)
         scorer.close()
     assert missed[0] < 0.6 * missed[1]
+    with pytest.raises(UserError, match="is a package, without training data: leave out popularity="):
+        recpipe.package(packed, tmp_path / "again.recpipe", popularity=True, quiet=True)
 
 
 def repeated(count: int = 12) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
