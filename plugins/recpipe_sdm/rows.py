@@ -99,6 +99,7 @@ class TieredRows:
         with one_thread():  # setting torch's number of threads also applies to all future threads
             self._thread.submit(int).result()
         self._change: Future[None] | None = None
+        self.closed = False
         for start in range(0, len(hot), 65_536):
             self._admit(hot[start : start + 65_536], np.arange(len(hot))[start : start + 65_536])
 
@@ -173,6 +174,8 @@ class TieredRows:
         row]) while batches are scored; returns how many do. A lookup finds the old row or the new one."""
         words = values.view(np.float32)
         with self.disk:
+            if self.closed:
+                raise UserError("the server is stopping")
             old = np.empty_like(words)
             self.store.gather(rows, old)
             differ = (old.view(np.int32) != words.view(np.int32)).any(axis=1)
@@ -199,9 +202,11 @@ class TieredRows:
         return self.store.cold_bytes + self.store.io.bytes_written
 
     def close(self) -> None:
-        """Wait for reads and close the store."""
+        """Wait for reads and close the store. Calling it again does nothing."""
         self._thread.shutdown(wait=True)
-        self.store.close()
+        with self.disk:
+            self.closed = True
+            self.store.close()
 
 
 @contextmanager

@@ -182,6 +182,5 @@ class TieredScorer(Scorer):
     def close(self) -> None:
         """Wait for reads, and remove the rows from the SSD: the package has them. Calling it again does
         nothing."""
-        self.tables.closing.set()
         for group in self.tables.groups:
             group.tier.close()

@@ -86,8 +86,6 @@ class TieredTables(Tables):
             for name, file in self.whole.items()
             if file.places is not None
         }
-        self.closing = threading.Event()
-        """Set when no package is to take over any more."""
         self.pruned = {name: _digest(file) for name, file in files.items()}
         self.whole_bytes = sum(_size(file).nbytes for file in self.whole.values())
 
@@ -125,8 +123,6 @@ class TieredTables(Tables):
             return self._replace_whole(name, file)
         group = self.groups[index]
         for start in range(0, file.ids, AT_A_TIME):
-            if self.closing.is_set():
-                raise UserError("the server is stopping")
             values = file.rows(start, min(start + AT_A_TIME, file.ids))
             rows = group.base[name] + np.arange(start, start + len(values))
             changed += group.tier.replace(rows, values)
