@@ -20,7 +20,7 @@ from recpipe.data.make import open_dataset
 from recpipe.data.parts import batch_size, leaves, tensors_in
 from recpipe.data.select import join, select
 from recpipe.distributed.ranks import Channel, Ranks
-from recpipe.inference.lookup import LowPrecisionBags, RowType, bag_keys
+from recpipe.inference.lookup import LowPrecisionBags, LowPrecisionRows, LowPrecisionTables, RowType, bag_keys
 from recpipe.inference.quantized import put_rows, write_quantized
 from recpipe.inference.quantized_manifest import table_bytes
 from recpipe.inference.rows import (
@@ -89,6 +89,8 @@ __all__ = [
     "Lookup",
     "LookupCall",
     "LowPrecisionBags",
+    "LowPrecisionRows",
+    "LowPrecisionTables",
     "Lru",
     "Mark",
     "Meter",

@@ -38,6 +38,7 @@ from recpipe.common.sizes import readable_bytes
 from recpipe.data.dataset import Schema
 from recpipe.errors import UserError, shown
 from recpipe.inference import score
+from recpipe.inference.counts import Alike
 from recpipe.inference.export import DensePart, Table, export_dense
 from recpipe.inference.golden import as_batch, golden_inputs, tolerance, write_golden
 from recpipe.inference.inputs import dense_rule, id_hash, id_rule
@@ -134,8 +135,9 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     trained = open_trained(checkpoint, model=model)
     schema, module, called = trained.schema, trained.model, trained.called
     log.info("exporting %s", type(module).__name__)
-    dense = export_dense(called, schema)
-    inputs, scores = made_up(called, schema)
+    lists = None if trained.preparation is None else trained.preparation.lists
+    dense = export_dense(called, schema, lists)
+    inputs, scores = made_up(called, schema, dense.alike)
     files = {name: f"tables/{quote(name, safe='')}.safetensors" for name in dense.tables}
     return Parts(
         dense.program,
@@ -148,9 +150,11 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     )
 
 
-def made_up(called: Called, schema: Schema) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def made_up(
+    called: Called, schema: Schema, alike: Alike | None = None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Made-up inputs, and the model's scores of them; dense values of one sign if it takes no others."""
-    inputs = golden_inputs(schema)
+    inputs = golden_inputs(schema, alike)
     for dense in (inputs["dense"], inputs["dense"].abs()):
         inputs["dense"] = dense
         (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
@@ -206,8 +210,17 @@ def _content(trained: Trained, called: Called, dense: DensePart, files: Mapping[
             name: {"rows": table.ids, "dimension": table.dim, "type": table.kind, "file": files[name]}
             for name, table in dense.tables.items()
         },
+        **_sequences(dense),
         "outputs": [{"name": name, "kind": task.kind} for name, task in called.tasks.items()],
     }
+
+
+def _sequences(dense: DensePart) -> dict[str, Any]:
+    """The numbers of ids that the dense part takes of features whose rows are not pooled."""
+    if not any(lookup.sequence for lookup in dense.lookups):
+        return {}
+    aligned = [list(group) for group in dense.alike.aligned]
+    return {"sequences": {"single": list(dense.alike.single), "aligned": aligned}}
 
 
 def _write_tables(folder: Path, tables: Mapping[str, Table], files: Mapping[str, str]) -> None:
@@ -258,9 +271,12 @@ def _save_program(program: ExportedProgram, file: Path) -> None:
 def _example(parts: Parts) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs of the shapes that the program takes, which AOTInductor asks for."""
     samples, tables = 3, parts.content["tables"]
-    widths = [sum(tables[t]["dimension"] for _, t in found["parts"]) for found in parts.content["lookups"]]
-    dense = torch.zeros(samples, len(parts.content["dense"]["names"]))
-    return ((dense, [torch.zeros(samples, width) for width in widths]), {})
+    inputs = []
+    for found in parts.content["lookups"]:
+        inputs.append(torch.zeros(samples, sum(tables[t]["dimension"] for _, t in found["parts"])))
+        if found["pooling"] == "none":
+            inputs.append(torch.ones(samples, dtype=torch.int64))
+    return ((torch.zeros(samples, len(parts.content["dense"]["names"])), inputs), {})
 
 
 def _compiled(program: ExportedProgram, file: Path, chosen: InstructionSet) -> list[str]:

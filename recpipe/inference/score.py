@@ -70,18 +70,19 @@ class Scorer:
         ids, offsets = ids.contiguous(), offsets_of(lengths)
         with torch.inference_mode():
             calls = [(lookup, ids, offsets, len(dense)) for lookup in self.lookups]
-            return self.scores(dense, self.pooled(calls))
+            return self.scores(dense, with_lengths(calls, self.pooled(calls)))
 
     def pooled(self, calls: "list[Call]") -> "list[torch.Tensor]":
-        """What the lookups find, float32 [samples, W] each."""
+        """What the lookups find, float32 [samples, W] each, or a row for each id, float32 [N, D]."""
         return [lookup(ids, offsets, samples) for lookup, ids, offsets, samples in calls]
 
-    def scores(self, dense: torch.Tensor, pooled: "list[torch.Tensor]") -> torch.Tensor:
-        """Scores float32 [B], from dense features and the rows that the lookups have pooled."""
+    def scores(self, dense: torch.Tensor, found: "list[torch.Tensor]") -> torch.Tensor:
+        """Scores float32 [B], from dense features and what the lookups have found: of each its pooled rows,
+        or its rows and then their numbers for each sample."""
         dense = dense.contiguous()
         if dense.data_ptr() % ALIGNMENT:
             dense = dense.clone()  # MKL rounds differently from other addresses
-        scores: torch.Tensor = self.dense(dense, pooled)
+        scores: torch.Tensor = self.dense(dense, found)
         return scores
 
     def check(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, samples: int) -> None:
@@ -102,6 +103,20 @@ class Scorer:
             feature = int((lengths.view(features, samples).sum(1).cumsum(0) <= place).sum())
             name = self.manifest["sparse"][feature]["name"]
             raise ValueError(f"id {int(ids[place])} of '{name}' is not in [0, {int(limit[place])})")
+        if "sequences" in self.manifest:
+            self.check_numbers(lengths.view(features, samples))
+
+    def check_numbers(self, lengths: torch.Tensor) -> None:
+        """``ValueError`` unless features have the numbers of ids that the dense part takes: it does not check
+        them."""
+        names = [feature["name"] for feature in self.manifest["sparse"]]
+        for name in self.manifest["sequences"]["single"]:
+            if bool((lengths[names.index(name)] != 1).any()):
+                raise ValueError(f"'{name}' has not one id for each sample, as the model needs")
+        for first, *others in self.manifest["sequences"]["aligned"]:
+            for name in others:
+                if not lengths[names.index(name)].equal(lengths[names.index(first)]):
+                    raise ValueError(f"'{name}' has not as many ids as '{first}' for each sample")
 
     def golden_scores(self) -> torch.Tensor:
         """The golden batch's scores here, by one thread: several may add up in another order."""
@@ -163,7 +178,9 @@ class Lookup:
             sum(dims),
             *(widest[kind] for kind in ("int2", "int4", "int8", "fp16", "fp32")),
         )
-        mode = {"sum": 0, "mean": 1}[found["pooling"]]
+        mode = {"sum": 0, "mean": 1, "none": 2}[found["pooling"]]
+        self.sequence = found["pooling"] == "none"
+        """Whether it gives a row for each id of its one feature."""
         # No weights, float32 results, no cache, rows without padding, no float8.
         self.after = (mode, None, 0, None, None, 1, 0, -1, -1)
         none = torch.empty(0, dtype=torch.int32)
@@ -173,7 +190,7 @@ class Lookup:
         self.place_starts = torch.tensor([0, *(len(part) for part in places)]).cumsum(0)
 
     def __call__(self, ids: torch.Tensor, offsets: torch.Tensor, samples: int) -> torch.Tensor:
-        """Pooled rows float32 [B, W]."""
+        """Pooled rows float32 [B, W], or a row for each id float32 [N, D]."""
         ids, offsets = self.arranged(ids, offsets, samples)
         return self.pooled(self.rows_of(ids, offsets), offsets)
 
@@ -198,13 +215,26 @@ class Lookup:
         return rows
 
     def pooled(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """The sums, or means, of rows of the buffer."""
+        """The sums, or means, of rows of the buffer, or these rows themselves."""
         lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
         pooled: torch.Tensor = lookup(*self.before, rows, offsets, *self.after)
         return pooled
 
+    def lengths(self, offsets: torch.Tensor, samples: int) -> torch.Tensor:
+        """How many rows of its one feature each sample has, int64 [B]."""
+        (feature,) = self.features
+        return offsets[feature * samples : (feature + 1) * samples + 1].diff()
+
 
 Call = tuple[Lookup, torch.Tensor, torch.Tensor, int]  # ids, offsets, and the number of samples
+
+
+def with_lengths(calls: "list[Call]", found: "list[torch.Tensor]") -> "list[torch.Tensor]":
+    """What the lookups have ``found``, where rows are not pooled with their numbers for each sample."""
+    inputs = []
+    for (lookup, _, offsets, samples), rows in zip(calls, found, strict=True):
+        inputs += [rows, lookup.lengths(offsets, samples)] if lookup.sequence else [rows]
+    return inputs
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
