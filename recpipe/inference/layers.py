@@ -90,9 +90,7 @@ class LowPrecisionLinear(nn.Linear):
         if self.kind == "bfloat16":
             return nn.functional.linear(x.bfloat16(), self.weight16, self.bias16).float()
         own = self.layers["int8"]
-        return int8_linear(
-            x, own.scale, own.zero, own.most, self.codes, self.scales, self.zeros, self.bias
-        )
+        return int8_linear(x, own.scale, own.zero, own.most, self.codes, self.scales, self.zeros, self.bias)
 
     def fast(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """The layer as compiled code runs it, by the operators that it uses; its weights are packed."""
@@ -107,9 +105,7 @@ def weight_codes(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (weight / scales[:, None]).round().clamp(-LARGEST, LARGEST).to(torch.int8)
 
 
-def put_layers(
-    module: nn.Module, layers: Mapping[str, Layer], scales: Mapping[str, torch.Tensor]
-) -> None:
+def put_layers(module: nn.Module, layers: Mapping[str, Layer], scales: Mapping[str, torch.Tensor]) -> None:
     """Compute the linear layers of ``module`` at these paths as ``layers`` says; ``Damaged`` if there is none
     at a path, or if its ``scales`` do not fit."""
     for path, layer in layers.items():

@@ -37,9 +37,9 @@ def int8_linear(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """A linear layer of x float32 [..., I] in codes 0 to ``most``, x = scale * (code - zero), and of weights
-    ``codes`` int8 [O, I] with ``scales`` float32 [O] and ``zeros`` int64 [O], all 0. Returns float32 [..., O].
+    ``codes`` int8 [O, I] with ``scales`` float32 [O] and ``zeros`` int64 [O], all 0; gives float32 [..., O].
 
-    Eagerly it multiplies the decoded values in float32; compiled with frozen weights it multiplies the codes.
+    Eagerly it multiplies decoded values in float32; compiled with frozen weights it multiplies codes.
     """
     own = (scale, zero, 0, most, torch.uint8)
     x = _dequantize(_quantize(x, *own), *own)
