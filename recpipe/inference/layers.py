@@ -1,7 +1,7 @@
 """Linear layers of a finished model in low precision: bfloat16, or int8 with ranges from calibration.
 
-A layer in int8 has weights in codes -127 to 127 with a scale for each output, and inputs in codes 0 to 255 (or
-127) with one scale and one code for 0. Its products are added up exactly, and bias and result are float32.
+A layer in int8 has weights in codes -127 to 127 with a scale for each output, and inputs in codes 0 to 255 or
+127, with one scale and one code for 0. Products are added up exactly; bias and result are float32.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from recpipe.backend.matmul import has_bfloat16_units
 from recpipe.common.saved import Damaged
 from recpipe.inference.source import replace_module
-from recpipe.seams.int8 import LARGEST, int8_adds_up, int8_linear, int8_run
+from recpipe.seams import onednn_takes_bfloat16
+from recpipe.seams.int8 import LARGEST, int8_linear, int8_run
 
-__all__ = ["LAYER_TYPES", "Layer", "LowPrecisionLinear", "int8_adds_up"]
 FLOAT32 = "fp32"
 LAYER_TYPES = ("bfloat16", "int8")
 EIGHT_BITS, SEVEN_BITS = 255, 127
@@ -88,16 +89,25 @@ class LowPrecisionLinear(nn.Linear):
         if self.kind == FLOAT32:
             return super().forward(x)
         if self.kind == "bfloat16":
-            return nn.functional.linear(x.bfloat16(), self.weight16, self.bias16).float()
+            return self._bfloat16(x)
         own = self.layers["int8"]
         return int8_linear(x, own.scale, own.zero, own.most, self.codes, self.scales, self.zeros, self.bias)
 
-    def fast(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The layer as compiled code runs it, by the operators that it uses; its weights are packed."""
-        if self.kind != "int8":
-            return self
-        own = self.layers["int8"]
-        return int8_run(self.codes, self.scales, self.bias, own.scale, own.zero, own.most)
+    def runs(self, kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The layer computed as ``kind`` on x float32 [B, in_features], by the operators that compiled code
+        uses; weights in int8 are packed."""
+        if kind == "int8":
+            own = self.layers["int8"]
+            return int8_run(self.codes, self.scales, self.bias, own.scale, own.zero, own.most)
+        return self._bfloat16 if kind == "bfloat16" else super().forward
+
+    def _bfloat16(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.bfloat16(), self.weight16, self.bias16).float()
+
+
+def bfloat16_has_units() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware, and oneDNN may use that."""
+    return has_bfloat16_units() and onednn_takes_bfloat16()
 
 
 def weight_codes(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -104,8 +104,10 @@ def package(
     ``checkpoint`` may be a package too, whose dense part is then compiled anew. ``model``: the module, if
     training was given one in Python. ``instruction_set``: avx2 or avx512; None: the widest of this machine.
     ``dense``: of a checkpoint with layers in low precision, ``low`` or ``float32`` uses one at every batch
-    size, ``measured`` the one that is faster there. A package in ``directory`` is replaced. ``UserError`` if there is no C++ compiler, if the model cannot be
-    packaged, and if the package does not score as the model does.
+    size, ``measured`` the one that is faster there. A package in ``directory`` is replaced.
+
+    ``UserError`` if there is no C++ compiler, if the model cannot be packaged, and if the package does not
+    score as the model does.
     """
     chosen = chosen_set(instruction_set)
     if dense not in DENSE:

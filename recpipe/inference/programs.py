@@ -17,9 +17,10 @@ from torch.export import ExportedProgram
 from recpipe.errors import UserError
 from recpipe.inference import score
 from recpipe.inference.export import constants_of
-from recpipe.inference.layers import EIGHT_BITS, int8_adds_up
+from recpipe.inference.layers import EIGHT_BITS
 from recpipe.inference.processor import InstructionSet
 from recpipe.seams.compiled import compile_program
+from recpipe.seams.int8 import int8_adds_up
 
 log = logging.getLogger("recpipe")
 DENSE = ("measured", "float32", "low")
