@@ -51,7 +51,7 @@ Share = Annotated[float, Interval(gt=0, lt=1)]
 
 
 class LowPrecision(Plugin, ModelQuantizer):
-    """Types for a finished model's tables and layers under a bound on the loss of normalized entropy (2021)."""
+    """Types for a finished model's tables and layers under a bound on the loss of NE (2021)."""
 
     api = (2, 2)
 
