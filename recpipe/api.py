@@ -242,6 +242,7 @@ def package(
     model: nn.Module | None = None,
     *,
     instruction_set: str | None = None,
+    dense: str = "measured",
     quiet: bool = False,
 ) -> Path:
     """Write ``directory``: what a server needs of the model in ``checkpoint``, and nothing else. Returns its
@@ -254,6 +255,8 @@ def package(
         model: the module, if training was given one in Python; its parameters are replaced.
         instruction_set: ``avx2``, or ``avx512`` where this machine has it; None: the widest that torch uses
             here.
+        dense: of a quantized checkpoint with layers in low precision: ``measured``, these are used at the
+            batch sizes at which they are measured to be faster than float32; or ``low`` or ``float32`` alone.
         quiet: nothing goes to the terminal.
 
     ``UserError`` if there is no C++ compiler, or if the model cannot be packaged.
@@ -261,7 +264,9 @@ def package(
     _prepare_process()
     from recpipe.inference.package import package_for
 
-    return package_for(Path(checkpoint), Path(directory), model, instruction_set, not quiet)
+    return package_for(
+        Path(checkpoint), Path(directory), model, not quiet, instruction_set=instruction_set, dense=dense
+    )
 
 
 def quantize(

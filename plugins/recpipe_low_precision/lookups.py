@@ -23,7 +23,7 @@ LEAST_SECONDS = 0.02
 FILLED = 0x3C
 """The byte that tables are filled with: float32 0.0115, float16 1.06. A lookup's time does not depend on
 values, unless they are denormal or in pages that were never written."""
-Run = Callable[[], None]
+Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,7 @@ def seconds_of(
             table = stub.tables[config.name]
             allowed = [choice for choice in choices if may(table, choice)]
             ways = [_lookups(stub, [config], {config.name: c}, asked) for c in allowed]
-            rounds = _timed(ways)
-            for number, choice in enumerate(allowed):
-                found[table, choice] = median(times[number] for times in rounds)
+            found |= {(table, c): time for c, time in zip(allowed, median_seconds(ways), strict=True)}
     return found
 
 
@@ -103,6 +101,11 @@ def _in_turn(runs: Sequence[Run]) -> Run:
             part()
 
     return run
+
+
+def median_seconds(ways: Sequence[Run]) -> list[float]:
+    """Seconds of each way: medians of interleaved rounds."""
+    return [median(times) for times in zip(*_timed(ways), strict=True)]
 
 
 def _timed(ways: Sequence[Run]) -> list[list[float]]:

@@ -66,10 +66,11 @@ class DensePart:
     tables: Mapping[str, Table]
     alike: Alike
 
-    def constants(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of the dense part by name, contiguous and detached."""
-        found = {**self.program.state_dict, **self.program.constants}
-        return {k: v.detach().contiguous() for k, v in found.items() if isinstance(v, torch.Tensor)}
+
+def constants_of(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a program by name, contiguous and detached."""
+    found = {**program.state_dict, **program.constants}
+    return {k: v.detach().contiguous() for k, v in found.items() if isinstance(v, torch.Tensor)}
 
 
 class _Traced(nn.Module):

@@ -56,6 +56,6 @@ def tolerance(scores: torch.Tensor, precision: str) -> float:
     return TOLERANCE[precision] * max(1.0, float(scores.abs().max()))
 
 
-def write_golden(file: Path, inputs: dict[str, torch.Tensor], scores: torch.Tensor) -> None:
-    """Write inputs and ``scores``."""
-    save_file({**inputs, "scores": scores.contiguous()}, file)
+def write_golden(file: Path, golden: dict[str, torch.Tensor]) -> None:
+    """Write inputs and scores."""
+    save_file({name: value.contiguous() for name, value in golden.items()}, file)

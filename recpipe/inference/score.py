@@ -43,11 +43,7 @@ class Scorer:
         self.lookups = [self.lookup(found) for found in self.manifest["lookups"]]
         # It warns of another instruction set, which check_processor has judged.
         logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
-        self.dense = torch._inductor.aoti_load_package(str(self.directory / "dense.pt2"))
-        found = tensors(self.directory / "dense.safetensors")
-        # The program refers to its constants, which must therefore stay. It has the smallest ones itself.
-        self.constants = {name: found[name].clone() for name in self.dense.get_constant_fqns()}
-        self.dense.load_constants(self.constants, check_full_update=False, user_managed=True)
+        self.programs = [Program(self.directory, about) for about in self.manifest["programs"]]
         self.difference = self.check_golden()
 
     def make_tables(self) -> "Tables":
@@ -79,11 +75,7 @@ class Scorer:
     def scores(self, dense: torch.Tensor, found: "list[torch.Tensor]") -> torch.Tensor:
         """Scores float32 [B], from dense features and what the lookups have found: of each its pooled rows,
         or its rows and then their numbers for each sample."""
-        dense = dense.contiguous()
-        if dense.data_ptr() % ALIGNMENT:
-            dense = dense.clone()  # MKL rounds differently from other addresses
-        scores: torch.Tensor = self.dense(dense, found)
-        return scores
+        return next(p for p in reversed(self.programs) if p.first <= len(dense))(dense, found)
 
     def check(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, samples: int) -> None:
         """``ValueError`` unless the inputs fit the manifest and each other."""
@@ -118,27 +110,56 @@ class Scorer:
                 if not lengths[names.index(name)].equal(lengths[names.index(first)]):
                     raise ValueError(f"'{name}' has not as many ids as '{first}' for each sample")
 
-    def golden_scores(self) -> torch.Tensor:
-        """The golden batch's scores here, by one thread: several may add up in another order."""
+    def golden_scores(self) -> "list[torch.Tensor]":
+        """The golden batch's scores here of each program, by one thread: several may add up in another
+        order."""
         golden, threads = tensors(self.directory / "golden.safetensors"), torch.get_num_threads()
+        dense, ids, offsets = golden["dense"], golden["ids"], offsets_of(golden["lengths"])
         torch.set_num_threads(1)
         try:
-            return self(golden["dense"], golden["ids"], golden["lengths"])
+            with torch.inference_mode():
+                calls = [(lookup, ids, offsets, len(dense)) for lookup in self.lookups]
+                found = with_lengths(calls, self.pooled(calls))
+                return [program(dense, found) for program in self.programs]
         finally:
             torch.set_num_threads(threads)
 
     def check_golden(self) -> float:
         """The largest difference of the golden batch's scores; ``PackageError`` if it is above the bound."""
-        known = tensors(self.directory / "golden.safetensors")["scores"]
-        difference = float((self.golden_scores() - known).abs().max())
-        bound = self.manifest["golden"]["tolerance"]
-        if not difference <= bound:
-            raise PackageError(
-                f"{self.directory}: the golden batch's scores are off by up to {difference:.1e} on this "
-                f"machine ({torch.backends.cpu.get_cpu_capability()}), and {bound:.1e} is allowed: compile "
-                "the package here with 'recpipe package PACKAGE NEW_PACKAGE'"
-            )
-        return difference
+        known, worst = tensors(self.directory / "golden.safetensors"), 0.0
+        for program, found in zip(self.programs, self.golden_scores(), strict=True):
+            difference = float((found - known[program.about["golden"]]).abs().max())
+            bound = program.about["tolerance"]
+            if not difference <= bound:
+                raise PackageError(
+                    f"{self.directory}: the golden batch's scores are off by up to {difference:.1e} on this "
+                    f"machine ({torch.backends.cpu.get_cpu_capability()}), and {bound:.1e} is allowed: "
+                    "compile the package here with 'recpipe package PACKAGE NEW_PACKAGE'"
+                )
+            worst = max(worst, difference)
+        return worst
+
+
+class Program:
+    """The compiled dense part, by what the manifest says ``about`` it. Of two, one is in low precision, and
+    ``first`` is the least number of samples that each is used for."""
+
+    def __init__(self, directory: Path, about: "dict[str, Any]") -> None:
+        self.about, self.first = about, about["from"]
+        self.run = torch._inductor.aoti_load_package(str(directory / about["file"]))
+        if about["constants"] is not None:
+            found = tensors(directory / about["constants"])
+            # The program refers to its constants, which must therefore stay. It has the smallest ones itself.
+            self.constants = {name: found[name].clone() for name in self.run.get_constant_fqns()}
+            self.run.load_constants(self.constants, check_full_update=False, user_managed=True)
+
+    def __call__(self, dense: torch.Tensor, found: "list[torch.Tensor]") -> torch.Tensor:
+        """Scores float32 [B]."""
+        dense = dense.contiguous()
+        if dense.data_ptr() % ALIGNMENT:
+            dense = dense.clone()  # MKL rounds differently from other addresses
+        scores: torch.Tensor = self.run(dense, found)
+        return scores
 
 
 class Tables:

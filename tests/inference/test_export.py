@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.errors import UserError
-from recpipe.inference.export import export_dense
+from recpipe.inference.export import constants_of, export_dense
 from recpipe.inference.golden import as_batch, golden_inputs
 from recpipe.inference.package import made_up
 from recpipe.inference.trained import scored
@@ -107,7 +107,7 @@ def test_any_module_gives_the_scores_of_the_module_itself() -> None:
 
 def test_no_row_is_among_the_constants() -> None:
     found = export_dense(called(Mixed()), SCHEMA)
-    assert {name: tuple(value.shape) for name, value in found.constants().items()} == {
+    assert {name: tuple(value.shape) for name, value in constants_of(found.program).items()} == {
         "model.top.weight": (1, 30),
         "model.top.bias": (1,),
     }
