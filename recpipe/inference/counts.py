@@ -34,14 +34,16 @@ def counts_of(program: ExportedProgram, lookups: Sequence[Lookup]) -> Alike:
     """What ``program`` asks for; ``UserError`` if it takes certain numbers of samples or rows alone."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     sizes = [nodes[str(name)].meta["val"].shape[0] for name in program.graph_signature.user_inputs]
-    every: list[set[_Member]] = [{_SAMPLES, _free(program, sizes[0], "samples")}]
+    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    ends = (sizes[0], output.args[0][0].meta["val"].shape[0])
+    every: list[set[_Member]] = [{_SAMPLES, _free(program, size, "samples")} for size in ends]
     inputs = iter(sizes[1:])
     for lookup in lookups:
         size = next(inputs)
         if lookup.sequence:
             ((feature, _),) = lookup.parts
             every.append({("feature", feature), _free(program, size, f"rows of '{shown(feature)}'")})
-            next(inputs)
+            every.append({_SAMPLES, _free(program, next(inputs), "samples")})
     single: tuple[str, ...] = ()
     aligned = []
     for members in _joined(every):

@@ -34,7 +34,8 @@ def golden_inputs(schema: Schema, alike: Alike | None = None) -> dict[str, torch
     for name in alike.single:
         lengths[names.index(name)] = 1
     for first, *others in alike.aligned:
-        lengths[[names.index(name) for name in others]] = lengths[names.index(first)]
+        for name in others:
+            lengths[names.index(name)] = lengths[names.index(first)]
     ids = []
     for feature, count in zip(schema.sparse, lengths.sum(1).tolist(), strict=True):
         own = torch.randint(0, feature.rows, (count,), generator=generator)

@@ -48,7 +48,15 @@ from recpipe.inference.inputs import dense_rule, id_hash, id_rule
 from recpipe.inference.layers import LowPrecisionLinear, in_float32, low_layers
 from recpipe.inference.manifest import compiled_for, is_package, versions, write_manifest
 from recpipe.inference.processor import InstructionSet, chosen_set
-from recpipe.inference.programs import DENSE, VNNI, Program, chosen_programs, needs_vnni, usable
+from recpipe.inference.programs import (
+    DENSE,
+    VNNI,
+    Program,
+    chosen_programs,
+    made_up_inputs,
+    needs_vnni,
+    usable,
+)
 from recpipe.inference.trained import Trained, open_trained, scored
 from recpipe.model.call import Called
 from recpipe.seams.compiled import compiler
@@ -270,7 +278,8 @@ def _write(folder: Path, parts: Parts, chosen: InstructionSet, dense: str) -> fl
     for program in parts.programs:
         program.save(folder)
     log.info("compiling for %s, which takes some seconds", chosen.name)
-    options = [option for program in used for option in program.compile(folder, chosen, _example(parts))]
+    example = (made_up_inputs(parts.content, 3), {})
+    options = [option for program in used for option in program.compile(folder, chosen, example)]
     if chosen.name == "avx512" and used[-1].low and needs_vnni(parts.content["layers"]):
         options.append(VNNI)
     content = {
@@ -316,17 +325,6 @@ def _drop_unused(folder: Path, compiled: Sequence[Program], chosen: Sequence[Map
         if program.compiled not in kept:
             for name in filter(None, (program.compiled, program.constants)):
                 (folder / name).unlink()
-
-
-def _example(parts: Parts) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs of the shapes that the program takes, which AOTInductor asks for."""
-    samples, tables = 3, parts.content["tables"]
-    inputs = []
-    for found in parts.content["lookups"]:
-        inputs.append(torch.zeros(samples, sum(tables[t]["dimension"] for _, t in found["parts"])))
-        if found["pooling"] == "none":
-            inputs.append(torch.ones(samples, dtype=torch.int64))
-    return ((torch.zeros(samples, len(parts.content["dense"]["names"])), inputs), {})
 
 
 @contextmanager
