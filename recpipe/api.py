@@ -243,6 +243,7 @@ def package(
     *,
     instruction_set: str | None = None,
     popularity: int | bool = False,
+    dense: str = "measured",
     quiet: bool = False,
 ) -> Path:
     """Write ``directory``: what a server needs of the model in ``checkpoint``, and nothing else. Returns its
@@ -257,16 +258,24 @@ def package(
             here.
         popularity: whether to count how often the training samples look up each row, for a server that has
             not all rows in memory; or in how many of them.
+        dense: of a quantized checkpoint with layers in low precision: ``measured``, these are used at the
+            batch sizes at which they are measured to be faster than float32; or ``low`` or ``float32`` alone.
         quiet: nothing goes to the terminal.
 
     ``UserError`` if there is no C++ compiler, or if the model cannot be packaged.
     """
     _prepare_process()
     from recpipe.inference.package import package_for
-    from recpipe.inference.popularity import wanted
 
-    samples = wanted(str(popularity))
-    return package_for(Path(checkpoint), Path(directory), model, instruction_set, not quiet, samples)
+    return package_for(
+        Path(checkpoint),
+        Path(directory),
+        model,
+        not quiet,
+        instruction_set=instruction_set,
+        dense=dense,
+        popularity=str(popularity),
+    )
 
 
 def quantize(

@@ -6,6 +6,9 @@
       dense.pt2               the dense part, compiled by AOTInductor: a zip file with a shared library
       dense.safetensors       its parameters
       program.pt2             the dense part as torch.export has it, to compile it for another processor
+      dense_low.pt2, program_low.pt2
+                              the same in low precision, of a checkpoint with such layers; dense.pt2 or
+                              dense_low.pt2 is left out where the other one is measured faster at every size
       tables/*.safetensors    "rows" uint8 [rows, bytes of a row]
       golden.safetensors      a batch and its scores
       popularity.safetensors  if asked for: how often training looked up each row
@@ -21,7 +24,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -39,70 +42,68 @@ from recpipe.common.sizes import readable_bytes
 from recpipe.data.dataset import Schema
 from recpipe.errors import UserError, shown
 from recpipe.inference import score
+from recpipe.inference.counts import Alike
 from recpipe.inference.export import DensePart, Table, export_dense
 from recpipe.inference.golden import as_batch, golden_inputs, tolerance, write_golden
 from recpipe.inference.inputs import dense_rule, id_hash, id_rule
+from recpipe.inference.layers import LowPrecisionLinear, in_float32, low_layers
 from recpipe.inference.manifest import compiled_for, is_package, versions, write_manifest
 from recpipe.inference.popularity import FILE as POPULARITY
 from recpipe.inference.popularity import lookups_in, wanted, write_lookups
 from recpipe.inference.processor import InstructionSet, chosen_set
+from recpipe.inference.programs import (
+    DENSE,
+    VNNI,
+    Program,
+    chosen_programs,
+    made_up_inputs,
+    needs_vnni,
+    usable,
+)
 from recpipe.inference.trained import Trained, open_trained, scored
 from recpipe.model.call import Called
-from recpipe.seams.compiled import compile_program, compiler
+from recpipe.seams.compiled import compiler
 from recpipe.tasks.process import prepare_process
 
 log = logging.getLogger("recpipe")
-PROGRAM, DENSE, CONSTANTS, GOLDEN, SCORE = (
-    "program.pt2",
-    "dense.pt2",
-    "dense.safetensors",
-    "golden.safetensors",
-    "score.py",
-)
+GOLDEN, SCORE = "golden.safetensors", "score.py"
+_MADE_ANEW = ("compiled", "programs", "measured", "golden", "files", "format", "schema")
+"""Parts of a manifest that are of one compilation."""
+WORDS = ("instruction_set", "dense", "popularity")
 
 
 @dataclass(frozen=True)
 class Parts:
     """What is written, from a checkpoint or from another package."""
 
-    program: ExportedProgram
-    constants: Mapping[str, torch.Tensor]
+    programs: list[Program]
+    """In float32, and then in low precision if the model has such layers."""
     content: dict[str, Any]
-    """The manifest without ``compiled``, ``golden`` and ``files``."""
+    """The manifest without ``compiled``, ``programs``, ``golden`` and ``files``."""
     write_tables: Callable[[Path], None]
     """Writes the tables, and popularity.safetensors if there is to be one, into the package."""
     golden: dict[str, torch.Tensor]
-    scores: torch.Tensor
-    """The golden batch's scores by the model that is packaged."""
-    bound: float
-    """How far the package's may be off."""
+    """The golden batch's inputs."""
 
 
 def package_command(words: Sequence[str]) -> int:
-    """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512] [popularity=true|SAMPLES]``."""
+    """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512] [dense=low|float32]
+    [popularity=true|SAMPLES]``."""
     options = dict(word.partition("=")[::2] for word in words[2:])
-    unknown = next((key for key in options if key not in ("instruction_set", "popularity")), None)
+    unknown = next((key for key in options if key not in WORDS), None)
     if unknown is not None:
-        raise UserError(
-            f"recpipe package has no {shown(unknown)}: it takes instruction_set=avx2 and popularity=true"
-        )
-    samples = wanted(options.get("popularity"))
+        raise UserError(f"recpipe package has no {shown(unknown)}: it has {', '.join(WORDS)}")
     prepare_process()
-    package_for(Path(words[0]), Path(words[1]), None, options.get("instruction_set"), True, samples)
+    package_for(Path(words[0]), Path(words[1]), None, True, **options)
     return 0
 
 
 def package_for(
-    checkpoint: Path,
-    directory: Path,
-    model: nn.Module | None,
-    instruction_set: str | None,
-    screen: bool,
-    popularity: int | None = None,
+    checkpoint: Path, directory: Path, model: nn.Module | None, screen: bool, **options: Any
 ) -> Path:
-    """``package``, which says on the terminal what it does if ``screen``."""
+    """``package`` with its ``options``, which says on the terminal what it does if ``screen``."""
     with alone(), quieted(), heard(None, screen=screen):
-        return package(checkpoint, directory, model, instruction_set, popularity)
+        return package(checkpoint, directory, model, **options)
 
 
 def package(
@@ -110,17 +111,23 @@ def package(
     directory: Path,
     model: nn.Module | None = None,
     instruction_set: str | None = None,
-    popularity: int | None = None,
+    dense: str = "measured",
+    popularity: str | None = None,
 ) -> Path:
     """Write the package ``directory`` of ``checkpoint``, or of the newest one in that folder; returns it.
 
     ``checkpoint`` may be a package too, whose dense part is then compiled anew. ``model``: the module, if
     training was given one in Python. ``instruction_set``: avx2 or avx512; None: the widest of this machine.
-    ``popularity``: how many training samples' lookups to count, 0: all; None: no counts. A package in
-    ``directory`` is replaced. ``UserError`` if there is no C++ compiler, if the model cannot be packaged, and
-    if the package does not score as the model does.
+    ``dense``: of a checkpoint with layers in low precision, ``low`` or ``float32`` uses one at every batch
+    size, ``measured`` the one that is faster there. ``popularity``: ``true``, or how many training samples'
+    lookups to count; None: no counts. A package in ``directory`` is replaced.
+
+    ``UserError`` if there is no C++ compiler, if the model cannot be packaged, and if the package does not
+    score as the model does.
     """
     chosen = chosen_set(instruction_set)
+    if dense not in DENSE:
+        raise UserError(f"dense={shown(dense)}: choose one of {', '.join(DENSE)}")
     if compiler() is None:
         raise UserError(
             "a package is compiled, and there is no C++ compiler here: install g++ (apt-get install g++), or "
@@ -129,14 +136,15 @@ def package(
     directory = directory.expanduser()
     _check_target(directory)
     checkpoint = checkpoint.expanduser()
+    samples = wanted(popularity)
     if is_package(checkpoint):
-        if popularity is not None:
+        if samples is not None:
             raise UserError(f"{checkpoint} is a package, without training data: leave out popularity=")
         parts = of_package(checkpoint)
     else:
-        parts = of_checkpoint(checkpoint, model, popularity)
+        parts = of_checkpoint(checkpoint, model, samples)
     with _beside(directory) as partial:
-        difference = _write(partial, parts, chosen)
+        difference = _write(partial, parts, chosen, dense)
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     log.info(
         "wrote %s: %s, golden scores within %.1e of the model's", directory, readable_bytes(size), difference
@@ -151,20 +159,29 @@ def _check_target(directory: Path) -> None:
         raise UserError(f"{directory} exists and is no package: name another directory, or remove it")
 
 
-def of_checkpoint(checkpoint: Path, model: nn.Module | None, popularity: int | None = None) -> Parts:
+def of_checkpoint(checkpoint: Path, model: nn.Module | None, samples: int | None = None) -> Parts:
     """What to write of a checkpoint, quantized or not; ``UserError`` if its model cannot be packaged."""
     trained = open_trained(checkpoint, model=model)
     schema, module, called = trained.schema, trained.model, trained.called
     log.info("exporting %s", type(module).__name__)
-    dense = export_dense(called, schema)
-    inputs, scores = made_up(called, schema)
+    lists = None if trained.preparation is None else trained.preparation.lists
+    with in_float32(module):
+        dense = export_dense(called, schema, lists)
+        inputs, scores = made_up(called, schema, dense.alike)
+    bound = tolerance(scores, trained.cfg.model.precision)
+    programs = [Program(dense.program, scores, bound)]
+    if low_layers(module):
+        (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
+        # A sound machine is no further off than the quantized scores are from those in float32.
+        bound = max(bound, float((found.scores - scores).abs().max()))
+        programs.append(Program(export_dense(called, schema, lists).program, found.scores, bound, low=True))
     files = {name: f"tables/{quote(name, safe='')}.safetensors" for name in dense.tables}
     content = _content(trained, called, dense, files)
     lookups = None
-    if popularity is not None:
+    if samples is not None:
         pairs = [pair for lookup in dense.lookups for pair in lookup.parts]
         ids = {name: table.ids for name, table in dense.tables.items()}
-        lookups, read = lookups_in(trained, ids, pairs, popularity)
+        lookups, read = lookups_in(trained, ids, pairs, samples)
         content["popularity"] = {"file": POPULARITY, "samples": read}
 
     def write_tables(folder: Path) -> None:
@@ -173,19 +190,18 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None, popularity: int | N
             write_lookups(folder / POPULARITY, lookups)
 
     return Parts(
-        dense.program,
-        dense.constants(),
+        programs,
         content,
         write_tables,
         inputs,
-        scores,
-        tolerance(scores, trained.cfg.model.precision),
     )
 
 
-def made_up(called: Called, schema: Schema) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def made_up(
+    called: Called, schema: Schema, alike: Alike | None = None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Made-up inputs, and the model's scores of them; dense values of one sign if it takes no others."""
-    inputs = golden_inputs(schema)
+    inputs = golden_inputs(schema, alike)
     for dense in (inputs["dense"], inputs["dense"].abs()):
         inputs["dense"] = dense
         (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
@@ -202,25 +218,36 @@ def of_package(directory: Path) -> Parts:
     one."""
     try:
         content = score.verified(directory)
-        program = torch.export.load(directory / PROGRAM)
     except score.PackageError as fault:
         raise UserError(str(fault)) from fault
-    except Exception as fault:
-        reason = (str(fault).splitlines() or [""])[0]
-        raise UserError(f"{directory / PROGRAM}: this torch cannot read it ({reason})") from fault
     golden = {name: value.clone() for name, value in score.tensors(directory / GOLDEN).items()}
     names = [table["file"] for table in content["tables"].values()]
     if "popularity" in content:
         names.append(content["popularity"]["file"])
-    bound = content["golden"]["tolerance"]
-    kept = {k: v for k, v in content.items() if k not in ("compiled", "golden", "files", "format", "schema")}
-    constants = {**program.state_dict, **program.constants}
+    kept = {k: v for k, v in content.items() if k not in _MADE_ANEW}
+    programs = [
+        Program(
+            _loaded(directory / found["file"]),
+            golden.pop(found["golden"]),
+            found["tolerance"],
+            found["low"],
+        )
+        for found in content["golden"]["programs"]
+    ]
 
     def copy_tables(folder: Path) -> None:
         for name in names:
             shutil.copyfile(directory / name, folder / name)
 
-    return Parts(program, constants, kept, copy_tables, golden, golden.pop("scores"), bound)
+    return Parts(programs, kept, copy_tables, golden)
+
+
+def _loaded(file: Path) -> ExportedProgram:
+    try:
+        return torch.export.load(file)
+    except Exception as fault:
+        reason = (str(fault).splitlines() or [""])[0]
+        raise UserError(f"{file}: this torch cannot read it ({reason})") from fault
 
 
 def _content(trained: Trained, called: Called, dense: DensePart, files: Mapping[str, str]) -> dict[str, Any]:
@@ -243,8 +270,22 @@ def _content(trained: Trained, called: Called, dense: DensePart, files: Mapping[
             name: {"rows": table.ids, "dimension": table.dim, "type": table.kind, "file": files[name]}
             for name, table in dense.tables.items()
         },
+        **_sequences(dense),
+        "layers": {
+            name: asdict(layer.layers[layer.kind])
+            for name, layer in called.module.named_modules()
+            if isinstance(layer, LowPrecisionLinear)
+        },
         "outputs": [{"name": name, "kind": task.kind} for name, task in called.tasks.items()],
     }
+
+
+def _sequences(dense: DensePart) -> dict[str, Any]:
+    """The numbers of ids that the dense part takes of features whose rows are not pooled."""
+    if not any(lookup.sequence for lookup in dense.lookups):
+        return {}
+    aligned = [list(group) for group in dense.alike.aligned]
+    return {"sequences": {"single": list(dense.alike.single), "aligned": aligned}}
 
 
 def _write_tables(folder: Path, tables: Mapping[str, Table], files: Mapping[str, str]) -> None:
@@ -255,58 +296,63 @@ def _write_tables(folder: Path, tables: Mapping[str, Table], files: Mapping[str,
         save_file(kept, folder / files[name], {"type": table.kind, "dim": str(table.dim)})
 
 
-def _write(folder: Path, parts: Parts, chosen: InstructionSet) -> float:
+def _write(folder: Path, parts: Parts, chosen: InstructionSet, dense: str) -> float:
     """Write all files into ``folder`` and score the golden batch with them; returns how far its scores are
     from the model's."""
+    used = usable(parts.programs, parts.content["layers"], dense, chosen)
     (folder / "tables").mkdir()
     parts.write_tables(folder)
     shutil.copyfile(Path(score.__file__), folder / SCORE)
-    example = parts.program.example_inputs
-    _save_program(parts.program, folder / PROGRAM)
+    for program in parts.programs:
+        program.save(folder)
     log.info("compiling for %s, which takes some seconds", chosen.name)
-    parts.program.example_inputs = example or _example(parts)
-    options = _compiled(parts.program, folder / DENSE, chosen)
-    constants = {name: value.detach().contiguous().clone() for name, value in parts.constants.items()}
-    save_file(constants, folder / CONSTANTS)
+    example = (made_up_inputs(parts.content, 3), {})
+    options = [option for program in used for option in program.compile(folder, chosen, example)]
+    if chosen.name == "avx512" and used[-1].low and needs_vnni(parts.content["layers"]):
+        options.append(VNNI)
     content = {
         **parts.content,
         "compiled": compiled_for(chosen, options),
-        "golden": {"file": GOLDEN, "samples": len(parts.scores), "tolerance": parts.bound, "threads": 1},
+        "programs": [program.about(0) for program in used],
+        "golden": _golden(parts),
     }
-    write_golden(folder / GOLDEN, parts.golden, parts.scores)
+    golden = {**parts.golden, **{program.golden: program.scores for program in parts.programs}}
+    write_golden(folder / GOLDEN, golden)
     write_manifest(folder, content)
     try:
         scorer = score.Scorer(folder)
     except score.PackageError as fault:
         raise UserError(f"the package does not score as the model does: {fault}") from fault
     # From here on the package's own scores are what other machines must get.
-    write_golden(folder / GOLDEN, parts.golden, scorer.golden_scores())
+    golden |= zip((program.golden for program in used), scorer.golden_scores(), strict=True)
+    write_golden(folder / GOLDEN, golden)
     content["golden"]["difference_to_model"] = scorer.difference
+    content["programs"], content["measured"] = chosen_programs(used, scorer)
+    _drop_unused(folder, used, content["programs"])
     write_manifest(folder, content)
     return scorer.difference
 
 
-def _save_program(program: ExportedProgram, file: Path) -> None:
-    """Write ``program`` without its example inputs, which torch would pickle."""
-    program.example_inputs = None
-    torch.export.save(program, file)
+def _golden(parts: Parts) -> dict[str, Any]:
+    """What the manifest says of the golden batch."""
+    return {
+        "file": GOLDEN,
+        "samples": len(parts.programs[0].scores),
+        "tolerance": parts.programs[0].bound,
+        "threads": 1,
+        "programs": [
+            {"file": p.file, "golden": p.golden, "tolerance": p.bound, "low": p.low} for p in parts.programs
+        ],
+    }
 
 
-def _example(parts: Parts) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs of the shapes that the program takes, which AOTInductor asks for."""
-    samples, tables = 3, parts.content["tables"]
-    widths = [sum(tables[t]["dimension"] for _, t in found["parts"]) for found in parts.content["lookups"]]
-    dense = torch.zeros(samples, len(parts.content["dense"]["names"]))
-    return ((dense, [torch.zeros(samples, width) for width in widths]), {})
-
-
-def _compiled(program: ExportedProgram, file: Path, chosen: InstructionSet) -> list[str]:
-    try:
-        return compile_program(program, file, chosen.march, chosen.width)
-    except Exception as fault:
-        lines = [line.strip() for line in str(fault).splitlines() if "error" in line.lower()]
-        reason = lines[0] if lines else str(fault).strip().partition("\n")[0]
-        raise UserError(f"AOTInductor cannot compile the model ({reason[:300]})") from fault
+def _drop_unused(folder: Path, compiled: Sequence[Program], chosen: Sequence[Mapping[str, Any]]) -> None:
+    """Remove the compiled files of programs that were not chosen."""
+    kept = [about["file"] for about in chosen]
+    for program in compiled:
+        if program.compiled not in kept:
+            for name in filter(None, (program.compiled, program.constants)):
+                (folder / name).unlink()
 
 
 @contextmanager
