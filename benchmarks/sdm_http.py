@@ -142,8 +142,10 @@ def newer(package: Path, share: float) -> Path:
     content = json.loads((folder / "manifest.json").read_text())
     kept = {key: value for key, value in content.items() if key not in ("format", "schema", "files")}
     golden = load_file(folder / "golden.safetensors")
-    write_manifest(folder, {**kept, "golden": {**kept["golden"], "tolerance": 1e9}})
-    save_file({**golden, "scores": Scorer(folder).golden_scores()}, folder / "golden.safetensors")
+    write_manifest(folder, {**kept, "programs": [{**own, "tolerance": 1e9} for own in kept["programs"]]})
+    scorer = Scorer(folder)
+    golden |= zip((own.about["golden"] for own in scorer.programs), scorer.golden_scores(), strict=True)
+    save_file(golden, folder / "golden.safetensors")
     write_manifest(folder, kept)
     return folder
 

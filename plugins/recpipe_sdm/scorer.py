@@ -26,8 +26,8 @@ class TieredLookup(Lookup):
         self.group, self.base = torch.tensor(groups), torch.tensor(bases)
         """Of each part: its table's group, -1 for one in DRAM, and the number of its row 0 there."""
         dims = {tables.about[table]["dimension"] for table in own}
-        self.width = dims.pop() if len(dims) == 1 else None
-        """Of each part's columns; None: they differ."""
+        self.width = dims.pop() if len(dims) == 1 and not self.sequence else None
+        """Of each part's sums; None: they differ, or rows are not pooled."""
         mean = found["pooling"] == "mean"
         self.numbers = torch.tensor(
             [
@@ -86,8 +86,8 @@ class TieredScorer(Scorer):
         earlier, self._earlier = self._earlier, None
         if earlier is None:
             return tiered_tables(self.directory, self.manifest["tables"], self.how)
-        for what in ("dense", "sparse", "lookups", "outputs"):
-            if self.manifest[what] != earlier.manifest[what]:
+        for what in ("dense", "sparse", "lookups", "outputs", "sequences"):
+            if self.manifest.get(what) != earlier.manifest.get(what):
                 raise UserError(
                     f"{self.directory}: its manifest's '{what}' is not as in the package that is served; "
                     "restart the server"
