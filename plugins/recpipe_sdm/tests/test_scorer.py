@@ -201,7 +201,7 @@ def test_sums_of_bags_that_come_again_have_the_same_bits(
             return sums(self, bags, version)
 
         monkeypatch.setattr(PooledBags, "sums", unverified)
-    how = Tiering(tmp_path, Amount(60_000, False), "user", pooled=Amount(10_000, False))
+    how = Tiering(tmp_path, Amount(80_000, False), "user", pooled=Amount(10_000, False))
     scorer = TieredScorer(packed, how)
     for package in (packed, trained_on):
         whole = Scorer(package)
