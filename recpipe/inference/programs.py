@@ -138,7 +138,7 @@ def chosen_programs(
     """The manifest's ``programs`` and what was measured to choose among them, of which ``scorer`` has all."""
     if len(programs) == 1:
         return [programs[0].about(0)], None
-    seconds = {program.compiled: [] for program in programs}
+    seconds: dict[str, list[float]] = {program.compiled: [] for program in programs}
     for samples in SAMPLES:
         for program, found in zip(programs, _seconds(scorer, samples), strict=True):
             seconds[program.compiled].append(found)

@@ -74,7 +74,11 @@ class Scorer:
 
     def scores(self, dense: torch.Tensor, pooled: "list[torch.Tensor]") -> torch.Tensor:
         """Scores float32 [B], from dense features and the rows that the lookups have pooled."""
-        return next(p for p in reversed(self.programs) if p.first <= len(dense))(dense, pooled)
+        return self.program_for(len(dense))(dense, pooled)
+
+    def program_for(self, samples: int) -> "Program":
+        """The program that scores batches of so many samples."""
+        return next(program for program in reversed(self.programs) if program.first <= samples)
 
     def check(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, samples: int) -> None:
         """``ValueError`` unless the inputs fit the manifest and each other."""
