@@ -28,7 +28,7 @@ from recpipe.inference.layers import (
     bfloat16_has_units,
     is_linear,
 )
-from recpipe.inference.lookup import LowPrecisionBags, RowType, bag_keys
+from recpipe.inference.lookup import LowPrecisionBags, LowPrecisionRows, LowPrecisionTables, RowType, bag_keys
 from recpipe.inference.quantized import put_rows, write_quantized
 from recpipe.inference.quantized_manifest import table_bytes
 from recpipe.inference.rows import (
@@ -104,6 +104,8 @@ __all__ = [
     "LookupCall",
     "LowPrecisionBags",
     "LowPrecisionLinear",
+    "LowPrecisionRows",
+    "LowPrecisionTables",
     "Lru",
     "Mark",
     "Meter",

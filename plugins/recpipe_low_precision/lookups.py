@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.kit import LowPrecisionBags, RowType
+from recpipe.kit import RowType
 from recpipe_low_precision.choices import FLOAT, Assignment, Choice
+from recpipe_low_precision.replay import Stub
 from recpipe_low_precision.slices import Slice
 
 ROUNDS = 7
@@ -44,10 +45,7 @@ def compare(slice_: Slice, assignment: Assignment) -> LookupSpeed:
     ways = [
         [
             _lookups(
-                stub.configs,
-                {name: chosen[table] for name, table in stub.tables.items()},
-                stub.asked,
-                stub.weighted,
+                stub, stub.configs, {name: chosen[table] for name, table in stub.tables.items()}, stub.asked
             )
             for stub in slice_.stubs
         ]
@@ -74,27 +72,25 @@ def seconds_of(
             asked = [features.permute(own) for features in stub.asked]
             table = stub.tables[config.name]
             allowed = [choice for choice in choices if may(table, choice)]
-            ways = [_lookups([config], {config.name: c}, asked, stub.weighted) for c in allowed]
+            ways = [_lookups(stub, [config], {config.name: c}, asked) for c in allowed]
             found |= {(table, c): time for c, time in zip(allowed, median_seconds(ways), strict=True)}
     return found
 
 
 def _lookups(
-    configs: Sequence[EmbeddingBagConfig],
-    choices: Mapping[str, Choice],
-    asked: Sequence[KeyedJaggedTensor],
-    weighted: bool,
+    stub: Stub, configs: Sequence[Any], choices: Mapping[str, Choice], asked: Sequence[KeyedJaggedTensor]
 ) -> Run:
-    """Looks up all that was ``asked`` in new tables; pruned ones are taken as whole."""
-    bags = LowPrecisionBags(
-        configs, {config.name: RowType(choices[config.name].kind) for config in configs}, weighted
+    """Looks up all that was ``asked`` in new tables of the collection that ``stub`` stands for; pruned ones
+    are taken as whole."""
+    tables = stub.low_precision(
+        configs, {config.name: RowType(choices[config.name].kind) for config in configs}
     )
     for config in configs:
-        bags.rows_of(config.name).fill_(FILLED)
+        tables.rows_of(config.name).fill_(FILLED)
 
     def run() -> None:
         for features in asked:
-            bags(features)
+            tables(features)
 
     return run
 

@@ -41,13 +41,22 @@ from recpipe.common.sizes import readable_bytes
 from recpipe.data.dataset import Schema
 from recpipe.errors import UserError, shown
 from recpipe.inference import score
+from recpipe.inference.counts import Alike
 from recpipe.inference.export import DensePart, Table, export_dense
 from recpipe.inference.golden import as_batch, golden_inputs, tolerance, write_golden
 from recpipe.inference.inputs import dense_rule, id_hash, id_rule
 from recpipe.inference.layers import LowPrecisionLinear, in_float32, low_layers
 from recpipe.inference.manifest import compiled_for, is_package, versions, write_manifest
 from recpipe.inference.processor import InstructionSet, chosen_set
-from recpipe.inference.programs import DENSE, VNNI, Program, chosen_programs, needs_vnni, usable
+from recpipe.inference.programs import (
+    DENSE,
+    VNNI,
+    Program,
+    chosen_programs,
+    made_up_inputs,
+    needs_vnni,
+    usable,
+)
 from recpipe.inference.trained import Trained, open_trained, scored
 from recpipe.model.call import Called
 from recpipe.seams.compiled import compiler
@@ -142,16 +151,17 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     trained = open_trained(checkpoint, model=model)
     schema, module, called = trained.schema, trained.model, trained.called
     log.info("exporting %s", type(module).__name__)
+    lists = None if trained.preparation is None else trained.preparation.lists
     with in_float32(module):
-        dense = export_dense(called, schema)
-        inputs, scores = made_up(called, schema)
+        dense = export_dense(called, schema, lists)
+        inputs, scores = made_up(called, schema, dense.alike)
     bound = tolerance(scores, trained.cfg.model.precision)
     programs = [Program(dense.program, scores, bound)]
     if low_layers(module):
         (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
         # A sound machine is no further off than the quantized scores are from those in float32.
         bound = max(bound, float((found.scores - scores).abs().max()))
-        programs.append(Program(export_dense(called, schema).program, found.scores, bound, low=True))
+        programs.append(Program(export_dense(called, schema, lists).program, found.scores, bound, low=True))
     files = {name: f"tables/{quote(name, safe='')}.safetensors" for name in dense.tables}
     return Parts(
         programs,
@@ -161,9 +171,11 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     )
 
 
-def made_up(called: Called, schema: Schema) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def made_up(
+    called: Called, schema: Schema, alike: Alike | None = None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Made-up inputs, and the model's scores of them; dense values of one sign if it takes no others."""
-    inputs = golden_inputs(schema)
+    inputs = golden_inputs(schema, alike)
     for dense in (inputs["dense"], inputs["dense"].abs()):
         inputs["dense"] = dense
         (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
@@ -230,6 +242,7 @@ def _content(trained: Trained, called: Called, dense: DensePart, files: Mapping[
             name: {"rows": table.ids, "dimension": table.dim, "type": table.kind, "file": files[name]}
             for name, table in dense.tables.items()
         },
+        **_sequences(dense),
         "layers": {
             name: asdict(layer.layers[layer.kind])
             for name, layer in called.module.named_modules()
@@ -237,6 +250,14 @@ def _content(trained: Trained, called: Called, dense: DensePart, files: Mapping[
         },
         "outputs": [{"name": name, "kind": task.kind} for name, task in called.tasks.items()],
     }
+
+
+def _sequences(dense: DensePart) -> dict[str, Any]:
+    """The numbers of ids that the dense part takes of features whose rows are not pooled."""
+    if not any(lookup.sequence for lookup in dense.lookups):
+        return {}
+    aligned = [list(group) for group in dense.alike.aligned]
+    return {"sequences": {"single": list(dense.alike.single), "aligned": aligned}}
 
 
 def _write_tables(folder: Path, tables: Mapping[str, Table], files: Mapping[str, str]) -> None:
@@ -257,7 +278,8 @@ def _write(folder: Path, parts: Parts, chosen: InstructionSet, dense: str) -> fl
     for program in parts.programs:
         program.save(folder)
     log.info("compiling for %s, which takes some seconds", chosen.name)
-    options = [option for program in used for option in program.compile(folder, chosen, _example(parts))]
+    example = (made_up_inputs(parts.content, 3), {})
+    options = [option for program in used for option in program.compile(folder, chosen, example)]
     if chosen.name == "avx512" and used[-1].low and needs_vnni(parts.content["layers"]):
         options.append(VNNI)
     content = {
@@ -303,14 +325,6 @@ def _drop_unused(folder: Path, compiled: Sequence[Program], chosen: Sequence[Map
         if program.compiled not in kept:
             for name in filter(None, (program.compiled, program.constants)):
                 (folder / name).unlink()
-
-
-def _example(parts: Parts) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs of the shapes that the program takes, which AOTInductor asks for."""
-    samples, tables = 3, parts.content["tables"]
-    widths = [sum(tables[t]["dimension"] for _, t in found["parts"]) for found in parts.content["lookups"]]
-    dense = torch.zeros(samples, len(parts.content["dense"]["names"]))
-    return ((dense, [torch.zeros(samples, width) for width in widths]), {})
 
 
 @contextmanager

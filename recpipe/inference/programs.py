@@ -19,6 +19,7 @@ from recpipe.inference import score
 from recpipe.inference.export import constants_of
 from recpipe.inference.layers import EIGHT_BITS
 from recpipe.inference.processor import InstructionSet
+from recpipe.inference.stand_ins import ROW_FOR_EACH_ID
 from recpipe.seams.compiled import compile_program
 from recpipe.seams.int8 import int8_adds_up
 
@@ -168,13 +169,7 @@ def first_that_pays(ratios: Sequence[float]) -> int | None:
 
 def _seconds(scorer: score.Scorer, samples: int) -> list[float]:
     """The time of one call of each program, by one thread: medians of interleaved rounds."""
-    manifest = scorer.manifest
-    widths = [
-        sum(manifest["tables"][t]["dimension"] for _, t in found["parts"]) for found in manifest["lookups"]
-    ]
-    draw = torch.Generator().manual_seed(0)
-    dense = torch.randn(samples, len(manifest["dense"]["names"]), generator=draw)
-    pooled = [torch.randn(samples, width, generator=draw) for width in widths]
+    dense, pooled = made_up_inputs(scorer.manifest, samples)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -187,6 +182,19 @@ def _seconds(scorer: score.Scorer, samples: int) -> list[float]:
     finally:
         torch.set_num_threads(threads)
     return [median(times) for times in zip(*rounds, strict=True)]
+
+
+def made_up_inputs(manifest: Mapping[str, Any], samples: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Inputs of the dense part: dense features, and what its lookups find, with one id for each sample where
+    rows are not pooled."""
+    draw, found = torch.Generator().manual_seed(0), []
+    dense = torch.randn(samples, len(manifest["dense"]["names"]), generator=draw)
+    for lookup in manifest["lookups"]:
+        width = sum(manifest["tables"][table]["dimension"] for _, table in lookup["parts"])
+        found.append(torch.randn(samples, width, generator=draw))
+        if lookup["pooling"] == ROW_FOR_EACH_ID:
+            found.append(torch.ones(samples, dtype=torch.int64))
+    return dense, found
 
 
 def _repeats(program: score.Program, dense: torch.Tensor, pooled: list[torch.Tensor]) -> int:

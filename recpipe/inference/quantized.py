@@ -36,7 +36,7 @@ from recpipe.common.saved import Damaged
 from recpipe.common.tensor_writer import new_tensors
 from recpipe.errors import UserError
 from recpipe.inference.layers import Layer, put_layers
-from recpipe.inference.lookup import LowPrecisionBags, RowType
+from recpipe.inference.lookup import LowPrecisionBags, LowPrecisionRows, RowType
 from recpipe.inference.quantized_manifest import (
     DENSE,
     FORMAT,
@@ -218,29 +218,18 @@ def _put_tables(model: nn.Module, path: str, directory: Path, manifest: Quantize
         old = model.get_submodule(path)
     except AttributeError:
         raise UserError(f"{directory} is of another model: the model has no '{path}'") from None
-    if not isinstance(old, EmbeddingBagCollection):
-        _fill_float(old, directory, tables)
-        return
-    sizes = {c.name: (c.num_embeddings, c.embedding_dim) for c in old.embedding_bag_configs()}
+    kinds = {own: RowType(t.type, t.kept) for own, (_, t) in tables.items()}
+    pooled = isinstance(old, EmbeddingBagCollection)
+    configs = old.embedding_bag_configs() if pooled else old.embedding_configs()
+    sizes = {c.name: (c.num_embeddings, c.embedding_dim) for c in configs}
     if sizes != {own: (t.rows, t.dim) for own, (_, t) in tables.items()}:
         raise UserError(f"{directory} is of another model: the tables of '{path}' differ")
-    new = LowPrecisionBags.of(old, {own: RowType(t.type, t.kept) for own, (_, t) in tables.items()})
+    new = LowPrecisionBags.of(old, kinds) if pooled else LowPrecisionRows.of(old, kinds)
     for own, (name, _) in tables.items():
         _read(directory / table_file(name), ROWS, new.rows_of(own))
         if len(new.places_of(own)):
             _read(directory / table_file(name), PLACES, new.places_of(own))
     replace_module(model, path, new)
-
-
-def _fill_float(
-    collection: nn.Module, directory: Path, tables: Mapping[str, tuple[str, QuantizedTable]]
-) -> None:
-    """Fill the tables of a collection that gives a row for each id; these are float32."""
-    for own, (name, table) in tables.items():
-        weight = collection.get_parameter(f"embeddings.{own}.weight").detach()
-        if table.type != "fp32" or tuple(weight.shape) != (table.rows, table.dim):
-            raise UserError(f"{directory} is of another model: its table '{name}' differs")
-        _read(directory / table_file(name), ROWS, weight.view(torch.uint8))
 
 
 def _read(file: Path, name: str, into: torch.Tensor) -> None:

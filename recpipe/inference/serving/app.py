@@ -45,17 +45,30 @@ class Server:
     """One package behind the open inference protocol.
 
     ``score`` and ``manifest``: a ``RequestScorer`` and its package's. ``name``: of the model in addresses.
+    ``several``: whether it is one of several processes, whose metrics are shown together.
     """
 
     def __init__(
-        self, score: Score, manifest: Mapping[str, Any], name: str, limits: Limits, bounds: Bounds
+        self,
+        score: Score,
+        manifest: Mapping[str, Any],
+        name: str,
+        limits: Limits,
+        bounds: Bounds,
+        several: bool = False,
     ) -> None:
         self.manifest, self.name, self.bounds = manifest, name, bounds
         self.outputs = [output["name"] for output in manifest["outputs"]]
         self.features = Features(manifest, bounds.samples)
         self.batcher = Batcher(score, limits)
-        self.metrics = Metrics(name, lambda: self.batcher.waiting)
+        self.metrics = Metrics(name, several)
         self.batcher.saw = self.metrics.saw
+
+    def use(self, score: Score, package: str) -> None:
+        """Score by ``score`` from the next batch on. It takes and gives what the one before did; the metrics
+        call it ``package``."""
+        self.batcher.score = score
+        self.metrics.serves(package)
 
     def app(self) -> Starlette:
         """The application for an ASGI server."""
@@ -128,6 +141,7 @@ class Server:
             response = _error(Refused(500, "fault", "the server failed; its log says why"))
         self.metrics.answers.labels(str(response.status_code)).inc()
         self.metrics.seconds.observe(perf_counter() - began)
+        self.metrics.queue.set(self.batcher.waiting)
         return response
 
     async def _scored(self, request: Request) -> Response:
