@@ -242,6 +242,7 @@ def package(
     model: nn.Module | None = None,
     *,
     instruction_set: str | None = None,
+    reference: bool | int = True,
     quiet: bool = False,
 ) -> Path:
     """Write ``directory``: what a server needs of the model in ``checkpoint``, and nothing else. Returns its
@@ -254,14 +255,18 @@ def package(
         model: the module, if training was given one in Python; its parameters are replaced.
         instruction_set: ``avx2``, or ``avx512`` where this machine has it; None: the widest that torch uses
             here.
+        reference: how many held-out samples of the checkpoint's own data are scored for the figures that a
+            server's monitor compares with; True: up to 200,000, False: none. Without the data there are none.
         quiet: nothing goes to the terminal.
 
     ``UserError`` if there is no C++ compiler, or if the model cannot be packaged.
     """
     _prepare_process()
     from recpipe.inference.package import package_for
+    from recpipe.inference.reference import wanted_samples
 
-    return package_for(Path(checkpoint), Path(directory), model, instruction_set, not quiet)
+    samples = wanted_samples(reference)
+    return package_for(Path(checkpoint), Path(directory), model, instruction_set, not quiet, samples)
 
 
 def quantize(

@@ -43,6 +43,7 @@ from recpipe.inference.golden import as_batch, golden_inputs, tolerance, write_g
 from recpipe.inference.inputs import dense_rule, id_hash, id_rule
 from recpipe.inference.manifest import compiled_for, is_package, versions, write_manifest
 from recpipe.inference.processor import InstructionSet, chosen_set
+from recpipe.inference.reference import MOST_SAMPLES, figures_of, wanted_samples
 from recpipe.inference.trained import Trained, open_trained, scored
 from recpipe.model.call import Called
 from recpipe.seams.compiled import compile_program, compiler
@@ -56,6 +57,7 @@ PROGRAM, DENSE, CONSTANTS, GOLDEN, SCORE = (
     "golden.safetensors",
     "score.py",
 )
+OPTIONS = ("instruction_set", "reference")
 
 
 @dataclass(frozen=True)
@@ -72,34 +74,47 @@ class Parts:
     """The golden batch's scores by the model that is packaged."""
     bound: float
     """How far the package's may be off."""
+    reference: Callable[[score.Scorer, int], dict[str, Any] | None] = lambda scorer, samples: None
+    """Figures of the package's scores of so many held-out samples, for ``recpipe serve``'s monitor."""
 
 
 def package_command(words: Sequence[str]) -> int:
-    """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512]``."""
+    """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512] [reference=false|SAMPLES]``."""
     options = dict(word.partition("=")[::2] for word in words[2:])
-    unknown = next((key for key in options if key != "instruction_set"), None)
+    unknown = next((key for key in options if key not in OPTIONS), None)
     if unknown is not None:
-        raise UserError(f"recpipe package has no {shown(unknown)}: it takes instruction_set=avx2 alone")
+        raise UserError(f"recpipe package has no {shown(unknown)}; it has {', '.join(OPTIONS)}")
+    samples = wanted_samples(options.get("reference", True))
     prepare_process()
-    package_for(Path(words[0]), Path(words[1]), None, options.get("instruction_set"), True)
+    package_for(Path(words[0]), Path(words[1]), None, options.get("instruction_set"), True, samples)
     return 0
 
 
 def package_for(
-    checkpoint: Path, directory: Path, model: nn.Module | None, instruction_set: str | None, screen: bool
+    checkpoint: Path,
+    directory: Path,
+    model: nn.Module | None,
+    instruction_set: str | None,
+    screen: bool,
+    reference: int = MOST_SAMPLES,
 ) -> Path:
     """``package``, which says on the terminal what it does if ``screen``."""
     with alone(), quieted(), heard(None, screen=screen):
-        return package(checkpoint, directory, model, instruction_set)
+        return package(checkpoint, directory, model, instruction_set, reference)
 
 
 def package(
-    checkpoint: Path, directory: Path, model: nn.Module | None = None, instruction_set: str | None = None
+    checkpoint: Path,
+    directory: Path,
+    model: nn.Module | None = None,
+    instruction_set: str | None = None,
+    reference: int = MOST_SAMPLES,
 ) -> Path:
     """Write the package ``directory`` of ``checkpoint``, or of the newest one in that folder; returns it.
 
     ``checkpoint`` may be a package too, whose dense part is then compiled anew. ``model``: the module, if
     training was given one in Python. ``instruction_set``: avx2 or avx512; None: the widest of this machine.
+    ``reference``: so many held-out samples are scored for the reference figures; 0: the package has none.
     A package in ``directory`` is replaced. ``UserError`` if there is no C++ compiler, if the model cannot be
     packaged, and if the package does not score as the model does.
     """
@@ -114,7 +129,7 @@ def package(
     checkpoint = checkpoint.expanduser()
     parts = of_package(checkpoint) if is_package(checkpoint) else of_checkpoint(checkpoint, model)
     with _beside(directory) as partial:
-        difference = _write(partial, parts, chosen)
+        difference = _write(partial, parts, chosen, reference)
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     log.info(
         "wrote %s: %s, golden scores within %.1e of the model's", directory, readable_bytes(size), difference
@@ -145,6 +160,7 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
         inputs,
         scores,
         tolerance(scores, trained.cfg.model.precision),
+        lambda scorer, samples: figures_of(trained, called.tasks, scorer, samples),
     )
 
 
@@ -218,7 +234,7 @@ def _write_tables(folder: Path, tables: Mapping[str, Table], files: Mapping[str,
         save_file(kept, folder / files[name], {"type": table.kind, "dim": str(table.dim)})
 
 
-def _write(folder: Path, parts: Parts, chosen: InstructionSet) -> float:
+def _write(folder: Path, parts: Parts, chosen: InstructionSet, reference: int) -> float:
     """Write all files into ``folder`` and score the golden batch with them; returns how far its scores are
     from the model's."""
     (folder / "tables").mkdir()
@@ -245,6 +261,10 @@ def _write(folder: Path, parts: Parts, chosen: InstructionSet) -> float:
     # From here on the package's own scores are what other machines must get.
     write_golden(folder / GOLDEN, parts.golden, scorer.golden_scores())
     content["golden"]["difference_to_model"] = scorer.difference
+    if not reference:
+        content.pop("reference", None)
+    elif (figures := parts.reference(scorer, reference)) is not None:
+        content["reference"] = figures
     write_manifest(folder, content)
     return scorer.difference
 
