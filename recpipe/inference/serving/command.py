@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from annotated_types import Ge, Interval
+from annotated_types import Ge, Gt, Interval
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -57,6 +57,12 @@ class ServeConfig:
     """Most samples of a request."""
     stop_seconds: Seconds = 10.0
     """Seconds that a stopping server gives the requests that it has."""
+    window: Annotated[int, Interval(ge=1000, le=10**8)] = 10_000
+    """The latest samples over which the monitor computes its figures."""
+    kept: Annotated[int, Interval(ge=1000, le=10**9)] = 1_000_000
+    """Samples of requests with an id whose scores are kept until their labels come."""
+    drift: Annotated[float, Gt(0)] = 0.2
+    """The population stability index above which the monitor says that scores or ids are off."""
 
 
 def serve_command(words: Sequence[str]) -> int:
@@ -110,12 +116,14 @@ def _serve(scorer: score.Scorer, directory: Path, config: ServeConfig, rows: Row
 
     from recpipe.inference.serving.app import Bounds, Server
     from recpipe.inference.serving.batcher import Limits
+    from recpipe.inference.serving.monitor import Watch
     from recpipe.inference.serving.shared import RequestScorer
 
     name = config.name or directory.resolve().name.partition(".")[0]
     limits = Limits(config.batch, config.wait_ms / 1e3, config.queue, config.deadline_ms / 1e3)
     bounds = Bounds(config.body_bytes, config.samples)
-    server = Server(RequestScorer(scorer), scorer.manifest, name, limits, bounds)
+    watch = Watch(config.window, config.kept, config.drift)
+    server = Server(RequestScorer(scorer), scorer.manifest, name, limits, bounds, watch)
     if rows is not None:
         server.metrics.show(rows.counted)
     listening = _listening(config)

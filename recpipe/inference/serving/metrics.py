@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from recpipe.inference.serving.gauges import Gauges
+from recpipe.inference.serving.monitor import Monitor
+
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 SAMPLES = (1, 4, 16, 64, 256, 1024, 4096)
 
@@ -47,6 +50,10 @@ class Metrics:
         for name in counted():
             gauge = Gauge(f"recpipe_{name}", "Counted by the plugin that keeps rows", registry=self._registry)
             gauge.set_function(lambda name=name: counted()[name])  # type: ignore[misc]
+
+    def watch(self, monitor: Monitor) -> None:
+        """Show what ``monitor`` says, too."""
+        self._registry.register(Gauges(monitor))
 
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""

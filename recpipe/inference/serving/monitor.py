@@ -1,0 +1,179 @@
+"""Watches a served model: its scores, its ids, and its quality as labels arrive, against the package's
+reference figures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.errors import shown
+from recpipe.inference import drift
+from recpipe.inference.serving import labels as later
+from recpipe.inference.serving.compared import Compared, compare, judged_labels
+from recpipe.inference.serving.errors import bad
+from recpipe.inference.serving.shared import Side
+from recpipe.inference.serving.windows import (
+    AGAIN,
+    JOINED,
+    LABELLED,
+    REFUSED,
+    SCORED,
+    TOTALLED,
+    UNKNOWN,
+    Kept,
+    Sizes,
+    Windows,
+)
+
+AT_ONCE = 64
+"""Requests whose labels are joined before others have their turn."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """How a served model is watched."""
+
+    window: int = 10_000
+    """The latest samples, scored or labelled, over which figures are computed, of each worker."""
+    kept: int = 1_000_000
+    """Samples of requests with an id whose scores are kept until their labels come, of each worker."""
+    drift: float = 0.2
+    """The population stability index above which scores or ids are said to be off."""
+    fresh: float = 5.0
+    """Seconds after which quality is computed anew."""
+
+
+class Monitor:
+    """What one worker sees of the model of ``manifest``, put together with what the others see.
+
+    ``shared``: the directory that workers share, and this one's number there; None: there are no others.
+    """
+
+    def __init__(
+        self, manifest: Mapping[str, Any], watch: Watch, shared: tuple[Path, int] | None = None
+    ) -> None:
+        self.manifest, self.watch = manifest, watch
+        self.tasks = {output["name"]: output["kind"] for output in manifest["outputs"]}
+        self._features = len(manifest["sparse"])
+        self._reference = manifest.get("reference")
+        sizes = Sizes(len(self.tasks), self._features, watch.window, watch.kept, drift.BINS)
+        self._shared = shared
+        self.mine = Windows(sizes, shared and shared[0] / f"{shared[1]}.windows")
+        self._others: dict[Path, Windows] = {}
+        self._lock, self._totalling = Lock(), Lock()
+        self._judged: tuple[int, float, dict[str, Any]] | None = None
+
+    def saw(self, sides: Sequence[Side], scores: NDArray[np.float32]) -> None:
+        """Take in a batch: its ids, and its scores [B] or [B, T]."""
+        each, first = np.zeros(self._features), np.zeros(self._features)
+        for side in sides:
+            lengths = side.lengths.numpy()
+            of_bags, features = lengths.reshape(len(side.features), -1), list(side.features)
+            if side.of_sample is None:
+                each[features] = own = of_bags.sum(axis=1)
+                first[features] = drift.first_rows(side.ids.numpy(), 1, own)
+                continue
+            shares = np.bincount(side.of_sample.numpy(), minlength=side.bags)
+            weights = np.repeat(np.tile(shares, len(features)), lengths)
+            each[features] = of_bags @ shares
+            first[features] = drift.first_rows(side.ids.numpy(), weights, of_bags.sum(axis=1))
+        columns = scores.reshape(len(scores), -1)
+        for start in range(0, len(columns), self.watch.window):
+            part = columns[start : start + self.watch.window]
+            heads, share = self.mine.heads, len(part) / len(columns)
+            if heads[SCORED] + len(part) - heads[TOTALLED] > self.watch.window:
+                self._total()
+            self.mine.add(part, each * share, first * share)
+
+    def keep(self, ident: str, scores: NDArray[np.float32]) -> None:
+        """Keep the scores [N, T] of the request ``ident`` for its labels."""
+        self.mine.keep(ident, scores)
+
+    def wrong_ids(self, counts: NDArray[np.int64]) -> None:
+        """Count ids out of range, ``counts`` [F] of each feature."""
+        self.mine.wrong += counts
+
+    def refused(self) -> None:
+        """Count a body of labels that could not be used."""
+        self.mine.posted[REFUSED] += 1
+
+    async def labelled(self, body: bytes) -> dict[str, int]:
+        """Join the labels in ``body`` with the scores that are kept, all of them or none. How many requests
+        were ``joined``, ``unknown`` (never seen here, or no longer kept), or joined ``again``, which changes
+        nothing; and the number of ``samples`` joined. ``Refused`` for a body that cannot be used."""
+        found: list[tuple[Kept, later.Labels]] = []
+        counts = dict.fromkeys(("joined", "unknown", "again", "samples"), 0)
+        windows = self._windows()
+        for number, entry in enumerate(later.listed(body)):
+            if number % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)
+            labels = later.read(entry, self.tasks)
+            kept = next(filter(None, (own.find(labels.id) for own in windows)), None)
+            if kept is None:
+                counts["unknown"] += 1
+                continue
+            if len(kept.scores) != len(labels.values):
+                raise bad(
+                    f"request '{shown(labels.id)}' has {len(kept.scores)} samples, and "
+                    f"{len(labels.values)} labels came for it"
+                )
+            found.append((kept, labels))
+        for kept, labels in found:
+            if kept.record["joined"][0]:
+                counts["again"] += 1
+                continue
+            kept.record["joined"] = 1
+            counts["joined"] += 1
+            counts["samples"] += len(labels.values)
+            self.mine.add_pairs(kept.scores, labels.values)
+        for place, name in ((JOINED, "joined"), (UNKNOWN, "unknown"), (AGAIN, "again")):
+            self.mine.posted[place] += counts[name]
+        return counts
+
+    def compared(self) -> Compared:
+        """All figures, of all workers, against the reference; takes some milliseconds, and some tenths of a
+        second when new labels have come. May be called from any thread."""
+        with self._lock:
+            windows = self._windows()
+            self._total()
+            return compare(self.manifest, self.watch.drift, windows, self._quality(windows))
+
+    def _quality(self, windows: Iterable[Windows]) -> dict[str, Any]:
+        """The figures of the labels that have come, computed anew from time to time."""
+        windows = list(windows)
+        labelled = sum(int(own.heads[LABELLED]) for own in windows)
+        if self._judged is not None:
+            known, when, figures = self._judged
+            if known == labelled or monotonic() < when + self.watch.fresh:
+                return figures
+        figures = judged_labels(self.tasks, [own.latest(LABELLED) for own in windows])
+        self._judged = labelled, monotonic(), figures
+        return figures
+
+    def _total(self) -> None:
+        """Bring this worker's totals up to date."""
+        with self._totalling:
+            scores = self.mine.not_totalled()
+            for n, (task, kind) in enumerate(self.tasks.items()):
+                own, total = scores[:, n], self.mine.totals[n]
+                inner = self._reference["tasks"][task]["edges"] if self._reference else []
+                total[: len(inner) + 1] += drift.histogram(own, inner)
+                total[-1] += np.nansum(drift.predictions(kind, own))
+
+    def _windows(self) -> list[Windows]:
+        """The arrays of all workers."""
+        if self._shared is None:
+            return [self.mine]
+        folder, number = self._shared
+        for file in sorted(folder.glob("*.windows")):
+            if file.stem != str(number) and file not in self._others:
+                self._others[file] = Windows(self.mine.sizes, file)
+        return [self.mine, *self._others.values()]
