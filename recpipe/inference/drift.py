@@ -71,4 +71,5 @@ def first_rows(ids: NDArray[np.int64], weights: NDArray[np.int64] | int, each: N
     """
     running = np.concatenate([[0], np.cumsum((ids == 0) * weights)])
     ends = np.cumsum(each)
-    return (running[ends] - running[ends - each]).astype(np.float64)
+    found: Floats = (running[ends] - running[ends - each]).astype(np.float64)
+    return found

@@ -19,7 +19,7 @@ from recpipe.inference.serving.monitor import Monitor, Watch
 from recpipe.inference.serving.shared import Side
 from recpipe.inference.serving.windows import SCORED, Sizes, Windows
 
-FRESH = Watch(fresh=0.0)
+WATCH = Watch()
 
 
 def drawn(samples: int, seed: int, shift: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
@@ -31,7 +31,7 @@ def drawn(samples: int, seed: int, shift: float = 0.0) -> tuple[np.ndarray, np.n
 
 
 def manifest(samples: int = 20_000) -> dict[str, Any]:
-    """Of a model with two features, of which ``b`` is row 0 in a tenth of its ids; with a reference."""
+    """Of a model with two features, of which ``b`` is row 0 in a tenth of its ids."""
     logits, clicks = drawn(samples, 0)
     inner = drift.edges(logits)
     task = {
@@ -67,7 +67,7 @@ def sides(samples: int, missing: float = 0.1, of_b: int = 2) -> list[Side]:
     return [Side((0, 1), torch.from_numpy(np.concatenate([a, b])), torch.from_numpy(lengths), samples)]
 
 
-def seen(logits: np.ndarray, watch: Watch = FRESH, about: Any = None, **ids: Any) -> Monitor:
+def seen(logits: np.ndarray, watch: Watch = WATCH, about: Any = None, **ids: Any) -> Monitor:
     """A monitor that has seen ``logits`` in batches of at most 512."""
     monitor = Monitor(about or manifest(), watch)
     for part in np.split(logits, range(512, len(logits), 512)):
@@ -137,7 +137,7 @@ def test_ids_that_candidates_share_count_for_each_of_them() -> None:
     repeated = Side((0, 1), torch.tensor([0, 1, 0, 1, 0, 0, 0, 3, 0]), torch.tensor([1] * 7 + [2]), 4)
     found = []
     for batch in ([shared, own], [repeated]):
-        monitor = Monitor(manifest(), FRESH)
+        monitor = Monitor(manifest(), WATCH)
         monitor.saw(batch, np.zeros(4, np.float32))
         found.append(monitor.compared().figures["ids"])
     assert found[0] == found[1]
@@ -146,7 +146,7 @@ def test_ids_that_candidates_share_count_for_each_of_them() -> None:
 
 
 def test_the_ids_window_forgets_too() -> None:
-    monitor = Monitor(manifest(), Watch(window=1600, fresh=0.0))
+    monitor = Monitor(manifest(), Watch(window=1600))
     for missing in (1.0, 0.0):
         for _ in range(16):
             monitor.saw(sides(100, missing), drawn(100, 1)[0])
@@ -215,7 +215,7 @@ def test_late_and_unknown_requests_are_counted_and_what_is_kept_is_bounded() -> 
 
 
 def test_an_id_that_comes_again_has_its_latest_scores() -> None:
-    monitor = Monitor(manifest(), FRESH)
+    monitor = Monitor(manifest(), WATCH)
     for value in (1.0, 2.0):
         monitor.keep("r", np.full((2, 1), value, np.float32))
     assert post(monitor, {"id": "r", "label": [0, 1]})["joined"] == 1
@@ -243,7 +243,7 @@ def test_an_id_that_comes_again_has_its_latest_scores() -> None:
     ],
 )
 def test_labels_that_cannot_be_used_are_a_line_and_change_nothing(body: bytes, says: str) -> None:
-    monitor = Monitor(manifest(), FRESH)
+    monitor = Monitor(manifest(), WATCH)
     for name in ("r", "good"):
         monitor.keep(name, np.zeros((2, 1), np.float32))
     with pytest.raises(Refused) as refused:
@@ -258,7 +258,7 @@ def test_labels_of_other_kinds_and_of_several_tasks() -> None:
     about = manifest()
     del about["reference"]
     about["outputs"] = [{"name": "buys", "kind": "counts"}, {"name": "price", "kind": "values"}]
-    monitor = Monitor(about, FRESH)
+    monitor = Monitor(about, WATCH)
     monitor.keep("r", np.array([[0.0, 2.0], [1.0, 4.0]], np.float32))
     for wrong in ({"buys": [0, -1], "price": [1, 1]}, {"buys": [0, 1], "price": [1, 1e39]}, [0, 1]):
         with pytest.raises(Refused):
@@ -271,14 +271,14 @@ def test_labels_of_other_kinds_and_of_several_tasks() -> None:
 
 def test_workers_see_what_the_others_saw_and_one_that_comes_back_goes_on(tmp_path: Path) -> None:
     logits, clicks = drawn(4000, 1)
-    first, second = (Monitor(manifest(), FRESH, (tmp_path, number)) for number in (0, 1))
+    first, second = (Monitor(manifest(), WATCH, (tmp_path, number)) for number in (0, 1))
     first.saw(sides(3000), logits[:3000])
     second.saw(sides(1000), logits[3000:])
     first.keep("r", logits[:2000, None])
     assert post(second, {"id": "r", "label": clicks[:2000].tolist()})["joined"] == 2000 // 2000
     assert post(first, {"id": "r", "label": clicks[:2000].tolist()})["again"] == 1
     second.wrong_ids(np.array([0, 2]))
-    again = Monitor(manifest(), FRESH, (tmp_path, 0))
+    again = Monitor(manifest(), WATCH, (tmp_path, 0))
     for monitor in (first, second, again):
         figures = monitor.compared().figures
         assert figures["samples"]["window"] == 4000
@@ -293,7 +293,7 @@ def test_workers_see_what_the_others_saw_and_one_that_comes_back_goes_on(tmp_pat
 
 def test_damaged_labels_never_fail_otherwise_than_refused() -> None:
     draw = random.Random(2)
-    monitor = Monitor(manifest(), FRESH)
+    monitor = Monitor(manifest(), WATCH)
     for name in "abc":
         monitor.keep(name, np.zeros((3, 1), np.float32))
     whole = json.dumps({"labels": [{"id": name, "label": [0, 1, None]} for name in "abc"]}).encode()

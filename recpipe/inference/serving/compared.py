@@ -47,9 +47,9 @@ def compare(
     reference = manifest.get("reference")
     scores = np.concatenate([own.latest(SCORED) for own in windows])
     outputs = {output["name"]: output["kind"] for output in manifest["outputs"]}
-    totals = sum(own.totals for own in windows)
+    totals = np.sum([own.totals for own in windows], axis=0)
     totalled = sum(int(own.heads[TOTALLED]) for own in windows)
-    posted = sum(own.posted for own in windows)
+    posted = np.sum([own.posted for own in windows], axis=0)
     figures: dict[str, Any] = {
         "samples": {
             "window": len(scores),
@@ -82,7 +82,7 @@ def compare(
 
 def judged_labels(tasks: Mapping[str, Kind], pairs: Sequence[NDArray[np.float32]]) -> dict[str, Any]:
     """The quality of scores whose labels have come, ``pairs`` [N, 2, T]: of each task's figures the value and
-    the ends of its 95% interval, as ``recpipe evaluate`` computes them."""
+    the ends of its 95% interval, as of ``judge``."""
     joined = np.concatenate(list(pairs))
     found: dict[str, Any] = {}
     samples: dict[str, int] = {}
@@ -90,7 +90,7 @@ def judged_labels(tasks: Mapping[str, Kind], pairs: Sequence[NDArray[np.float32]
         own = torch.from_numpy(joined[~np.isnan(joined[:, 1, n])][:, :, n])
         samples[task] = len(own)
         scores, labels = own[:, 0].contiguous(), own[:, 1].contiguous()
-        found[task] = judge(kind, labels, scores).to_dict()["figures"] if len(own) else {}
+        found[task] = judge(kind, labels, scores, quick=True).to_dict()["figures"] if len(own) else {}
     return {"samples": samples, "tasks": found}
 
 
@@ -126,8 +126,8 @@ def _of_scores(
 
 def _of_ids(manifest: Mapping[str, Any], windows: Sequence[Windows], reference: Any) -> dict[str, Any]:
     features = [feature["name"] for feature in manifest["sparse"]]
-    counted = sum(own.ids.sum(axis=0) for own in windows)
-    wrong = sum(own.wrong for own in windows)
+    counted = np.sum([own.ids.sum(axis=0) for own in windows], axis=0)
+    wrong = np.sum([own.wrong for own in windows], axis=0)
     samples, each, first = counted[0], counted[1 : 1 + len(features)], counted[1 + len(features) :]
     found = {}
     for n, name in enumerate(features):
@@ -169,8 +169,8 @@ def _said(figures: Mapping[str, Any], reference: Any, bound: float) -> tuple[lis
         if own["out_of_range"]:
             notes.append(f"{own['out_of_range']:,} ids of '{feature}' were out of range, and refused")
     for task, own in figures["labels"]["tasks"].items():
-        said, worse = _of_quality(task, figures["labels"]["samples"][task], own)
-        (off if worse else notes).extend(said)
+        lines, is_off = _of_quality(task, figures["labels"]["samples"][task], own)
+        (off if is_off else notes).extend(lines)
     return off, notes
 
 
@@ -215,7 +215,8 @@ def _of_feature(feature: str, own: Mapping[str, Any], bound: float) -> list[str]
 
 def _of_quality(task: str, samples: int, own: Mapping[str, Any]) -> tuple[list[str], bool]:
     """Figures whose interval does not touch the reference's are off, if they are worse."""
-    worse, others = [], []
+    worse: list[str] = []
+    others: list[str] = []
     for name, found in own.items():
         known = found["reference"]
         if name in _NOT_JUDGED or known is None or None in (found["low"], known["low"], found["value"]):

@@ -97,5 +97,6 @@ def _gauge(name: str, says: str, labels: tuple[str, ...]) -> GaugeMetricFamily:
 
 def _each(gauge: GaugeMetricFamily, labels: tuple[str, ...], found: Mapping[str, float | None]) -> None:
     for of in _OF:
-        if found.get(of) is not None:
-            gauge.add_metric((*labels, of), found[of])
+        value = found.get(of)
+        if value is not None:
+            gauge.add_metric((*labels, of), value)

@@ -4,11 +4,10 @@ reference figures."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -47,8 +46,6 @@ class Watch:
     """Samples of requests with an id whose scores are kept until their labels come, of each worker."""
     drift: float = 0.2
     """The population stability index above which scores or ids are said to be off."""
-    fresh: float = 5.0
-    """Seconds after which quality is computed anew."""
 
 
 class Monitor:
@@ -69,7 +66,7 @@ class Monitor:
         self.mine = Windows(sizes, shared and shared[0] / f"{shared[1]}.windows")
         self._others: dict[Path, Windows] = {}
         self._lock, self._totalling = Lock(), Lock()
-        self._judged: tuple[int, float, dict[str, Any]] | None = None
+        self._judged: tuple[int, dict[str, Any]] | None = None
 
     def saw(self, sides: Sequence[Side], scores: NDArray[np.float32]) -> None:
         """Take in a batch: its ids, and its scores [B] or [B, T]."""
@@ -139,24 +136,20 @@ class Monitor:
         return counts
 
     def compared(self) -> Compared:
-        """All figures, of all workers, against the reference; takes some milliseconds, and some tenths of a
-        second when new labels have come. May be called from any thread."""
+        """All figures, of all workers, against the reference, in some milliseconds. May be called from any
+        thread."""
         with self._lock:
             windows = self._windows()
             self._total()
             return compare(self.manifest, self.watch.drift, windows, self._quality(windows))
 
-    def _quality(self, windows: Iterable[Windows]) -> dict[str, Any]:
-        """The figures of the labels that have come, computed anew from time to time."""
-        windows = list(windows)
+    def _quality(self, windows: Sequence[Windows]) -> dict[str, Any]:
+        """The figures of the labels that have come, computed anew if there are new ones."""
         labelled = sum(int(own.heads[LABELLED]) for own in windows)
-        if self._judged is not None:
-            known, when, figures = self._judged
-            if known == labelled or monotonic() < when + self.watch.fresh:
-                return figures
-        figures = judged_labels(self.tasks, [own.latest(LABELLED) for own in windows])
-        self._judged = labelled, monotonic(), figures
-        return figures
+        if self._judged is None or self._judged[0] != labelled:
+            pairs = [own.latest(LABELLED) for own in windows]
+            self._judged = labelled, judged_labels(self.tasks, pairs)
+        return self._judged[1]
 
     def _total(self) -> None:
         """Bring this worker's totals up to date."""

@@ -170,4 +170,5 @@ def key_of(ident: str) -> int:
 
 
 def _bytes(shape: Sequence[int], kind: Any) -> int:
-    return -(-prod(shape) * np.dtype(kind).itemsize // 64) * 64
+    size: int = np.dtype(kind).itemsize
+    return -(-prod(shape) * size // 64) * 64
