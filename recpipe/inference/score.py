@@ -7,9 +7,11 @@ A package contains compiled code, which loading runs: load packages that you tru
 with manifest.json first, and the golden batch is scored before the first call returns.
 """
 
+import ctypes
 import hashlib
 import json
 import logging
+import mmap
 import os
 import platform
 import sys
@@ -32,10 +34,13 @@ class PackageError(Exception):
 class Scorer:
     """A package, checked and loaded. ``manifest``: its manifest.json. ``difference``: the largest difference
     of the golden batch's scores to those of the machine that made the package; 0 if they are equal bit by
-    bit."""
+    bit. ``mapped``: tables are the files themselves, mapped, so that processes share their memory; else
+    copies."""
 
-    def __init__(self, directory: "str | os.PathLike[str]" = Path(__file__).parent) -> None:
-        self.directory = Path(directory)
+    def __init__(
+        self, directory: "str | os.PathLike[str]" = Path(__file__).parent, mapped: bool = False
+    ) -> None:
+        self.directory, self.mapped = Path(directory), mapped
         self.manifest = verified(self.directory)
         check_processor(self.manifest["compiled"])
         self.rows = torch.tensor([feature["rows"] for feature in self.manifest["sparse"]])
@@ -52,7 +57,7 @@ class Scorer:
 
     def make_tables(self) -> "Tables":
         """All tables, in memory."""
-        return Tables(self.directory, self.manifest["tables"])
+        return Tables(self.directory, self.manifest["tables"], self.mapped)
 
     def lookup(self, found: "dict[str, Any]", features: "list[str] | None" = None) -> "Lookup":
         """A lookup by its description in the manifest, whose ids are those of these ``features``; None: of
@@ -127,18 +132,47 @@ class Scorer:
 
 
 class Tables:
-    """All tables in one buffer uint8, with the byte at which each begins."""
+    """All tables in one buffer uint8, with the byte at which each begins. ``mapped``: see ``Scorer``."""
 
-    def __init__(self, directory: Path, about: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, about: dict[str, Any], mapped: bool = False) -> None:
         self.about = about
         found = {name: tensors(directory / table["file"]) for name, table in about.items()}
         self.places = {name: table["places"].clone() for name, table in found.items() if "places" in table}
+        if mapped:
+            self.rows, begins = side_by_side([directory / table["file"] for table in about.values()])
+            self.starts = {
+                name: begin + found[name]["rows"].storage_offset()
+                for name, begin in zip(about, begins, strict=True)
+            }
+            return
         self.starts, end = {}, 0
         for name, table in found.items():
             self.starts[name], end = end, -(-(end + table["rows"].nbytes) // ALIGNMENT) * ALIGNMENT
         self.rows = torch.empty(end, dtype=torch.uint8)
         for name, table in found.items():
             self.rows[self.starts[name] :][: table["rows"].nbytes] = table["rows"].view(-1)
+
+
+def side_by_side(files: "list[Path]") -> "tuple[torch.Tensor, list[int]]":
+    """The files' bytes, mapped behind each other into one buffer uint8 that must not be written to, and where
+    each begins."""
+    begins, end = [], 0
+    for file in files:
+        begins.append(end)
+        end += -(-file.stat().st_size // mmap.PAGESIZE) * mmap.PAGESIZE
+    reserved = mmap.mmap(-1, end + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE)  # unmaps all of it in the end
+    buffer = torch.frombuffer(reserved, dtype=torch.uint8)
+    map_at = ctypes.CDLL(None, use_errno=True).mmap
+    map_at.restype, long = ctypes.c_void_p, ctypes.c_size_t
+    map_at.argtypes = (ctypes.c_void_p, long, ctypes.c_int, ctypes.c_int, ctypes.c_int, long)
+    fixed = 0x10  # MAP_FIXED: in the place of what is mapped there
+    for file, begin in zip(files, begins, strict=True):
+        place = buffer.data_ptr() + begin
+        with file.open("rb") as stream:
+            size, how = os.fstat(stream.fileno()).st_size, mmap.MAP_PRIVATE | fixed
+            if map_at(place, size, mmap.PROT_READ, how, stream.fileno(), 0) != place:
+                raise OSError(ctypes.get_errno(), f"cannot map {file}")
+    return buffer, begins
 
 
 class Lookup:

@@ -23,7 +23,7 @@ WATCH = Watch()
 
 
 def drawn(samples: int, seed: int, shift: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """Logits float32 [N], and clicks that have their probabilities; ``shift`` is added to the logits alone."""
+    """Logits float32 [N], and clicks that have their probabilities; ``shift`` is added to the logits."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(-1.5, 1.0, samples)
     clicks = rng.random(samples) < 1 / (1 + np.exp(-logits))
@@ -271,14 +271,14 @@ def test_labels_of_other_kinds_and_of_several_tasks() -> None:
 
 def test_workers_see_what_the_others_saw_and_one_that_comes_back_goes_on(tmp_path: Path) -> None:
     logits, clicks = drawn(4000, 1)
-    first, second = (Monitor(manifest(), WATCH, (tmp_path, number)) for number in (0, 1))
+    first, second = (Monitor(manifest(), Watch(folder=tmp_path, number=n)) for n in (0, 1))
     first.saw(sides(3000), logits[:3000])
     second.saw(sides(1000), logits[3000:])
     first.keep("r", logits[:2000, None])
     assert post(second, {"id": "r", "label": clicks[:2000].tolist()})["joined"] == 2000 // 2000
     assert post(first, {"id": "r", "label": clicks[:2000].tolist()})["again"] == 1
     second.wrong_ids(np.array([0, 2]))
-    again = Monitor(manifest(), WATCH, (tmp_path, 0))
+    again = Monitor(manifest(), Watch(folder=tmp_path))
     for monitor in (first, second, again):
         figures = monitor.compared().figures
         assert figures["samples"]["window"] == 4000

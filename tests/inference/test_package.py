@@ -32,6 +32,7 @@ from recpipe.inference.serving.shared import RequestScorer, Side
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import is_quantized, open_trained, scored
 from recpipe.seams.compiled import compiler
+from tests.inference.clients import Clients, children, mapped_bytes
 from tests.processes import ROOT, Child
 
 DATA = (
@@ -472,3 +473,67 @@ def test_in_a_new_environment_with_torch_and_fbgemm_alone(packed: Path, tmp_path
         env=own,
     )
     assert said.stdout.endswith("golden scores differ by 0.0e+00\n")
+
+
+def with_other_tables(packed: Path, directory: Path) -> Path:
+    """A package of the same inputs with other scores."""
+    shutil.copytree(packed, directory)
+    for file in (directory / "tables").iterdir():
+        save_file({name: value.flip(0).contiguous() for name, value in load_file(file).items()}, file)
+    sealed(directory, lambda manifest: manifest["golden"].update(tolerance=1e9))
+    return directory
+
+
+def replaced(directory: Path, other: Path) -> None:
+    """Put ``other`` in the place of ``directory``, as packaging does."""
+    directory.rename(directory.with_name("old"))
+    other.rename(directory)
+    shutil.rmtree(directory.with_name("old"))
+
+
+@needs_compiler
+def test_workers_answer_while_one_is_killed_and_while_a_new_package_comes(
+    packed: Path, copied: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+    other = with_other_tables(packed, tmp_path / "other.recpipe")
+    scorers = [score.Scorer(packed), score.Scorer(other)]
+    server = Child(tmp_path / "server", "serve", str(copied), "port=0", "workers=2")
+    try:
+        found = re.search(r"serving 'model' at (http\S+/v2/models/model); 2 workers", server.until("golden"))
+        assert found is not None
+        with Clients(found[1], scorers).asking() as clients:
+            for pid in children(server.pid):
+                in_memory, share = mapped_bytes(pid, copied / "tables")
+                assert in_memory >= sum(file.stat().st_size for file in (copied / "tables").iterdir()) / 2
+                assert share < 0.7 * in_memory
+            killed, kept = children(server.pid)
+            os.kill(killed, signal.SIGKILL)
+            server.until("worker 0 answers again")
+            assert clients.lost <= 6  # one for each connection that the killed one had
+            assert kept in children(server.pid)
+            lost, before = clients.lost, list(clients.by)
+            replaced(copied, other)
+            server.send(signal.SIGHUP)
+            server.until("now serving package")
+            (copied / "golden.safetensors").write_bytes(b"damaged")
+            server.send(signal.SIGHUP)
+            server.until("golden.safetensors is not as it was written")
+        address = f"{found[1].partition('/v2')[0]}/metrics"
+        metrics = urllib.request.urlopen(address, timeout=20).read().decode()
+        server.send(signal.SIGTERM)
+        assert server.ended().returncode == 0
+    finally:
+        server.kill()
+    assert not clients.wrong, clients.wrong[:5]
+    assert clients.lost == lost
+    assert before[0] > 0
+    assert before[1] == 0
+    assert clients.by[1] > 0
+    counted = re.search(r'recpipe_requests_total\{status="200"\} (\S+)', metrics)
+    assert counted is not None
+    assert sum(clients.by) <= float(counted[1]) <= sum(clients.by) + lost
+    assert re.findall(r'recpipe_reloads_total\{result="(\w+)"\} (\S+)', metrics) == [
+        ("done", "2.0"),
+        ("refused", "1.0"),
+    ]

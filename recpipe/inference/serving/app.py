@@ -46,6 +46,8 @@ class Server:
     """One package behind the open inference protocol.
 
     ``score`` and ``manifest``: a ``RequestScorer`` and its package's. ``name``: of the model in addresses.
+    ``several``: whether it is one of several processes, whose metrics are shown together. ``watch``: how the
+    model is watched.
     """
 
     def __init__(
@@ -55,16 +57,29 @@ class Server:
         name: str,
         limits: Limits,
         bounds: Bounds,
+        several: bool = False,
         watch: Watch | None = None,
     ) -> None:
         self.manifest, self.name, self.bounds = manifest, name, bounds
         self.outputs = [output["name"] for output in manifest["outputs"]]
         self.features = Features(manifest, bounds.samples)
         self.batcher = Batcher(score, limits)
-        self.metrics = Metrics(name, lambda: self.batcher.waiting)
-        self.monitor = Monitor(manifest, watch or Watch())
-        self.batcher.saw, self.batcher.scored = self.metrics.saw, self.monitor.saw
-        self.metrics.watch(self.monitor)
+        self.metrics = Metrics(name, lambda: self.monitor.compared(), several)
+        self.batcher.saw = self.metrics.saw
+        self.watch = watch or Watch()
+        self.monitor = Monitor(manifest, self.watch)
+        self.batcher.scored = self.monitor.saw
+
+    def use(self, score: Score, manifest: Mapping[str, Any], package: str) -> None:
+        """Score by ``score`` of another package with this ``manifest`` from the next batch on. It takes and
+        gives what the one before did; the metrics call it ``package``. It is watched anew."""
+        self.batcher.score = score
+        self.metrics.serves(package)
+        if manifest != self.manifest:
+            self.manifest = manifest
+            self.monitor.close()
+            self.monitor = Monitor(manifest, self.watch)
+            self.batcher.scored = self.monitor.saw
 
     def app(self) -> Starlette:
         """The application for an ASGI server."""
@@ -161,6 +176,7 @@ class Server:
             response = _error(Refused(500, "fault", "the server failed; its log says why"))
         self.metrics.answers.labels(str(response.status_code)).inc()
         self.metrics.seconds.observe(perf_counter() - began)
+        self.metrics.queue.set(self.batcher.waiting)
         return response
 
     async def _scored(self, request: Request) -> Response:

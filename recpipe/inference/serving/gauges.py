@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from recpipe.inference.serving.monitor import Monitor
+from recpipe.inference.serving.compared import Compared
 
 _OF = ("window", "since_start", "reference")
 
 
 class Gauges(Collector):
-    """Collects what ``monitor`` says whenever the metrics are read."""
+    """Collects what the monitor says whenever the metrics are read; ``compared`` gives that."""
 
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
+    def __init__(self, compared: Callable[[], Compared]) -> None:
+        self._compared = compared
 
     def describe(self) -> list[Metric]:
         """Nothing, so that registering computes no figures."""
@@ -26,7 +26,7 @@ class Gauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All figures that are defined."""
-        compared = self._monitor.compared()
+        compared = self._compared()
         figures = compared.figures
         yield GaugeMetricFamily("recpipe_monitor_off", "Findings of the monitor", value=len(compared.off))
         samples = _gauge("samples", "Samples that are compared", ("of",))

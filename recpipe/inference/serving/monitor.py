@@ -4,8 +4,10 @@ reference figures."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -46,27 +48,32 @@ class Watch:
     """Samples of requests with an id whose scores are kept until their labels come, of each worker."""
     drift: float = 0.2
     """The population stability index above which scores or ids are said to be off."""
+    folder: Path | None = None
+    """Where the workers of a server share what they see; None: there is one."""
+    number: int = 0
+    """This worker's."""
 
 
 class Monitor:
-    """What one worker sees of the model of ``manifest``, put together with what the others see.
+    """What one worker sees of the model of the package with ``manifest``, and what the others see of it."""
 
-    ``shared``: the directory that workers share, and this one's number there; None: there are no others.
-    """
-
-    def __init__(
-        self, manifest: Mapping[str, Any], watch: Watch, shared: tuple[Path, int] | None = None
-    ) -> None:
+    def __init__(self, manifest: Mapping[str, Any], watch: Watch) -> None:
         self.manifest, self.watch = manifest, watch
         self.tasks = {output["name"]: output["kind"] for output in manifest["outputs"]}
         self._features = len(manifest["sparse"])
         self._reference = manifest.get("reference")
         sizes = Sizes(len(self.tasks), self._features, watch.window, watch.kept, drift.BINS)
-        self._shared = shared
-        self.mine = Windows(sizes, shared and shared[0] / f"{shared[1]}.windows")
+        self._package = blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=8).hexdigest()
+        self._file = watch.folder and watch.folder / f"{self._package}.{watch.number}.windows"
+        self.mine = Windows(sizes, self._file)
         self._others: dict[Path, Windows] = {}
         self._lock, self._totalling = Lock(), Lock()
         self._judged: tuple[int, dict[str, Any]] | None = None
+
+    def close(self) -> None:
+        """Leave nothing behind for others."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
 
     def saw(self, sides: Sequence[Side], scores: NDArray[np.float32]) -> None:
         """Take in a batch: its ids, and its scores [B] or [B, T]."""
@@ -163,10 +170,8 @@ class Monitor:
 
     def _windows(self) -> list[Windows]:
         """The arrays of all workers."""
-        if self._shared is None:
-            return [self.mine]
-        folder, number = self._shared
-        for file in sorted(folder.glob("*.windows")):
-            if file.stem != str(number) and file not in self._others:
-                self._others[file] = Windows(self.mine.sizes, file)
+        if self.watch.folder is not None:
+            for file in sorted(self.watch.folder.glob(f"{self._package}.*.windows")):
+                if file != self._file and file not in self._others:
+                    self._others[file] = Windows(self.mine.sizes, file)
         return [self.mine, *self._others.values()]
