@@ -157,6 +157,14 @@ def chosen_programs(
     return ([low.about(0)] if first == 0 else [exact.about(0), low.about(SAMPLES[first])]), measured
 
 
+def use(scorer: score.Scorer, chosen: Sequence[Mapping[str, Any]]) -> None:
+    """Let ``scorer`` use its programs as a scorer of the ``chosen`` ones, of the manifest, does."""
+    made = {program.about["file"]: program for program in scorer.programs}
+    scorer.programs = [made[about["file"]] for about in chosen]
+    for program, about in zip(scorer.programs, chosen, strict=True):
+        program.about, program.first = about, about["from"]
+
+
 def first_that_pays(ratios: Sequence[float]) -> int | None:
     """From which batch size of ``SAMPLES`` on, by its place, low precision is faster at all of them."""
     found = None

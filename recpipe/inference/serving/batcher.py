@@ -55,6 +55,8 @@ class Batcher:
     score: Score
     limits: Limits
     saw: Callable[[int, int], None] = lambda requests, samples: None
+    scored: Callable[[Sequence[Side], Array], None] | None = None
+    """Called with each batch's ids and scores, after its requests have been answered."""
     _queue: deque[_Waiting] = field(default_factory=deque)
     _closing: bool = False
 
@@ -105,14 +107,19 @@ class Batcher:
                 continue
             self.saw(len(batch), sum(one.asked.samples for one in batch))
             try:
-                parts = await loop.run_in_executor(self._thread, self._scored, [one.asked for one in batch])
+                sides, scores = await loop.run_in_executor(
+                    self._thread, self._scored, [one.asked for one in batch]
+                )
             except Exception as fault:
                 for one in batch:
                     _fail(one, fault)
                 continue
-            for one, scores in zip(batch, parts, strict=True):
+            ends = np.cumsum([one.asked.samples for one in batch])
+            for one, own in zip(batch, np.split(scores, ends[:-1]), strict=True):
                 if not one.scores.done():  # the client may have gone
-                    one.scores.set_result(scores)
+                    one.scores.set_result(own)
+            if self.scored is not None:
+                loop.call_soon(self.scored, sides, scores)  # after those whom set_result wakes
 
     async def _fill(self) -> None:
         """Wait until the batch is full, or its first request has waited long enough."""
@@ -147,10 +154,9 @@ class Batcher:
             self._arrived.clear()
         return batch
 
-    def _scored(self, asked: list[Asked]) -> list[Array]:
-        scores = self.score(*together(asked)).numpy()
-        ends = np.cumsum([one.samples for one in asked])
-        return np.split(scores, ends[:-1])
+    def _scored(self, asked: list[Asked]) -> tuple[list[Side], Array]:
+        dense, sides = together(asked)
+        return sides, self.score(dense, sides).numpy()
 
 
 def _fail(one: _Waiting, fault: Exception) -> None:
