@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,15 +25,25 @@ Lookups = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Rows that were looked up (distinct, ascending, int64 [n]), and how often (int64 [n])."""
 
 
-def wanted(text: str | None) -> int | None:
+def wanted(word: str | bool | int) -> int | None:
     """The number of samples that ``popularity=`` asks for; 0: all of them, None: no counts."""
-    if text is None or text.lower() == "false":
+    text = str(word)
+    if text.lower() == "false":
         return None
     if text.lower() == "true":
         return 0
     if text.isascii() and text.isdecimal() and 0 < int(text) < 2**62:
         return int(text)
     raise UserError(f"popularity={shown(text)}: give true, or how many training samples to read")
+
+
+def write_popularity(
+    trained: Trained, tables: Mapping[str, int], parts: Sequence[tuple[str, str]], folder: Path, samples: int
+) -> dict[str, Any]:
+    """Count (``lookups_in``) and write the file of a package in ``folder``; what its manifest says of it."""
+    lookups, read = lookups_in(trained, tables, parts, samples)
+    write_lookups(folder / FILE, lookups)
+    return {"file": FILE, "samples": read}
 
 
 def lookups_in(

@@ -80,7 +80,11 @@ class Scorer:
     def scores(self, dense: torch.Tensor, found: "list[torch.Tensor]") -> torch.Tensor:
         """Scores float32 [B], from dense features and what the lookups have found: of each its pooled rows,
         or its rows and then their numbers for each sample."""
-        return next(p for p in reversed(self.programs) if p.first <= len(dense))(dense, found)
+        return self.program_for(len(dense))(dense, found)
+
+    def program_for(self, samples: int) -> "Program":
+        """The program that scores batches of so many samples."""
+        return next(program for program in reversed(self.programs) if program.first <= samples)
 
     def check(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, samples: int) -> None:
         """``ValueError`` unless the inputs fit the manifest and each other."""

@@ -39,7 +39,7 @@ def test_all_samples_and_some(answers: Answers, tmp_path: Path) -> None:
 
 
 def test_what_can_be_asked_for() -> None:
-    assert [wanted(text) for text in (None, "false", "False", "true", "True", "5000")] == [None] * 3 + [
+    assert [wanted(text) for text in (False, "false", "False", True, "true", 5000, "5000")] == [None] * 3 + [
         0,
         0,
         5000,

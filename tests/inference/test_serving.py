@@ -21,7 +21,7 @@ from recpipe.inference.serving.batcher import Batcher, Limits
 from recpipe.inference.serving.errors import Refused
 from recpipe.inference.serving.features import Asked, Bags
 from recpipe.inference.serving.shared import Side
-from tests.inference.test_protocol import DENSE, A, B, body
+from tests.inference.test_protocol import DENSE, A, B, body, tensor
 
 uvicorn = pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
@@ -143,6 +143,35 @@ def test_wrong_requests_get_a_status_and_a_line_and_are_counted(
     assert set(json.loads(said)) == {"error"}
     assert counted() == before + 1
     assert ask(port, "POST", INFER, body(DENSE, A, B))[0] == 200
+
+
+def test_labels_by_http_and_what_the_monitor_and_the_metrics_say_then() -> None:
+    wrong = tensor("a", "INT64", [2], [50, -1])
+    with served() as (port, _):
+        ask(port, "POST", INFER, body(DENSE, wrong, B))
+        ask(port, "POST", INFER, body(DENSE, A, B, id="r1"))
+        posted = json.dumps({"labels": [{"id": "r1", "label": [0, 1]}, {"id": "r2", "label": [1]}]}).encode()
+        status, said = ask(port, "POST", "/v2/models/m/labels", posted)
+        assert (status, json.loads(said)) == (200, {"joined": 1, "unknown": 1, "again": 0, "samples": 2})
+        for path, data, refused in (
+            ("/v2/models/m/labels", b"{", 400),
+            ("/v2/models/m/labels", posted.replace(b"[0, 1]", b"[0, 1, 1]"), 400),
+            ("/v2/models/n/labels", posted, 404),
+        ):
+            status, said = ask(port, "POST", path, data)
+            assert (status, set(json.loads(said))) == (refused, {"error"})
+        assert ask(port, "GET", "/v2/models/n/monitor")[0] == 404
+        page = json.loads(ask(port, "GET", "/v2/models/m/monitor")[1])
+        assert page["samples"] == {"window": 2, "since_start": 2, "reference": None}
+        assert page["ids"]["a"]["out_of_range"] == 2
+        assert page["labels"]["requests"] == {"joined": 1, "unknown": 1, "again": 0}
+        assert page["labels"]["tasks"]["score"]["auc"]["value"] == 1.0
+        metrics = ask(port, "GET", "/metrics")[1].decode().splitlines()
+    assert 'recpipe_monitor_ids_out_of_range_total{feature="a"} 2.0' in metrics
+    assert 'recpipe_monitor_ids_out_of_range_total{feature="b"} 0.0' in metrics
+    assert 'recpipe_monitor_labels_total{result="unknown"} 1.0' in metrics
+    assert "recpipe_monitor_refused_posts_total 3.0" in metrics
+    assert 'recpipe_monitor_quality{figure="auc",of="window",task="score"} 1.0' in metrics
 
 
 def test_a_body_without_a_length_is_cut_off_at_the_limit_too(port: int) -> None:

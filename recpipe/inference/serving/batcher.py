@@ -63,6 +63,8 @@ class Batcher:
     score: Score
     limits: Limits
     saw: Callable[[int, int], None] = lambda requests, samples: None
+    scored: Callable[[Sequence[Side], Array], None] | None = None
+    """Called with each batch's ids and scores, after its requests have been answered."""
     _queue: deque[_Waiting] = field(default_factory=deque)
     _closing: bool = False
     _busy: bool = False
@@ -125,9 +127,10 @@ class Batcher:
 
     async def _answer(self, batch: list[_Waiting]) -> None:
         """Score a batch; if that fails, each of its requests, so that one's fault is not another's."""
+        loop = asyncio.get_running_loop()
         asked = [one.asked for one in batch]
         try:
-            parts = await asyncio.get_running_loop().run_in_executor(self._thread, self._scored, asked)
+            sides, scores = await loop.run_in_executor(self._thread, self._scored, asked)
         except Exception as fault:
             if len(batch) == 1:
                 _fail(batch[0], fault)
@@ -135,9 +138,12 @@ class Batcher:
             for one in batch:
                 await self._answer([one])
             return
-        for one, scores in zip(batch, parts, strict=True):
+        ends = np.cumsum([one.samples for one in asked])
+        for one, own in zip(batch, np.split(scores, ends[:-1]), strict=True):
             if not one.scores.done():  # the client may have gone
-                one.scores.set_result(scores)
+                one.scores.set_result(own)
+        if self.scored is not None:
+            loop.call_soon(self.scored, sides, scores)  # after those whom set_result wakes
 
     async def _read(self) -> None:
         """While a batch is scored, have the rows read of the requests that wait for the next one."""
@@ -204,10 +210,9 @@ class Batcher:
             self._arrived.clear()
         return batch
 
-    def _scored(self, asked: list[Asked]) -> list[Array]:
-        scores = self.score(*together(asked)).numpy()
-        ends = np.cumsum([one.samples for one in asked])
-        return np.split(scores, ends[:-1])
+    def _scored(self, asked: list[Asked]) -> tuple[list[Side], Array]:
+        dense, sides = together(asked)
+        return sides, self.score(dense, sides).numpy()
 
 
 def _fail(one: _Waiting, fault: Exception) -> None:
