@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +51,8 @@ SAMPLES, ZIPF = 20_000, 1.05
 TOGETHER = 8
 """Requests of a batch."""
 CONNECTIONS = 24
+RECENT = 1000
+"""Users among whom one asks again."""
 WORDS = (
     "data=parquet",
     "data.label=click",
@@ -68,8 +71,10 @@ WORDS = (
 class Drawn:
     """Ids of users and candidates."""
 
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(0)
+    def __init__(self, repeat: float = 0.0) -> None:
+        self.rng, self.repeat = np.random.default_rng(0), repeat
+        self.before: deque[list[NDArray[np.int64]]] = deque(maxlen=RECENT)
+        """The users of the last requests."""
         popularity = np.arange(1, USER_ROWS + 1, dtype=np.float64) ** -ZIPF
         self.cumulative = np.cumsum(popularity / popularity.sum())
         self.row_of_rank = [self.rng.permutation(USER_ROWS) for _ in range(USERS)]
@@ -83,9 +88,15 @@ class Drawn:
         return found
 
     def requests(self, count: int) -> list[bytes]:
-        """Whole HTTP requests."""
-        users = self.users(count)
-        return [self._request([own[n] for own in users]) for n in range(count)]
+        """Whole HTTP requests; of a share of them the user has asked before."""
+        users, found = self.users(count), []
+        for n in range(count):
+            user = [own[n] for own in users]
+            if self.before and self.rng.random() < self.repeat:
+                user = self.before[int(self.rng.integers(len(self.before)))]
+            self.before.append(user)
+            found.append(self._request(user))
+        return found
 
     def _request(self, user: list[NDArray[np.int64]]) -> bytes:
         items = self.rng.integers(0, ITEM_ROWS, CANDIDATES)
@@ -227,12 +238,13 @@ class Side:
 def compared(share: float, package: Path, dram: Served, drawn: Drawn, options: argparse.Namespace) -> Side:
     """Both servers in turn."""
     words = (f"plugins.sdm.dram={share:%}", "plugins.sdm.tables=user*")
-    with Served(package, "+plugin=sdm", *words, f"plugins.sdm.admission={options.admission}") as ssd:
+    words += (f"plugins.sdm.admission={options.admission}", f"plugins.sdm.pooled={options.pooled}")
+    with Served(package, "+plugin=sdm", *words) as ssd:
         print(ssd.said.strip(), ssd.memory, flush=True)
         _require_equal(dram, ssd, drawn.requests(20))
         for _ in range(options.warm):
             ssd.load(drawn.requests(3000), options.seconds)
-        rates, tails, cpus = [], [], []
+        rates, tails, cpus, answers = [], [], [], 0
         before = {
             name: ssd.counted(f"sdm_{name}") for name in ("lookups", "missed", "rows_read", "rows_read_ahead")
         }
@@ -244,9 +256,9 @@ def compared(share: float, package: Path, dram: Served, drawn: Drawn, options: a
                 rates.append(load.rate)
                 tails.append(load.percentile(99))
                 cpus.append((server.processor - start) / len(load.times))
+                answers += len(load.times) if server is ssd else 0
         moved = {name: ssd.counted(f"sdm_{name}") - value for name, value in before.items()}
     rate, tail, cpu = (np.array(found).reshape(-1, 2) for found in (rates, tails, cpus))
-    answers = moved["lookups"] / (USERS * POOLING)
     read = moved["rows_read"] / answers
     io_cpu, iops = disk(options.work, max(1, round(read * TOGETHER)))
     own = float(np.median(cpu[:, 0]))
@@ -343,6 +355,10 @@ def main(words: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="of a round on each side")
     parser.add_argument("--warm", type=int, default=1, help="rounds before the first that counts")
     parser.add_argument("--work", type=Path, default=Path("sdm-http"), help="on the disk; kept")
+    parser.add_argument(
+        "--repeat", type=float, default=0.0, help="share of requests of a user who comes again"
+    )
+    parser.add_argument("--pooled", default="0", help="plugins.sdm.pooled, such as 1%%")
     parser.add_argument("--update", action="store_true", help="let a newer package take over under load")
     parser.add_argument("--changed", type=float, default=0.1, help="share of the rows that differ in it")
     parser.add_argument("--make", action="store_true", help="make the package, and no more")
@@ -350,7 +366,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--plot", type=Path, help="write DRAM share against requests/s to this .svg")
     options = parser.parse_args(words)
     options.work.mkdir(parents=True, exist_ok=True)
-    drawn = Drawn()
+    drawn = Drawn(options.repeat)
     package = made(options.work, drawn)
     if options.make:
         return 0
