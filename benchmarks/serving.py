@@ -18,12 +18,13 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -214,6 +215,8 @@ def _running(sides: Sequence[Side], folder: Path) -> Iterator[None]:
     """All servers, stopped until they are asked."""
     try:
         for side in sides:
+            with socket.create_server(("127.0.0.1", side.port)):
+                pass  # an error here says that another server is left
             log = (folder / f"{side.port}.log").open("wb")
             environment = {**os.environ, "OMP_NUM_THREADS": "1", **side.environment}
             side.process = subprocess.Popen(
@@ -227,10 +230,9 @@ def _running(sides: Sequence[Side], folder: Path) -> Iterator[None]:
             if side.process is not None:
                 side.signal(signal.SIGCONT)
                 side.process.terminate()
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     side.process.wait(20)
-                except subprocess.TimeoutExpired:
-                    side.signal(signal.SIGKILL)
+                side.signal(signal.SIGKILL)  # LitServe's processes outlive its first one
 
 
 def _wait_for(side: Side, log: Path) -> None:

@@ -48,7 +48,9 @@ def supervised(
     notes.touch()
     started = [0]
 
-    def arguments(directory: Path, config: ServeConfig, name: str, sockets: list[int]) -> list[str]:
+    def arguments(
+        directory: Path, config: ServeConfig, name: str, number: int, sockets: list[int]
+    ) -> list[str]:
         started[0] += 1
         own = [str(sockets[1]), str(started[0]), str(notes)]
         return [sys.executable, "-S", "-E", "-c", BEGIN + script, *own]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from annotated_types import Ge, Interval
+from annotated_types import Ge, Gt, Interval
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -44,6 +44,12 @@ class ServeConfig:
     """Most samples of a request."""
     stop_seconds: Seconds = 10.0
     """Seconds that a stopping server gives the requests that it has."""
+    window: Annotated[int, Interval(ge=1000, le=10**8)] = 10_000
+    """The latest samples of a process over which the monitor computes its figures."""
+    kept: Annotated[int, Interval(ge=1000, le=10**9)] = 1_000_000
+    """Samples of requests with an id, in a process, whose scores are kept until their labels come."""
+    drift: Annotated[float, Gt(0)] = 0.2
+    """The population stability index above which the monitor says that scores or ids are off."""
 
 
 def serve_config(words: Sequence[str]) -> ServeConfig:

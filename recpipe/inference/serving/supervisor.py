@@ -130,7 +130,7 @@ class Supervisor:
         with its:
             # In a process group of its own: Ctrl-C reaches the supervisor, which stops all of them.
             slot.process = subprocess.Popen(
-                arguments(self.directory, self.config, self.name, sockets),
+                arguments(self.directory, self.config, self.name, slot.number, sockets),
                 pass_fds=sockets,
                 process_group=0,
                 env={**os.environ, DIRECTORY: str(self.folder)},
