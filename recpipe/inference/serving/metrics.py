@@ -85,13 +85,6 @@ class Metrics:
         own = CollectorRegistry()
         own.register(self._gauges)
         if not self._several:
-<<<<<<< HEAD
-            return generate_latest(self._registry)
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        return generate_latest(registry)
-=======
             return generate_latest(self._registry) + generate_latest(own)
-        MultiProcessCollector(own)
+        MultiProcessCollector(own)  # type: ignore[no-untyped-call]
         return generate_latest(own)
->>>>>>> w-sdm
