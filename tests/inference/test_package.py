@@ -588,6 +588,9 @@ def test_workers_answer_while_one_is_killed_and_while_a_new_package_comes(
             (copied / "golden.safetensors").write_bytes(b"damaged")
             server.send(signal.SIGHUP)
             server.until("golden.safetensors is not as it was written")
+            sealed(copied, lambda manifest: manifest["outputs"][0].update(name="other"))
+            server.send(signal.SIGHUP)
+            server.until("its manifest's 'outputs' differs, on which clients rely")
         address = f"{found[1].partition('/v2')[0]}/metrics"
         metrics = urllib.request.urlopen(address, timeout=20).read().decode()
         server.send(signal.SIGTERM)
@@ -604,7 +607,7 @@ def test_workers_answer_while_one_is_killed_and_while_a_new_package_comes(
     assert sum(clients.by) <= float(counted[1]) <= sum(clients.by) + lost
     assert re.findall(r'recpipe_reloads_total\{result="(\w+)"\} (\S+)', metrics) == [
         ("done", "2.0"),
-        ("refused", "1.0"),
+        ("refused", "2.0"),
     ]
 
 

@@ -28,7 +28,7 @@ from recpipe.common.console import alone, heard
 from recpipe.common.quiet import quieted
 from recpipe.errors import UserError
 from recpipe.inference import score
-from recpipe.inference.manifest import DIGEST
+from recpipe.inference.manifest import DIGEST, MANIFEST
 from recpipe.inference.serving.app import Bounds, Server
 from recpipe.inference.serving.batcher import Limits
 from recpipe.inference.serving.config import ServeConfig
@@ -175,14 +175,20 @@ class Worker:
 
     def _anew(self) -> Loaded:
         """The package as it is now; ``UserError`` unless clients can go on as before."""
+        with suppress(OSError, ValueError):  # loading it says what is wrong
+            # A plugin puts rows in the place of others while it loads them.
+            self._require_same(json.loads((self.directory / MANIFEST).read_text()))
         loaded = load(self.directory, self.rows, self.several)
+        self._require_same(loaded.scorer.manifest)
+        return loaded
+
+    def _require_same(self, manifest: dict[str, Any]) -> None:
         for what in ("dense", "sparse", "outputs"):
-            if loaded.scorer.manifest[what] != self.loaded.scorer.manifest[what]:
+            if manifest.get(what) != self.loaded.scorer.manifest[what]:
                 raise UserError(
                     f"{self.directory}: its manifest's '{what}' differs, on which clients rely: start a "
                     "server of its own for it"
                 )
-        return loaded
 
 
 def _say(channel: socket.socket, what: str, about: Loaded | str) -> None:
