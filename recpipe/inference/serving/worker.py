@@ -56,20 +56,25 @@ class Loaded:
 def load(directory: Path, rows: RowServer | None = None, mapped: bool = False) -> Loaded:
     """Load the package, once more if it was replaced meanwhile. ``UserError`` if it cannot be used."""
     while True:
-        try:
-            before = directory.stat()
-        except OSError as fault:
-            raise UserError(f"{directory}: {fault.strerror}") from fault
+        before = _identity(directory)
         try:
             scorer = score.Scorer(directory, mapped) if rows is None else rows.scorer(directory)
             digest = (directory / DIGEST).read_text()
-            if os.path.samestat(before, directory.stat()):
-                return Loaded(scorer, digest[:12])
         except (score.PackageError, OSError) as fault:
-            with suppress(OSError):
-                if not os.path.samestat(before, directory.stat()):
-                    continue
-            raise UserError(str(fault)) from fault
+            if _identity(directory) == before:
+                raise UserError(str(fault)) from fault
+        else:
+            if _identity(directory) == before:
+                return Loaded(scorer, digest[:12])
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """Which directory has this name now; None: there is none."""
+    try:
+        found = directory.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class Worker:
@@ -200,8 +205,8 @@ def _say(channel: socket.socket, what: str, about: Loaded | str) -> None:
 
 def arguments(directory: Path, config: ServeConfig, name: str, number: int, sockets: list[int]) -> list[str]:
     """The command that starts the worker ``number`` with these sockets' descriptors, as ``main`` reads it."""
-    about = {"directory": str(directory), "config": asdict(config), "name": name, "sockets": sockets}
-    about["number"] = number
+    about: dict[str, Any] = {"directory": str(directory), "config": asdict(config), "name": name}
+    about |= {"sockets": sockets, "number": number}
     return [sys.executable, "-m", "recpipe.inference.serving.worker", json.dumps(about)]
 
 
