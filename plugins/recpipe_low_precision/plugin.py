@@ -53,7 +53,7 @@ Share = Annotated[float, Interval(gt=0, lt=1)]
 class LowPrecision(Plugin, ModelQuantizer):
     """Types for a finished model's tables and layers under a bound on the loss of NE (2021)."""
 
-    api = (2, 2)
+    api = (2, 3)
 
     def __init__(
         self,
