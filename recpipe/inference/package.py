@@ -29,7 +29,6 @@ from typing import Any
 from urllib.parse import quote
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -42,8 +41,8 @@ from recpipe.data.dataset import Schema
 from recpipe.errors import UserError, shown
 from recpipe.inference import score
 from recpipe.inference.counts import Alike
-from recpipe.inference.export import DensePart, Table, export_dense
-from recpipe.inference.golden import as_batch, golden_inputs, tolerance, write_golden
+from recpipe.inference.export import DensePart, export_dense
+from recpipe.inference.golden import as_batch, golden_ids, golden_inputs, tolerance, write_golden
 from recpipe.inference.inputs import dense_rule, id_hash, id_rule
 from recpipe.inference.layers import LowPrecisionLinear, in_float32, low_layers
 from recpipe.inference.manifest import compiled_for, is_package, versions, write_manifest
@@ -57,6 +56,7 @@ from recpipe.inference.programs import (
     needs_vnni,
     usable,
 )
+from recpipe.inference.stored import stored
 from recpipe.inference.trained import Trained, open_trained, scored
 from recpipe.model.call import Called
 from recpipe.seams.compiled import compiler
@@ -149,26 +149,37 @@ def _check_target(directory: Path) -> None:
 def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     """What to write of a checkpoint, quantized or not; ``UserError`` if its model cannot be packaged."""
     trained = open_trained(checkpoint, model=model)
-    schema, module, called = trained.schema, trained.model, trained.called
+    schema, source = trained.schema, stored(trained)
+    called = source.called
+    module = called.module
     log.info("exporting %s", type(module).__name__)
     lists = None if trained.preparation is None else trained.preparation.lists
     with in_float32(module):
         dense = export_dense(called, schema, lists)
+    low = export_dense(called, schema, lists).program if low_layers(module) else None
+    # From here on the model has the golden batch's rows, and no others.
+    source.hold(golden_ids(schema, golden_inputs(schema, dense.alike)))
+    with in_float32(module):
         inputs, scores = made_up(called, schema, dense.alike)
     bound = tolerance(scores, trained.cfg.model.precision)
     programs = [Program(dense.program, scores, bound)]
-    if low_layers(module):
+    if low is not None:
         (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
         # A sound machine is no further off than the quantized scores are from those in float32.
         bound = max(bound, float((found.scores - scores).abs().max()))
-        programs.append(Program(export_dense(called, schema, lists).program, found.scores, bound, low=True))
-    files = {name: f"tables/{quote(name, safe='')}.safetensors" for name in dense.tables}
-    return Parts(
-        programs,
-        _content(trained, called, dense, files),
-        lambda folder: _write_tables(folder, dense.tables, files),
-        inputs,
-    )
+        programs.append(Program(low, found.scores, bound, low=True))
+    tables = {name: source.tables[table.collection, table.own] for name, table in dense.tables.items()}
+    content = _content(trained, called, dense, {name: table.kind for name, table in tables.items()})
+
+    def write_tables(folder: Path) -> None:
+        for name, table in tables.items():
+            table.write(folder / _file(name))
+
+    return Parts(programs, content, write_tables, inputs)
+
+
+def _file(table: str) -> str:
+    return f"tables/{quote(table, safe='')}.safetensors"
 
 
 def made_up(
@@ -222,7 +233,7 @@ def _loaded(file: Path) -> ExportedProgram:
         raise UserError(f"{file}: this torch cannot read it ({reason})") from fault
 
 
-def _content(trained: Trained, called: Called, dense: DensePart, files: Mapping[str, str]) -> dict[str, Any]:
+def _content(trained: Trained, called: Called, dense: DensePart, kinds: Mapping[str, str]) -> dict[str, Any]:
     schema, source = trained.schema, trained.cfg.data.name
     return {
         "versions": versions(),
@@ -239,7 +250,7 @@ def _content(trained: Trained, called: Called, dense: DensePart, files: Mapping[
             for lookup in dense.lookups
         ],
         "tables": {
-            name: {"rows": table.ids, "dimension": table.dim, "type": table.kind, "file": files[name]}
+            name: {"rows": table.ids, "dimension": table.dim, "type": kinds[name], "file": _file(name)}
             for name, table in dense.tables.items()
         },
         **_sequences(dense),
@@ -258,14 +269,6 @@ def _sequences(dense: DensePart) -> dict[str, Any]:
         return {}
     aligned = [list(group) for group in dense.alike.aligned]
     return {"sequences": {"single": list(dense.alike.single), "aligned": aligned}}
-
-
-def _write_tables(folder: Path, tables: Mapping[str, Table], files: Mapping[str, str]) -> None:
-    for name, table in tables.items():
-        kept = {"rows": table.rows.contiguous()}
-        if table.places is not None:
-            kept["places"] = table.places.contiguous()
-        save_file(kept, folder / files[name], {"type": table.kind, "dim": str(table.dim)})
 
 
 def _write(folder: Path, parts: Parts, chosen: InstructionSet, dense: str) -> float:
@@ -292,7 +295,7 @@ def _write(folder: Path, parts: Parts, chosen: InstructionSet, dense: str) -> fl
     write_golden(folder / GOLDEN, golden)
     write_manifest(folder, content)
     try:
-        scorer = score.Scorer(folder)
+        scorer = score.Scorer(folder, mapped=True)  # the tables may be larger than memory
     except score.PackageError as fault:
         raise UserError(f"the package does not score as the model does: {fault}") from fault
     # From here on the package's own scores are what other machines must get.
