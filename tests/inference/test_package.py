@@ -272,6 +272,8 @@ def test_offline_scores_with_the_package_are_a_servers_bit_by_bit(
     with pytest.raises(UserError, match="is of another checkpoint than .*: its step differ"):
         recpipe.predict(checkpoint, None, f"package={copied}", quiet=True)
     assert not is_quantized(packed)  # which has files of these names, too
+    with pytest.raises(UserError, match="model.recpipe is a package: name the checkpoint"):
+        open_trained(packed)
 
 
 @needs_compiler

@@ -191,8 +191,13 @@ def _say(channel: socket.socket, what: str, about: Loaded | str) -> None:
 
 def arguments(directory: Path, config: ServeConfig, name: str, number: int, sockets: list[int]) -> list[str]:
     """The command that starts the worker ``number`` with these sockets' descriptors, as ``main`` reads it."""
-    about = {"directory": str(directory), "config": asdict(config), "name": name, "sockets": sockets}
-    about["number"] = number
+    about = {
+        "directory": str(directory),
+        "config": asdict(config),
+        "name": name,
+        "number": number,
+        "sockets": sockets,
+    }
     return [sys.executable, "-m", "recpipe.inference.serving.worker", json.dumps(about)]
 
 
