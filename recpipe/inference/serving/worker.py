@@ -57,7 +57,9 @@ def load(directory: Path, rows: RowServer | None = None, mapped: bool = False) -
         try:
             before = directory.stat()
         except OSError as fault:
-            raise UserError(f"{directory}: {fault.strerror}") from fault
+            raise UserError(
+                f"{directory}: {fault.strerror}; make a package with 'recpipe package CHECKPOINT {directory}'"
+            ) from fault
         try:
             scorer = score.Scorer(directory, mapped) if rows is None else rows.scorer(directory)
             digest = (directory / DIGEST).read_text()
