@@ -63,9 +63,10 @@ def serve(directory: Path, config: ServeConfig, rows: RowServer | None = None) -
 
                 supervise(directory, config, name, listening, started)
             else:
-                from recpipe.inference.serving.worker import Worker
+                from recpipe.inference.serving.worker import BACKLOG, Worker
 
                 worker = Worker(directory, config, name, rows)
+                listening.listen(BACKLOG)  # clients may come as soon as it is said
                 started(f"{worker.loaded.scorer.difference:.1e}")
                 worker.run(listening)
     log.info("stopped")

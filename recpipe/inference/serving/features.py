@@ -64,6 +64,10 @@ class Features:
         self.rows: dict[str, int] = {feature["name"]: feature["rows"] for feature in manifest["sparse"]}
         self.most_samples = most_samples
         self._limits = np.array(list(self.rows.values()))
+        places = {name: place for place, name in enumerate(self.rows)}
+        sequences = manifest.get("sequences", {"single": [], "aligned": []})
+        self._single = [places[name] for name in sequences["single"]]
+        self._aligned = [[places[name] for name in group] for group in sequences["aligned"]]
         self._known = {name + end for name in self.rows for end in ("", LENGTHS)}
         if self.dense:
             self._known.add(DENSE)
@@ -83,6 +87,7 @@ class Features:
         self._require_rows(bags)
         dense = self._dense(inputs)
         samples = self._samples(bags, dense)
+        self._require_numbers(bags)
         if len(dense) != samples:
             dense = np.broadcast_to(dense, (samples, dense.shape[1]))
         return Asked(dense, bags, samples)
@@ -104,6 +109,18 @@ class Features:
         if total > self.most_samples * MOST_IDS:
             raise bad(f"the request has {total} ids, and {self.most_samples * MOST_IDS} is the most")
         return samples
+
+    def _require_numbers(self, bags: Sequence[Bags]) -> None:
+        """``Refused`` for another number of ids than the model needs of a feature."""
+        names = list(self.rows)
+        for place in self._single:
+            if np.any(np.asarray(bags[place].lengths) != 1):
+                raise bad(f"'{shown(names[place])}' has not one id for each sample, as the model needs")
+        for first, *others in self._aligned:
+            for other in others:
+                if np.any(np.asarray(bags[first].lengths) != np.asarray(bags[other].lengths)):
+                    mine, theirs = shown(names[other]), shown(names[first])
+                    raise bad(f"'{mine}' has not as many ids as '{theirs}' for each sample")
 
     def _require_rows(self, bags: Sequence[Bags]) -> None:
         """``Refused`` for an id that is not in its table; all of them are compared at once."""
