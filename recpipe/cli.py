@@ -14,7 +14,7 @@ from typing import NoReturn
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 from recpipe.commands import COMMANDS, listed
 from recpipe.common.quiet import calm_threads, quiet_libraries
-from recpipe.errors import ThroughHydra, UserError, shown
+from recpipe.errors import ThroughHydra, UserError, did_you_mean, shown
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 INTERRUPTED = 130
