@@ -1,10 +1,10 @@
-"""A dense part in float32, bfloat16 and int8, compiled as a package's: time of one call, one thread, interleaved.
+"""A dense part in float32, bfloat16 and int8, compiled as packages are: time of a call, one thread.
 
     python benchmarks/dense.py [--widths 2560 1024 256 32] [--samples 1 64 256 2048] [--rounds 15]
 
-The widths are those of RMC3's bottom MLP (Gupta et al. 2020). ``float32`` is what a package has, ``packed`` the
-same with weights packed for oneDNN. Layers in int8 have ranges from the inputs of 4,096 samples. With torchao,
-``pt2e`` is its X86InductorQuantizer's.
+The widths are those of RMC3's bottom MLP (Gupta et al. 2020). ``float32`` is what a package has, ``packed``
+the same with weights packed for oneDNN. Layers in int8 have ranges from the inputs of 4,096 samples. With
+torchao, ``pt2e`` is its X86InductorQuantizer's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,8 +35,9 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 
 def mlp(widths: list[int]) -> nn.Sequential:
     """Linear layers with ReLU behind each."""
-    pairs = zip(widths[:-1], widths[1:], strict=True)
-    return nn.Sequential(*[part for pair in pairs for part in (nn.Linear(*pair), nn.ReLU())]).eval()
+    return nn.Sequential(
+        *[part for pair in pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
+    ).eval()
 
 
 def low(model: nn.Sequential, kind: str, most: int) -> nn.Sequential:
@@ -133,9 +135,8 @@ def main() -> None:
             said = []
             for name, own in times.items():
                 ratios = [base / taken for base, taken in zip(times["float32"], own, strict=True)]
-                said.append(
-                    f"{name} {1e6 * median(own):.0f} us {median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-                )
+                spread = f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+                said.append(f"{name} {1e6 * median(own):.0f} us {spread}")
             print(f"{samples} samples: {'  '.join(said)}", flush=True)
 
 

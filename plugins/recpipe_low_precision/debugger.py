@@ -120,7 +120,9 @@ def _layers(slice_: Slice, low: Called) -> Iterator[Compared]:
         with torch.no_grad():
             made = module(*given)
         kind = module.kind if isinstance(module, LowPrecisionLinear) else FLOAT.kind
-        cut, used = _codes(given[0], module.layers["int8"]) if kind == "int8" else (None, None)
+        cut, used = None, None
+        if isinstance(module, LowPrecisionLinear) and kind == "int8":
+            cut, used = _codes(given[0], module.layers["int8"])
         whole = _apart(outputs[name], low_outputs[name])[0]
         yield Compared(name, kind, *_apart(outputs[name], made), cut, used, whole, layer=True)
 

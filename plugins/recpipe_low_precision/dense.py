@@ -55,6 +55,10 @@ class Linear:
         """Whether its error is within ``bound``, and it is faster where times decide."""
         return self.errors[choice.kind] <= bound and not self.slower(choice)
 
+    def kept(self, kind: str) -> tuple[Layer, torch.Tensor | None]:
+        """How it is computed as ``kind``, with its weights' scales in int8."""
+        return self.low.layers[kind], self.low.scales if kind == "int8" else None
+
     def slower(self, choice: Choice) -> bool:
         """Whether it is not faster than float32, where times decide."""
         return bool(self.seconds) and self.seconds[choice.kind] * PAYS > self.seconds[FLOAT.kind]

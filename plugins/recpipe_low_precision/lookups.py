@@ -63,7 +63,7 @@ def seconds_of(
 ) -> dict[tuple[str, Choice], float]:
     """Seconds that looking up the slice's ids takes for each table and each choice that it ``may`` have, in a
     table of full size."""
-    found = {}
+    found: dict[tuple[str, Choice], float] = {}
     for stub in slice_.stubs:
         first = 0
         for config in stub.configs:

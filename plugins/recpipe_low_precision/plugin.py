@@ -231,10 +231,10 @@ class Work:
     def _write(self, assignment: Assignment, linears: Mapping[str, Linear], chosen: Assignment) -> None:
         kinds = {table: choice.kind for table, choice in assignment.items()}
         kept = {table: self.used[table] for table, choice in assignment.items() if choice.pruned}
-        low = {linears[name]: choice.kind for name, choice in chosen.items() if choice != FLOAT}
         layers = {
-            linear.path: (linear.low.layers[kind], linear.low.scales if kind == "int8" else None)
-            for linear, kind in low.items()
+            linears[name].path: linears[name].kept(choice.kind)
+            for name, choice in chosen.items()
+            if choice != FLOAT
         }
         write_quantized(self.finished.quantized, self.source, kinds, kept, self._settings(), layers)
 

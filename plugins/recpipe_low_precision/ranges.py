@@ -48,7 +48,7 @@ class Inputs:
         width = (self.high - self.low) / BINS
         if not width > 0:
             return 1.0, 0
-        centres = self.low + width * (np.arange(BINS) + 0.5)
+        centres = (self.low + width * (np.arange(BINS) + 0.5)).astype(np.float64)
         best = (np.inf, 1.0, 0)
         for low in self.low * SHRINKS if self.low < 0 else [0.0]:
             for high in self.high * SHRINKS if self.high > 0 else [0.0]:

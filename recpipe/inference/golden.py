@@ -12,6 +12,7 @@ from recpipe.data.batch import Batch
 from recpipe.data.dataset import Schema
 from recpipe.inference.counts import Alike
 
+GOLDEN = "golden.safetensors"
 SAMPLES = 64
 _ONE_HOT = 48
 """So many samples have one id for each feature; the others have 0 to 3."""

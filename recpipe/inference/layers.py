@@ -64,6 +64,12 @@ class LowPrecisionLinear(nn.Linear):
     ``kind`` says how it is computed: one of these types, or fp32.
     """
 
+    weight16: torch.Tensor
+    bias16: torch.Tensor | None
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+
     def __init__(
         self, linear: nn.Linear, layers: Iterable[Layer], scales: torch.Tensor | None = None
     ) -> None:

@@ -139,7 +139,7 @@ def chosen_programs(
     """The manifest's ``programs`` and what was measured to choose among them, of which ``scorer`` has all."""
     if len(programs) == 1:
         return [programs[0].about(0)], None
-    seconds = {program.compiled: [] for program in programs}
+    seconds: dict[str, list[float]] = {program.compiled: [] for program in programs}
     for samples in SAMPLES:
         for program, found in zip(programs, _seconds(scorer, samples), strict=True):
             seconds[program.compiled].append(found)
@@ -155,6 +155,14 @@ def chosen_programs(
     if first is None:
         return [exact.about(0)], measured
     return ([low.about(0)] if first == 0 else [exact.about(0), low.about(SAMPLES[first])]), measured
+
+
+def use(scorer: score.Scorer, chosen: Sequence[Mapping[str, Any]]) -> None:
+    """Let ``scorer`` use its programs as a scorer of the ``chosen`` ones, of the manifest, does."""
+    made = {program.about["file"]: program for program in scorer.programs}
+    scorer.programs = [made[about["file"]] for about in chosen]
+    for program, about in zip(scorer.programs, chosen, strict=True):
+        program.about, program.first = about, about["from"]
 
 
 def first_that_pays(ratios: Sequence[float]) -> int | None:

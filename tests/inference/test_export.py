@@ -17,7 +17,7 @@ from recpipe.errors import UserError
 from recpipe.inference.counts import Alike
 from recpipe.inference.export import constants_of, export_dense
 from recpipe.inference.golden import as_batch, golden_inputs
-from recpipe.inference.package import made_up
+from recpipe.inference.parts import made_up
 from recpipe.inference.trained import scored
 from recpipe.model.call import Called
 from recpipe.model.loss import parse_loss

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,8 @@ import recpipe
 from recpipe.errors import UserError
 from recpipe.inference import programs, score
 from recpipe.inference.layers import Layer, LowPrecisionLinear, in_float32, low_layers, weight_codes
-from recpipe.inference.package import of_checkpoint
 from recpipe.inference.processor import SETS
+from recpipe.inference.programs import Program
 from recpipe.inference.quantized import open_quantized, write_quantized
 from recpipe.inference.quantized_manifest import read_manifest
 from recpipe.inference.source import FloatCheckpoint
@@ -154,13 +156,12 @@ def test_low_precision_is_used_from_the_size_on_at_which_it_pays() -> None:
     assert programs.first_that_pays([2.0, 2.0, 2.0, 1.01]) is None
 
 
-def test_layers_of_8_bits_stay_float32_where_they_would_not_be_exact(
-    source: FloatCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wide, narrow = (of_checkpoint(written(source, tmp_path / str(most), most), None) for most in (255, 127))
+def test_layers_of_8_bits_stay_float32_where_they_would_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [Program(None, torch.zeros(1), 0.0, low) for low in (False, True)]  # type: ignore[arg-type]
+    wide, narrow = ({"one": {"type": "int8", "most": most}} for most in (255, 127))
 
-    def used(parts, word: str, name: str = "avx512") -> list[bool]:
-        return [p.low for p in programs.usable(parts.programs, parts.content["layers"], word, SETS[name])]
+    def used(layers: dict, word: str, name: str = "avx512") -> list[bool]:
+        return [program.low for program in programs.usable(both, layers, word, SETS[name])]
 
     monkeypatch.setattr(programs, "int8_adds_up", lambda: True)
     assert used(wide, "measured") == [False, True]
@@ -174,39 +175,71 @@ def test_layers_of_8_bits_stay_float32_where_they_would_not_be_exact(
     with pytest.raises(UserError, match="dense=low: layers take 8-bit inputs.*reduce_range=true"):
         used(wide, "low")
     with pytest.raises(UserError, match="dense=low: the checkpoint has no layers in low precision"):
-        programs.usable(narrow.programs[:1], {}, "low", SETS["avx2"])
+        programs.usable(both[:1], {}, "low", SETS["avx2"])
 
 
 @needs_compiler
-def test_a_package_has_both_programs_and_each_scores_as_its_model(
-    source: FloatCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_package_multiplies_codes_and_scores_as_the_quantized_model(
+    source: FloatCheckpoint, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(programs, "first_that_pays", lambda ratios: 1)
     directory = written(source, tmp_path / "q")
-    package = recpipe.package(directory, tmp_path / "p", quiet=True)
-    scorer = score.Scorer(package)
-    assert [about["from"] for about in scorer.manifest["programs"]] == [0, 64]
+    package = recpipe.package(directory, tmp_path / "p", dense="low", quiet=True)
+    assert not (package / "dense.pt2").exists()
+    with zipfile.ZipFile(package / "dense_low.pt2") as archive:
+        code = b"".join(archive.read(name) for name in archive.namelist() if name.endswith(".cpp"))
+    assert code.count(b"qlinear_pointwise") >= 2, "or layers are multiplied in float32"
+    scorer, trained = score.Scorer(package), open_trained(directory)
     assert {path: layer["type"] for path, layer in scorer.manifest["layers"].items()} == {
         BOTTOM: "int8",
         TOP: "int8",
     }
-    with zipfile.ZipFile(package / "dense_low.pt2") as archive:
-        code = b"".join(archive.read(name) for name in archive.namelist() if name.endswith(".cpp"))
-    assert code.count(b"qlinear_pointwise(") >= 2, "or layers are multiplied in float32"
-    trained = open_trained(directory)
-    for samples, low in ((63, False), (64, True), (200, True)):
+    for samples in (1, 200):
         batch = next(trained.dataset.batches("eval", samples))
-        found = scorer(batch.dense, batch.sparse.values().long(), batch.sparse.lengths().long())
-        (quantized,) = scored(trained.called, [batch], labelled=False)
+        (expected,) = scored(trained.called, [batch], labelled=False)
         with in_float32(trained.called.module):
             (exact,) = scored(trained.called, [batch], labelled=False)
-        expected, other = (quantized, exact) if low else (exact, quantized)
+        found = answer(scorer, batch)
         torch.testing.assert_close(found, expected.scores, rtol=1e-4, atol=1e-4)
-        assert float((found - other.scores).abs().max()) > 1e-3
-    offline = recpipe.predict(directory, None, f"package={package}", "scores=raw", quiet=True)
-    batches = [b for split in ("train", "eval") for b in trained.dataset.batches(split, 250)]
-    served = [scorer(b.dense, b.sparse.values().long(), b.sparse.lengths().long()) for b in batches]
-    assert torch.from_numpy(offline).equal(torch.cat(served))
+        assert not torch.allclose(found, exact.scores, rtol=1e-4, atol=1e-4)
+
+
+def answer(scorer: score.Scorer, batch: Any) -> torch.Tensor:
+    return scorer(batch.dense, batch.sparse.values().long(), batch.sparse.lengths().long())
+
+
+@needs_compiler
+@pytest.mark.soak
+def test_a_package_has_two_programs_where_each_is_faster_at_some_sizes(
+    source: FloatCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "first_that_pays", lambda ratios: 1)
+    directory = written(source, tmp_path / "q")
+    first = recpipe.package(directory, tmp_path / "p", quiet=True)
+    again = recpipe.package(first, tmp_path / "again", instruction_set="avx2", quiet=True)
+    trained = open_trained(directory)
+    for package in (first, again):
+        scorer = score.Scorer(package)
+        assert [about["from"] for about in scorer.manifest["programs"]] == [0, 64]
+        for samples, low in ((63, False), (64, True), (200, True)):
+            batch = next(trained.dataset.batches("eval", samples))
+            (quantized,) = scored(trained.called, [batch], labelled=False)
+            with in_float32(trained.called.module):
+                (exact,) = scored(trained.called, [batch], labelled=False)
+            expected, other = (quantized, exact) if low else (exact, quantized)
+            found = answer(scorer, batch)
+            torch.testing.assert_close(found, expected.scores, rtol=1e-4, atol=1e-4)
+            assert not torch.allclose(found, other.scores, rtol=1e-4, atol=1e-4)
+        offline = recpipe.predict(directory, None, f"package={package}", "scores=raw", quiet=True)
+        batches = [b for split in ("train", "eval") for b in trained.dataset.batches(split, 250)]
+        assert torch.from_numpy(offline).equal(torch.cat([answer(scorer, batch) for batch in batches]))
+
+
+def test_a_scorer_uses_each_program_at_its_sizes() -> None:
+    scorer = score.Scorer.__new__(score.Scorer)
+    named = {0: "float32", 64: "low"}
+    scorer.programs = [SimpleNamespace(first=first, run=name) for first, name in named.items()]  # type: ignore[misc]
+    asked = [(size, scorer.program_for(size).run) for size in (0, 63, 64, 5000)]
+    assert asked == [(0, "float32"), (63, "float32"), (64, "low"), (5000, "low")]
 
 
 def test_words_of_package(source: FloatCheckpoint, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import recpipe
 from recpipe.data.batch import Batch
 from recpipe.inference import score
-from recpipe.inference.package import of_checkpoint
+from recpipe.inference.parts import of_checkpoint
 from recpipe.inference.quantized import open_quantized, write_quantized
 from recpipe.inference.rows import decode_rows, encode_rows
 from recpipe.inference.serving.errors import Refused

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import recpipe
 from recpipe.data.batch import Batch
-from recpipe.inference.package import of_checkpoint
+from recpipe.inference.parts import of_checkpoint
 from recpipe.inference.quantized import write_quantized
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.stored import stored
@@ -34,7 +34,7 @@ SMALL = (
 CHILD = """
 import sys
 from pathlib import Path
-from recpipe.inference.package import of_checkpoint
+from recpipe.inference.parts import of_checkpoint
 from recpipe.inference.trained import open_trained
 
 def peak():

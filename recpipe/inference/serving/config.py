@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from annotated_types import Ge, Interval
+from annotated_types import Ge, Gt, Interval
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recpipe.common.validation import Positive, Text, typed
-from recpipe.errors import UserError, shown
+from recpipe.errors import UserError, did_you_mean, shown
 
 Seconds = Annotated[float, Interval(ge=0, le=3600)]
 
@@ -44,6 +44,12 @@ class ServeConfig:
     """Most samples of a request."""
     stop_seconds: Seconds = 10.0
     """Seconds that a stopping server gives the requests that it has."""
+    window: Annotated[int, Interval(ge=1000, le=10**8)] = 10_000
+    """The latest samples of a process over which the monitor computes its figures."""
+    kept: Annotated[int, Interval(ge=1000, le=10**9)] = 1_000_000
+    """Samples of requests with an id, in a process, whose scores are kept until their labels come."""
+    drift: Annotated[float, Gt(0)] = 0.2
+    """The population stability index above which the monitor says that scores or ids are off."""
 
 
 def serve_config(words: Sequence[str]) -> ServeConfig:
@@ -55,5 +61,6 @@ def serve_config(words: Sequence[str]) -> ServeConfig:
     known = [field.name for field in fields(ServeConfig)]
     wrong = next((key for key in values if key not in known), None)
     if wrong is not None:
-        raise UserError(f"recpipe serve has no {shown(wrong)}; it has {', '.join(known)}")
+        hint = did_you_mean(wrong, known)
+        raise UserError(f"recpipe serve has no {shown(wrong)}; it has {', '.join(known)}.{hint}")
     return typed(ServeConfig, values, "serve")

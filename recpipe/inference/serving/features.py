@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from recpipe.errors import did_you_mean, shown
-from recpipe.inference.serving.errors import bad
+from recpipe.inference.serving.errors import WrongIds, bad
 from recpipe.inference.serving.protocol import Array
 from recpipe.inference.serving.shared import Side
 
@@ -130,7 +130,8 @@ class Features:
         if wrong.any():
             place = int(wrong.argmax())
             name = list(self.rows)[features[place]]
-            raise bad(f"id {ids[place]} of '{shown(name)}' is not in [0, {self.rows[name]})")
+            counts = np.bincount(features[wrong], minlength=len(bags))
+            raise WrongIds(f"id {ids[place]} of '{shown(name)}' is not in [0, {self.rows[name]})", counts)
 
     def _dense(self, inputs: Mapping[str, Array]) -> Array:
         if not self.dense:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from recpipe.inference.serving.compared import Compared
+from recpipe.inference.serving.gauges import Gauges
+
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 """The environment variable that prometheus_client reads when it is imported: where processes that are one
 server write their figures."""
@@ -15,10 +18,12 @@ SAMPLES = (1, 4, 16, 64, 256, 1024, 4096)
 
 
 class Metrics:
-    """The figures of one process. ``several``: of all processes that write into ``DIRECTORY``."""
+    """The figures of one process, and of the monitor: ``compared`` gives those. ``several``: of all processes
+    that write into ``DIRECTORY``."""
 
-    def __init__(self, model: str, several: bool = False) -> None:
+    def __init__(self, model: str, compared: Callable[[], Compared], several: bool = False) -> None:
         self._registry = CollectorRegistry()
+        self._gauges = Gauges(compared)
         self._several = several
         into = self._registry
         self.answers = Counter(
@@ -77,8 +82,9 @@ class Metrics:
 
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""
+        own = CollectorRegistry()
+        own.register(self._gauges)
         if not self._several:
-            return generate_latest(self._registry)
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry)
-        return generate_latest(registry)
+            return generate_latest(self._registry) + generate_latest(own)
+        MultiProcessCollector(own)  # type: ignore[no-untyped-call]
+        return generate_latest(own)

@@ -28,10 +28,12 @@ from recpipe.common.console import alone, heard
 from recpipe.common.quiet import quieted
 from recpipe.errors import UserError
 from recpipe.inference import score
-from recpipe.inference.manifest import DIGEST
+from recpipe.inference.manifest import DIGEST, MANIFEST
 from recpipe.inference.serving.app import Bounds, Server
 from recpipe.inference.serving.batcher import Limits
 from recpipe.inference.serving.config import ServeConfig
+from recpipe.inference.serving.metrics import DIRECTORY
+from recpipe.inference.serving.monitor import Watch
 from recpipe.inference.serving.shared import RequestScorer
 from recpipe.plugin.row_server import RowServer
 from recpipe.tasks.process import prepare_process
@@ -39,6 +41,8 @@ from recpipe.tasks.process import prepare_process
 log = logging.getLogger("recpipe")
 LARGEST = 65536
 """Bytes of a message on the channel."""
+BACKLOG = 2048
+"""Connections that wait to be taken."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ def load(directory: Path, rows: RowServer | None = None, mapped: bool = False) -
         try:
             before = directory.stat()
         except OSError as fault:
-            raise UserError(f"{directory}: {fault.strerror}") from fault
+            raise UserError(
+                f"{directory}: {fault.strerror}; make a package with 'recpipe package CHECKPOINT {directory}'"
+            ) from fault
         try:
             scorer = score.Scorer(directory, mapped) if rows is None else rows.scorer(directory)
             digest = (directory / DIGEST).read_text()
@@ -72,7 +78,7 @@ class Worker:
     """One package, served by this process.
 
     ``rows``: keeps the tables' rows; None: all in DRAM. ``several``: whether there are other workers, which
-    then share the tables' memory.
+    then share the tables' memory; ``number``: this one's.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class Worker:
         name: str,
         rows: RowServer | None = None,
         several: bool = False,
+        number: int = 0,
     ) -> None:
         torch.set_num_threads(config.threads)
         self.directory, self.config, self.rows, self.several = directory, config, rows, several
@@ -89,7 +96,9 @@ class Worker:
         limits = Limits(config.batch, config.wait_ms / 1e3, config.queue, config.deadline_ms / 1e3)
         bounds = Bounds(config.body_bytes, config.samples)
         scorer = self.loaded.scorer
-        self.server = Server(RequestScorer(scorer), scorer.manifest, name, limits, bounds, several)
+        folder = Path(os.environ[DIRECTORY]) if several else None
+        watch = Watch(config.window, config.kept, config.drift, folder, number)
+        self.server = Server(RequestScorer(scorer), scorer.manifest, name, limits, bounds, several, watch)
         self.server.metrics.serves(self.loaded.package)
         if rows is not None:
             self.server.metrics.show(rows.counted)
@@ -112,6 +121,7 @@ class Worker:
             runner.run(self._run(listening, channel))
 
     async def _run(self, listening: socket.socket, channel: socket.socket | None) -> None:
+        listening.listen(BACKLOG)
         loop = asyncio.get_running_loop()
         if channel is None:
             loop.add_signal_handler(signal.SIGHUP, self._begin)
@@ -121,6 +131,8 @@ class Worker:
             _say(channel, "ready", self.loaded)
         # The runner stops gracefully, and then raises the signal that stopped it.
         await self.runner.serve(sockets=[listening])
+        if self.rows is not None:
+            self.rows.close()  # which ends a change-over to another package
 
     def _told(self, channel: socket.socket) -> None:
         try:
@@ -153,7 +165,7 @@ class Worker:
                     _say(channel, "refused", str(fault))
                 return
             self.loaded = loaded
-            self.server.use(RequestScorer(loaded.scorer), loaded.package)
+            self.server.use(RequestScorer(loaded.scorer), loaded.scorer.manifest, loaded.package)
             self.server.metrics.reloads.labels("done").inc()
             if channel is None:
                 log.info(
@@ -165,16 +177,20 @@ class Worker:
 
     def _anew(self) -> Loaded:
         """The package as it is now; ``UserError`` unless clients can go on as before."""
-        if self.rows is not None:
-            raise UserError("a plugin keeps this package's rows: stop the server and start it again")
-        loaded = load(self.directory, mapped=self.several)
+        with suppress(OSError, ValueError):  # loading it says what is wrong
+            # A plugin puts rows in the place of others while it loads them.
+            self._require_same(json.loads((self.directory / MANIFEST).read_text()))
+        loaded = load(self.directory, self.rows, self.several)
+        self._require_same(loaded.scorer.manifest)
+        return loaded
+
+    def _require_same(self, manifest: dict[str, Any]) -> None:
         for what in ("dense", "sparse", "outputs"):
-            if loaded.scorer.manifest[what] != self.loaded.scorer.manifest[what]:
+            if manifest.get(what) != self.loaded.scorer.manifest[what]:
                 raise UserError(
                     f"{self.directory}: its manifest's '{what}' differs, on which clients rely: start a "
                     "server of its own for it"
                 )
-        return loaded
 
 
 def _say(channel: socket.socket, what: str, about: Loaded | str) -> None:
@@ -184,9 +200,15 @@ def _say(channel: socket.socket, what: str, about: Loaded | str) -> None:
         channel.send(f"{what} {about}".encode()[:LARGEST])
 
 
-def arguments(directory: Path, config: ServeConfig, name: str, sockets: list[int]) -> list[str]:
-    """The command that starts a worker with the sockets of these numbers, as ``main`` reads it."""
-    about = {"directory": str(directory), "config": asdict(config), "name": name, "sockets": sockets}
+def arguments(directory: Path, config: ServeConfig, name: str, number: int, sockets: list[int]) -> list[str]:
+    """The command that starts the worker ``number`` with these sockets' descriptors, as ``main`` reads it."""
+    about = {
+        "directory": str(directory),
+        "config": asdict(config),
+        "name": name,
+        "number": number,
+        "sockets": sockets,
+    }
     return [sys.executable, "-m", "recpipe.inference.serving.worker", json.dumps(about)]
 
 
@@ -197,8 +219,9 @@ def main() -> int:
     prepare_process()
     with quieted(), alone(), heard(None), suppress(KeyboardInterrupt):
         try:
+            config = ServeConfig(**about["config"])
             worker = Worker(
-                Path(about["directory"]), ServeConfig(**about["config"]), about["name"], several=True
+                Path(about["directory"]), config, about["name"], several=True, number=about["number"]
             )
         except UserError as fault:
             _say(channel, "refused", str(fault))
