@@ -29,6 +29,7 @@ from recpipe.inference.layers import (
     is_linear,
 )
 from recpipe.inference.lookup import LowPrecisionBags, LowPrecisionRows, LowPrecisionTables, RowType, bag_keys
+from recpipe.inference.popularity import read_lookups
 from recpipe.inference.quantized import put_rows, write_quantized
 from recpipe.inference.quantized_manifest import table_bytes
 from recpipe.inference.rows import (
@@ -40,7 +41,7 @@ from recpipe.inference.rows import (
     row_bytes,
     row_scales,
 )
-from recpipe.inference.score import ALIGNMENT, Lookup, PackageError, Scorer, Tables, tensors
+from recpipe.inference.score import ALIGNMENT, Lookup, PackageError, Scorer, Tables, offsets_of, tensors
 from recpipe.inference.score import Call as LookupCall
 from recpipe.inference.source import FloatCheckpoint, replace_module
 from recpipe.model.call import Called
@@ -155,6 +156,7 @@ __all__ = [
     "load_profile",
     "module_name",
     "moved",
+    "offsets_of",
     "on_device",
     "one_thread",
     "open_dataset",
@@ -163,6 +165,7 @@ __all__ = [
     "positions",
     "processor",
     "put_rows",
+    "read_lookups",
     "readable_bytes",
     "replace_module",
     "require_ids",

@@ -11,6 +11,7 @@
                               dense_low.pt2 is left out where the other one is measured faster at every size
       tables/*.safetensors    "rows" uint8 [rows, bytes of a row]
       golden.safetensors      a batch and its scores
+      popularity.safetensors  if asked for: how often training looked up each row
       score.py                loads and scores the package with torch and fbgemm_gpu alone
 
 No file is pickled. The directory is written under another name, tried, and then renamed.
@@ -39,6 +40,7 @@ from recpipe.inference import score
 from recpipe.inference.golden import GOLDEN, write_golden
 from recpipe.inference.manifest import compiled_for, is_package, write_manifest
 from recpipe.inference.parts import Parts, of_checkpoint, of_package
+from recpipe.inference.popularity import wanted
 from recpipe.inference.processor import InstructionSet, chosen_set
 from recpipe.inference.programs import (
     DENSE,
@@ -56,7 +58,7 @@ from recpipe.tasks.process import prepare_process
 
 log = logging.getLogger("recpipe")
 SCORE = "score.py"
-WORDS = ("instruction_set", "dense", "reference")
+WORDS = ("instruction_set", "dense", "reference", "popularity")
 
 
 @dataclass(frozen=True)
@@ -68,20 +70,26 @@ class Options:
     """One of ``DENSE``: the programs that it may have."""
     reference: int
     """So many held-out samples are scored for the reference figures; 0: it has none."""
+    popularity: int | None
+    """In so many training samples lookups are counted, 0: in all; None: they are not."""
 
     @classmethod
     def of(
-        cls, instruction_set: str | None = None, dense: str = "measured", reference: bool | int | str = True
+        cls,
+        instruction_set: str | None = None,
+        dense: str = "measured",
+        reference: bool | int | str = True,
+        popularity: bool | int | str = False,
     ) -> Options:
         """From what the user says; ``UserError`` if that is not possible here."""
         if dense not in DENSE:
             raise UserError(f"dense={shown(dense)}: choose one of {', '.join(DENSE)}")
-        return cls(chosen_set(instruction_set), dense, wanted_samples(reference))
+        return cls(chosen_set(instruction_set), dense, wanted_samples(reference), wanted(popularity))
 
 
 def package_command(words: Sequence[str]) -> int:
     """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512] [dense=low|float32]
-    [reference=false|SAMPLES]``."""
+    [reference=false|SAMPLES] [popularity=true|SAMPLES]``."""
     options = dict(word.partition("=")[::2] for word in words[2:])
     unknown = next((key for key in options if key not in WORDS), None)
     if unknown is not None:
@@ -115,6 +123,8 @@ def package(checkpoint: Path, directory: Path, model: nn.Module | None, options:
     directory = directory.expanduser()
     _check_target(directory)
     checkpoint = checkpoint.expanduser()
+    if options.popularity is not None and is_package(checkpoint):
+        raise UserError(f"{checkpoint} is a package, without training data: leave out popularity=")
     parts = of_package(checkpoint) if is_package(checkpoint) else of_checkpoint(checkpoint, model)
     with _beside(directory) as partial:
         difference = _write(partial, parts, options)
@@ -139,6 +149,8 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
     used = usable(parts.programs, layers, options.dense, chosen)
     (folder / "tables").mkdir()
     parts.write_tables(folder)
+    if options.popularity is not None:
+        parts.content["popularity"] = parts.popularity(folder, options.popularity)
     shutil.copyfile(Path(score.__file__), folder / SCORE)
     for program in parts.programs:
         program.save(folder)
@@ -157,7 +169,7 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
     write_golden(folder / GOLDEN, golden)
     write_manifest(folder, content)
     try:
-        scorer = score.Scorer(folder)
+        scorer = score.Scorer(folder, mapped=True)  # the tables may be larger than memory
     except score.PackageError as fault:
         raise UserError(f"the package does not score as the model does: {fault}") from fault
     # From here on the package's own scores are what other machines must get.

@@ -34,6 +34,7 @@ from recpipe.data.preparation import Preparation, require_alike
 from recpipe.distributed.launch import Process
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
+from recpipe.inference.manifest import is_package
 from recpipe.inference.recipe import scoring_recipe
 from recpipe.model.call import Called
 from recpipe.model.config import UserModel
@@ -292,6 +293,8 @@ def open_trained(
         kind = QuantizedTrained
         trainer, trained_on = read_quantized(directory)
     else:
+        if is_package(directory):
+            raise UserError(f"{directory} is a package: name the checkpoint, or run, that it was made from")
         directory = newest(directory, "")
         trainer = open_checkpoint(directory)
         trained_on = TrainedOn.read(trainer, directory)

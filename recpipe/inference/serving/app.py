@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from recpipe.common.versions import installed_version
-from recpipe.errors import shown
+from recpipe.errors import StoreError, shown
 from recpipe.inference.serving.batcher import Batcher, Limits, Score
 from recpipe.inference.serving.errors import Refused, WrongIds, bad
 from recpipe.inference.serving.features import Features
@@ -170,6 +170,11 @@ class Server:
         except ClientDisconnect:
             self.metrics.refused.labels("client_gone").inc()
             response = Response(status_code=499)
+        except StoreError as fault:
+            log.error("a request failed: %s", fault)
+            self.metrics.refused.labels("rows").inc()
+            lacking = "rows that the request looks up cannot be read; the server's log names them"
+            response = _error(Refused(500, "rows", lacking))
         except Exception:
             log.exception("a request failed")
             self.metrics.refused.labels("fault").inc()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 from collections.abc import Sequence
@@ -62,9 +63,10 @@ def serve(directory: Path, config: ServeConfig, rows: RowServer | None = None) -
 
                 supervise(directory, config, name, listening, started)
             else:
-                from recpipe.inference.serving.worker import Worker
+                from recpipe.inference.serving.worker import BACKLOG, Worker
 
                 worker = Worker(directory, config, name, rows)
+                listening.listen(BACKLOG)  # clients may come as soon as it is said
                 started(f"{worker.loaded.scorer.difference:.1e}")
                 worker.run(listening)
     log.info("stopped")
@@ -79,7 +81,7 @@ def _bound(config: ServeConfig) -> socket.socket:
     except OSError as fault:
         bound.close()
         raise UserError(
-            f"cannot listen on {shown(config.host)} port {config.port}: {fault.strerror}; "
-            "choose another port="
+            f"cannot listen on {shown(config.host)} port {config.port}: {fault.strerror}; choose another "
+            f"{'port' if fault.errno in (errno.EADDRINUSE, errno.EACCES) else 'host'}="
         ) from fault
     return bound

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 
-from recpipe.inference.score import Lookup, Scorer, offsets_of
+from recpipe.inference.score import Call, Lookup, Scorer, offsets_of
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,21 @@ class _Part:
     dims: list[int]
 
 
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A scorer that is told what the requests look up that wait, so that it can read the rows meanwhile."""
+
+    def ahead(self, calls: list[Call]) -> None:
+        """Read what these lookups need. They may come later, together with others, or never. Another thread
+        than the one that scores calls it."""
+
+
 class RequestScorer:
-    """Scores requests by ``scorer``."""
+    """Scores requests by ``scorer``. ``ahead``: reads what waiting requests look up; None: all is there."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
+        self.ahead = self._ahead if isinstance(scorer, ReadsAhead) else None
         self._parts: dict[tuple[int, ...], list[_Part | None]] = {}
 
     def __call__(self, dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
@@ -52,13 +63,7 @@ class RequestScorer:
         Inputs are not checked."""
         if len(sides) == 1 and sides[0].of_sample is None:
             return self.scorer(dense, sides[0].ids, sides[0].lengths)
-        calls, found = [], []
-        for side in sides:
-            offsets = offsets_of(side.lengths)
-            for number, part in enumerate(self._of(side.features)):
-                if part is not None:
-                    calls.append((part.lookup, side.ids, offsets, side.bags))
-                    found.append((number, part, side))
+        calls, found = self._calls(sides)
         with torch.inference_mode():
             inputs: list[list[torch.Tensor]] = [[] for _ in self.scorer.lookups]
             pieces: list[dict[int, torch.Tensor]] = [{} for _ in self.scorer.lookups]
@@ -73,6 +78,23 @@ class RequestScorer:
                 if columns:
                     own.append(torch.cat([columns[column] for column in sorted(columns)], dim=1))
             return self.scorer.scores(dense, [one for own in inputs for one in own])
+
+    def _ahead(self, sides: Sequence[Side]) -> None:
+        assert isinstance(self.scorer, ReadsAhead)
+        with torch.inference_mode():
+            self.scorer.ahead(self._calls(sides)[0])
+
+    def _calls(self, sides: Sequence[Side]) -> tuple[list[Call], list[tuple[int, _Part, Side]]]:
+        """The lookups of these sides, and for each the model's lookup that it is part of, and its side."""
+        calls: list[Call] = []
+        found = []
+        for side in sides:
+            offsets = offsets_of(side.lengths)
+            for number, part in enumerate(self._of(side.features)):
+                if part is not None:
+                    calls.append((part.lookup, side.ids, offsets, side.bags))
+                    found.append((number, part, side))
+        return calls, found
 
     def _of(self, features: tuple[int, ...]) -> list[_Part | None]:
         """For each lookup of the model, its part over these features; None if it has none of them."""

@@ -28,7 +28,7 @@ from recpipe.common.console import alone, heard
 from recpipe.common.quiet import quieted
 from recpipe.errors import UserError
 from recpipe.inference import score
-from recpipe.inference.manifest import DIGEST
+from recpipe.inference.manifest import DIGEST, MANIFEST
 from recpipe.inference.serving.app import Bounds, Server
 from recpipe.inference.serving.batcher import Limits
 from recpipe.inference.serving.config import ServeConfig
@@ -41,6 +41,8 @@ from recpipe.tasks.process import prepare_process
 log = logging.getLogger("recpipe")
 LARGEST = 65536
 """Bytes of a message on the channel."""
+BACKLOG = 2048
+"""Connections that wait to be taken."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ def load(directory: Path, rows: RowServer | None = None, mapped: bool = False) -
         try:
             before = directory.stat()
         except OSError as fault:
-            raise UserError(f"{directory}: {fault.strerror}") from fault
+            raise UserError(
+                f"{directory}: {fault.strerror}; make a package with 'recpipe package CHECKPOINT {directory}'"
+            ) from fault
         try:
             scorer = score.Scorer(directory, mapped) if rows is None else rows.scorer(directory)
             digest = (directory / DIGEST).read_text()
@@ -117,6 +121,7 @@ class Worker:
             runner.run(self._run(listening, channel))
 
     async def _run(self, listening: socket.socket, channel: socket.socket | None) -> None:
+        listening.listen(BACKLOG)
         loop = asyncio.get_running_loop()
         if channel is None:
             loop.add_signal_handler(signal.SIGHUP, self._begin)
@@ -126,6 +131,8 @@ class Worker:
             _say(channel, "ready", self.loaded)
         # The runner stops gracefully, and then raises the signal that stopped it.
         await self.runner.serve(sockets=[listening])
+        if self.rows is not None:
+            self.rows.close()  # which ends a change-over to another package
 
     def _told(self, channel: socket.socket) -> None:
         try:
@@ -170,16 +177,20 @@ class Worker:
 
     def _anew(self) -> Loaded:
         """The package as it is now; ``UserError`` unless clients can go on as before."""
-        if self.rows is not None:
-            raise UserError("a plugin keeps this package's rows: stop the server and start it again")
-        loaded = load(self.directory, mapped=self.several)
+        with suppress(OSError, ValueError):  # loading it says what is wrong
+            # A plugin puts rows in the place of others while it loads them.
+            self._require_same(json.loads((self.directory / MANIFEST).read_text()))
+        loaded = load(self.directory, self.rows, self.several)
+        self._require_same(loaded.scorer.manifest)
+        return loaded
+
+    def _require_same(self, manifest: dict[str, Any]) -> None:
         for what in ("dense", "sparse", "outputs"):
-            if loaded.scorer.manifest[what] != self.loaded.scorer.manifest[what]:
+            if manifest.get(what) != self.loaded.scorer.manifest[what]:
                 raise UserError(
                     f"{self.directory}: its manifest's '{what}' differs, on which clients rely: start a "
                     "server of its own for it"
                 )
-        return loaded
 
 
 def _say(channel: socket.socket, what: str, about: Loaded | str) -> None:
@@ -191,8 +202,13 @@ def _say(channel: socket.socket, what: str, about: Loaded | str) -> None:
 
 def arguments(directory: Path, config: ServeConfig, name: str, number: int, sockets: list[int]) -> list[str]:
     """The command that starts the worker ``number`` with these sockets' descriptors, as ``main`` reads it."""
-    about = {"directory": str(directory), "config": asdict(config), "name": name, "sockets": sockets}
-    about["number"] = number
+    about = {
+        "directory": str(directory),
+        "config": asdict(config),
+        "name": name,
+        "number": number,
+        "sockets": sockets,
+    }
     return [sys.executable, "-m", "recpipe.inference.serving.worker", json.dumps(about)]
 
 
