@@ -129,7 +129,9 @@ class Work:
         )
         found = self._searched(judge, lambda meter: self._tables_search(judge, meter))
         layers = self._layers(calibration, found.assignment)
-        dense = self._searched(judge, lambda meter: self._layers_search(judge, layers, found, meter))
+        dense = Found({}, None, [])
+        if layers:
+            dense = self._searched(judge, lambda meter: self._layers_search(judge, layers, found, meter))
         log.info("writing %s", finished.quantized)
         self._write(found.assignment, layers, dense.assignment)
         made = self.source.called()
