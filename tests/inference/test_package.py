@@ -389,7 +389,7 @@ def test_without_a_compiler_nothing_is_written(
         (["serve"], "say recpipe serve PACKAGE"),
         (["serve", "x", "prot=1"], "recpipe serve has no prot; it has host, port"),
         (["serve", "x", "port=99999"], "serve.port"),
-        (["serve", "x"], "x/manifest.sha256 is missing: x is no whole package"),
+        (["serve", "x"], "x: No such file or directory; make a package with"),
     ],
 )
 def test_wrong_words(
