@@ -46,6 +46,12 @@ def golden_inputs(schema: Schema, alike: Alike | None = None) -> dict[str, torch
     return {"dense": dense, "ids": torch.cat(ids), "lengths": lengths.reshape(-1)}
 
 
+def golden_ids(schema: Schema, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The ids of each feature, by sample."""
+    sparse = as_batch(schema, inputs).sparse.to_dict()
+    return {name: own.values() for name, own in sparse.items()}
+
+
 def as_batch(schema: Schema, inputs: dict[str, torch.Tensor]) -> Batch:
     """The inputs as a batch; its labels are 0."""
     keys = [feature.name for feature in schema.sparse]

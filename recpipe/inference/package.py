@@ -169,7 +169,7 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
     write_golden(folder / GOLDEN, golden)
     write_manifest(folder, content)
     try:
-        scorer = score.Scorer(folder)
+        scorer = score.Scorer(folder, mapped=True)  # the tables may be larger than memory
     except score.PackageError as fault:
         raise UserError(f"the package does not score as the model does: {fault}") from fault
     # From here on the package's own scores are what other machines must get.
