@@ -98,7 +98,7 @@ class Windows:
         else:
             try:
                 with file.open("a+b") as stream:
-                    os.posix_fallocate(stream.fileno(), 0, sizes.bytes)  # a full disk would end the process
+                    os.posix_fallocate(stream.fileno(), 0, sizes.bytes)  # else a full disk kills later
                     buffer = mmap.mmap(stream.fileno(), sizes.bytes)
             except OSError as fault:
                 raise UserError(
