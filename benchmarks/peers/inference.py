@@ -155,6 +155,7 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     import torch
 
     from recpipe.backend.calibrate import calibrated
+    from recpipe.backend.chain import as_they_are
     from recpipe.backend.equip import Backend
     from recpipe.data.batch import Batch as OurBatch
     from recpipe.data.cache import default_cache_dir
@@ -184,8 +185,13 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     model = PlacedModel(called, fronts, embeddings, Inputs(tables, [[("sparse",)]])).eval()
     folder = default_cache_dir() / "backend"
     Backend("auto", model, calibrated(module, batch, {torch.get_num_threads()}, folder))
-    keyed = keyed_by(batch)
-    return lambda b: model(OurBatch(b.dense, keyed(b), b.labels))
+    keyed, known = keyed_by(batch), {}
+
+    def score(b: Batch) -> object:
+        with as_they_are(known):
+            return model(OurBatch(b.dense, keyed(b), b.labels))
+
+    return score
 
 
 def keyed_by(batch: int) -> Callable[[Batch], object]:

@@ -19,6 +19,8 @@ _ONE_HOT = 48
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Largest difference of a score on another machine, by the type of the dense part's matrix products: relative
 to the largest score if that is above 1."""
+LOW_PRECISION = "bfloat16"
+"""The key for layers in low precision: an input that is rounded to another code is a step of 8 bits away."""
 
 
 def golden_inputs(schema: Schema, alike: Alike | None = None) -> dict[str, torch.Tensor]:

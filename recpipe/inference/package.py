@@ -155,7 +155,7 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
     for program in parts.programs:
         program.save(folder)
     log.info("compiling for %s, which takes some seconds", chosen.name)
-    example = (made_up_inputs(parts.content, 3), {})
+    example: tuple[Any, dict[str, Any]] = (made_up_inputs(parts.content, 3), {})
     flags = [flag for program in used for flag in program.compile(folder, chosen, example)]
     if chosen.name == "avx512" and used[-1].low and needs_vnni(layers):
         flags.append(VNNI)

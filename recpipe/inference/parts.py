@@ -19,7 +19,7 @@ from recpipe.errors import UserError
 from recpipe.inference import score
 from recpipe.inference.counts import Alike
 from recpipe.inference.export import DensePart, export_dense
-from recpipe.inference.golden import GOLDEN, as_batch, golden_ids, golden_inputs, tolerance
+from recpipe.inference.golden import GOLDEN, LOW_PRECISION, as_batch, golden_ids, golden_inputs, tolerance
 from recpipe.inference.inputs import dense_rule, id_hash, id_rule
 from recpipe.inference.layers import LowPrecisionLinear, in_float32, low_layers
 from recpipe.inference.manifest import versions
@@ -71,8 +71,7 @@ def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     programs = [Program(dense.program, scores, bound)]
     if low is not None:
         (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
-        # A sound machine is no further off than the quantized scores are from those in float32.
-        bound = max(bound, float((found.scores - scores).abs().max()))
+        bound = tolerance(found.scores, LOW_PRECISION)
         programs.append(Program(low, found.scores, bound, low=True))
     tables = {name: source.tables[table.collection, table.own] for name, table in dense.tables.items()}
     pairs = [pair for lookup in dense.lookups for pair in lookup.parts]
