@@ -98,7 +98,8 @@ class Windows:
         else:
             try:
                 with file.open("a+b") as stream:
-                    os.posix_fallocate(stream.fileno(), 0, sizes.bytes)  # else a full disk kills later
+                    # On a full disk, writing to the mapped file would end the process.
+                    os.posix_fallocate(stream.fileno(), 0, sizes.bytes)
                     buffer = mmap.mmap(stream.fileno(), sizes.bytes)
             except OSError as fault:
                 raise UserError(
