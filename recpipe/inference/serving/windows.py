@@ -103,8 +103,8 @@ class Windows:
                     buffer = mmap.mmap(stream.fileno(), sizes.bytes)
             except OSError as fault:
                 raise UserError(
-                    f"the monitor cannot write {sizes.bytes:,} bytes to {file}: {fault.strerror}; free space, "
-                    "set TMPDIR to another directory, or choose a smaller kept="
+                    f"the monitor cannot write {sizes.bytes:,} bytes to {file}: {fault.strerror}; free "
+                    "space, set TMPDIR to another directory, or choose a smaller kept="
                 ) from fault
         found: dict[str, NDArray[Any]] = {}
         start = 0
