@@ -98,12 +98,13 @@ class Windows:
         else:
             try:
                 with file.open("a+b") as stream:
-                    os.posix_fallocate(stream.fileno(), 0, sizes.bytes)  # a full disk would end the process
+                    # On a full disk, writing to the mapped file would end the process.
+                    os.posix_fallocate(stream.fileno(), 0, sizes.bytes)
                     buffer = mmap.mmap(stream.fileno(), sizes.bytes)
             except OSError as fault:
                 raise UserError(
-                    f"the monitor cannot write {sizes.bytes:,} bytes to {file}: {fault.strerror}; free space, "
-                    "set TMPDIR to another directory, or choose a smaller kept="
+                    f"the monitor cannot write {sizes.bytes:,} bytes to {file}: {fault.strerror}; free "
+                    "space, set TMPDIR to another directory, or choose a smaller kept="
                 ) from fault
         found: dict[str, NDArray[Any]] = {}
         start = 0
@@ -184,7 +185,7 @@ def put(ring: NDArray[Any], head: int, rows: NDArray[Any]) -> int:
 
 def key_of(ident: str) -> int:
     """64 bits that stand for a request's id."""
-    return int.from_bytes(blake2b(ident.encode(errors="replace"), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(ident.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
 def _bytes(shape: Sequence[int], kind: Any) -> int:
