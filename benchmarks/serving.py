@@ -18,12 +18,13 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -38,6 +39,8 @@ from serving_load import Load, arrivals, closed_loop, open_loop, run
 CANDIDATES, CONNECTIONS, DIFFERENT = 64, 16, 32
 NAME = "model"
 PORT = 8750
+GROWTH = 4.0
+"""MiB by which a server's memory may grow from the second quarter of the time to the last."""
 
 
 @dataclass
@@ -78,6 +81,15 @@ class Side:
             "SC_CLK_TCK"
         )
 
+    def memory(self) -> int:
+        """Bytes that only this server's processes have."""
+        found = 0
+        for pid, _ in self._processes():
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith(("Private_Clean", "Private_Dirty")):
+                    found += 1024 * int(line.split()[1])
+        return found
+
     def signal(self, number: int) -> None:
         """Send a signal to all of its processes."""
         for pid, _ in self._processes():
@@ -94,14 +106,17 @@ class Side:
 
 
 def main() -> int:
-    """Run the benchmark; always 0."""
+    """Run the benchmark: 0, or 1 if memory grew."""
     options = _options()
     if options.role:
-        {"nothing": serve_nothing, "litserve": serve_by_litserve}[options.role](options)
+        serve_nothing(options.package, options.port)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         package = options.package or _packaged(Path(folder))
         sides = _sides(package, options)
+        if options.minutes:
+            with _running(sides[:1], Path(folder)):
+                return _soak(sides[0], options.minutes, options.rate)
         with _running(sides, Path(folder)):
             for number in range(options.rounds):
                 for side in sides:
@@ -125,7 +140,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--litserve", type=Path)
     parser.add_argument("--fast-queue", action="store_true", help="LitServe's ZeroMQ queue, not its default")
     parser.add_argument("--reload", action="store_true", help="at last, p99 while a package is loaded anew")
-    parser.add_argument("--role", choices=["nothing", "litserve"], help=argparse.SUPPRESS)
+    parser.add_argument("--minutes", type=float, help="instead: watch the first server's memory for so long")
+    parser.add_argument("--rate", type=float, help="requests/s of --minutes (default: half of the fastest)")
+    parser.add_argument("--role", choices=["nothing"], help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -139,19 +156,19 @@ def _sides(package: Path, options: argparse.Namespace) -> list[Side]:
         words = [str(package), f"workers={workers}", f"port={PORT + len(sides)}", f"name={NAME}"]
         command = [sys.executable, "-m", "recpipe", "serve", *words]
         sides.append(Side(f"recpipe, workers={workers}", command, PORT + len(sides), recpipe))
-    roles = {"nothing": recpipe}
+    port = PORT + len(sides)
+    words = ["--role", "nothing", "--port", str(port), "--package", str(package)]
+    sides.append(Side("nothing", [sys.executable, __file__, *words], port, recpipe))
     path = [str(options.litserve)] if options.litserve else []
     sys.path[:0] = path
     if importlib.util.find_spec("litserve") is None:
         print("LitServe is not installed (pip install litserve, or --litserve DIRECTORY): left out")
-    else:
-        roles["litserve"] = [_http("/predict", _litserve(one), {}) for one in inputs]
-    for role, requests in roles.items():
-        port = PORT + len(sides)
-        words = ["--role", role, "--port", str(port), "--package", str(package)]
-        command = [sys.executable, __file__, *words, *["--fast-queue"] * options.fast_queue]
-        found = os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]) if role == "litserve" else ""
-        sides.append(Side(role, command, port, requests, {"PYTHONPATH": found} if found else {}))
+        return sides
+    script = Path(__file__).with_name("serving_litserve.py")
+    command = [sys.executable, str(script), str(package), str(port + 1), str(int(options.fast_queue))]
+    found = os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])
+    requests = [_http("/predict", _litserve(one), {}) for one in inputs]
+    sides.append(Side("litserve", command, port + 1, requests, {"PYTHONPATH": found}))
     return sides
 
 
@@ -198,6 +215,8 @@ def _running(sides: Sequence[Side], folder: Path) -> Iterator[None]:
     """All servers, stopped until they are asked."""
     try:
         for side in sides:
+            with socket.create_server(("127.0.0.1", side.port)):
+                pass  # an error here says that another server is left
             log = (folder / f"{side.port}.log").open("wb")
             environment = {**os.environ, "OMP_NUM_THREADS": "1", **side.environment}
             side.process = subprocess.Popen(
@@ -211,14 +230,13 @@ def _running(sides: Sequence[Side], folder: Path) -> Iterator[None]:
             if side.process is not None:
                 side.signal(signal.SIGCONT)
                 side.process.terminate()
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     side.process.wait(20)
-                except subprocess.TimeoutExpired:
-                    side.signal(signal.SIGKILL)
+                side.signal(signal.SIGKILL)  # LitServe's processes outlive its first one
 
 
 def _wait_for(side: Side, log: Path) -> None:
-    for _ in range(600):
+    for _ in range(1200):
         try:
             run(closed_loop(side.port, side.requests, 1, 0.01))
             return
@@ -272,6 +290,29 @@ def _reload(side: Side, seconds: float) -> None:
     )
 
 
+def _soak(side: Side, minutes: float, rate: float | None) -> int:
+    """Prints the memory of the server's processes while it answers; 1 if it grows."""
+    side.signal(signal.SIGCONT)
+    rate = rate or run(closed_loop(side.port, side.requests, CONNECTIONS, 3)).rate / 2
+    sizes, failed, times = [], 0, []
+    for number in range(max(8, round(6 * minutes))):
+        load = run(open_loop(side.port, side.requests, arrivals(rate, 10, number)))
+        failed, times = failed + load.failed, [*times, load.percentile(99)]
+        sizes.append(side.memory() / 2**20)
+        if number % 6 == 5:
+            print(
+                f"{(number + 1) / 6:.0f} min: {sizes[-1]:.1f} MiB, p99 {median(times[-6:]):.2f} ms",
+                flush=True,
+            )
+    quarter = len(sizes) // 4
+    before, after = median(sizes[quarter : 2 * quarter]), median(sizes[-quarter:])
+    print(
+        f"{side.name}, {rate:.0f} requests/s for {len(sizes) / 6:.1f} minutes, {failed} failed: private "
+        f"memory {before:.1f} MiB in the second quarter, {after:.1f} MiB in the last"
+    )
+    return int(after - before > GROWTH or failed > 0)
+
+
 def _packaged(folder: Path) -> Path:
     """A package of the default recipe's model after some steps."""
     import recpipe
@@ -281,7 +322,7 @@ def _packaged(folder: Path) -> Path:
     return recpipe.package(folder / "run", folder / "model.recpipe", quiet=True)
 
 
-def serve_nothing(options: argparse.Namespace) -> None:
+def serve_nothing(package: Path, port: int) -> None:
     """The server around a model that takes no time."""
     import torch
     import uvicorn
@@ -290,59 +331,9 @@ def serve_nothing(options: argparse.Namespace) -> None:
     from recpipe.inference.serving.batcher import Limits
 
     torch.set_num_threads(1)
-    manifest = json.loads((options.package / "manifest.json").read_text())
+    manifest = json.loads((package / "manifest.json").read_text())
     server = Server(lambda dense, _: torch.zeros(len(dense)), manifest, NAME, Limits(), Bounds())
-    uvicorn.run(server.app(), port=options.port, log_level="warning", access_log=False, server_header=False)
-
-
-def serve_by_litserve(options: argparse.Namespace) -> None:
-    """LitServe around the package's loader, with batches."""
-    import litserve
-    import torch
-
-    from recpipe.inference.score import Scorer
-
-    class API(litserve.LitAPI):  # type: ignore[misc]
-        def setup(self, device: str) -> None:
-            torch.set_num_threads(1)
-            self.scorer = Scorer(options.package)
-            sparse = len(self.scorer.manifest["sparse"])
-            self.dense_bytes = 4 * CANDIDATES * len(self.scorer.manifest["dense"]["names"])
-            self.users, self.features = sparse // 2, sparse
-
-        def decode_request(self, request: dict[str, str]) -> bytes:
-            return base64.b64decode(request["x"])
-
-        def batch(self, inputs: list[bytes]) -> list[bytes]:
-            return inputs
-
-        def predict(self, asked: list[bytes]) -> Any:
-            count = len(asked) * CANDIDATES
-            dense = np.concatenate([np.frombuffer(x[: self.dense_bytes], np.float32) for x in asked])
-            ids = np.stack([np.frombuffer(x[self.dense_bytes :], np.int64) for x in asked])
-            users = ids[:, : self.users].T.repeat(CANDIDATES, axis=1)
-            items = ids[:, self.users :].reshape(len(asked), -1, CANDIDATES).transpose(1, 0, 2)
-            every = np.concatenate([users.reshape(-1), items.reshape(-1)])
-            lengths = torch.ones(self.features * count, dtype=torch.int64)
-            scores = self.scorer(torch.from_numpy(dense.reshape(count, -1)), torch.from_numpy(every), lengths)
-            return scores.numpy().reshape(len(asked), CANDIDATES)
-
-        def unbatch(self, output: Any) -> Any:
-            return output
-
-        def encode_response(self, output: Any) -> dict[str, str]:
-            return {"y": base64.b64encode(output.tobytes()).decode()}
-
-    server = litserve.LitServer(
-        API(max_batch_size=16, batch_timeout=0.001), accelerator="cpu", fast_queue=options.fast_queue
-    )
-    server.run(
-        host="127.0.0.1",
-        port=options.port,
-        log_level="error",
-        generate_client_file=False,
-        num_api_servers=1,
-    )
+    uvicorn.run(server.app(), port=port, log_level="warning", access_log=False, server_header=False)
 
 
 if __name__ == "__main__":

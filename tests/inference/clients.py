@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from recpipe.inference.score import Scorer
 
 SAMPLES = 3
 """Of a request."""
+PAUSE = 0.02
+"""Seconds between an answer and the next request: the processes that a test waits for need the cores."""
 CLOSE = 1e-4
 """Scores of one sample differ by less, whatever it is scored together with; those of two by more."""
 
@@ -55,12 +58,12 @@ class Clients:
         generator = torch.Generator().manual_seed(number)
         connection = http.client.HTTPConnection(self.host, timeout=60)
         asked, newest = 0, 0
-        while not self._stop.is_set():
+        while not self._stop.wait(PAUSE):
             asked += 1
             ident = f"{number}.{asked}"
-            dense, ids = self._drawn(generator)
+            dense, ids = self.drawn(generator)
             try:
-                connection.request("POST", self.path, self._body(ident, dense, ids))
+                connection.request("POST", self.path, self.body(ident, dense, ids))
                 response = connection.getresponse()
                 status, answer = response.status, json.loads(response.read())
             except (http.client.HTTPException, ConnectionError):
@@ -71,13 +74,13 @@ class Clients:
             newest = self._check(ident, status, answer, dense, ids, newest)
         connection.close()
 
-    def _drawn(self, generator: torch.Generator) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def drawn(self, generator: torch.Generator) -> tuple[torch.Tensor, list[torch.Tensor]]:
         manifest = self.scorers[0].manifest
         dense = torch.randn(SAMPLES, len(manifest["dense"]["names"]), generator=generator)
         rows = [feature["rows"] for feature in manifest["sparse"]]
         return dense, [torch.randint(0, count, (SAMPLES,), generator=generator) for count in rows]
 
-    def _body(self, ident: str, dense: torch.Tensor, ids: Sequence[torch.Tensor]) -> bytes:
+    def body(self, ident: str, dense: torch.Tensor, ids: Sequence[torch.Tensor]) -> bytes:
         names = [feature["name"] for feature in self.scorers[0].manifest["sparse"]]
         shape = list(dense.shape)
         tensors: list[dict[str, Any]] = [
@@ -111,6 +114,33 @@ class Clients:
                     return place
             self.wrong.append(f"{ident}: scores of no package, or of two: {found}")
             return newest
+
+
+def damaged_requests(host: str, path: str, whole: bytes, count: int) -> None:
+    """Send ``count`` requests with some bytes of ``whole`` changed, or one of which all is repeated; each one
+    is answered, with 200, 400 or 413."""
+    draw = random.Random(1)
+    statuses: dict[int, int] = {}
+    connection = http.client.HTTPConnection(host, timeout=20)
+    for _ in range(count):
+        data, headers = bytearray(whole), {}
+        for _ in range(draw.randint(0, 4)):
+            place = draw.randrange(len(data))
+            what = draw.randrange(3)
+            data[place : place + (what != 0)] = b"" if what == 1 else bytes([draw.randrange(256)])
+        if draw.random() < 0.3:
+            headers["Inference-Header-Content-Length"] = str(draw.randrange(-9, 400))
+        if draw.random() < 0.01:
+            data *= 20
+        connection.request("POST", path, bytes(data), headers)
+        response = connection.getresponse()
+        response.read()
+        statuses[response.status] = statuses.get(response.status, 0) + 1
+        if response.will_close:
+            connection.close()
+    connection.close()
+    assert set(statuses) == {200, 400, 413}, statuses
+    assert sum(statuses.values()) == count
 
 
 def children(pid: int) -> list[int]:

@@ -35,7 +35,7 @@ from recpipe.inference.serving.shared import RequestScorer, Side
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import is_quantized, open_trained, scored
 from recpipe.seams.compiled import compiler
-from tests.inference.clients import Clients, children, mapped_bytes
+from tests.inference.clients import Clients, children, damaged_requests, mapped_bytes
 from tests.processes import ROOT, Child
 
 DATA = (
@@ -272,6 +272,8 @@ def test_offline_scores_with_the_package_are_a_servers_bit_by_bit(
     with pytest.raises(UserError, match="is of another checkpoint than .*: its step differ"):
         recpipe.predict(checkpoint, None, f"package={copied}", quiet=True)
     assert not is_quantized(packed)  # which has files of these names, too
+    with pytest.raises(UserError, match="model.recpipe is a package: name the checkpoint"):
+        open_trained(packed)
 
 
 @needs_compiler
@@ -387,7 +389,7 @@ def test_without_a_compiler_nothing_is_written(
         (["serve"], "say recpipe serve PACKAGE"),
         (["serve", "x", "prot=1"], "recpipe serve has no prot; it has host, port"),
         (["serve", "x", "port=99999"], "serve.port"),
-        (["serve", "x"], "x/manifest.sha256 is missing: x is no whole package"),
+        (["serve", "x"], "x: No such file or directory; make a package with"),
     ],
 )
 def test_wrong_words(
@@ -549,7 +551,7 @@ def with_other_tables(packed: Path, directory: Path) -> Path:
     shutil.copytree(packed, directory)
     for file in (directory / "tables").iterdir():
         save_file({name: value.flip(0).contiguous() for name, value in load_file(file).items()}, file)
-    sealed(directory, lambda manifest: manifest["golden"].update(tolerance=1e9))
+    sealed(directory, lambda manifest: manifest["programs"][0].update(tolerance=1e9))
     return directory
 
 
@@ -588,6 +590,9 @@ def test_workers_answer_while_one_is_killed_and_while_a_new_package_comes(
             (copied / "golden.safetensors").write_bytes(b"damaged")
             server.send(signal.SIGHUP)
             server.until("golden.safetensors is not as it was written")
+            sealed(copied, lambda manifest: manifest["outputs"][0].update(name="other"))
+            server.send(signal.SIGHUP)
+            server.until("its manifest's 'outputs' differs, on which clients rely")
         address = f"{found[1].partition('/v2')[0]}/metrics"
         metrics = urllib.request.urlopen(address, timeout=20).read().decode()
         server.send(signal.SIGTERM)
@@ -604,5 +609,26 @@ def test_workers_answer_while_one_is_killed_and_while_a_new_package_comes(
     assert sum(clients.by) <= float(counted[1]) <= sum(clients.by) + lost
     assert re.findall(r'recpipe_reloads_total\{result="(\w+)"\} (\S+)', metrics) == [
         ("done", "2.0"),
-        ("refused", "1.0"),
+        ("refused", "2.0"),
     ]
+
+
+@needs_compiler
+@pytest.mark.soak
+def test_workers_answer_a_hundred_thousand_damaged_requests_and_none_starts_again(
+    packed: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+    server = Child(tmp_path / "server", "serve", str(packed), "port=0", "workers=2", "body_bytes=9000")
+    try:
+        found = re.search(r"serving 'model' at (http\S+/v2/models/model); 2 workers", server.until("golden"))
+        assert found is not None
+        workers = children(server.pid)
+        clients = Clients(found[1], [score.Scorer(packed)])
+        whole = clients.body("x", *clients.drawn(torch.Generator().manual_seed(0)))
+        damaged_requests(clients.host, clients.path, whole, 100_000)
+        assert children(server.pid) == workers
+        server.send(signal.SIGTERM)
+        assert server.ended().returncode == 0
+    finally:
+        server.kill()

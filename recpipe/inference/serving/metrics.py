@@ -86,5 +86,5 @@ class Metrics:
         own.register(self._gauges)
         if not self._several:
             return generate_latest(self._registry) + generate_latest(own)
-        MultiProcessCollector(own)
+        MultiProcessCollector(own)  # type: ignore[no-untyped-call]
         return generate_latest(own)

@@ -201,7 +201,7 @@ class Supervisor:
         self._selector.unregister(slot.channel)
         slot.channel.close()
         status = slot.process.wait()
-        mark_process_dead(slot.process.pid, str(self.folder))
+        mark_process_dead(slot.process.pid, str(self.folder))  # type: ignore[no-untyped-call]
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         at_once = slot.ready is None or monotonic() < slot.ready + SOON
         slot.process = slot.channel = slot.package = None

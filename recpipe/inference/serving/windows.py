@@ -69,8 +69,18 @@ class Kept:
 
     scores: Floats
     """float32 [N, T]."""
-    record: Any
-    """Its entry in the table of requests."""
+    record: NDArray[Any]
+    """Its entry in the table of requests, which another request may have taken meanwhile."""
+    start: int
+    """What makes it its own."""
+
+    def joined(self) -> bool:
+        """Whether its labels have come already; from now on they have."""
+        if int(self.record["start"][0]) != self.start:
+            return False
+        before = bool(self.record["joined"][0])
+        self.record["joined"] = 1
+        return before
 
 
 class Windows:
@@ -131,7 +141,7 @@ class Windows:
             start, samples = int(place["start"][way]), int(place["samples"][way])
             if start + self.sizes.kept >= int(self.heads[KEPT]):
                 rows = np.arange(start, start + samples) % self.sizes.kept
-                return Kept(self._kept[rows], place[way : way + 1])
+                return Kept(self._kept[rows], place[way : way + 1], start)
         return None
 
     def add_pairs(self, scores: Floats, labels: Floats) -> None:

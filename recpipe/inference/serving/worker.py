@@ -28,7 +28,7 @@ from recpipe.common.console import alone, heard
 from recpipe.common.quiet import quieted
 from recpipe.errors import UserError
 from recpipe.inference import score
-from recpipe.inference.manifest import DIGEST
+from recpipe.inference.manifest import DIGEST, MANIFEST
 from recpipe.inference.serving.app import Bounds, Server
 from recpipe.inference.serving.batcher import Limits
 from recpipe.inference.serving.config import ServeConfig
@@ -59,7 +59,9 @@ def load(directory: Path, rows: RowServer | None = None, mapped: bool = False) -
         try:
             before = directory.stat()
         except OSError as fault:
-            raise UserError(f"{directory}: {fault.strerror}") from fault
+            raise UserError(
+                f"{directory}: {fault.strerror}; make a package with 'recpipe package CHECKPOINT {directory}'"
+            ) from fault
         try:
             scorer = score.Scorer(directory, mapped) if rows is None else rows.scorer(directory)
             digest = (directory / DIGEST).read_text()
@@ -175,14 +177,20 @@ class Worker:
 
     def _anew(self) -> Loaded:
         """The package as it is now; ``UserError`` unless clients can go on as before."""
+        with suppress(OSError, ValueError):  # loading it says what is wrong
+            # A plugin puts rows in the place of others while it loads them.
+            self._require_same(json.loads((self.directory / MANIFEST).read_text()))
         loaded = load(self.directory, self.rows, self.several)
+        self._require_same(loaded.scorer.manifest)
+        return loaded
+
+    def _require_same(self, manifest: dict[str, Any]) -> None:
         for what in ("dense", "sparse", "outputs"):
-            if loaded.scorer.manifest[what] != self.loaded.scorer.manifest[what]:
+            if manifest.get(what) != self.loaded.scorer.manifest[what]:
                 raise UserError(
                     f"{self.directory}: its manifest's '{what}' differs, on which clients rely: start a "
                     "server of its own for it"
                 )
-        return loaded
 
 
 def _say(channel: socket.socket, what: str, about: Loaded | str) -> None:
@@ -194,8 +202,13 @@ def _say(channel: socket.socket, what: str, about: Loaded | str) -> None:
 
 def arguments(directory: Path, config: ServeConfig, name: str, number: int, sockets: list[int]) -> list[str]:
     """The command that starts the worker ``number`` with these sockets' descriptors, as ``main`` reads it."""
-    about = {"directory": str(directory), "config": asdict(config), "name": name, "sockets": sockets}
-    about["number"] = number
+    about = {
+        "directory": str(directory),
+        "config": asdict(config),
+        "name": name,
+        "number": number,
+        "sockets": sockets,
+    }
     return [sys.executable, "-m", "recpipe.inference.serving.worker", json.dumps(about)]
 
 
