@@ -6,7 +6,7 @@ number of ids of each sample, all of which are inputs of what is traced.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -97,8 +97,8 @@ class Given:
         rows = self._next(lambda: torch.zeros(int(self._lengths[feature].sum()), width))
         return rows, self._next(lambda: self._lengths[feature].clone())
 
-    def _next(self, zeros: Any) -> torch.Tensor:
-        found: torch.Tensor = zeros() if self._given is None else self._given[len(self.inputs)]
+    def _next(self, zeros: Callable[[], torch.Tensor]) -> torch.Tensor:
+        found = zeros() if self._given is None else self._given[len(self.inputs)]
         self.inputs.append(found)
         return found
 

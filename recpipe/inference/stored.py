@@ -93,15 +93,16 @@ class Stored:
                     weight[place] = row.view(torch.float32)[0]
             return inner
         kept = {name: [row for row in own if row is not None] for name, own in rows.items()}
+        pruned = {name for name, own in rows.items() if len(kept[name]) < len(own)}
         kinds = {
-            name: RowType(self.tables[path, name].kind, len(kept[name]) if None in own else None)
-            for name, own in rows.items()
+            name: RowType(self.tables[path, name].kind, len(kept[name]) if name in pruned else None)
+            for name in rows
         }
         low = LowPrecisionBags(configs, kinds) if pooled else LowPrecisionRows(configs, kinds)
         for name, own in rows.items():
             if kept[name]:
                 low.rows_of(name).copy_(torch.cat(kept[name]))
-            if None in own:
+            if name in pruned:
                 there = torch.tensor([row is not None for row in own])
                 low.places_of(name).copy_(torch.where(there, there.cumsum(0) - 1, -1))
         return low

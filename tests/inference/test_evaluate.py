@@ -170,7 +170,7 @@ def test_slices_of_npy_files_and_of_batches_of_a_caller(tmp_path: Path) -> None:
     words = (
         "data=npy",
         f"data.path={tmp_path}",
-        "data.max_table_rows=5",
+        f"data.tables={{{', '.join(f'C{i}: 5' for i in range(1, 27))}}}",
         "data.batch_size=100",
         *SMALL,
         *PLAIN,

@@ -7,6 +7,7 @@ and are found again by the one that takes its place.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from recpipe.errors import UserError
 
 WAYS = 8
 """Requests that share a place in the table of requests; a ninth one takes the place of the oldest."""
@@ -84,9 +87,8 @@ class Kept:
 
 
 class Windows:
-    """One worker's arrays. ``file``: where they are shared; None: in this process alone.
-
-    Memory is taken as they are written.
+    """One worker's arrays. ``file``: where they are shared; None: in this process alone, whose memory is
+    taken as they are written. ``UserError`` if the disk is full.
     """
 
     def __init__(self, sizes: Sizes, file: Path | None = None) -> None:
@@ -94,9 +96,15 @@ class Windows:
         if file is None:
             buffer = mmap.mmap(-1, sizes.bytes)
         else:
-            with file.open("a+b") as stream:
-                stream.truncate(sizes.bytes)
-                buffer = mmap.mmap(stream.fileno(), sizes.bytes)
+            try:
+                with file.open("a+b") as stream:
+                    os.posix_fallocate(stream.fileno(), 0, sizes.bytes)  # a full disk would end the process
+                    buffer = mmap.mmap(stream.fileno(), sizes.bytes)
+            except OSError as fault:
+                raise UserError(
+                    f"the monitor cannot write {sizes.bytes:,} bytes to {file}: {fault.strerror}; free space, "
+                    "set TMPDIR to another directory, or choose a smaller kept="
+                ) from fault
         found: dict[str, NDArray[Any]] = {}
         start = 0
         for name, (shape, kind) in sizes.layout().items():

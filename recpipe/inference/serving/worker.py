@@ -155,6 +155,7 @@ class Worker:
         async with self._reloading:
             try:
                 loaded = await asyncio.to_thread(self._anew)
+                self.server.use(RequestScorer(loaded.scorer), loaded.scorer.manifest, loaded.package)
             except Exception as fault:
                 if not isinstance(fault, UserError):
                     log.exception("loading the package anew failed")
@@ -165,7 +166,6 @@ class Worker:
                     _say(channel, "refused", str(fault))
                 return
             self.loaded = loaded
-            self.server.use(RequestScorer(loaded.scorer), loaded.scorer.manifest, loaded.package)
             self.server.metrics.reloads.labels("done").inc()
             if channel is None:
                 log.info(
