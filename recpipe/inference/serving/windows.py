@@ -98,12 +98,13 @@ class Windows:
         else:
             try:
                 with file.open("a+b") as stream:
-                    os.posix_fallocate(stream.fileno(), 0, sizes.bytes)  # a full disk would end the process
+                    # On a full disk, writing to the mapped file would end the process.
+                    os.posix_fallocate(stream.fileno(), 0, sizes.bytes)
                     buffer = mmap.mmap(stream.fileno(), sizes.bytes)
             except OSError as fault:
                 raise UserError(
-                    f"the monitor cannot write {sizes.bytes:,} bytes to {file}: {fault.strerror}; free space, "
-                    "set TMPDIR to another directory, or choose a smaller kept="
+                    f"the monitor cannot write {sizes.bytes:,} bytes to {file}: {fault.strerror}; free "
+                    "space, set TMPDIR to another directory, or choose a smaller kept="
                 ) from fault
         found: dict[str, NDArray[Any]] = {}
         start = 0
