@@ -160,13 +160,13 @@ class Work:
     def tiered(self, tier: TieredRows, batches: list[Ids]) -> Iterator[torch.Tensor]:
         """With the rows of the next batch read while one is scored, as a server does: the lookup holds the
         tier's lock, and not what follows."""
-        reading = self.reader.submit(tier.ahead, batches[0])
+        reading = self.reader.submit(tier.ahead, batches[0].numpy())
         for ids, following in zip(batches, [*batches[1:], None], strict=True):
             reading.result()
-            with found([tier], [ids], tier.using) as (places,):
+            with found([tier], [ids.numpy()], tier.using) as (places,):
                 users = self.pooled(tier.buffer, places)
             if following is not None:
-                reading = self.reader.submit(tier.ahead, following)
+                reading = self.reader.submit(tier.ahead, following.numpy())
             yield self.scores(users)
 
     def measured(self, share: float, place: Path) -> Side:

@@ -319,7 +319,7 @@ def update(package: Path, drawn: Drawn, options: argparse.Namespace) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(package)
     then = newer(package, options.changed)
-    words = ("+plugin=sdm", f"plugins.sdm.dram={options.shares[-1]:%}", "plugins.sdm.tables=user*")
+    words = ("+plugin=sdm", f"plugins.sdm.dram={options.shares[0]:%}", "plugins.sdm.tables=user*")
     with Served(link, *words, f"plugins.sdm.directory={options.work}") as server:
         given = drawn.requests(8000)
         server.load(given, 2)

@@ -120,7 +120,7 @@ def _watch(slice_: Slice, linears: Mapping[str, nn.Module], see: Callable[[str, 
     """Run the slice, and let ``see`` have the inputs of each layer."""
 
     def hook(path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda _, given: see(path, given[0])
+        return lambda _, given: see(path, given[0]) if given else None
 
     hooks = [module.register_forward_pre_hook(hook(path)) for path, module in linears.items()]
     try:

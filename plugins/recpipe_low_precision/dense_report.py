@@ -105,4 +105,8 @@ def dense_line(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     counts = Counter(layer["type"] for layer in layers.values())
     told = ", ".join(f"{counts[kind]} in {kind}" for kind in ("int8", "bfloat16", FLOAT.kind) if counts[kind])
-    return [("dense", f"{len(layers)} linear layers: {told}")]
+    lines = [("dense", f"{len(layers)} linear layers: {told}")]
+    for path, layer in layers.items():
+        if layer["why"]:
+            lines.append(("", f"{path} stays in float32 ({layer['why']})"))
+    return lines

@@ -53,7 +53,7 @@ Share = Annotated[float, Interval(gt=0, lt=1)]
 class LowPrecision(Plugin, ModelQuantizer):
     """Types for a finished model's tables and layers under a bound on the loss of NE (2021)."""
 
-    api = (2, 2)
+    api = (2, 3)
 
     def __init__(
         self,
@@ -129,7 +129,9 @@ class Work:
         )
         found = self._searched(judge, lambda meter: self._tables_search(judge, meter))
         layers = self._layers(calibration, found.assignment)
-        dense = self._searched(judge, lambda meter: self._layers_search(judge, layers, found, meter))
+        dense = Found({}, None, [])
+        if layers:
+            dense = self._searched(judge, lambda meter: self._layers_search(judge, layers, found, meter))
         log.info("writing %s", finished.quantized)
         self._write(found.assignment, layers, dense.assignment)
         made = self.source.called()

@@ -26,10 +26,10 @@ class Admission:
         self.every = every
         self._counts = torch.zeros(rows, dtype=torch.int32) if first is None else torch.from_numpy(first)
         self._ones = torch.ones(1, dtype=torch.int32)
-        self._missed: list[torch.Tensor] = []
+        self._missed: list[RowIds] = []
         self._batches = self._changes = 0
 
-    def count(self, rows: torch.Tensor, missed: torch.Tensor) -> None:
+    def count(self, rows: torch.Tensor, missed: RowIds) -> None:
         """Count a batch's lookups, int64 [N], and note those of rows without a slot."""
         self._counts.index_add_(0, rows, self._ones.expand(len(rows)))
         self._missed.append(missed)
@@ -40,15 +40,15 @@ class Admission:
         """Whether it is time for a change."""
         return self._batches % self.every == 0
 
-    def exchange(self, place: torch.Tensor, slots: int) -> tuple[RowIds, RowIds]:
+    def exchange(self, place: NDArray[np.int32], slots: int) -> tuple[RowIds, RowIds]:
         """Rows that should get a slot, of those that were missed since the last change, and as many rows that
         should lose theirs, since they are looked up less. ``place``: of every row; below ``slots`` it is one.
         """
         missed, self._missed = self._missed, []
         counts = self._counts.numpy()
         if missed:
-            entering = np.unique(torch.cat(missed).numpy())
-            at = place.numpy()[entering]
+            entering = np.unique(np.concatenate(missed))
+            at = place[entering]
             entering = entering[(at < 0) | (at >= slots)]
             entering = entering[np.argsort(-counts[entering], kind="stable")][: min(MOST, slots)]
         else:
@@ -61,12 +61,11 @@ class Admission:
             self._counts >>= 1
         return entering[:count], leaving[:count]
 
-    def _least(self, place: torch.Tensor, slots: int, most: int) -> RowIds:
+    def _least(self, place: NDArray[np.int32], slots: int, most: int) -> RowIds:
         """The ``most`` rows with slots that are looked up least, ascending."""
         if not most:
             return np.empty(0, np.int64)
-        places = place.numpy()
-        inside = np.flatnonzero((places >= 0) & (places < slots))
+        inside = np.flatnonzero((place >= 0) & (place < slots))
         counts = self._counts.numpy()[inside]
         least = np.argpartition(counts, most - 1)[:most]
         return inside[least[np.argsort(counts[least], kind="stable")]]

@@ -84,7 +84,7 @@ class SDM(Plugin, RowServer):
         replaced, written = (
             self.counted()[key] - before[key] for key in ("sdm_rows_replaced", "sdm_bytes_written")
         )
-        log.info("%s rows on the SSD replaced, %s written", f"{replaced:,.0f}", readable_bytes(written))
+        log.info("%s rows replaced, %s written to the SSD", f"{replaced:,.0f}", readable_bytes(written))
         return made
 
     def counted(self) -> Mapping[str, float]:
@@ -98,7 +98,7 @@ class SDM(Plugin, RowServer):
             "sdm_rows_read": sum(tier.reads.rows_read for tier in tiers),
             "sdm_rows_read_ahead": sum(tier.reads.rows_ahead for tier in tiers),
             "sdm_rows_admitted": sum(tier.reads.admitted for tier in tiers),
-            "sdm_rows_replaced": sum(tier.reads.replaced for tier in tiers),
+            "sdm_rows_replaced": self.made.tables.replaced + sum(tier.reads.replaced for tier in tiers),
             "sdm_bytes_written": sum(tier.bytes_written for tier in tiers),
             "sdm_dram_bytes": self.made.dram_bytes,
             **({} if bags is None else {"sdm_bags": bags.asked, "sdm_bags_found": bags.found}),

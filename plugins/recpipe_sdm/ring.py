@@ -4,7 +4,6 @@ away first."""
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 EMPTY = -1
@@ -26,7 +25,7 @@ class Ring:
         self._rows: NDArray[np.int64] = np.empty(0, np.int64)
         self._next = 0
 
-    def take(self, rows: NDArray[np.int64], place: torch.Tensor) -> int:
+    def take(self, rows: NDArray[np.int64], place: NDArray[np.int32]) -> int:
         """The first of the places for ``rows`` (distinct), one after the other; ``place`` (the place of every
         row) no longer names those that are in them. The caller names ``rows`` once they are there."""
         count = len(rows)
@@ -36,8 +35,7 @@ class Ring:
         old = self._rows[start : start + count]
         places = np.arange(start, start + count) + self.first
         old, places = old[old != EMPTY], places[old != EMPTY]
-        still = place.numpy()[old] == places
-        place[torch.from_numpy(old[still])] = EMPTY
+        place[old[place[old] == places]] = EMPTY
         self._rows[start : start + count] = rows
         self._next = start + count
         return self.first + start

@@ -2,7 +2,7 @@
 
 The rows in DRAM have slots in one buffer, and rows that are missed are read into the ring behind them, so
 that one lookup over the buffer finds all of a batch's rows: its bits are those of a lookup over all rows in
-DRAM. The index is an array with the place of every row, int32; looking it up is one gather of torch's. A
+DRAM. The index is an array with the place of every row, int32; looking it up is one gather of numpy's. A
 cache with a hash table, or one written in numpy, takes more time than the reads that it saves.
 
 What a place holds, and what the index says of it, changes under one lock alone, which a lookup holds from its
@@ -28,6 +28,7 @@ from recpipe.plugin import RowIds, UserError
 from recpipe_sdm.admission import Admission
 from recpipe_sdm.ring import EMPTY, Ring
 
+Places = NDArray[np.int32]
 PRUNED = -2
 """In the index: the row is neither in DRAM nor on the SSD, and adds nothing."""
 AT_A_TIME = 256
@@ -86,10 +87,11 @@ class TieredRows:
         shape = (self.slots + 2 * room, 4 * store.layout.width)
         self.buffer = torch.empty(shape, dtype=torch.uint8) if buffer is None else buffer
         """All slots, then the ring's places, uint8 [slots + 2 * room, bytes of a row]."""
-        self.place = torch.full((store.layout.total_rows,), EMPTY, dtype=torch.int32)
+        self.index: Places = np.full(store.layout.total_rows, EMPTY, np.int32)
         """The place of every row; -1: it is on the SSD alone, ``PRUNED``: it is nowhere."""
         if pruned is not None:
-            self.place[torch.from_numpy(pruned)] = PRUNED
+            self.index[pruned] = PRUNED
+        # A server's threads take turns in Python: numpy's operators leave it to nobody, and torch's do.
         self.using = using or threading.Lock()
         """Held while a place or the index is used."""
         self.disk = threading.RLock()
@@ -103,59 +105,58 @@ class TieredRows:
         for start in range(0, len(hot), 65_536):
             self._admit(hot[start : start + 65_536], np.arange(len(hot))[start : start + 65_536])
 
-    def ahead(self, rows: torch.Tensor) -> None:
+    def ahead(self, rows: RowIds) -> None:
         """Read those of ``rows`` (int64 [N], with repeats) that are not in DRAM. Nothing has to follow:
         batches find their rows without it, later. ``StoreError`` if a row cannot be read."""
+        if not (self.index[rows] == EMPTY).any():
+            return
         with self.disk:
             before = self.reads.rows_read
             self.read(rows)
             self.reads.rows_ahead += self.reads.rows_read - before
 
-    @torch.inference_mode()
-    def read(self, rows: torch.Tensor) -> None:
+    def read(self, rows: RowIds) -> None:
         """The same, with ``disk`` held: all are in DRAM until it is released."""
         while True:
             with self.using:
-                places = self.place[rows]
-                if not bool((places == EMPTY).any()):
+                places = self.index[rows]
+                if not (places == EMPTY).any():
                     return
-                cold = np.unique(rows[self._cold(places)].numpy())
+                cold = np.unique(rows[self._cold(places)])
                 if len(cold) > self.room:
                     raise ValueError(f"a batch misses {len(cold)} rows, and there is room for {self.room}")
                 self.ring.grow(len(cold))
-                missing = cold[self.place.numpy()[cold] == EMPTY]
-                first = self.ring.take(missing, self.place)
+                missing = cold[self.index[cold] == EMPTY]
+                first = self.ring.take(missing, self.index)
             # Nobody knows these places yet.
             self.store.gather(missing, self._words[first : first + len(missing)])
             with self.using:
-                self.place[torch.from_numpy(missing)] = torch.arange(
-                    first, first + len(missing), dtype=torch.int32
-                )
+                self.index[missing] = np.arange(first, first + len(missing))
             self.reads.rows_read += len(missing)
 
-    def _cold(self, places: torch.Tensor) -> torch.Tensor:
+    def _cold(self, places: Places) -> NDArray[np.bool_]:
         """Which of ``places`` are no slots."""
         return (places == EMPTY) | (places >= self.slots)
 
-    def looked_up(self, rows: torch.Tensor, places: torch.Tensor) -> None:
+    def looked_up(self, rows: RowIds, places: Places) -> None:
         """Note that a batch looks up ``rows``, which had these ``places`` when it came."""
         missed = self._cold(places)
         self.reads.batches += 1
         self.reads.lookups += len(rows)
-        self.reads.missed += int(missed.count_nonzero())
+        self.reads.missed += np.count_nonzero(missed)
         if self.admission is None:
             return
-        self.admission.count(rows, rows[missed])
+        self.admission.count(torch.from_numpy(rows), rows[missed])
         if self.admission.due and (self._change is None or self._change.done()):
             self._change = self._thread.submit(self._exchange, self.admission)
 
     def _exchange(self, admission: Admission) -> None:
         """Give slots to rows that are looked up more than those that have them."""
-        entering, leaving = admission.exchange(self.place, self.slots)
+        entering, leaving = admission.exchange(self.index, self.slots)
         for start in range(0, len(entering), AT_A_TIME):
             part = slice(start, start + AT_A_TIME)
             with self.disk, suppress(UserError):  # a row that cannot be read is named where it is asked for
-                slots = self.place.numpy()[leaving[part]].astype(np.int64)
+                slots = self.index[leaving[part]].astype(np.int64)
                 self._admit(entering[part], slots, leaving[part])
                 self.reads.admitted += len(slots)
             time.sleep(PAUSE)
@@ -165,9 +166,9 @@ class TieredRows:
         self.store.gather(rows, came)
         with self.using:
             if leaving is not None:
-                self.place[torch.from_numpy(leaving)] = EMPTY
+                self.index[leaving] = EMPTY
             self._words[slots] = came
-            self.place[torch.from_numpy(rows)] = torch.from_numpy(slots).int()
+            self.index[rows] = slots
 
     def replace(self, rows: RowIds, values: NDArray[np.uint8]) -> int:
         """Replace those of ``rows`` (distinct, int64 [n]) that differ from ``values`` (uint8 [n, bytes of a
@@ -183,7 +184,7 @@ class TieredRows:
             if len(rows):
                 self.store.scatter(rows, words)
                 with self.using:
-                    places = self.place.numpy()[rows]
+                    places = self.index[rows]
                     here = np.flatnonzero(places >= 0)
                     self._words[places[here]] = words[here]
                     self.reads.replaced += len(rows)
@@ -194,7 +195,7 @@ class TieredRows:
         """Rows in DRAM, the index, the places that missed rows have taken, the store's buffers."""
         rows = (self.slots + self.ring.size) * self.buffer.shape[1]
         counts = 0 if self.admission is None else self.admission.nbytes
-        return rows + self.place.nbytes + self.ring.nbytes + counts + self.store.overhead_bytes
+        return rows + self.index.nbytes + self.ring.nbytes + counts + self.store.overhead_bytes
 
     @property
     def bytes_written(self) -> int:
@@ -211,7 +212,7 @@ class TieredRows:
 
 @contextmanager
 def found(
-    tiers: Sequence[TieredRows], rows: Sequence[torch.Tensor], using: threading.Lock
+    tiers: Sequence[TieredRows], rows: Sequence[RowIds], using: threading.Lock
 ) -> Iterator[list[torch.Tensor]]:
     """The place in its tier's buffer of each row that a batch looks up, int64 [N] for each tier; -1 for a
     pruned one. They are valid in the block. ``rows``: int64 [N] for each tier, with repeats. ``using``: the
@@ -219,15 +220,15 @@ def found(
     with ExitStack() as held:
         at_first = held.enter_context(ExitStack())
         at_first.enter_context(using)
-        places = [tier.place[own] for tier, own in zip(tiers, rows, strict=True)]
+        places = [tier.index[own] for tier, own in zip(tiers, rows, strict=True)]
         for tier, own, at in zip(tiers, rows, places, strict=True):
             tier.looked_up(own, at)
-        if any(bool((at == EMPTY).any()) for at in places):
+        if any((at == EMPTY).any() for at in places):
             at_first.close()
             for tier in tiers:
                 held.enter_context(tier.disk)
             for tier, own in zip(tiers, rows, strict=True):
                 tier.read(own)
             held.enter_context(using)
-            places = [tier.place[own] for tier, own in zip(tiers, rows, strict=True)]
-        yield [at.clamp(min=EMPTY).long() for at in places]
+            places = [tier.index[own] for tier, own in zip(tiers, rows, strict=True)]
+        yield [torch.from_numpy(np.maximum(at, EMPTY, dtype=np.int64)) for at in places]

@@ -6,10 +6,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from recpipe.kit import Lookup, LookupCall, Scorer, offsets_of
-from recpipe.plugin import UserError
+from recpipe.plugin import RowIds, UserError
 from recpipe_sdm.pooled import Bags
 from recpipe_sdm.rows import found
 from recpipe_sdm.tables import TieredTables, Tiering, tiered_tables
@@ -23,8 +24,10 @@ class TieredLookup(Lookup):
         own = [table for _, table in found["parts"]]
         groups = [tables.group_of(table) for table in own]
         bases = [tables.groups[g].base[name] if g >= 0 else 0 for name, g in zip(own, groups, strict=True)]
-        self.group, self.base = torch.tensor(groups), torch.tensor(bases)
+        self.group, self.base = np.array(groups), np.array(bases)
         """Of each part: its table's group, -1 for one in DRAM, and the number of its row 0 there."""
+        self.only = groups[0] if len(set(groups)) == 1 else None
+        """The group of all parts, if they have one."""
         dims = {tables.about[table]["dimension"] for table in own}
         self.width = dims.pop() if len(dims) == 1 and not self.sequence else None
         """Of each part's sums; None: they differ, or rows are not pooled."""
@@ -37,27 +40,34 @@ class TieredLookup(Lookup):
         )
         """Of each part: a number for its table and pooling, -1 for one in DRAM."""
 
-    def wanted(self, ids: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each id (arranged): its table's group, and its row's number there, int64 [N] each."""
-        counts = offsets[:: (len(offsets) - 1) // len(self.group)].diff()
-        return self.group.repeat_interleave(counts), ids + self.base.repeat_interleave(counts)
+    def wanted(self, ids: torch.Tensor, offsets: torch.Tensor, groups: int) -> Wanted:
+        """For each group which of the ids (arranged) are of its tables, and their rows' numbers there."""
+        nothing: RowIds = np.empty(0, np.int64)
+        found: Wanted = [(nothing, nothing)] * groups
+        if self.only == -1:
+            return found
+        counts = np.diff(offsets.numpy()[:: (len(offsets) - 1) // len(self.group)])
+        rows = ids.numpy() + np.repeat(self.base, counts)
+        if self.only is not None:
+            found[self.only] = (slice(None), rows)
+            return found
+        group = np.repeat(self.group, counts)
+        for index in range(groups):
+            at = np.flatnonzero(group == index)
+            found[index] = (at, rows[at])
+        return found
+
+
+Wanted = list[tuple[RowIds | slice, RowIds]]
 
 
 class _Asked(NamedTuple):
-    """What one lookup asks for: its ids arranged, their offsets, and where those of each group are among
-    them."""
+    """What one lookup asks for: its ids arranged, their offsets, and of each group what ``wanted`` says."""
 
     lookup: TieredLookup
     ids: torch.Tensor
     offsets: torch.Tensor
-    rows: torch.Tensor
-    at: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, lookup: TieredLookup, ids: torch.Tensor, offsets: torch.Tensor, groups: int) -> _Asked:
-        group, rows = lookup.wanted(ids, offsets)
-        at = [(group == index).nonzero().squeeze(1) for index in range(groups)]
-        return cls(lookup, ids, offsets, rows, at)
+    wanted: Wanted
 
 
 class _Kept(NamedTuple):
@@ -114,7 +124,8 @@ class TieredScorer(Scorer):
         tiers = [group.tier for group in self.tables.groups]
         with found(tiers, self._rows(asked), self.tables.using) as places:
             parts = [
-                torch.split(own, [len(one.at[index]) for one in asked]) for index, own in enumerate(places)
+                torch.split(own, [len(one.wanted[index][1]) for one in asked])
+                for index, own in enumerate(places)
             ]
             results = [self._pooled(one, [own[n] for own in parts]) for n, one in enumerate(asked)]
             for one, known, result in zip(asked, kept, results, strict=True):
@@ -131,11 +142,12 @@ class TieredScorer(Scorer):
             known = self._known(lookup, ids, offsets)
             if known is not None:
                 lengths = offsets.diff()
-                wanted = torch.ones(len(lengths), dtype=torch.bool)
-                wanted[known.bags.at[known.hit]] = False
-                ids = ids[wanted.repeat_interleave(lengths)]
-                offsets = offsets_of(lengths * wanted)
-            asked.append(_Asked.of(lookup, ids, offsets, len(self.tables.groups)))
+                others = torch.ones(len(lengths), dtype=torch.bool)
+                others[known.bags.at[known.hit]] = False
+                ids = ids[others.repeat_interleave(lengths)]
+                offsets = offsets_of(lengths * others)
+            wanted = lookup.wanted(ids, offsets, len(self.tables.groups))
+            asked.append(_Asked(lookup, ids, offsets, wanted))
             kept.append(known)
         return asked, kept
 
@@ -161,17 +173,21 @@ class TieredScorer(Scorer):
         self.tables.bags.asked += len(hit)
         self.tables.bags.found += int(hit.count_nonzero())
 
-    def _rows(self, asked: list[_Asked]) -> list[torch.Tensor]:
+    def _rows(self, asked: list[_Asked]) -> list[RowIds]:
         """For each group the rows that are asked for, int64 [N]."""
-        return [
-            torch.cat([one.rows[one.at[index]] for one in asked]) for index in range(len(self.tables.groups))
-        ]
+        groups = range(len(self.tables.groups))
+        return [np.concatenate([one.wanted[index][1] for one in asked]) for index in groups]
 
     def _pooled(self, asked: _Asked, places: list[torch.Tensor]) -> torch.Tensor:
-        rows = asked.lookup.rows_of(asked.ids, asked.offsets).clone()
-        for here, own in zip(asked.at, places, strict=True):
-            rows[here] = own
-        return asked.lookup.pooled(rows, asked.offsets)
+        lookup = asked.lookup
+        if lookup.only is not None and lookup.only >= 0:
+            return lookup.pooled(places[lookup.only], asked.offsets)
+        rows = lookup.rows_of(asked.ids, asked.offsets)
+        if lookup.only is None:
+            rows = rows.clone()
+            for (here, _), own in zip(asked.wanted, places, strict=True):
+                rows[torch.from_numpy(here)] = own
+        return lookup.pooled(rows, asked.offsets)
 
     @property
     def dram_bytes(self) -> int:

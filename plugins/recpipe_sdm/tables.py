@@ -78,6 +78,8 @@ class TieredTables(Tables):
         bags: PooledBags | None,
     ) -> None:
         self.bags = bags
+        self.replaced = 0
+        """Rows of whole tables that updates have changed."""
         self.about, self.rows, self.starts, self.groups, self.using = about, rows, starts, groups, using
         on_disk = {name for group in groups for name in group.base}
         self.whole = {name: file for name, file in files.items() if name not in on_disk}
@@ -138,6 +140,7 @@ class TieredTables(Tables):
             with self.using:
                 part[differ] = values[differ]
             changed += int(differ.sum())
+        self.replaced += changed
         return changed
 
 

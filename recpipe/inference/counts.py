@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from torch.export import ExportedProgram
 
 from recpipe.errors import UserError, shown
 from recpipe.inference.stand_ins import Lookup
 
+_T = TypeVar("_T")
 _Member: TypeAlias = tuple[str, str]
 """``feature`` or ``size``, and its name."""
 _SAMPLES = ("samples", "")
@@ -46,7 +47,7 @@ def counts_of(program: ExportedProgram, lookups: Sequence[Lookup]) -> Alike:
             every.append({_SAMPLES, _free(program, next(inputs), "samples")})
     single: tuple[str, ...] = ()
     aligned = []
-    for members in _joined(every):
+    for members in joined(every):
         features = tuple(sorted(name for kind, name in members if kind == "feature"))
         if _SAMPLES in members:
             single = features
@@ -66,10 +67,10 @@ def _free(program: ExportedProgram, size: object, what: str) -> _Member:
     return "size", str(expression)
 
 
-def _joined(sets: Iterable[set[_Member]]) -> list[set[_Member]]:
+def joined(sets: Iterable[set[_T]]) -> list[set[_T]]:
     """Sets that share a member, put together."""
-    joined: list[set[_Member]] = []
+    found: list[set[_T]] = []
     for new in sets:
-        apart = [old for old in joined if not old & new]
-        joined = [*apart, new.union(*(old for old in joined if old & new))]
-    return joined
+        apart = [old for old in found if not old & new]
+        found = [*apart, new.union(*(old for old in found if old & new))]
+    return found

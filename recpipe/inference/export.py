@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Schema
 from recpipe.errors import UserError, shown
 from recpipe.inference.counts import Alike, counts_of
-from recpipe.inference.lookup import LowPrecisionBags, LowPrecisionRows
 from recpipe.inference.stand_ins import (
     Collection,
     Features,
@@ -46,15 +44,13 @@ _SAMPLES = 3
 class Table:
     """A table of the model."""
 
-    kind: str
-    """The type of its rows, a key of ``recpipe.inference.rows.ROW_TYPES``."""
+    collection: str
+    """The path of its collection."""
+    own: str
+    """Its name there."""
     dim: int
     ids: int
     """How many ids it has rows for."""
-    rows: torch.Tensor
-    """uint8 [rows, bytes of a row], as FBGEMM reads them, sharing the model's memory."""
-    places: torch.Tensor | None = None
-    """For each id its row, or -1 if that was pruned: int32 [ids]; None: every id has its row."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ def export_dense(called: Called, schema: Schema, lists: Sequence[str] | None = N
     """Export the dense part of ``called``, whose batches have the columns of ``schema``.
 
     ``lists``: features that may have any number of ids; the others have one for each sample. None: not known.
-    The model itself is not changed; its tables share memory with the result's. Raises ``UserError`` with the
+    The model itself is not changed, and its tables are not read. Raises ``UserError`` with the
     reason if the model cannot be exported.
     """
     model = called.module
@@ -123,7 +119,7 @@ def export_dense(called: Called, schema: Schema, lists: Sequence[str] | None = N
             raise UserError("the model looks nothing up")
         alike = counts_of(program, lookups)
     tables = {
-        names[path][config.name]: _table(collection, config)
+        names[path][config.name]: Table(path, config.name, config.embedding_dim, config.num_embeddings)
         for path, collection in found.items()
         for config in configs_of(collection)
     }
@@ -170,17 +166,6 @@ def _numbers_of_ids(
     for apart in (1, 0):
         yield ones | {name: single + torch.tensor([1, 0, 3 + apart * i]) for i, name in enumerate(several)}
     yield ones
-
-
-def _table(collection: Collection, config: Any) -> Table:
-    name, dim, ids = config.name, config.embedding_dim, config.num_embeddings
-    if isinstance(collection, LowPrecisionBags | LowPrecisionRows):
-        places = collection.places_of(name)
-        kind, rows = collection.kind_of(name).kind, collection.rows_of(name)
-        return Table(kind, dim, ids, rows, places if len(places) else None)
-    under = "embedding_bags" if isinstance(collection, EmbeddingBagCollection) else "embeddings"
-    weight = collection.get_parameter(f"{under}.{name}.weight").detach().contiguous()
-    return Table("fp32", dim, ids, weight.view(torch.uint8))
 
 
 def _table_names(found: Mapping[str, Collection]) -> dict[str, dict[str, str]]:

@@ -19,6 +19,8 @@ _ONE_HOT = 48
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Largest difference of a score on another machine, by the type of the dense part's matrix products: relative
 to the largest score if that is above 1."""
+LOW_PRECISION = "bfloat16"
+"""The key for layers in low precision: an input that is rounded to another code is a step of 8 bits away."""
 
 
 def golden_inputs(schema: Schema, alike: Alike | None = None) -> dict[str, torch.Tensor]:
@@ -44,6 +46,12 @@ def golden_inputs(schema: Schema, alike: Alike | None = None) -> dict[str, torch
         ids.append(own)
     dense = torch.randn(SAMPLES, len(schema.dense), generator=generator)
     return {"dense": dense, "ids": torch.cat(ids), "lengths": lengths.reshape(-1)}
+
+
+def golden_ids(schema: Schema, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The ids of each feature, by sample."""
+    sparse = as_batch(schema, inputs).sparse.to_dict()
+    return {name: own.values() for name, own in sparse.items()}
 
 
 def as_batch(schema: Schema, inputs: dict[str, torch.Tensor]) -> Batch:

@@ -200,14 +200,15 @@ class BagLookup(nn.Module):
         places = dict(zip(self.kinds, accumulate(pruned, initial=0), strict=False))
         self._places = {name: place for name, place in places.items() if self.kinds[name].kept is not None}
         self.prunes = bool(self._places)
-        if self.prunes and len(per) != len(configs):
+        of_features = [self._ids_of[c.name] if c.name in self._places else 0 for c in per]
+        if any(c.name in self._places and len(c.feature_names) > 1 for c in configs):
             raise UserError("rows of a table that several features share cannot be pruned: prune none")
         for name, tensor in zip(("placements", "types", "columns"), self.layout.tensors(), strict=True):
             self.register_buffer(name, tensor)
         self.register_buffer("rows", torch.empty(ends[-1], dtype=torch.uint8))
         self.register_buffer("starts", torch.tensor([self._begins[c.name] for c in per]))
         self.register_buffer("places", torch.empty(sum(pruned), dtype=torch.int32))
-        self.register_buffer("place_starts", torch.tensor(list(accumulate(pruned, initial=0))))
+        self.register_buffer("place_starts", torch.tensor(list(accumulate(of_features, initial=0))))
 
     def _shape(self, config: Any) -> tuple[int, int]:
         """Rows kept, and bytes of each."""

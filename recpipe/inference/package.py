@@ -155,7 +155,7 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
     for program in parts.programs:
         program.save(folder)
     log.info("compiling for %s, which takes some seconds", chosen.name)
-    example = (made_up_inputs(parts.content, 3), {})
+    example: tuple[Any, dict[str, Any]] = (made_up_inputs(parts.content, 3), {})
     flags = [flag for program in used for flag in program.compile(folder, chosen, example)]
     if chosen.name == "avx512" and used[-1].low and needs_vnni(layers):
         flags.append(VNNI)
@@ -169,7 +169,7 @@ def _write(folder: Path, parts: Parts, options: Options) -> float:
     write_golden(folder / GOLDEN, golden)
     write_manifest(folder, content)
     try:
-        scorer = score.Scorer(folder)
+        scorer = score.Scorer(folder, mapped=True)  # the tables may be larger than memory
     except score.PackageError as fault:
         raise UserError(f"the package does not score as the model does: {fault}") from fault
     # From here on the package's own scores are what other machines must get.

@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import quote
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -19,14 +18,15 @@ from recpipe.data.dataset import Schema
 from recpipe.errors import UserError
 from recpipe.inference import score
 from recpipe.inference.counts import Alike
-from recpipe.inference.export import DensePart, Table, export_dense
-from recpipe.inference.golden import GOLDEN, as_batch, golden_inputs, tolerance
+from recpipe.inference.export import DensePart, export_dense
+from recpipe.inference.golden import GOLDEN, LOW_PRECISION, as_batch, golden_ids, golden_inputs, tolerance
 from recpipe.inference.inputs import dense_rule, id_hash, id_rule
 from recpipe.inference.layers import LowPrecisionLinear, in_float32, low_layers
 from recpipe.inference.manifest import versions
 from recpipe.inference.popularity import write_popularity
 from recpipe.inference.programs import Program
 from recpipe.inference.reference import figures_of
+from recpipe.inference.stored import stored
 from recpipe.inference.trained import Trained, open_trained, scored
 from recpipe.model.call import Called
 
@@ -55,30 +55,44 @@ class Parts:
 def of_checkpoint(checkpoint: Path, model: nn.Module | None) -> Parts:
     """What to write of a checkpoint, quantized or not; ``UserError`` if its model cannot be packaged."""
     trained = open_trained(checkpoint, model=model)
-    schema, module, called = trained.schema, trained.model, trained.called
+    schema, source = trained.schema, stored(trained)
+    called = source.called
+    module = called.module
     log.info("exporting %s", type(module).__name__)
     lists = None if trained.preparation is None else trained.preparation.lists
     with in_float32(module):
         dense = export_dense(called, schema, lists)
+    low = export_dense(called, schema, lists).program if low_layers(module) else None
+    # From here on the model has the golden batch's rows, and no others.
+    source.hold(golden_ids(schema, golden_inputs(schema, dense.alike)))
+    with in_float32(module):
         inputs, scores = made_up(called, schema, dense.alike)
     bound = tolerance(scores, trained.cfg.model.precision)
     programs = [Program(dense.program, scores, bound)]
-    if low_layers(module):
+    if low is not None:
         (found,) = scored(called, [as_batch(schema, inputs)], labelled=False)
-        # A sound machine is no further off than the quantized scores are from those in float32.
-        bound = max(bound, float((found.scores - scores).abs().max()))
-        programs.append(Program(export_dense(called, schema, lists).program, found.scores, bound, low=True))
-    files = {name: f"tables/{quote(name, safe='')}.safetensors" for name in dense.tables}
+        bound = tolerance(found.scores, LOW_PRECISION)
+        programs.append(Program(low, found.scores, bound, low=True))
+    tables = {name: source.tables[table.collection, table.own] for name, table in dense.tables.items()}
     pairs = [pair for lookup in dense.lookups for pair in lookup.parts]
     ids = {name: table.ids for name, table in dense.tables.items()}
+
+    def write_tables(folder: Path) -> None:
+        for name, table in tables.items():
+            table.write(folder / _file(name))
+
     return Parts(
         programs,
-        _content(trained, called, dense, files),
-        lambda folder: _write_tables(folder, dense.tables, files),
+        _content(trained, called, dense, {name: table.kind for name, table in tables.items()}),
+        write_tables,
         inputs,
         lambda scorer, samples: figures_of(trained, called.tasks, scorer, samples),
         lambda folder, samples: write_popularity(trained, ids, pairs, folder, samples),
     )
+
+
+def _file(table: str) -> str:
+    return f"tables/{quote(table, safe='')}.safetensors"
 
 
 def made_up(
@@ -134,7 +148,7 @@ def _loaded(file: Path) -> ExportedProgram:
         raise UserError(f"{file}: this torch cannot read it ({reason})") from fault
 
 
-def _content(trained: Trained, called: Called, dense: DensePart, files: Mapping[str, str]) -> dict[str, Any]:
+def _content(trained: Trained, called: Called, dense: DensePart, kinds: Mapping[str, str]) -> dict[str, Any]:
     schema, source = trained.schema, trained.cfg.data.name
     return {
         "versions": versions(),
@@ -151,7 +165,7 @@ def _content(trained: Trained, called: Called, dense: DensePart, files: Mapping[
             for lookup in dense.lookups
         ],
         "tables": {
-            name: {"rows": table.ids, "dimension": table.dim, "type": table.kind, "file": files[name]}
+            name: {"rows": table.ids, "dimension": table.dim, "type": kinds[name], "file": _file(name)}
             for name, table in dense.tables.items()
         },
         **_sequences(dense),
@@ -170,11 +184,3 @@ def _sequences(dense: DensePart) -> dict[str, Any]:
         return {}
     aligned = [list(group) for group in dense.alike.aligned]
     return {"sequences": {"single": list(dense.alike.single), "aligned": aligned}}
-
-
-def _write_tables(folder: Path, tables: Mapping[str, Table], files: Mapping[str, str]) -> None:
-    for name, table in tables.items():
-        kept = {"rows": table.rows.contiguous()}
-        if table.places is not None:
-            kept["places"] = table.places.contiguous()
-        save_file(kept, folder / files[name], {"type": table.kind, "dim": str(table.dim)})

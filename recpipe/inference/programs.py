@@ -157,7 +157,7 @@ def chosen_programs(
     return ([low.about(0)] if first == 0 else [exact.about(0), low.about(SAMPLES[first])]), measured
 
 
-def use(scorer: score.Scorer, chosen: Sequence[Mapping[str, Any]]) -> None:
+def use(scorer: score.Scorer, chosen: Sequence[dict[str, Any]]) -> None:
     """Let ``scorer`` use its programs as a scorer of the ``chosen`` ones, of the manifest, does."""
     made = {program.about["file"]: program for program in scorer.programs}
     scorer.programs = [made[about["file"]] for about in chosen]

@@ -95,7 +95,7 @@ def write_quantized(
             save_file(scales, partial / LAYERS)
         how = {path: layer for path, (layer, _) in layers.items()}
         for table in source.shapes:
-            _write_table(partial / table_file(table), source, table, kinds[table], kept.get(table))
+            write_table(partial / table_file(table), source, table, kinds[table], kept.get(table))
         manifest = QuantizedManifest(
             FORMAT,
             SCHEMA,
@@ -134,9 +134,11 @@ def _table(source: FloatCheckpoint, table: str, kind: str, kept: NDArray[np.bool
     return QuantizedTable(kind, rows, dim, count, place.collection, place.own)
 
 
-def _write_table(
-    file: Path, source: FloatCheckpoint, table: str, kind: str, kept: NDArray[np.bool_] | None
+def write_table(
+    file: Path, source: FloatCheckpoint, table: str, kind: str, kept: NDArray[np.bool_] | None = None
 ) -> None:
+    """Write a table of ``source`` with rows of ``kind``, piece by piece; ``kept``: the rows that are not
+    pruned."""
     rows, dim = source.shapes[table]
     width = row_bytes(kind, dim)
     shapes: dict[str, tuple[int, ...]] = {ROWS: (rows if kept is None else int(kept.sum()), width)}
@@ -189,19 +191,28 @@ def trained_quantized(
 def put_rows(module: nn.Module, directory: Path) -> None:
     """Make ``module``, of the class that was trained, the model in the quantized checkpoint ``directory``:
     its dense part is set, and its collections are replaced. It is then in eval mode."""
+    manifest = put_dense(module, directory)
+    try:
+        for path in sorted({table.collection for table in manifest.tables.values()}):
+            _put_tables(module, path, directory, manifest)
+    except (OSError, ValueError, SafetensorError) as fault:
+        raise damaged(directory, fault) from fault
+
+
+def put_dense(module: nn.Module, directory: Path) -> QuantizedManifest:
+    """The same for its dense part alone; the collections stay."""
     manifest = read_manifest(directory)
     verify(directory, manifest)
     try:
         dense = load_file(directory / DENSE)
         _check_dense(module, dense, directory)
         fill_dense(module, dense)
-        for path in sorted({table.collection for table in manifest.tables.values()}):
-            _put_tables(module, path, directory, manifest)
         scales = load_file(directory / LAYERS) if LAYERS in manifest.files else {}
         put_layers(module, manifest.layers, scales)
     except (OSError, ValueError, SafetensorError) as fault:
         raise damaged(directory, fault) from fault
     module.eval()
+    return manifest
 
 
 def _check_dense(model: nn.Module, dense: Mapping[str, torch.Tensor], directory: Path) -> None:

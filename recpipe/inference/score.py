@@ -306,7 +306,10 @@ def verified(directory: Path) -> dict[str, Any]:
     """The manifest; ``PackageError`` names the first file that is missing or not as it was written."""
     for name in ("manifest.sha256", "manifest.json"):
         if not (directory / name).is_file():
-            raise PackageError(f"{directory / name} is missing: {directory} is no whole package")
+            raise PackageError(
+                f"{directory / name} is missing: {directory} is no whole package; make one with "
+                "'recpipe package CHECKPOINT DIRECTORY'"
+            )
     text = (directory / "manifest.json").read_bytes()
     if (directory / "manifest.sha256").read_text() != f"{hashlib.sha256(text).hexdigest()}  manifest.json\n":
         raise PackageError(f"{directory / 'manifest.json'} is not as it was written (manifest.sha256)")

@@ -6,7 +6,7 @@ number of ids of each sample, all of which are inputs of what is traced.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,13 +21,8 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from recpipe.errors import UserError, shown
-from recpipe.inference.lookup import LowPrecisionBags, LowPrecisionRows
 
-Bags: TypeAlias = EmbeddingBagCollection | LowPrecisionBags
-"""Collections that pool rows."""
-Sequences: TypeAlias = EmbeddingCollection | LowPrecisionRows
-"""Collections that give a row for each id."""
-Collection: TypeAlias = Bags | Sequences
+Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 Config: TypeAlias = EmbeddingBagConfig | EmbeddingConfig
 ROW_FOR_EACH_ID = "none"
 """The pooling of a lookup whose rows are not pooled."""
@@ -102,8 +97,8 @@ class Given:
         rows = self._next(lambda: torch.zeros(int(self._lengths[feature].sum()), width))
         return rows, self._next(lambda: self._lengths[feature].clone())
 
-    def _next(self, zeros: Any) -> torch.Tensor:
-        found: torch.Tensor = zeros() if self._given is None else self._given[len(self.inputs)]
+    def _next(self, zeros: Callable[[], torch.Tensor]) -> torch.Tensor:
+        found = zeros() if self._given is None else self._given[len(self.inputs)]
         self.inputs.append(found)
         return found
 
@@ -137,10 +132,9 @@ class StandIn(nn.Module):
 class PooledStandIn(StandIn):
     """Takes the place of an ``EmbeddingBagCollection``."""
 
-    def __init__(self, path: str, collection: Bags, names: Mapping[str, str]) -> None:
+    def __init__(self, path: str, collection: EmbeddingBagCollection, names: Mapping[str, str]) -> None:
         super().__init__(path, collection, names)
-        weighted = collection.is_weighted
-        if weighted if isinstance(weighted, bool) else weighted():
+        if collection.is_weighted():
             raise UserError(f"the collection '{path}' takes a weight for each id, which no package can")
         configs = configs_of(collection)
         self.poolings = [_pooling(config.pooling) for config in configs for _ in config.feature_names]
@@ -168,9 +162,9 @@ def _pooling(pooling: PoolingType) -> str:
 class SequenceStandIn(StandIn):
     """Takes the place of an ``EmbeddingCollection``."""
 
-    def __init__(self, path: str, collection: Sequences, names: Mapping[str, str]) -> None:
+    def __init__(self, path: str, collection: EmbeddingCollection, names: Mapping[str, str]) -> None:
         super().__init__(path, collection, names)
-        if isinstance(collection, EmbeddingCollection) and collection.need_indices():
+        if collection.need_indices():
             raise UserError(
                 f"the collection '{path}' gives ids beside rows (need_indices), which no package can"
             )
@@ -189,13 +183,11 @@ def configs_of(collection: Collection) -> list[Any]:
     """The configurations of its tables."""
     if isinstance(collection, EmbeddingBagCollection):
         return list(collection.embedding_bag_configs())
-    if isinstance(collection, EmbeddingCollection):
-        return list(collection.embedding_configs())
-    return list(collection.configs)
+    return list(collection.embedding_configs())
 
 
 def stand_in(path: str, collection: Collection, names: Mapping[str, str]) -> StandIn:
     """What takes the place of ``collection``."""
-    kind: type[Any] = PooledStandIn if isinstance(collection, Bags) else SequenceStandIn
-    made: StandIn = kind(path, collection, names)
-    return made
+    if isinstance(collection, EmbeddingBagCollection):
+        return PooledStandIn(path, collection, names)
+    return SequenceStandIn(path, collection, names)

@@ -63,20 +63,26 @@ def called(module: nn.Module) -> Called:
     return Called(module.eval(), parse_loss("binary_cross_entropy"))
 
 
-def with_rows(found, schema: Schema, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def with_rows(found, model: Called, schema: Schema, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """What the exported program makes of rows that torch itself looks up and pools."""
+
+    def weights(name: str) -> torch.Tensor:
+        table = found.tables[name]
+        own = model.module.get_submodule(table.collection).state_dict()
+        return next(value for key, value in own.items() if key.split(".")[1] == table.own)
+
     batch = as_batch(schema, inputs).sparse.to_dict()
     given = []
     for lookup in found.lookups:
         if lookup.sequence:
             ((feature, table),) = lookup.parts
-            rows = found.tables[table].rows.view(torch.float32)[batch[feature].values()]
+            rows = weights(table)[batch[feature].values()]
             given += [rows, batch[feature].lengths()]
             continue
         rows = [
             nn.functional.embedding_bag(
                 batch[feature].values(),
-                found.tables[table].rows.view(torch.float32),
+                weights(table),
                 batch[feature].offsets(),
                 mode=lookup.pooling,
                 include_last_offset=True,
@@ -101,10 +107,10 @@ def test_any_module_gives_the_scores_of_the_module_itself() -> None:
     inputs = golden_inputs(Schema(("x", "y"), tuple(SparseFeature(f.name, 10) for f in SCHEMA.sparse)))
     (mine,) = scored(model, [as_batch(SCHEMA, inputs)], labelled=False)
     with torch.no_grad():
-        assert with_rows(found, SCHEMA, inputs).equal(mine.scores)
+        assert with_rows(found, model, SCHEMA, inputs).equal(mine.scores)
         other = copy.deepcopy(inputs)
         other["ids"][0] = 5
-        assert not with_rows(found, SCHEMA, other).equal(mine.scores)
+        assert not with_rows(found, model, SCHEMA, other).equal(mine.scores)
     assert all(value.equal(before[name]) for name, value in model.module.state_dict().items())
     assert isinstance(model.module.user, EmbeddingBagCollection)
 
@@ -219,10 +225,10 @@ def test_rows_that_are_not_pooled_and_how_many_they_must_be(
     inputs = golden_inputs(schema, found.alike)
     (mine,) = scored(model, [as_batch(schema, inputs)], labelled=False)
     with torch.no_grad():
-        torch.testing.assert_close(with_rows(found, schema, inputs), mine.scores, rtol=0, atol=1e-6)
+        torch.testing.assert_close(with_rows(found, model, schema, inputs), mine.scores, rtol=0, atol=1e-6)
         assert inputs["ids"][0] != 5
         inputs["ids"][0] = 5
-        assert not torch.allclose(with_rows(found, schema, inputs), mine.scores)
+        assert not torch.allclose(with_rows(found, model, schema, inputs), mine.scores)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +260,7 @@ def test_a_model_without_dense_features_is_exported() -> None:
     inputs = golden_inputs(Schema((), (SparseFeature("a", 9),)))
     (mine,) = scored(model, [as_batch(schema, inputs)], labelled=False)
     with torch.no_grad():
-        assert with_rows(found, schema, inputs).equal(mine.scores)
+        assert with_rows(found, model, schema, inputs).equal(mine.scores)
 
 
 class Logarithm(Of):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import random
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from recpipe.errors import UserError
 from recpipe.inference import drift
 from recpipe.inference.figures import judge
 from recpipe.inference.serving.errors import Refused
@@ -289,6 +291,16 @@ def test_workers_see_what_the_others_saw_and_one_that_comes_back_goes_on(tmp_pat
             judge_of(clicks[:2000], logits[:2000])["ne"]["value"]
         )
     assert int(again.mine.heads[SCORED]) == 3000
+
+
+def test_a_full_disk_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    Monitor(manifest(), Watch())
+    with pytest.raises(UserError, match=r"the monitor cannot write .* bytes to .*: No space left on device"):
+        Monitor(manifest(), Watch(folder=tmp_path))
 
 
 def test_damaged_labels_never_fail_otherwise_than_refused() -> None:

@@ -43,6 +43,7 @@ def test_what_can_be_asked_for() -> None:
         0,
         0,
         5000,
+        5000,
     ]
     for text in ("yes", "-1", "0", "1.5"):
         with pytest.raises(UserError, match="popularity=.*: give true, or how many training samples to read"):

@@ -16,6 +16,7 @@ from recpipe_sdm.ring import Ring
 from recpipe_sdm.rows import TieredRows, found
 
 from recpipe.errors import StoreError
+from recpipe.plugin import RowIds
 from recpipe.tables.stores.base import StoreLayout
 from recpipe.tables.stores.ssd import SsdStore
 
@@ -40,14 +41,14 @@ def store(table: Bytes, tmp_path: Path) -> SsdStore:
     return SsdStore.create(layout, fill, tmp_path, scratch=True)
 
 
-def batches(count: int, drift: int = 0) -> Iterator[torch.Tensor]:
+def batches(count: int, drift: int = 0) -> Iterator[RowIds]:
     """Skewed lookups; the popular rows move on by ``drift`` with every batch."""
     rng = np.random.default_rng(2)
     for number in range(count):
-        yield torch.from_numpy((rng.zipf(1.2, BATCH) + drift * number) % ROWS)
+        yield (rng.zipf(1.2, BATCH) + drift * number) % ROWS
 
 
-def bytes_of(tier: TieredRows, rows: torch.Tensor) -> Bytes:
+def bytes_of(tier: TieredRows, rows: RowIds) -> Bytes:
     with found([tier], [rows], tier.using) as (places,):
         return tier.buffer[places].numpy().copy()
 
@@ -61,7 +62,7 @@ def wrong_batches(tier: TieredRows, table: Bytes, count: int = 60, drift: int = 
         rng = np.random.default_rng(5)
         while not ended.is_set():
             for ids in batches(count, drift):
-                tier.ahead(ids if rng.random() < 0.7 else torch.from_numpy(rng.integers(0, ROWS, 50)))
+                tier.ahead(ids if rng.random() < 0.7 else rng.integers(0, ROWS, 50))
 
     reader = threading.Thread(target=read_ahead)
     reader.start()
@@ -91,11 +92,11 @@ def test_a_place_that_is_given_away_must_be_forgotten(
 ) -> None:
     """The negative control: the index still names the ring's places after others have got them."""
     take = Ring.take
-    monkeypatch.setattr(Ring, "take", lambda ring, rows, place: take(ring, rows, place.clone()))
+    monkeypatch.setattr(Ring, "take", lambda ring, rows, place: take(ring, rows, place.copy()))
     assert wrong_batches(TieredRows(store, np.arange(500), BATCH), table)
 
 
-def during_a_lookup(tier: TieredRows, rows: torch.Tensor, change: Callable[[], None]) -> Bytes:
+def during_a_lookup(tier: TieredRows, rows: RowIds, change: Callable[[], None]) -> Bytes:
     """What a lookup finds while another thread makes a ``change``."""
     other = threading.Thread(target=change)
     with found([tier], [rows], tier.using) as (places,):
@@ -125,10 +126,10 @@ def test_rows_do_not_change_during_a_lookup(what: str, locked: bool, store: SsdS
         "replaced": lambda: tier.replace(rows, 255 - table[rows]),
         "admitted": lambda: tier._admit(rows + 1000, rows, rows),
     }
-    seen = during_a_lookup(tier, torch.from_numpy(rows), changes[what])  # type: ignore[arg-type]
+    seen = during_a_lookup(tier, rows, changes[what])  # type: ignore[arg-type]
     assert np.array_equal(seen, table[rows]) == locked
     after = 255 - table[rows] if what == "replaced" else table[rows]
-    assert np.array_equal(bytes_of(tier, torch.from_numpy(rows)), after)
+    assert np.array_equal(bytes_of(tier, rows), after)
     tier.close()
 
 
@@ -136,21 +137,21 @@ def test_what_was_read_ahead_and_never_scored_takes_no_more_room(store: SsdStore
     tier = TieredRows(store, np.arange(500), ROWS - 500)
     rng = np.random.default_rng(3)
     for _ in range(100):
-        tier.ahead(torch.from_numpy(rng.integers(500, ROWS, 20)))
+        tier.ahead(rng.integers(500, ROWS, 20))
     assert tier.ring.size <= 4 * 20
-    assert int((tier.place >= 500).sum()) <= tier.ring.size
-    at = tier.place[500:]
-    assert len(at[at >= 0].unique()) == int((at >= 0).sum()), "no two rows have the same place"
-    assert np.array_equal(bytes_of(tier, torch.arange(500, 900)), table[500:900])
+    assert int((tier.index >= 500).sum()) <= tier.ring.size
+    at = tier.index[500:]
+    assert len(np.unique(at[at >= 0])) == int((at >= 0).sum()), "no two rows have the same place"
+    assert np.array_equal(bytes_of(tier, np.arange(500, 900)), table[500:900])
     tier.close()
 
 
 def test_a_row_that_is_replaced_after_it_was_read_ahead_is_the_new_one(store: SsdStore, table: Bytes) -> None:
     tier = TieredRows(store, np.arange(500), BATCH)
     rows = np.arange(900, 1000)
-    tier.ahead(torch.from_numpy(rows))
+    tier.ahead(rows)
     assert tier.replace(rows, 255 - table[rows]) == 100
-    assert np.array_equal(bytes_of(tier, torch.from_numpy(rows)), 255 - table[rows])
+    assert np.array_equal(bytes_of(tier, rows), 255 - table[rows])
     tier.close()
 
 
@@ -163,7 +164,7 @@ def test_popular_rows_get_slots(store: SsdStore) -> None:
         bytes_of(tier, ids)
         assert tier._change is None or tier._change.result(10) is None
         shares.append((tier.reads.missed - before) / BATCH)
-        assert int(((tier.place >= 0) & (tier.place < 500)).sum()) == 500, number
+        assert int(((tier.index >= 0) & (tier.index < 500)).sum()) == 500, number
     assert np.mean(shares[:4]) > 0.8
     assert np.mean(shares[-20:]) < 0.35
     tier.close()
@@ -174,8 +175,8 @@ def test_counts_of_before_keep_rows_that_nobody_looks_up_yet(store: SsdStore) ->
     first = np.where(np.arange(ROWS) < 500, 1000, 0).astype(np.int32)
     for counts in (first, None):
         admission = Admission(ROWS, every=4, first=counts)
-        place = torch.where(torch.arange(ROWS) < 500, torch.arange(ROWS), -1).int()
-        admission.count(torch.full((5,), 700), torch.full((5,), 700))
+        place = np.where(np.arange(ROWS) < 500, np.arange(ROWS), -1).astype(np.int32)
+        admission.count(torch.full((5,), 700), np.full(5, 700))
         entering, leaving = admission.exchange(place, 500)
         assert len(entering) == len(leaving) == (0 if counts is not None else 1)
 
@@ -184,7 +185,7 @@ def test_only_rows_that_differ_are_written(store: SsdStore, table: Bytes) -> Non
     """Half of the replaced rows are in DRAM, half on the SSD."""
     tier = TieredRows(store, np.arange(500), BATCH)
     rows = np.arange(300, 700)
-    assert np.array_equal(bytes_of(tier, torch.from_numpy(rows)), table[rows])
+    assert np.array_equal(bytes_of(tier, rows), table[rows])
     written = tier.bytes_written
     assert tier.replace(rows, table[rows]) == 0
     assert tier.bytes_written == written
@@ -192,14 +193,14 @@ def test_only_rows_that_differ_are_written(store: SsdStore, table: Bytes) -> Non
     new[::100] = 255 - new[::100]
     assert tier.replace(rows, new) == 4
     assert 0 < tier.bytes_written - written <= 4 * 4096
-    assert np.array_equal(bytes_of(tier, torch.from_numpy(rows)), new)
+    assert np.array_equal(bytes_of(tier, rows), new)
     tier.close()
 
 
 def test_pruned_rows_have_no_place_and_are_never_read(store: SsdStore) -> None:
     tier = TieredRows(store, np.arange(500), BATCH, Admission(ROWS, every=1), pruned=np.arange(2500, ROWS))
     for _ in range(4):
-        with found([tier], [torch.tensor([2600, 3, 2999])], tier.using) as (places,):
+        with found([tier], [np.array([2600, 3, 2999])], tier.using) as (places,):
             assert places.tolist() == [-1, 3, -1]
     assert (tier.reads.missed, tier.reads.rows_read, tier.reads.admitted) == (0, 0, 0)
     tier.close()
@@ -214,20 +215,20 @@ def test_a_row_that_cannot_be_read_is_named_and_the_rest_goes_on(
         stream.seek(-4096, 2)
         stream.write(bytes(4096))
     with pytest.raises(StoreError, match="torn or corrupt: table users row 1999"):
-        bytes_of(tier, torch.tensor([1999]))
-    assert np.array_equal(bytes_of(tier, torch.tensor([700, 3])), table[[700, 3]])
+        bytes_of(tier, np.array([1999]))
+    assert np.array_equal(bytes_of(tier, np.array([700, 3])), table[[700, 3]])
     with file.open("r+b") as stream:
         stream.truncate(4096)
     with pytest.raises(StoreError, match=r"cannot read table users rows 1870 to 1999 in .*too early"):
-        bytes_of(tier, torch.tensor([1999]))
-    assert np.array_equal(bytes_of(tier, torch.tensor([2700, 3])), table[[2700, 3]])
+        bytes_of(tier, np.array([1999]))
+    assert np.array_equal(bytes_of(tier, np.array([2700, 3])), table[[2700, 3]])
     tier.close()
 
 
 def test_memory_counts_slots_index_and_missed_rows(store: SsdStore) -> None:
     tier = TieredRows(store, np.arange(500), BATCH)
     assert tier.dram_bytes == 500 * 4 * WORDS + 4 * ROWS + store.overhead_bytes
-    bytes_of(tier, torch.arange(490, 600))
+    bytes_of(tier, np.arange(490, 600))
     ring = 4 * 100 * (4 * WORDS + 8)
     assert tier.dram_bytes == 500 * 4 * WORDS + ring + 4 * ROWS + store.overhead_bytes
     tier.close()

@@ -37,6 +37,7 @@ from recpipe.inference.quantized import write_quantized
 from recpipe.inference.score import Scorer
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import open_trained
+from recpipe.plugin import RowIds
 from recpipe.seams.compiled import compiler
 from tests.processes import Child
 
@@ -89,10 +90,10 @@ def test_a_wrong_place_changes_scores(packed: Path, tmp_path: Path, monkeypatch:
     """The negative control: missed rows are looked up a place beside theirs."""
     whole, read = Scorer(packed), TieredRows.read
 
-    def off_by_one(tier: TieredRows, rows: torch.Tensor) -> None:
+    def off_by_one(tier: TieredRows, rows: RowIds) -> None:
         read(tier, rows)
-        missed = (tier.place >= tier.slots).nonzero().squeeze(1)
-        tier.place[missed] = tier.place[missed].roll(1)
+        missed = np.flatnonzero(tier.index >= tier.slots)
+        tier.index[missed] = np.roll(tier.index[missed], 1)
 
     scorer = TieredScorer(packed, Tiering(tmp_path, Amount(50_000, False)))
     monkeypatch.setattr(TieredRows, "read", off_by_one)
@@ -279,7 +280,7 @@ def test_a_newer_package_takes_over_row_by_row_while_batches_are_scored(
     thread.start()
     rng = np.random.default_rng(1)
     while not done.is_set():
-        rows = torch.from_numpy(rng.integers(0, 3000, 200))
+        rows = rng.integers(0, 3000, 200)
         with found([group.tier], [rows + group.base["user"]], group.tier.using) as (places,):
             now = group.tier.buffer[places]
         is_old, is_new = ((now == table[rows]).all(1) for table in (old, new))
@@ -352,7 +353,7 @@ def test_a_server_takes_over_a_newer_package_names_bad_rows_and_leaves_none(
         served.unlink()
         served.symlink_to(trained_on)
         server.send(signal.SIGHUP)
-        assert "600 rows on the SSD replaced" in server.until("now serving package")
+        assert "600 rows replaced" in server.until("now serving package")
         assert torch.tensor(ask(url, tensors_of(batch))).equal(whole(*batch))
         (file,) = (tmp_path / "ssd").rglob("*-user.rows")
         with file.open("r+b") as stream:

@@ -73,13 +73,12 @@ class Server:
     def use(self, score: Score, manifest: Mapping[str, Any], package: str) -> None:
         """Score by ``score`` of another package with this ``manifest`` from the next batch on. It takes and
         gives what the one before did; the metrics call it ``package``. It is watched anew."""
+        if manifest != self.manifest:
+            monitor = Monitor(manifest, self.watch)
+            self.monitor.close()
+            self.manifest, self.monitor, self.batcher.scored = manifest, monitor, monitor.saw
         self.batcher.score = score
         self.metrics.serves(package)
-        if manifest != self.manifest:
-            self.manifest = manifest
-            self.monitor.close()
-            self.monitor = Monitor(manifest, self.watch)
-            self.batcher.scored = self.monitor.saw
 
     def app(self) -> Starlette:
         """The application for an ASGI server."""

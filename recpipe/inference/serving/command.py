@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 from collections.abc import Sequence
@@ -80,7 +81,7 @@ def _bound(config: ServeConfig) -> socket.socket:
     except OSError as fault:
         bound.close()
         raise UserError(
-            f"cannot listen on {shown(config.host)} port {config.port}: {fault.strerror}; "
-            "choose another port="
+            f"cannot listen on {shown(config.host)} port {config.port}: {fault.strerror}; choose another "
+            f"{'port' if fault.errno in (errno.EADDRINUSE, errno.EACCES) else 'host'}="
         ) from fault
     return bound

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recpipe.common.validation import Positive, Text, typed
-from recpipe.errors import UserError, shown
+from recpipe.errors import UserError, did_you_mean, shown
 
 Seconds = Annotated[float, Interval(ge=0, le=3600)]
 
@@ -61,5 +61,6 @@ def serve_config(words: Sequence[str]) -> ServeConfig:
     known = [field.name for field in fields(ServeConfig)]
     wrong = next((key for key in values if key not in known), None)
     if wrong is not None:
-        raise UserError(f"recpipe serve has no {shown(wrong)}; it has {', '.join(known)}")
+        hint = did_you_mean(wrong, known)
+        raise UserError(f"recpipe serve has no {shown(wrong)}; it has {', '.join(known)}.{hint}")
     return typed(ServeConfig, values, "serve")

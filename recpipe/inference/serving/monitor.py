@@ -131,10 +131,9 @@ class Monitor:
                 )
             found.append((kept, labels))
         for kept, labels in found:
-            if kept.record["joined"][0]:
+            if kept.joined():
                 counts["again"] += 1
                 continue
-            kept.record["joined"] = 1
             counts["joined"] += 1
             counts["samples"] += len(labels.values)
             self.mine.add_pairs(kept.scores, labels.values)

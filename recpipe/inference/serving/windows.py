@@ -7,6 +7,7 @@ and are found again by the one that takes its place.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from recpipe.errors import UserError
 
 WAYS = 8
 """Requests that share a place in the table of requests; a ninth one takes the place of the oldest."""
@@ -69,14 +72,23 @@ class Kept:
 
     scores: Floats
     """float32 [N, T]."""
-    record: Any
-    """Its entry in the table of requests."""
+    record: NDArray[Any]
+    """Its entry in the table of requests, which another request may have taken meanwhile."""
+    start: int
+    """What makes it its own."""
+
+    def joined(self) -> bool:
+        """Whether its labels have come already; from now on they have."""
+        if int(self.record["start"][0]) != self.start:
+            return False
+        before = bool(self.record["joined"][0])
+        self.record["joined"] = 1
+        return before
 
 
 class Windows:
-    """One worker's arrays. ``file``: where they are shared; None: in this process alone.
-
-    Memory is taken as they are written.
+    """One worker's arrays. ``file``: where they are shared; None: in this process alone, whose memory is
+    taken as they are written. ``UserError`` if the disk is full.
     """
 
     def __init__(self, sizes: Sizes, file: Path | None = None) -> None:
@@ -84,9 +96,16 @@ class Windows:
         if file is None:
             buffer = mmap.mmap(-1, sizes.bytes)
         else:
-            with file.open("a+b") as stream:
-                stream.truncate(sizes.bytes)
-                buffer = mmap.mmap(stream.fileno(), sizes.bytes)
+            try:
+                with file.open("a+b") as stream:
+                    # On a full disk, writing to the mapped file would end the process.
+                    os.posix_fallocate(stream.fileno(), 0, sizes.bytes)
+                    buffer = mmap.mmap(stream.fileno(), sizes.bytes)
+            except OSError as fault:
+                raise UserError(
+                    f"the monitor cannot write {sizes.bytes:,} bytes to {file}: {fault.strerror}; free "
+                    "space, set TMPDIR to another directory, or choose a smaller kept="
+                ) from fault
         found: dict[str, NDArray[Any]] = {}
         start = 0
         for name, (shape, kind) in sizes.layout().items():
@@ -131,7 +150,7 @@ class Windows:
             start, samples = int(place["start"][way]), int(place["samples"][way])
             if start + self.sizes.kept >= int(self.heads[KEPT]):
                 rows = np.arange(start, start + samples) % self.sizes.kept
-                return Kept(self._kept[rows], place[way : way + 1])
+                return Kept(self._kept[rows], place[way : way + 1], start)
         return None
 
     def add_pairs(self, scores: Floats, labels: Floats) -> None:
@@ -166,7 +185,7 @@ def put(ring: NDArray[Any], head: int, rows: NDArray[Any]) -> int:
 
 def key_of(ident: str) -> int:
     """64 bits that stand for a request's id."""
-    return int.from_bytes(blake2b(ident.encode(errors="replace"), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(ident.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
 def _bytes(shape: Sequence[int], kind: Any) -> int:

@@ -56,25 +56,22 @@ class Loaded:
 def load(directory: Path, rows: RowServer | None = None, mapped: bool = False) -> Loaded:
     """Load the package, once more if it was replaced meanwhile. ``UserError`` if it cannot be used."""
     while True:
-        before = _identity(directory)
+        try:
+            before = directory.stat()
+        except OSError as fault:
+            raise UserError(
+                f"{directory}: {fault.strerror}; make a package with 'recpipe package CHECKPOINT {directory}'"
+            ) from fault
         try:
             scorer = score.Scorer(directory, mapped) if rows is None else rows.scorer(directory)
             digest = (directory / DIGEST).read_text()
-        except (score.PackageError, OSError) as fault:
-            if _identity(directory) == before:
-                raise UserError(str(fault)) from fault
-        else:
-            if _identity(directory) == before:
+            if os.path.samestat(before, directory.stat()):
                 return Loaded(scorer, digest[:12])
-
-
-def _identity(directory: Path) -> tuple[int, int] | None:
-    """Which directory has this name now; None: there is none."""
-    try:
-        found = directory.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+        except (score.PackageError, OSError) as fault:
+            with suppress(OSError):
+                if not os.path.samestat(before, directory.stat()):
+                    continue
+            raise UserError(str(fault)) from fault
 
 
 class Worker:
@@ -158,6 +155,7 @@ class Worker:
         async with self._reloading:
             try:
                 loaded = await asyncio.to_thread(self._anew)
+                self.server.use(RequestScorer(loaded.scorer), loaded.scorer.manifest, loaded.package)
             except Exception as fault:
                 if not isinstance(fault, UserError):
                     log.exception("loading the package anew failed")
@@ -168,7 +166,6 @@ class Worker:
                     _say(channel, "refused", str(fault))
                 return
             self.loaded = loaded
-            self.server.use(RequestScorer(loaded.scorer), loaded.scorer.manifest, loaded.package)
             self.server.metrics.reloads.labels("done").inc()
             if channel is None:
                 log.info(
@@ -205,8 +202,13 @@ def _say(channel: socket.socket, what: str, about: Loaded | str) -> None:
 
 def arguments(directory: Path, config: ServeConfig, name: str, number: int, sockets: list[int]) -> list[str]:
     """The command that starts the worker ``number`` with these sockets' descriptors, as ``main`` reads it."""
-    about: dict[str, Any] = {"directory": str(directory), "config": asdict(config), "name": name}
-    about |= {"sockets": sockets, "number": number}
+    about = {
+        "directory": str(directory),
+        "config": asdict(config),
+        "name": name,
+        "number": number,
+        "sockets": sockets,
+    }
     return [sys.executable, "-m", "recpipe.inference.serving.worker", json.dumps(about)]
 
 
