@@ -237,8 +237,12 @@ class Side:
 
 def compared(share: float, package: Path, dram: Served, drawn: Drawn, options: argparse.Namespace) -> Side:
     """Both servers in turn."""
-    words = (f"plugins.sdm.dram={share:%}", "plugins.sdm.tables=user*")
-    words += (f"plugins.sdm.admission={options.admission}", f"plugins.sdm.pooled={options.pooled}")
+    words = (
+        f"plugins.sdm.dram={share:%}",
+        "plugins.sdm.tables=user*",
+        f"plugins.sdm.admission={options.admission}",
+        f"plugins.sdm.pooled={options.pooled}",
+    )
     with Served(package, "+plugin=sdm", *words) as ssd:
         print(ssd.said.strip(), ssd.memory, flush=True)
         _require_equal(dram, ssd, drawn.requests(20))
