@@ -185,7 +185,7 @@ def put(ring: NDArray[Any], head: int, rows: NDArray[Any]) -> int:
 
 def key_of(ident: str) -> int:
     """64 bits that stand for a request's id."""
-    return int.from_bytes(blake2b(ident.encode(errors="replace"), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(ident.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
 def _bytes(shape: Sequence[int], kind: Any) -> int:
