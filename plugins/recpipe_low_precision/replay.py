@@ -239,7 +239,7 @@ class SequenceStub(Stub):
             torch.zeros(sum(sizes), self.configs[0].embedding_dim) if found is None else torch.cat([*found])
         )
         lengths = features.lengths().view(len(keys), -1)
-        parts = zip(keys, rows.split(sizes), lengths, strict=True)
+        parts = zip(keys, torch.split(rows, sizes), lengths, strict=True)
         return {key: JaggedTensor(values=own, lengths=counts) for key, own, counts in parts}
 
 

@@ -56,6 +56,7 @@ from recpipe.inference.quantized_manifest import (
 from recpipe.inference.recipe import scoring_recipe
 from recpipe.inference.rows import encode_rows, row_bytes
 from recpipe.inference.source import FloatCheckpoint, fill_dense, replace_module
+from recpipe.inference.stand_ins import Collection, configs_of
 from recpipe.inference.trained import Trained, is_quantized
 from recpipe.model.call import Called
 from recpipe.pipeline.placed import saved_values
@@ -230,12 +231,13 @@ def _put_tables(model: nn.Module, path: str, directory: Path, manifest: Quantize
     except AttributeError:
         raise UserError(f"{directory} is of another model: the model has no '{path}'") from None
     kinds = {own: RowType(t.type, t.kept) for own, (_, t) in tables.items()}
-    pooled = isinstance(old, EmbeddingBagCollection)
-    configs = old.embedding_bag_configs() if pooled else old.embedding_configs()
-    sizes = {c.name: (c.num_embeddings, c.embedding_dim) for c in configs}
+    if not isinstance(old, Collection):
+        raise UserError(f"{directory} is of another model: '{path}' is no collection of TorchRec's")
+    sizes = {c.name: (c.num_embeddings, c.embedding_dim) for c in configs_of(old)}
     if sizes != {own: (t.rows, t.dim) for own, (_, t) in tables.items()}:
         raise UserError(f"{directory} is of another model: the tables of '{path}' differ")
-    new = LowPrecisionBags.of(old, kinds) if pooled else LowPrecisionRows.of(old, kinds)
+    bags = isinstance(old, EmbeddingBagCollection)
+    new = LowPrecisionBags.of(old, kinds) if bags else LowPrecisionRows.of(old, kinds)
     for own, (name, _) in tables.items():
         _read(directory / table_file(name), ROWS, new.rows_of(own))
         if len(new.places_of(own)):

@@ -61,7 +61,7 @@ class Stored:
         # A feature that several tables look up has one number for each id.
         groups = joined(set(config.feature_names) for config in configs)
         distinct = {
-            name: torch.cat([ids[other] for other in group if other in ids]).unique()
+            name: torch.unique(torch.cat([ids[other] for other in group if other in ids]))
             for group in groups
             for name in group
         }
@@ -84,7 +84,7 @@ class Stored:
         """A collection of the same kind with tables of these ``rows``."""
         pooled = isinstance(collection, EmbeddingBagCollection)
         if not self.quantized:
-            inner = EmbeddingBagCollection(configs) if pooled else EmbeddingCollection(configs)
+            inner: nn.Module = (EmbeddingBagCollection if pooled else EmbeddingCollection)(configs)
             under = "embedding_bags" if pooled else "embeddings"
             for config in configs:
                 weight = inner.get_parameter(f"{under}.{config.name}.weight").detach()
