@@ -1,6 +1,7 @@
 """What serving with rows on the SSD costs: user-side tables in ``TieredRows`` against all rows in DRAM.
 
     python benchmarks/sdm.py [--rows 1000000] [--shares 0.05 0.1 0.25] [--directory DIR_ON_THE_DISK]
+    python benchmarks/sdm.py --http        over HTTP: benchmarks/sdm_http.py
 
 A request is one user, with ids in several tables of int8 rows (zipf), and candidates that an MLP scores.
 Eight requests are scored together, while the rows of the next eight are read. Both sides score the same
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,8 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "plugins"))
 
 from recpipe_sdm.admission import Admission
 from recpipe_sdm.budget import index_bytes
-from recpipe_sdm.rows import TieredRows
+from recpipe_sdm.rows import TieredRows, found
 
+from recpipe.common.threads import keep_to_one_core
 from recpipe.inference.rows import encode_rows
 from recpipe.seams import SUM, NbitLayout, look_up_nbit
 from recpipe.tables.stores import SsdStore, StoreLayout
@@ -63,18 +66,22 @@ class Side:
 
 def main() -> int:
     """Run the benchmark; always 0."""
+    if "--http" in sys.argv:
+        from sdm_http import main as over_http
+
+        return over_http(sys.argv[1:])
     options = _options()
     torch.set_num_threads(1)
     work = Work(options)
-    found = []
+    sides = []
     with torch.inference_mode(), tempfile.TemporaryDirectory(dir=options.directory, prefix="sdm-") as place:
         for share in options.shares:
-            found.append(work.measured(share, Path(place) / f"{share}"))
-            _print(found[-1])
+            sides.append(work.measured(share, Path(place) / f"{share}"))
+            _print(sides[-1])
     if options.json:
-        options.json.write_text(json.dumps([asdict(side) for side in found], indent=2) + "\n")
+        options.json.write_text(json.dumps([asdict(side) for side in sides], indent=2) + "\n")
     if options.plot:
-        _plot(found, options.plot)
+        _plot(sides, options.plot)
     return 0
 
 
@@ -123,6 +130,7 @@ class Work:
         layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
         self.net = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
         self.items = torch.randn(TOGETHER * options.candidates, 64)
+        self.reader = ThreadPoolExecutor(1, "reads", keep_to_one_core)
 
     def batches(self) -> list[Ids]:
         """Rows that batches of users look up."""
@@ -131,11 +139,18 @@ class Work:
         return list(torch.from_numpy(self.row_of_rank[ranks]))
 
     def score(self, buffer: torch.Tensor, ids: Ids) -> torch.Tensor:
-        """Scores of all candidates: users are pooled once, then set beside their candidates."""
-        users = look_up_nbit(self.layout, self.tensors, buffer.view(-1), self.starts, ids, self.offsets, SUM)
+        """Scores of all candidates."""
+        return self.scores(self.pooled(buffer, ids))
+
+    def pooled(self, buffer: torch.Tensor, ids: Ids) -> torch.Tensor:
+        """Each user's rows, pooled once."""
+        return look_up_nbit(self.layout, self.tensors, buffer.view(-1), self.starts, ids, self.offsets, SUM)
+
+    def scores(self, users: torch.Tensor) -> torch.Tensor:
+        """Users are set beside their candidates."""
         wide = users.repeat_interleave(self.options.candidates, 0)
-        found: torch.Tensor = self.net(torch.cat([wide, self.items], 1))
-        return found
+        scores: torch.Tensor = self.net(torch.cat([wide, self.items], 1))
+        return scores
 
     def in_dram(self, batches: list[Ids]) -> Iterator[torch.Tensor]:
         """With all rows in DRAM."""
@@ -143,13 +158,16 @@ class Work:
             yield self.score(self.rows, ids)
 
     def tiered(self, tier: TieredRows, batches: list[Ids]) -> Iterator[torch.Tensor]:
-        """With the rows of the next batch read while one is scored."""
-        reading = tier.announce(batches[0])
-        for following in [*batches[1:], None]:
-            places = reading.result()
+        """With the rows of the next batch read while one is scored, as a server does: the lookup holds the
+        tier's lock, and not what follows."""
+        reading = self.reader.submit(tier.ahead, batches[0].numpy())
+        for ids, following in zip(batches, [*batches[1:], None], strict=True):
+            reading.result()
+            with found([tier], [ids.numpy()], tier.using) as (places,):
+                users = self.pooled(tier.buffer, places)
             if following is not None:
-                reading = tier.announce(following)
-            yield self.score(tier.buffer, places)
+                reading = self.reader.submit(tier.ahead, following.numpy())
+            yield self.scores(users)
 
     def measured(self, share: float, place: Path) -> Side:
         """Both in turn, with DRAM for ``share`` of the float32 bytes."""

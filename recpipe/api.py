@@ -242,6 +242,9 @@ def package(
     model: nn.Module | None = None,
     *,
     instruction_set: str | None = None,
+    popularity: int | bool = False,
+    dense: str = "measured",
+    reference: bool | int = True,
     quiet: bool = False,
 ) -> Path:
     """Write ``directory``: what a server needs of the model in ``checkpoint``, and nothing else. Returns its
@@ -254,14 +257,23 @@ def package(
         model: the module, if training was given one in Python; its parameters are replaced.
         instruction_set: ``avx2``, or ``avx512`` where this machine has it; None: the widest that torch uses
             here.
+        popularity: whether to count how often the training samples look up each row, for a server that has
+            not all rows in memory; or in how many of them.
+        dense: of a quantized checkpoint with layers in low precision: ``measured``, these are used at the
+            batch sizes at which they are measured to be faster than float32; or ``low`` or ``float32`` alone.
+        reference: how many held-out samples of the checkpoint's own data are scored for the figures that a
+            server's monitor compares with; True: up to 200,000, False: none. Without the data there are none.
         quiet: nothing goes to the terminal.
 
     ``UserError`` if there is no C++ compiler, or if the model cannot be packaged.
     """
     _prepare_process()
-    from recpipe.inference.package import package_for
+    from recpipe.inference.package import Options, package_for
 
-    return package_for(Path(checkpoint), Path(directory), model, instruction_set, not quiet)
+    options = Options.of(
+        instruction_set=instruction_set, dense=dense, reference=reference, popularity=popularity
+    )
+    return package_for(Path(checkpoint), Path(directory), model, options, screen=not quiet)
 
 
 def quantize(

@@ -14,7 +14,7 @@ from typing import NoReturn
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 from recpipe.commands import COMMANDS, listed
 from recpipe.common.quiet import calm_threads, quiet_libraries
-from recpipe.errors import ThroughHydra, UserError, shown
+from recpipe.errors import ThroughHydra, UserError, did_you_mean, shown
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 INTERRUPTED = 130
@@ -136,8 +136,8 @@ def _dispatch(argv: Sequence[str]) -> int:
         return COMMANDS[command].run(command, argv[1:])
     if command and "=" not in command and not command.startswith(("-", "~", "+")):
         raise UserError(
-            f"no command '{command}'. Commands: {', '.join(COMMANDS)}; a recipe is set by key=value "
-            "(see --help)"
+            f"no command '{command}'.{did_you_mean(command, COMMANDS)} Commands: {', '.join(COMMANDS)}; a "
+            "recipe is set by key=value (see --help)"
         )
     if _several():
         # torchrun ends processes by SIGTERM; one that waits for another's message could not react to a

@@ -54,7 +54,7 @@ COMMANDS = {
     ),
     "package": Command(
         "recpipe.inference.package:package_command",
-        "CHECKPOINT DIRECTORY [instruction_set=avx2]",
+        "CHECKPOINT DIRECTORY [instruction_set=avx2] [reference=SAMPLES] [popularity=true]",
         "what a server needs of it, compiled, in one directory",
     ),
     "quantize": Command(

@@ -20,7 +20,16 @@ from recpipe.data.make import open_dataset
 from recpipe.data.parts import batch_size, leaves, tensors_in
 from recpipe.data.select import join, select
 from recpipe.distributed.ranks import Channel, Ranks
-from recpipe.inference.lookup import LowPrecisionBags, RowType, bag_keys
+from recpipe.inference.layers import (
+    EIGHT_BITS,
+    SEVEN_BITS,
+    Layer,
+    LowPrecisionLinear,
+    bfloat16_has_units,
+    is_linear,
+)
+from recpipe.inference.lookup import LowPrecisionBags, LowPrecisionRows, LowPrecisionTables, RowType, bag_keys
+from recpipe.inference.popularity import read_lookups
 from recpipe.inference.quantized import put_rows, write_quantized
 from recpipe.inference.quantized_manifest import table_bytes
 from recpipe.inference.rows import (
@@ -32,7 +41,7 @@ from recpipe.inference.rows import (
     row_bytes,
     row_scales,
 )
-from recpipe.inference.score import ALIGNMENT, Lookup, PackageError, Scorer, Tables, tensors
+from recpipe.inference.score import ALIGNMENT, Lookup, PackageError, Scorer, Tables, offsets_of, tensors
 from recpipe.inference.score import Call as LookupCall
 from recpipe.inference.source import FloatCheckpoint, replace_module
 from recpipe.model.call import Called
@@ -40,6 +49,8 @@ from recpipe.model.metrics import auc
 from recpipe.pipeline.loader import on_device
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import module_name
+from recpipe.seams.int8 import LARGEST as LARGEST_WEIGHT_CODE
+from recpipe.seams.int8 import int8_adds_up
 from recpipe.tables.collection import RowCollection, TableCollection, TierFigures
 from recpipe.tables.rowtable import RowBags, distinct, row_bags, updated
 from recpipe.tables.sharding.planning import Prediction
@@ -62,7 +73,10 @@ from recpipe.tables.view import Mark, RowView, moved
 __all__ = [
     "ALIGNMENT",
     "BITS",
+    "EIGHT_BITS",
+    "LARGEST_WEIGHT_CODE",
     "ROW_TYPES",
+    "SEVEN_BITS",
     "WIRE_PRECISIONS",
     "Amount",
     "Bags",
@@ -85,10 +99,14 @@ __all__ = [
     "IndexBags",
     "Int8Rows",
     "IoCounters",
+    "Layer",
     "Lfu",
     "Lookup",
     "LookupCall",
     "LowPrecisionBags",
+    "LowPrecisionLinear",
+    "LowPrecisionRows",
+    "LowPrecisionTables",
     "Lru",
     "Mark",
     "Meter",
@@ -121,6 +139,7 @@ __all__ = [
     "auc",
     "bag_keys",
     "batch_size",
+    "bfloat16_has_units",
     "decode_rows",
     "distinct",
     "distinct_slots",
@@ -129,12 +148,15 @@ __all__ = [
     "fits",
     "free_memory",
     "group_rows",
+    "int8_adds_up",
+    "is_linear",
     "join",
     "keep_to_one_core",
     "leaves",
     "load_profile",
     "module_name",
     "moved",
+    "offsets_of",
     "on_device",
     "one_thread",
     "open_dataset",
@@ -143,6 +165,7 @@ __all__ = [
     "positions",
     "processor",
     "put_rows",
+    "read_lookups",
     "readable_bytes",
     "replace_module",
     "require_ids",

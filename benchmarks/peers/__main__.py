@@ -3,7 +3,7 @@
     python benchmarks/peers [--settings small large] [--repetitions 5] [--steps 100] [--peers NAME ...]
         [--dlrm DIR] [--fuxictr DIR] [--python NAME=PATH ...] [--json FILE]
     python benchmarks/peers --losses [--settings small] [--steps 50]
-    python benchmarks/peers --inference [--settings small] [--repetitions 5]
+    python benchmarks/peers --inference [--settings small] [--repetitions 5] [--batches 1 2 8 64]
 
 Each run is a process of its own, A B C A B C ..., after a round that is not counted; a ratio is to the same
 round's reference: a plain hand-written DistributedModelParallel loop, FBGEMM's fused row-wise Adagrad, one
@@ -20,7 +20,9 @@ dim16-batch128 to dim64-batch8192. ``OMP_NUM_THREADS`` sets the threads of all s
 
 ``--losses``: both sides train 50 steps from the same weights, in float32; the largest relative difference of
 a loss, beside what rounding alone does to the hand-written loop, under Adagrad and SGD.
-``--inference``: scoring batches, against TorchRec's eager DLRM over an EmbeddingBagCollection.
+``--inference``: scoring batches, against TorchRec's eager DLRM over an EmbeddingBagCollection. With
+``--batches``, batches of these sizes, against a loop written by hand with addmm and FBGEMM's lookup, and the
+package of recpipe's model beside it.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fuxictr", type=Path, help="a checkout of reczoo/FuxiCTR")
     parser.add_argument("--python", nargs="+", default=[], metavar="NAME=PATH")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--batches", type=int, nargs="+", help="of --inference")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--losses", action="store_true")
     mode.add_argument("--inference", action="store_true")
@@ -85,7 +88,7 @@ def main() -> None:
             if arguments.losses:
                 found[setting] = losses(directory, setting, arguments.steps or 50, arguments.places)
             elif arguments.inference:
-                found[setting] = inference(directory, setting, arguments.repetitions)
+                found[setting] = inference(directory, setting, arguments.repetitions, arguments.batches)
             else:
                 found[setting] = training(
                     directory, setting, arguments.steps or 100, arguments.repetitions, names, arguments.places

@@ -18,6 +18,13 @@ SCORERS = {
     "recpipe_bf16, process as is": ("--ours", "--precision", "bfloat16"),
 }
 """Arguments of inference.py; the first is the reference."""
+AT_OTHER_SIZES = {
+    "by hand, addmm": ("--hand",),
+    "eager TorchRec": (),
+    "recpipe": ("--ours", "--as-run"),
+    "recpipe's package": ("--package",),
+}
+"""The same with ``--batches``."""
 
 OPTIMIZERS = {
     "adagrad": (),
@@ -77,14 +84,20 @@ def differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [abs(mine - its) / abs(its) for mine, its in zip(ours, theirs, strict=True)]
 
 
-def inference(directory: Path, setting: str, repetitions: int) -> dict[str, list[Result]]:
-    """Every scorer's runs; prints a table for each batch size."""
+def inference(
+    directory: Path, setting: str, repetitions: int, batches: Sequence[int] | None = None
+) -> dict[str, list[Result]]:
+    """Every scorer's runs; prints a table for each batch size. ``batches``: sizes instead of the usual ones,
+    beside a loop by hand and the package."""
     write(directory, setting, steps=20)
     script = str(HERE / "inference.py")
+    scorers = SCORERS if batches is None else AT_OTHER_SIZES
+    sizes = [] if batches is None else ["--batches", *map(str, batches)]
     commands = {
-        name: [sys.executable, script, str(directory), *arguments] for name, arguments in SCORERS.items()
+        name: [sys.executable, script, str(directory), *arguments, *sizes]
+        for name, arguments in scorers.items()
     }
-    first = next(iter(SCORERS))
+    first = next(iter(scorers))
     found = in_turn(commands, repetitions, first)
     for batch in found[first][0]["samples_per_second"]:
         print(f"\n{setting}: scoring batches of {batch}, {repetitions} rounds")

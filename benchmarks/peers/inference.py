@@ -1,7 +1,10 @@
 """Scoring batches in memory: recpipe's model, or TorchRec's eager DLRM (EmbeddingBagCollection, float32).
 
-    python benchmarks/peers/inference.py DIR [--ours] [--precision bfloat16] [--as-run] [--seconds 2]
+    python benchmarks/peers/inference.py DIR [--ours | --hand | --package] [--precision bfloat16] [--as-run]
+        [--batches 2048 128] [--seconds 2]
 
+``--hand``: a loop written by hand, addmm for the layers and FBGEMM's lookup for all tables. ``--package``:
+the loader of a package of recpipe's model, which is trained for a step and made where DIR has none.
 ``--as-run`` makes the settings of the process (allocator, threads) that every run of recpipe makes.
 """
 
@@ -13,8 +16,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from work import DENSE, EPSILON, LEARNING_RATE, SKIPPED, TABLES, Batch, Setting, Work, setting_of, versions
+
+if TYPE_CHECKING:
+    import torch
 
 BATCHES = (2048, 128)
 
@@ -22,7 +29,10 @@ BATCHES = (2048, 128)
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--ours", action="store_true")
+    side = parser.add_mutually_exclusive_group()
+    for word in ("ours", "hand", "package"):
+        side.add_argument(f"--{word}", dest="side", action="store_const", const=word, default="eager")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--as-run", action="store_true")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each batch size")
@@ -34,18 +44,24 @@ def main() -> None:
         calm_threads()
         tune_allocator()
     speeds = {
-        str(batch): speed(arguments.directory, batch, arguments.ours, arguments.precision, arguments.seconds)
-        for batch in BATCHES
+        str(batch): speed(arguments.directory, batch, arguments.side, arguments.precision, arguments.seconds)
+        for batch in arguments.batches
     }
     print(json.dumps({"samples_per_second": speeds, "versions": versions("torch", "torchrec", "recpipe")}))
 
 
-def speed(directory: Path, batch: int, ours: bool, precision: str, seconds: float) -> float:
+def speed(directory: Path, batch: int, side: str, precision: str, seconds: float) -> float:
     """Samples per second, over the batches of ``directory`` again and again."""
     import torch
 
     setting, batches = setting_of(directory), Work.load(directory, batch).batches
-    score = recpipe_model(setting, precision, batch) if ours else eager_model(setting, batch)
+    made = {
+        "ours": lambda: recpipe_model(setting, precision, batch),
+        "eager": lambda: eager_model(setting, batch),
+        "hand": lambda: hand_model(setting, batch),
+        "package": lambda: package(directory),
+    }
+    score = made[side]()
     with torch.no_grad():
         for number, item in enumerate(itertools.cycle(batches)):
             if number == SKIPPED:
@@ -72,11 +88,74 @@ def eager_model(setting: Setting, batch: int) -> Callable[[Batch], object]:
     return lambda b: model(b.dense, keyed(b))
 
 
+def hand_model(setting: Setting, batch: int) -> Callable[[Batch], object]:
+    """The same DLRM by hand, over FBGEMM's float32 tables."""
+    import torch
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    tables = SplitTableBatchedEmbeddingBagsCodegen(
+        [(r, setting.dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for r in TABLES.values()],
+        pooling_mode=PoolingMode.SUM,
+    )
+    tables.init_embedding_weights_uniform(-0.01, 0.01)
+    count = len(TABLES) + 1
+    left, right = torch.triu_indices(count, count, 1)
+    widths = (DENSE, *setting.bottom, setting.dim)
+    bottom = layers(widths)
+    top = layers((setting.dim + len(left), *setting.top, 1))
+    offsets = torch.arange(len(TABLES) * batch + 1)
+
+    def score(b: Batch) -> object:
+        x = b.dense
+        for weight, bias in bottom:
+            x = torch.addmm(bias, x, weight).relu_()
+        rows = tables(b.ids.view(-1), offsets).view(batch, len(TABLES), setting.dim)
+        every = torch.cat([x.unsqueeze(1), rows], dim=1)
+        pairs = torch.bmm(every, every.transpose(1, 2))[:, left, right]
+        y = torch.cat([x, pairs], dim=1)
+        for weight, bias in top[:-1]:
+            y = torch.addmm(bias, y, weight).relu_()
+        weight, bias = top[-1]
+        return torch.addmm(bias, y, weight)
+
+    return score
+
+
+def layers(widths: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights [in, out] and biases of linear layers."""
+    import torch
+
+    return [(torch.randn(n, m).t() * n**-0.5, torch.zeros(n)) for m, n in itertools.pairwise(widths)]
+
+
+def package(directory: Path) -> Callable[[Batch], object]:
+    """The package's loader."""
+    import torch
+    from recpipe_cli import recipe
+
+    import recpipe
+    from recpipe.kit import Scorer
+
+    target = directory / "model.recpipe"
+    if not target.exists():
+        words = [word for word in recipe(directory, directory) if not word.startswith("hydra")]
+        words += ["trainer.max_steps=1", "trainer.checkpoint_every=1", "trainer.logger=null"]
+        with recpipe.train(None, None, *words, output=directory / "run", quiet=True) as run:
+            recpipe.package(run.checkpoint, target, quiet=True)
+    scorer = Scorer(target)
+    return lambda b: scorer(b.dense, b.ids.view(-1), torch.ones(b.ids.numel(), dtype=torch.int64))
+
+
 def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Batch], object]:
     """recpipe's, its tables resident in one TBE, with the back end of a run on this machine."""
     import torch
 
     from recpipe.backend.calibrate import calibrated
+    from recpipe.backend.chain import as_they_are
     from recpipe.backend.equip import Backend
     from recpipe.data.batch import Batch as OurBatch
     from recpipe.data.cache import default_cache_dir
@@ -106,8 +185,13 @@ def recpipe_model(setting: Setting, precision: str, batch: int) -> Callable[[Bat
     model = PlacedModel(called, fronts, embeddings, Inputs(tables, [[("sparse",)]])).eval()
     folder = default_cache_dir() / "backend"
     Backend("auto", model, calibrated(module, batch, {torch.get_num_threads()}, folder))
-    keyed = keyed_by(batch)
-    return lambda b: model(OurBatch(b.dense, keyed(b), b.labels))
+    keyed, known = keyed_by(batch), {}
+
+    def score(b: Batch) -> object:
+        with as_they_are(known):
+            return model(OurBatch(b.dense, keyed(b), b.labels))
+
+    return score
 
 
 def keyed_by(batch: int) -> Callable[[Batch], object]:

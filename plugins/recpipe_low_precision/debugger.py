@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recpipe.kit import BITS, Called, LowPrecisionBags, decode_rows, row_scales
+from recpipe.kit import BITS, Called, Layer, LowPrecisionLinear, LowPrecisionTables, decode_rows, row_scales
 from recpipe_low_precision.choices import FLOAT
 from recpipe_low_precision.replay import Stub, TableRows
 from recpipe_low_precision.slices import Slice
@@ -22,6 +22,9 @@ from recpipe_low_precision.slices import Slice
 LEAST_SNR = {"fp32": 100.0, "fp16": 50.0, "int8": 30.0, "int4": 12.0, "int2": 3.0}
 """Decibels below which a part is broken, by its type. Rows of normal weights have 74, 48, 24 and 10 in fp16,
 int8, int4 and int2."""
+LEAST_LAYER_SNR = {"fp32": 100.0, "bfloat16": 35.0, "int8": 20.0}
+"""The same of a linear layer's output. Normal inputs and weights have 51 in bfloat16, 38 in int8, 33 in int8
+with 7 bits."""
 EXACT = 999.0
 """Decibels of a part without error."""
 
@@ -38,16 +41,24 @@ class Compared:
     snr: float
     """Signal-to-noise ratio in decibels."""
     saturated: float | None = None
-    """Share of a table's weights that its rows' scales and biases cannot reach."""
+    """Share of a table's weights that its rows' scales and biases cannot reach, or of an int8 layer's inputs
+    that its range cannot."""
     range_used: float | None = None
-    """Mean over rows of the share of codes between the smallest and the largest one in use."""
+    """Share of codes between the smallest and the largest one in use; a table's is the mean over rows."""
     downstream: float | None = None
     """Of a layer: relative error of its output when the whole model runs in low precision."""
+    layer: bool = False
+    """Whether it is a layer."""
+
+    @property
+    def least(self) -> float:
+        """The least signal-to-noise ratio that its type explains, in decibels."""
+        return (LEAST_LAYER_SNR if self.layer else LEAST_SNR)[self.kind]
 
     @property
     def breaks(self) -> bool:
         """Whether its error is larger than its type explains."""
-        return not self.snr >= LEAST_SNR[self.kind]
+        return not self.snr >= self.least
 
 
 def compare(slice_: Slice, low: Called) -> list[Compared]:
@@ -56,18 +67,18 @@ def compare(slice_: Slice, low: Called) -> list[Compared]:
     ``slice_``: of the float checkpoint that ``low`` was made from; layers see its first batch.
     """
     parts = [*_tables(slice_, low.module), *_layers(slice_, low)]
-    return sorted(parts, key=lambda part: part.snr - LEAST_SNR[part.kind])
+    return sorted(parts, key=lambda part: part.snr - part.least)
 
 
 def _tables(slice_: Slice, module: nn.Module) -> Iterator[Compared]:
     for table, place in slice_.source.places.items():
         bags = module.get_submodule(place.collection)
-        assert isinstance(bags, LowPrecisionBags)
+        assert isinstance(bags, LowPrecisionTables)
         if len(slice_.tables[table].rows):
             yield _table(slice_.tables[table], bags, place.own)
 
 
-def _table(table: TableRows, bags: LowPrecisionBags, own: str) -> Compared:
+def _table(table: TableRows, bags: LowPrecisionTables, own: str) -> Compared:
     kind, ids, values = bags.kind_of(own).kind, torch.from_numpy(table.distinct), table.rows
     places = bags.places_of(own)
     if len(places):
@@ -99,17 +110,32 @@ def _apart(values: torch.Tensor, found: torch.Tensor) -> tuple[float, float]:
 
 def _layers(slice_: Slice, low: Called) -> Iterator[Compared]:
     batch = slice_.batches[0]
-    slice_.pieces.assignment = dict.fromkeys(slice_.tables, FLOAT)
+    slice_.assign(dict.fromkeys(slice_.tables, FLOAT))
     slice_.pieces.number = 0
     inputs, outputs = _seen(slice_.called, batch)
     _, low_outputs = _seen(low, batch)
     for name, given in inputs.items():
         if name not in low_outputs:
             continue
+        module = low.module.get_submodule(name)
         with torch.no_grad():
-            made = low.module.get_submodule(name)(*given)
-        error, snr = _apart(outputs[name], made)
-        yield Compared(name, "fp32", error, snr, downstream=_apart(outputs[name], low_outputs[name])[0])
+            made = module(*given)
+        kind = module.kind if isinstance(module, LowPrecisionLinear) else FLOAT.kind
+        cut, used = None, None
+        if isinstance(module, LowPrecisionLinear) and kind == "int8":
+            cut, used = _codes(given[0], module.layers["int8"])
+        whole = _apart(outputs[name], low_outputs[name])[0]
+        yield Compared(name, kind, *_apart(outputs[name], made), cut, used, whole, layer=True)
+
+
+def _codes(x: torch.Tensor, layer: Layer) -> tuple[float, float]:
+    """Of a layer's inputs: the share that its range cannot reach, and the share of codes between the smallest
+    and the largest one in use."""
+    codes = x / layer.scale + layer.zero
+    # Half a step beyond the ends is rounding; the slack is for float32's own.
+    cut = ((codes < -0.5001) | (codes > layer.most + 0.5001)).float().mean()
+    in_use = codes.round().clamp(0, layer.most)
+    return float(cut), float((in_use.max() - in_use.min()) / layer.most)
 
 
 def _seen(called: Called, batch: Any) -> tuple[dict[str, tuple[Any, ...]], dict[str, torch.Tensor]]:

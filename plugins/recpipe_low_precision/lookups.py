@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.kit import LowPrecisionBags, RowType
+from recpipe.kit import RowType
 from recpipe_low_precision.choices import FLOAT, Assignment, Choice
+from recpipe_low_precision.replay import Stub
 from recpipe_low_precision.slices import Slice
 
 ROUNDS = 7
@@ -22,7 +23,7 @@ LEAST_SECONDS = 0.02
 FILLED = 0x3C
 """The byte that tables are filled with: float32 0.0115, float16 1.06. A lookup's time does not depend on
 values, unless they are denormal or in pages that were never written."""
-Run = Callable[[], None]
+Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,7 @@ def compare(slice_: Slice, assignment: Assignment) -> LookupSpeed:
     ways = [
         [
             _lookups(
-                stub.configs,
-                {name: chosen[table] for name, table in stub.tables.items()},
-                stub.asked,
-                stub.weighted,
+                stub, stub.configs, {name: chosen[table] for name, table in stub.tables.items()}, stub.asked
             )
             for stub in slice_.stubs
         ]
@@ -65,7 +63,7 @@ def seconds_of(
 ) -> dict[tuple[str, Choice], float]:
     """Seconds that looking up the slice's ids takes for each table and each choice that it ``may`` have, in a
     table of full size."""
-    found = {}
+    found: dict[tuple[str, Choice], float] = {}
     for stub in slice_.stubs:
         first = 0
         for config in stub.configs:
@@ -74,29 +72,25 @@ def seconds_of(
             asked = [features.permute(own) for features in stub.asked]
             table = stub.tables[config.name]
             allowed = [choice for choice in choices if may(table, choice)]
-            ways = [_lookups([config], {config.name: c}, asked, stub.weighted) for c in allowed]
-            rounds = _timed(ways)
-            for number, choice in enumerate(allowed):
-                found[table, choice] = median(times[number] for times in rounds)
+            ways = [_lookups(stub, [config], {config.name: c}, asked) for c in allowed]
+            found |= {(table, c): time for c, time in zip(allowed, median_seconds(ways), strict=True)}
     return found
 
 
 def _lookups(
-    configs: Sequence[EmbeddingBagConfig],
-    choices: Mapping[str, Choice],
-    asked: Sequence[KeyedJaggedTensor],
-    weighted: bool,
+    stub: Stub, configs: Sequence[Any], choices: Mapping[str, Choice], asked: Sequence[KeyedJaggedTensor]
 ) -> Run:
-    """Looks up all that was ``asked`` in new tables; pruned ones are taken as whole."""
-    bags = LowPrecisionBags(
-        configs, {config.name: RowType(choices[config.name].kind) for config in configs}, weighted
+    """Looks up all that was ``asked`` in new tables of the collection that ``stub`` stands for; pruned ones
+    are taken as whole."""
+    tables = stub.low_precision(
+        configs, {config.name: RowType(choices[config.name].kind) for config in configs}
     )
     for config in configs:
-        bags.rows_of(config.name).fill_(FILLED)
+        tables.rows_of(config.name).fill_(FILLED)
 
     def run() -> None:
         for features in asked:
-            bags(features)
+            tables(features)
 
     return run
 
@@ -107,6 +101,11 @@ def _in_turn(runs: Sequence[Run]) -> Run:
             part()
 
     return run
+
+
+def median_seconds(ways: Sequence[Run]) -> list[float]:
+    """Seconds of each way: medians of interleaved rounds."""
+    return [median(times) for times in zip(*_timed(ways), strict=True)]
 
 
 def _timed(ways: Sequence[Run]) -> list[list[float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -38,6 +38,8 @@ from recpipe_low_precision import lookups, report
 from recpipe_low_precision.bootstrap import PairedBootstrap
 from recpipe_low_precision.choices import FLOAT, Assignment, Choice
 from recpipe_low_precision.debugger import compare
+from recpipe_low_precision.dense import TYPES, Linear, calibrate, largest_code, measure, types_for
+from recpipe_low_precision.dense_report import dense_content
 from recpipe_low_precision.judge import Judge
 from recpipe_low_precision.prune import used_rows
 from recpipe_low_precision.search import Cost, Found, Search
@@ -49,9 +51,9 @@ Share = Annotated[float, Interval(gt=0, lt=1)]
 
 
 class LowPrecision(Plugin, ModelQuantizer):
-    """Types for a finished model's tables under a bound on the loss of normalized entropy (2021)."""
+    """Types for a finished model's tables and layers under a bound on the loss of NE (2021)."""
 
-    api = (2, 2)
+    api = (2, 3)
 
     def __init__(
         self,
@@ -59,6 +61,10 @@ class LowPrecision(Plugin, ModelQuantizer):
         types: list[str],
         minimise: str,
         bound: Annotated[float, Interval(ge=0)],
+        dense: str,
+        model_bound: Annotated[float, Interval(ge=0)],
+        layer_error: Annotated[float, Interval(ge=0)],
+        reduce_range: bool | None,
         calibration: Share,
         evaluations: Annotated[int, Gt(0)],
         cache_bytes: Annotated[int, Gt(0)],
@@ -71,6 +77,10 @@ class LowPrecision(Plugin, ModelQuantizer):
             raise _wrong("minimise", minimise, "choose bytes or time")
         if minimise == "time" and prune:
             raise _wrong("prune", prune, "it saves bytes, not time: leave it out with minimise=time")
+        if dense not in ("auto", "float32", *TYPES):
+            raise _wrong("dense", dense, f"choose auto, float32, {' or '.join(TYPES)}")
+        self.dense, self.model_bound, self.layer_error = dense, model_bound, layer_error
+        self.reduce_range = reduce_range
         self.kinds = [kind for kind in ROW_TYPES if kind in types and kind != FLOAT.kind]
         self.minimise, self.bound, self.calibration = minimise, bound, calibration
         self.evaluations, self.cache_bytes, self.prune = evaluations, cache_bytes, prune
@@ -97,6 +107,8 @@ class Work:
     def __init__(self, knobs: LowPrecision, finished: FinishedModel) -> None:
         self.knobs, self.finished, self.source = knobs, finished, finished.source
         self.used: dict[str, NDArray[np.bool_]] = {}
+        self.layer_types = types_for(knobs.dense)
+        self.most = largest_code(knobs.reduce_range)
 
     def done(self) -> Quantized:
         """Quantize; returns the report."""
@@ -115,9 +127,13 @@ class Work:
         judge = Judge(
             calibration, self._bytes, finished.output / JOURNAL, self._work(), self.knobs.evaluations
         )
-        found = self._search(judge)
+        found = self._searched(judge, lambda meter: self._tables_search(judge, meter))
+        layers = self._layers(calibration, found.assignment)
+        dense = Found({}, None, [])
+        if layers:
+            dense = self._searched(judge, lambda meter: self._layers_search(judge, layers, found, meter))
         log.info("writing %s", finished.quantized)
-        self._write(found.assignment)
+        self._write(found.assignment, layers, dense.assignment)
         made = self.source.called()
         put_rows(made.module, finished.quantized)
         numerics = compare(calibration, made)
@@ -127,6 +143,7 @@ class Work:
         speed = self._speed(calibration, found.assignment)
         tables = self._tables(found.assignment)
         content = report.content(tables, quality, speed, numerics, found, judge.done, self._settings())
+        content["dense"] = dense_content(layers, dense, self.knobs)
         return report.written(content)
 
     def _part(self, low: int, high: int) -> Iterator[Any]:
@@ -139,12 +156,10 @@ class Work:
             return whole
         return [*whole, *(Choice(kind, True) for kind in (FLOAT.kind, *self.knobs.kinds))]
 
-    def _search(self, judge: Judge) -> Found:
-        cost = self._cost(judge.slice)
+    def _searched(self, judge: Judge, made: Callable[[Meter], Search]) -> Found:
         with Meter() as meter:
-            search = Search(judge, self._choices(), cost, self._may, self.knobs.bound, meter)
             try:
-                return search.run()
+                return made(meter).run()
             except KeyboardInterrupt:
                 log.info(
                     "interrupted after %d evaluations, which are kept: the same command with hydra.run.dir=%s"
@@ -153,6 +168,37 @@ class Work:
                     judge.journal.parent,
                 )
                 raise
+
+    def _tables_search(self, judge: Judge, meter: Meter) -> Search:
+        cost = self._cost(judge.slice)
+        return Search(judge, self._choices(), cost, self._may, self.knobs.bound, meter)
+
+    def _layers(self, calibration: Slice, tables: Assignment) -> dict[str, Linear]:
+        """The linear layers with ranges, errors and, where they decide, times."""
+        if not self.layer_types:
+            return {}
+        if calibration.called.low_precision:
+            log.info("the dense part stays as it is: the model is computed in bfloat16")
+            return {}
+        layers = calibrate(calibration, tables, self.layer_types, self.most)
+        if self.knobs.dense == "auto":
+            log.info("measuring %d linear layers", len(layers))
+            measure(layers, self.layer_types)
+        return layers
+
+    def _layers_search(
+        self, judge: Judge, layers: Mapping[str, Linear], tables: Found, meter: Meter
+    ) -> Search:
+        return Search(
+            judge,
+            [Choice(kind) for kind in self.layer_types],
+            lambda name, choice: layers[name].cost(choice),
+            lambda name, choice: layers[name].fits(choice, self.knobs.layer_error),
+            self.knobs.model_bound,
+            meter,
+            list(layers),
+            tables.assignment,
+        )
 
     def _cost(self, calibration: Slice) -> Cost:
         if self.knobs.minimise == "bytes":
@@ -169,7 +215,8 @@ class Work:
         return table_bytes(choice.kind, *self.source.shapes[table], kept)
 
     def _bytes(self, assignment: Assignment) -> int:
-        return sum(self._table_bytes(table, choice) for table, choice in assignment.items())
+        """Of the tables."""
+        return sum(self._table_bytes(table, assignment[table]) for table in self.source.shapes)
 
     def _work(self) -> str:
         """Identifies checkpoint, data and slice, for evaluations of an interrupted run."""
@@ -179,13 +226,19 @@ class Work:
             "batch_size": self.finished.batch_size,
             "calibration": self.knobs.calibration,
             "prune": self.knobs.prune,
+            "most": self.most,
         }
         return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
 
-    def _write(self, assignment: Assignment) -> None:
+    def _write(self, assignment: Assignment, linears: Mapping[str, Linear], chosen: Assignment) -> None:
         kinds = {table: choice.kind for table, choice in assignment.items()}
         kept = {table: self.used[table] for table, choice in assignment.items() if choice.pruned}
-        write_quantized(self.finished.quantized, self.source, kinds, kept, self._settings())
+        layers = {
+            linears[name].path: linears[name].kept(choice.kind)
+            for name, choice in chosen.items()
+            if choice != FLOAT
+        }
+        write_quantized(self.finished.quantized, self.source, kinds, kept, self._settings(), layers)
 
     def _quality(self, test: Slice, quantized: Called) -> dict[str, Any]:
         """Figures of the test slice: the model as it was written and opened again, against float32."""
@@ -234,6 +287,10 @@ class Work:
             "types": self.knobs.kinds,
             "minimise": self.knobs.minimise,
             "bound": self.knobs.bound,
+            "dense": self.knobs.dense,
+            "model_bound": self.knobs.model_bound,
+            "layer_error": self.knobs.layer_error,
+            "input_codes": self.most + 1,
             "calibration": self.knobs.calibration,
             "prune": self.knobs.prune,
         }

@@ -9,6 +9,7 @@ from typing import Any
 from recpipe.kit import readable_bytes
 from recpipe.plugin import Quantized, ReportSection
 from recpipe_low_precision.debugger import Compared
+from recpipe_low_precision.dense_report import dense_line, dense_sections
 from recpipe_low_precision.judge import Evaluation
 from recpipe_low_precision.search import Found
 
@@ -71,6 +72,7 @@ def written(report: Mapping[str, Any]) -> Quantized:
         ),
         ReportSection("Tables", ("table", "type", "rows", "dim", "bytes", "times fewer"), _tables(report)),
     ]
+    sections += dense_sections(report)
     sections.append(ReportSection("Numerics, the worst first", _NUMERICS, _numerics(report)))
     if report["lookups"]:
         sections.insert(1, ReportSection("Lookups", ("", ""), _lookups(report["lookups"])))
@@ -223,6 +225,7 @@ def _lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
                 f"({speed['least']:.2f} to {speed['most']:.2f})",
             )
         )
+    lines += dense_line(report)
     lines.append(("numerics", _verdict(report)))
     search = report["search"]
     lines.append(("search", f"{search['evaluations']:,} evaluations; {search['ended']}"))

@@ -55,7 +55,8 @@ class Found:
 class Search:
     """The search over ``units`` (tables that change together) with these ``choices`` beside fp32.
 
-    ``may`` says whether a table can be kept by a choice at all.
+    ``may`` says whether a table can be kept by a choice at all. ``names``: what it chooses for, if not all
+    tables, but layers; ``base`` is then what is chosen for the others.
     """
 
     def __init__(
@@ -66,20 +67,29 @@ class Search:
         may: Callable[[str, Choice], bool],
         bound: float,
         meter: Meter | None = None,
+        names: Sequence[str] | None = None,
+        base: Assignment | None = None,
     ) -> None:
         self.judge, self.choices, self.cost, self.may = judge, choices, cost, may
         self.bound, self.meter = bound, meter
-        tables = sorted(judge.slice.tables, key=lambda t: -cost(t, FLOAT))
+        self.base = dict.fromkeys(judge.slice.tables, FLOAT) | dict(base or {})
+        self.prefix = "" if names is None else "layer "
+        """Before the names of its steps, in an evaluation."""
+        self.floor = 0.0
+        """The loss of ``base``."""
+        tables = sorted(judge.slice.tables if names is None else names, key=lambda t: -cost(t, FLOAT))
         self.units = _units(tables, judge.budget // 2 // max(1, len(choices)))
         # The steps of a search are fewer than the sensitivities; many of the latter are asked for again.
-        judge.expected = min(judge.budget, 2 * len(self.units) * max(1, len(choices)))
-        self.found = Found(dict.fromkeys(judge.slice.tables, FLOAT), None, [])
+        judge.expected = min(judge.budget, len(judge.done) + 2 * len(self.units) * max(1, len(choices)))
+        self.found = Found(dict.fromkeys(tables, FLOAT), None, [])
         self.sensitivities: dict[tuple[int, Choice], Evaluation] = {}
 
     def run(self) -> Found:
         """Search until no step is left or the budget is spent. ``found`` is up to date if it is
         interrupted."""
         try:
+            if any(choice != FLOAT for choice in self.base.values()):
+                self.floor = max(0.0, self._evaluate({}, "base").upper)
             options = {unit: self._options(unit) for unit in range(len(self.units))}
             self._descend(options)
         except BudgetSpent:
@@ -89,20 +99,19 @@ class Search:
     def _options(self, unit: int) -> list[Option]:
         """The choices that keep the bound when this unit alone has them, fp32 first, the cheapest last."""
         tables = self.units[unit]
-        made = [Option(FLOAT, sum(self.cost(t, FLOAT) for t in tables), 0.0)]
+        made = [Option(FLOAT, sum(self.cost(t, FLOAT) for t in tables), self.floor)]
         for choice in self.choices:
             if not all(self.may(table, choice) for table in tables):
                 continue
-            found = self._evaluate(dict.fromkeys(tables, choice), {}, "sensitivity")
+            found = self._evaluate(dict.fromkeys(tables, choice), "sensitivity")
             self.sensitivities[unit, choice] = found
             if found.upper <= self.bound:
                 cost = sum(self.cost(table, choice) for table in tables)
                 made.append(Option(choice, cost, found.upper))
         return sorted(made, key=lambda option: (-option.cost, option.loss))
 
-    def _evaluate(self, changed: Assignment, base: Assignment, step: str) -> Evaluation:
-        whole = dict.fromkeys(self.judge.slice.tables, FLOAT) | dict(base) | dict(changed)
-        return self.judge.evaluate(whole, step, self.meter)
+    def _evaluate(self, changed: Assignment, step: str) -> Evaluation:
+        return self.judge.evaluate({**self.base, **changed}, f"{self.prefix}{step}", self.meter)
 
     def _descend(self, options: Mapping[int, list[Option]]) -> None:
         """Take steps in the order of their rates, as long as the whole assignment keeps the bound."""
@@ -130,7 +139,7 @@ class Search:
     def _accept(self, tried: Mapping[int, Option]) -> bool:
         """Evaluate an assignment, and keep it if it is within the bound."""
         changed = {table: option.choice for unit, option in tried.items() for table in self.units[unit]}
-        found = self._evaluate(changed, {}, "search")
+        found = self._evaluate(changed, "search")
         if found.upper > self.bound:
             return False
         self.found.assignment, self.found.evaluation = dict(changed), found

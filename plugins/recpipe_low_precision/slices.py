@@ -12,10 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from recpipe.kit import Called, FloatCheckpoint, batch_size, select
+from recpipe.kit import Called, FloatCheckpoint, LowPrecisionLinear, batch_size, select
 from recpipe.plugin import UserError
-from recpipe_low_precision.choices import Assignment
+from recpipe_low_precision.choices import FLOAT, Assignment
 from recpipe_low_precision.replay import Pieces, TableRows, put_stubs
+
+LAYER = "layer:"
+"""What comes before a linear layer's path in its name in an assignment."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Slice:
         for stub in self.stubs:
             self.tables |= stub.gather(source, used or {})
         self.pieces.tables = self.tables
+        self.layers: dict[str, LowPrecisionLinear] = {}
+        """Linear layers that can be computed in low precision, by their names in an assignment."""
 
     def _learn_ids(self) -> NDArray[np.float32]:
         """Run without rows, so that the stubs see the ids; returns the labels."""
@@ -67,9 +72,15 @@ class Slice:
         return found
 
     def evaluate(self, assignment: Assignment) -> Losses:
-        """The model's scores and losses with tables kept by ``assignment``."""
-        self.pieces.assignment = assignment
+        """The model's scores and losses with tables kept, and layers computed, by ``assignment``."""
+        self.assign(assignment)
         return self.evaluate_called(self.called)
+
+    def assign(self, assignment: Assignment) -> None:
+        """Use ``assignment``; layers that it does not name are in float32."""
+        self.pieces.assignment = assignment
+        for name, layer in self.layers.items():
+            layer.kind = assignment.get(name, FLOAT).kind
 
     def evaluate_called(self, called: Called) -> Losses:
         """The same of any model."""

@@ -11,72 +11,64 @@ from recpipe.plugin import RowIds
 EVERY = 256
 """Batches from one change of the rows in DRAM to the next."""
 MOST = 4096
-"""Rows that change places at a time, so that no batch waits long."""
+"""Rows that change places at a time."""
 HALVED = 64
 """After so many changes counts are halved: what was popular long ago leaves."""
 
 
 class Admission:
-    """Counts lookups (aged, int32 [rows]) and exchanges rows in two steps.
+    """Counts lookups (aged, int32 [rows]), and tells which rows should change places every so many batches.
 
-    First the least looked up rows lose their slots; a change later, when no batch on its way refers to these
-    slots any more, the most looked up ones of the rows that were missed get them.
+    ``first``: lookups of each row before, int32 [rows], which count like those that follow.
     """
 
-    def __init__(self, rows: int, every: int = EVERY) -> None:
+    def __init__(self, rows: int, every: int = EVERY, first: NDArray[np.int32] | None = None) -> None:
         self.every = every
-        self._counts = torch.zeros(rows, dtype=torch.int32)
+        self._counts = torch.zeros(rows, dtype=torch.int32) if first is None else torch.from_numpy(first)
         self._ones = torch.ones(1, dtype=torch.int32)
-        self._missed: list[torch.Tensor] = []
-        self._free: NDArray[np.int64] = np.empty(0, np.int64)
+        self._missed: list[RowIds] = []
         self._batches = self._changes = 0
 
-    def count(self, rows: torch.Tensor) -> None:
-        """Count a batch's lookups, int64 [N]."""
+    def count(self, rows: torch.Tensor, missed: RowIds) -> None:
+        """Count a batch's lookups, int64 [N], and note those of rows without a slot."""
         self._counts.index_add_(0, rows, self._ones.expand(len(rows)))
+        self._missed.append(missed)
         self._batches += 1
-
-    def missed(self, rows: torch.Tensor) -> None:
-        """Note distinct rows that a batch missed."""
-        self._missed.append(rows)
 
     @property
     def due(self) -> bool:
         """Whether it is time for a change."""
         return self._batches % self.every == 0
 
-    def chosen(self) -> tuple[RowIds, NDArray[np.int64]]:
-        """Missed rows for the slots that the last change has freed, most looked up first, and these slots."""
-        missed = self._candidates()[: len(self._free)]
-        slots, self._free = self._free[: len(missed)], self._free[len(missed) :]
-        self._missed = []
+    def exchange(self, place: NDArray[np.int32], slots: int) -> tuple[RowIds, RowIds]:
+        """Rows that should get a slot, of those that were missed since the last change, and as many rows that
+        should lose theirs, since they are looked up less. ``place``: of every row; below ``slots`` it is one.
+        """
+        missed, self._missed = self._missed, []
+        counts = self._counts.numpy()
+        if missed:
+            entering = np.unique(np.concatenate(missed))
+            at = place[entering]
+            entering = entering[(at < 0) | (at >= slots)]
+            entering = entering[np.argsort(-counts[entering], kind="stable")][: min(MOST, slots)]
+        else:
+            entering = np.empty(0, np.int64)
+        leaving = self._least(place, slots, len(entering))
+        gains = counts[entering] > counts[leaving]
+        count = len(gains) if gains.all() else int(np.argmin(gains))
         self._changes += 1
         if self._changes % HALVED == 0:
             self._counts >>= 1
-        return missed, slots
+        return entering[:count], leaving[:count]
 
-    def leaving(self, place: torch.Tensor) -> torch.Tensor:
-        """Rows that lose their slots now: those looked up less than rows that have none. ``place`` is the
-        slot of every row, or -1."""
-        outside = self._counts.numpy()[place.numpy() < 0]
-        inside = np.flatnonzero(place.numpy() >= 0)
-        most = min(MOST - len(self._free), len(inside), int(np.count_nonzero(outside)))
-        if most <= 0:
-            return torch.empty(0, dtype=torch.int64)
+    def _least(self, place: NDArray[np.int32], slots: int, most: int) -> RowIds:
+        """The ``most`` rows with slots that are looked up least, ascending."""
+        if not most:
+            return np.empty(0, np.int64)
+        inside = np.flatnonzero((place >= 0) & (place < slots))
         counts = self._counts.numpy()[inside]
         least = np.argpartition(counts, most - 1)[:most]
-        least = least[np.argsort(counts[least], kind="stable")]
-        best = -np.sort(-np.partition(outside, len(outside) - most)[len(outside) - most :])
-        gains = best > counts[least]
-        rows = inside[least[: len(gains) if gains.all() else int(np.argmin(gains))]]
-        self._free = np.concatenate((self._free, place.numpy()[rows].astype(np.int64)))
-        return torch.from_numpy(rows)
-
-    def _candidates(self) -> RowIds:
-        if not self._missed:
-            return np.empty(0, np.int64)
-        rows = np.unique(torch.cat(self._missed).numpy())
-        return rows[np.argsort(-self._counts.numpy()[rows], kind="stable")]
+        return inside[least[np.argsort(counts[least], kind="stable")]]
 
     @property
     def nbytes(self) -> int:

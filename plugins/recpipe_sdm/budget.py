@@ -1,44 +1,87 @@
-"""Which rows are in DRAM, under one budget of bytes for all tables."""
+"""Which tables and rows are in DRAM, under one budget of bytes for all tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from recpipe.plugin import UserError
+from recpipe.plugin import RowIds, UserError
+
+PLACE_BYTES = 4
+"""In memory for each id of a table whose rows were pruned: its place among those kept."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A table's rows, and the bytes of each."""
+    """A table of ``rows`` ids. ``kept``: the ids that have a row, ascending; None: all of them."""
 
     rows: int
     row_bytes: int
+    kept: RowIds | None = None
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all rows."""
-        return self.rows * self.row_bytes
+        """What it takes as a whole."""
+        if self.kept is None:
+            return self.rows * self.row_bytes
+        return len(self.kept) * self.row_bytes + PLACE_BYTES * self.rows
+
+
+class Lookups(NamedTuple):
+    """``rows`` (distinct, ascending, int64 [n]) that were looked up, and how often (int64 [n])."""
+
+    rows: RowIds
+    counts: RowIds
+
+
+Counts = Mapping[str, Lookups]
+"""By table."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``whole``: tables that are in DRAM. ``hot``: rows of each other one that are there at first, sorted.
+    ``hits``: the share of the known lookups that finds its row in DRAM; None: none are known."""
+
+    whole: list[str]
+    hot: dict[str, RowIds]
+    hits: float | None
 
 
 def index_bytes(adapts: bool) -> int:
-    """DRAM for each row of a table on the SSD: its slot and, for LFU admission, how often it was looked
+    """DRAM for each row of a table on the SSD: its place and, for LFU admission, how often it was looked
     up."""
     return 8 if adapts else 4
 
 
+def planned(sizes: Mapping[str, Size], counts: Counts, budget: int, adapts: bool = True) -> Plan:
+    """Share ``budget`` bytes among tables that may be on the SSD.
+
+    Rows with the most lookups a byte come first (SDM, section 4: bandwidth density). A table that takes no
+    more as a whole than its chosen rows and index do is in DRAM as a whole, which leaves its index's bytes to
+    others. ``UserError`` if the budget is smaller than the index.
+    """
+    each = index_bytes(adapts)
+    whole: list[str] = []
+    while True:
+        cold = {name: size for name, size in sizes.items() if name not in whole}
+        hot = hot_rows(cold, counts, budget - sum(sizes[name].nbytes for name in whole), adapts)
+        better = [n for n, s in cold.items() if s.nbytes <= each * s.rows + len(hot[n]) * s.row_bytes]
+        if not better:
+            return Plan(whole, hot, _hits(whole, hot, counts))
+        whole += better
+
+
 def hot_rows(
-    sizes: Mapping[str, Size], counts: Mapping[str, NDArray[np.int64]], budget: int, adapts: bool = True
-) -> dict[str, NDArray[np.int64]]:
+    sizes: Mapping[str, Size], counts: Counts, budget: int, adapts: bool = True
+) -> dict[str, RowIds]:
     """The rows of each table to keep in DRAM at first, sorted, int64.
 
-    ``sizes``: the tables on the SSD. ``counts``: how often each row was looked up, int64 [rows]; a table
-    without them counts as one whose rows are looked up alike. ``budget``: bytes for rows and index. Rows with
-    the most lookups a byte come first (SDM, section 4: bandwidth density). ``UserError`` if the budget is
-    smaller than the index.
+    ``budget``: bytes for rows and index. Rows with the most lookups a byte come first, then those that were
+    not looked up, of small tables first. ``UserError`` if the budget is smaller than the index.
     """
     left = budget - index_bytes(adapts) * sum(size.rows for size in sizes.values())
     if left < 0:
@@ -47,21 +90,57 @@ def hot_rows(
             f"plugins.sdm.dram leaves {budget:,} bytes for tables on the SSD: the index of {total:,} rows "
             f"alone takes {budget - left:,}; give more, or fewer tables (plugins.sdm.tables)"
         )
-    density = [_density(size, counts.get(name)) for name, size in sizes.items()]
-    widths = [np.full(size.rows, size.row_bytes, np.int64) for size in sizes.values()]
-    order = np.argsort(-np.concatenate(density), kind="stable")
-    fits = np.cumsum(np.concatenate(widths)[order]) <= left
+    chosen, left = _counted(sizes, counts, left)
+    for name in sorted(sizes, key=lambda name: sizes[name].nbytes):
+        more = _others(sizes[name], chosen[name], left // sizes[name].row_bytes)
+        left -= len(more) * sizes[name].row_bytes
+        chosen[name] = np.sort(np.concatenate((chosen[name], more)))
+    return chosen
+
+
+def _counted(sizes: Mapping[str, Size], counts: Counts, left: int) -> tuple[dict[str, RowIds], int]:
+    """Of the rows that were looked up, those with the most lookups a byte in ``left`` bytes; and what is left
+    then."""
+    known = {name: _with_rows(counts[name], size.kept) for name, size in sizes.items() if name in counts}
+    if not known:
+        return {name: np.empty(0, np.int64) for name in sizes}, left
+    lengths = [len(own.rows) for own in known.values()]
+    widths = np.repeat([sizes[name].row_bytes for name in known], lengths)
+    density = np.concatenate([own.counts for own in known.values()]) / widths
+    order = np.argsort(-density, kind="stable")
+    used = np.cumsum(widths[order])
+    fits = order[used <= left]
     chosen = np.zeros(len(order), bool)
-    chosen[order[fits]] = True
-    return dict(zip(sizes, _by_table(chosen, [size.rows for size in sizes.values()]), strict=True))
+    chosen[fits] = True
+    parts = np.split(chosen, np.cumsum(lengths)[:-1])
+    found = {name: own.rows[part] for (name, own), part in zip(known.items(), parts, strict=True)}
+    left -= int(used[len(fits) - 1]) if len(fits) else 0
+    return {name: found.get(name, np.empty(0, np.int64)) for name in sizes}, left
 
 
-def _density(size: Size, counts: NDArray[np.int64] | None) -> NDArray[np.float64]:
-    """Lookups a byte of each row."""
-    if counts is None:
-        return np.full(size.rows, 1 / size.nbytes)
-    return (counts + 0.0) / max(1, int(counts.sum())) / size.row_bytes
+def _with_rows(lookups: Lookups, kept: RowIds | None) -> Lookups:
+    if kept is None:
+        return lookups
+    has = np.isin(lookups.rows, kept, assume_unique=True)
+    return Lookups(lookups.rows[has], lookups.counts[has])
 
 
-def _by_table(chosen: NDArray[np.bool_], rows: Sequence[int]) -> list[NDArray[np.int64]]:
-    return [np.flatnonzero(part) for part in np.split(chosen, np.cumsum(rows)[:-1])]
+def _others(size: Size, chosen: RowIds, most: int) -> RowIds:
+    """The first ``most`` rows that are not ``chosen``."""
+    if most <= 0:
+        return np.empty(0, np.int64)
+    near = most + len(chosen)
+    ids = np.arange(min(size.rows, near)) if size.kept is None else size.kept[:near]
+    return ids[~np.isin(ids, chosen, assume_unique=True)][:most]
+
+
+def _hits(whole: list[str], hot: Mapping[str, RowIds], counts: Counts) -> float | None:
+    total = sum(int(own.counts.sum()) for own in counts.values())
+    if not total:
+        return None
+    found = sum(int(own.counts.sum()) for name, own in counts.items() if name in whole)
+    for name, rows in hot.items():
+        if name in counts:
+            own = counts[name]
+            found += int(own.counts[np.isin(own.rows, rows, assume_unique=True)].sum())
+    return found / total

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from recpipe.kit import Amount, PackageError, Scorer
+from recpipe.kit import Amount, PackageError, Scorer, read_lookups, readable_bytes
 from recpipe.plugin import Context, Contribution, Plugin, PluginError, RowServer
+from recpipe_sdm.budget import Lookups
 from recpipe_sdm.scorer import TieredScorer
 from recpipe_sdm.tables import Tiering
+
+log = logging.getLogger("recpipe")
 
 
 class SDM(Plugin, RowServer):
@@ -24,10 +28,12 @@ class SDM(Plugin, RowServer):
         tables: str,
         admission: str,
         directory: str | None,
+        pooled: int | float | str,
     ) -> None:
         if admission not in ("lfu", "static"):
             raise PluginError(f"plugins.sdm.admission={admission}: choose lfu or static")
         self.dram = Amount.parsed(dram, "plugins.sdm.dram")
+        self.pooled = Amount.parsed(pooled, "plugins.sdm.pooled")
         self.tables, self.admission = tables, admission
         self.directory = None if directory is None else Path(directory).expanduser()
         self.made: TieredScorer | None = None
@@ -38,7 +44,18 @@ class SDM(Plugin, RowServer):
         raise PluginError("plugin 'sdm' serves a finished model: recpipe serve PACKAGE +plugin=sdm")
 
     def scorer(self, package: Path) -> Scorer:
-        """Put the rows of the package on the SSD, and the first ones into DRAM."""
+        """Put the rows of the package on the SSD, and the first ones into DRAM; or, if a package is served,
+        replace those of its rows that differ in this one."""
+        try:
+            if self.made is None:
+                self.made = TieredScorer(package, self._tiering(package))
+            else:
+                self.made = self._updated(self.made, package)
+        except PackageError as fault:
+            raise PluginError(str(fault)) from fault
+        return self.made
+
+    def _tiering(self, package: Path) -> Tiering:
         place = self.directory or package.parent
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -47,24 +64,44 @@ class SDM(Plugin, RowServer):
             raise PluginError(
                 f"plugins.sdm.directory={place}: {fault.strerror}; name a directory on the SSD"
             ) from fault
-        how = Tiering(Path(self._scratch.name), self.dram, self.tables, self.admission == "lfu")
+        counts = {name: Lookups(*found) for name, found in read_lookups(package).items()}
+        if not counts and self.admission == "static":
+            log.info(
+                "the package has no counts of training's lookups, so that the rows in DRAM are any: make it "
+                "by 'recpipe package CHECKPOINT DIRECTORY popularity=true'"
+            )
+        adapts = self.admission == "lfu"
+        return Tiering(Path(self._scratch.name), self.dram, self.tables, adapts, counts, self.pooled)
+
+    def _updated(self, earlier: TieredScorer, package: Path) -> TieredScorer:
+        before = self.counted()
         try:
-            self.made = TieredScorer(package, how)
-        except PackageError as fault:
-            raise PluginError(str(fault)) from fault
-        return self.made
+            made = TieredScorer(package, earlier.how, earlier)
+        except Exception:
+            if self.counted()["sdm_rows_replaced"] != before["sdm_rows_replaced"]:
+                log.error("some rows that are served are those of %s now: start the server again", package)
+            raise
+        replaced, written = (
+            self.counted()[key] - before[key] for key in ("sdm_rows_replaced", "sdm_bytes_written")
+        )
+        log.info("%s rows replaced, %s written to the SSD", f"{replaced:,.0f}", readable_bytes(written))
+        return made
 
     def counted(self) -> Mapping[str, float]:
-        """Lookups, misses, rows read, rows that got a slot, and memory."""
+        """Lookups, misses, rows that were read and changed, bytes written to the SSD, and memory."""
         if self.made is None:
             return {}
-        reads = [group.tier.reads for group in self.made.tables.groups]
+        tiers, bags = [group.tier for group in self.made.tables.groups], self.made.tables.bags
         return {
-            "sdm_lookups": sum(r.lookups for r in reads),
-            "sdm_missed": sum(r.missed for r in reads),
-            "sdm_rows_read": sum(r.rows_read for r in reads),
-            "sdm_rows_admitted": sum(r.admitted for r in reads),
+            "sdm_lookups": sum(tier.reads.lookups for tier in tiers),
+            "sdm_missed": sum(tier.reads.missed for tier in tiers),
+            "sdm_rows_read": sum(tier.reads.rows_read for tier in tiers),
+            "sdm_rows_read_ahead": sum(tier.reads.rows_ahead for tier in tiers),
+            "sdm_rows_admitted": sum(tier.reads.admitted for tier in tiers),
+            "sdm_rows_replaced": self.made.tables.replaced + sum(tier.reads.replaced for tier in tiers),
+            "sdm_bytes_written": sum(tier.bytes_written for tier in tiers),
             "sdm_dram_bytes": self.made.dram_bytes,
+            **({} if bags is None else {"sdm_bags": bags.asked, "sdm_bags_found": bags.found}),
         }
 
     def close(self) -> None:

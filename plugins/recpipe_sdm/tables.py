@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
@@ -13,16 +17,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.kit import ALIGNMENT, Amount, SsdStore, StoreLayout, Tables, tensors
+from recpipe.kit import ALIGNMENT, Amount, SsdStore, StoreLayout, Tables
 from recpipe.plugin import RowIds, UserError
 from recpipe_sdm.admission import Admission
-from recpipe_sdm.budget import Size, hot_rows
-from recpipe_sdm.rows import ROOMS, TieredRows
+from recpipe_sdm.budget import Counts, Plan, Size, planned
+from recpipe_sdm.files import Bytes, RowFile
+from recpipe_sdm.pooled import PooledBags
+from recpipe_sdm.rows import PAUSE, TieredRows
 
+log = logging.getLogger("recpipe")
 STAGING_BYTES = 1 << 20
 """Of a store's buffer for blocks on their way."""
 MOST_MISSED = 1 << 20
 """Rows that a batch can miss at most, where there are more on the SSD."""
+AT_A_TIME = 1024
+"""Rows that are compared and replaced at a time while others are looked up."""
+MOST_COUNTED = 1 << 30
+NOTHING = Amount(0, False)
 
 
 @dataclass(frozen=True)
@@ -34,11 +45,13 @@ class Tiering:
     dram: Amount
     """For all rows and the index; a share is one of what the tables take in float32."""
     tables: str = "*"
-    """A pattern: tables whose rows are on the SSD."""
+    """A pattern: tables whose rows may be on the SSD."""
     adapts: bool = True
     """Whether rows that are looked up more take the slots of others."""
-    counts: Mapping[str, NDArray[np.int64]] | None = None
-    """Lookups of each row before, by table, int64 [rows]."""
+    counts: Counts = field(default_factory=dict)
+    """Lookups of rows before."""
+    pooled: Amount = NOTHING
+    """Of ``dram``, for sums of bags that come again."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +63,85 @@ class Group:
 
 
 class TieredTables(Tables):
-    """What ``Lookup`` reads, and the tiers: ``rows`` are whole tables, then the slots and rooms of each
-    group, ``starts`` where each table begins, or its group's slots. ``whole_bytes``: of the tables in
-    DRAM."""
+    """What ``Lookup`` reads, and the tiers: ``rows`` are whole tables, then the places of each group,
+    ``starts`` where each table begins, or its group's places. ``using`` is held while rows are looked up or
+    changed. ``whole_bytes``: of the tables in DRAM."""
 
     def __init__(
         self,
         about: dict[str, Any],
         rows: torch.Tensor,
         starts: dict[str, int],
-        places: dict[str, torch.Tensor],
+        files: Mapping[str, RowFile],
         groups: list[Group],
-        whole_bytes: int,
+        using: threading.Lock,
+        bags: PooledBags | None,
     ) -> None:
-        self.about, self.rows, self.starts, self.places = about, rows, starts, places
-        self.groups, self.whole_bytes = groups, whole_bytes
+        self.bags = bags
+        self.replaced = 0
+        """Rows of whole tables that updates have changed."""
+        self.about, self.rows, self.starts, self.groups, self.using = about, rows, starts, groups, using
+        on_disk = {name for group in groups for name in group.base}
+        self.whole = {name: file for name, file in files.items() if name not in on_disk}
+        self.places = {
+            name: torch.from_numpy(file.places)
+            for name, file in self.whole.items()
+            if file.places is not None
+        }
+        self.pruned = {name: _digest(file) for name, file in files.items()}
+        self.whole_bytes = sum(_size(file).nbytes for file in self.whole.values())
+
+    @property
+    def version(self) -> int:
+        """Another number once rows on the SSD were replaced; read it with ``using`` held."""
+        return sum(group.tier.reads.replaced for group in self.groups)
 
     def group_of(self, table: str) -> int:
         """The index of the table's group; -1 if its rows are all in DRAM."""
         return next((i for i, group in enumerate(self.groups) if table in group.base), -1)
+
+    def become(self, directory: Path, about: dict[str, Any]) -> int:
+        """Replace the rows that differ in the package ``directory``, while they are looked up; returns how
+        many do. ``UserError`` if its tables have other sizes, types or pruned rows, before a row is
+        replaced."""
+        files = {name: RowFile(directory / table["file"], table["rows"]) for name, table in about.items()}
+        for name in {**about, **self.about}:
+            if _form(about.get(name)) != _form(self.about.get(name)):
+                raise UserError(
+                    f"{directory}: table '{name}' is not as in the package that is served; restart the server"
+                )
+            if self.pruned[name] != _digest(files[name]):
+                raise UserError(
+                    f"{directory}: other rows of table '{name}' are pruned than in the package that is "
+                    "served; restart the server"
+                )
+        changed = sum(self._become(name, file) for name, file in files.items())
+        self.about = about
+        return changed
+
+    def _become(self, name: str, file: RowFile) -> int:
+        changed, index = 0, self.group_of(name)
+        if index < 0:
+            return self._replace_whole(name, file)
+        group = self.groups[index]
+        for start in range(0, file.ids, AT_A_TIME):
+            values = file.rows(start, min(start + AT_A_TIME, file.ids))
+            rows = group.base[name] + np.arange(start, start + len(values))
+            changed += group.tier.replace(rows, values)
+            time.sleep(PAUSE)
+        return changed
+
+    def _replace_whole(self, name: str, file: RowFile) -> int:
+        changed, own = 0, _view(self.rows, self.starts[name], file)
+        for start in range(0, len(own), AT_A_TIME):
+            values = file.stored(start, min(start + AT_A_TIME, len(own)))
+            part = own[start : start + len(values)]
+            differ = (part != values).any(axis=1)
+            with self.using:
+                part[differ] = values[differ]
+            changed += int(differ.sum())
+        self.replaced += changed
+        return changed
 
 
 @dataclass(frozen=True)
@@ -76,12 +149,12 @@ class _Part:
     """Tables whose rows have ``width`` bytes, and the rows of each that are in DRAM at first."""
 
     width: int
-    rows: Mapping[str, torch.Tensor]
+    files: Mapping[str, RowFile]
     hot: Mapping[str, RowIds]
 
     @property
     def layout(self) -> StoreLayout:
-        return StoreLayout(tuple(self.rows), tuple(len(r) for r in self.rows.values()), self.width // 4)
+        return StoreLayout(tuple(self.files), tuple(f.ids for f in self.files.values()), self.width // 4)
 
     @property
     def slots(self) -> int:
@@ -93,58 +166,105 @@ class _Part:
 
     @property
     def places(self) -> int:
-        return self.slots + ROOMS * self.room
+        return self.slots + 2 * self.room
 
-    def group(self, how: Tiering, buffer: torch.Tensor) -> Group:
+    def group(self, how: Tiering, buffer: torch.Tensor, using: threading.Lock) -> Group:
         """Put the rows on the SSD, and the first ones into ``buffer``."""
         layout = self.layout
 
         def fill(table: str, start: int, stop: int) -> NDArray[np.float32]:
-            words: NDArray[np.float32] = self.rows[table][start:stop].numpy().view(np.float32)
+            words: NDArray[np.float32] = self.files[table].rows(start, stop).view(np.float32)
             return words
 
         place = how.directory / f"rows-of-{self.width}-bytes"
         store = SsdStore.create(layout, fill, place, staging_bytes=STAGING_BYTES, scratch=True)
+        store.remedy = "start the server again, which copies the package's rows anew, and check the disk"
         base = dict(zip(layout.tables, layout.bases.tolist(), strict=False))
         first = np.concatenate([rows + base[name] for name, rows in self.hot.items()])
-        admission = Admission(layout.total_rows) if how.adapts else None
-        return Group(base, TieredRows(store, first, self.room, admission, buffer))
+        pruned = [
+            np.flatnonzero(f.places < 0) + base[n] for n, f in self.files.items() if f.places is not None
+        ]
+        admission = self._admission(how, base) if how.adapts else None
+        tier = TieredRows(
+            store, first, self.room, admission, buffer, np.concatenate(pruned) if pruned else None, using
+        )
+        return Group(base, tier)
+
+    def _admission(self, how: Tiering, base: Mapping[str, int]) -> Admission:
+        counts = np.zeros(self.layout.total_rows, np.int32)
+        for name, start in base.items():
+            if name in how.counts:
+                own = how.counts[name]
+                counts[own.rows + start] = np.minimum(own.counts, MOST_COUNTED)
+        return Admission(len(counts), first=counts)
 
 
 def tiered_tables(directory: Path, about: dict[str, Any], how: Tiering) -> TieredTables:
     """Put the package's tables into DRAM and onto the SSD. ``UserError`` if they do not fit."""
-    found = {name: tensors(directory / table["file"]) for name, table in about.items()}
-    rows = {name: table["rows"] for name, table in found.items()}
-    cold = [name for name in found if fnmatchcase(name, how.tables) and _fits(found[name])]
-    if not cold:
+    files = {name: RowFile(directory / table["file"], table["rows"]) for name, table in about.items()}
+    may = {n: _size(f) for n, f in files.items() if fnmatchcase(n, how.tables) and f.row_bytes % 4 == 0}
+    if not may:
         raise UserError(
-            f"plugins.sdm.tables={how.tables}: no table can be on the SSD; tables: {', '.join(found)}"
+            f"plugins.sdm.tables={how.tables}: no table can be on the SSD; tables: {', '.join(files)}"
         )
-    whole = [name for name in found if name not in cold]
-    whole_bytes = sum(rows[name].nbytes for name in whole)
+    others = sum(_size(file).nbytes for name, file in files.items() if name not in may)
     float32 = sum(4 * table["rows"] * table["dimension"] for table in about.values())
-    sizes = {name: Size(*rows[name].shape) for name in cold}
-    hot = hot_rows(sizes, how.counts or {}, how.dram.of(float32) - whole_bytes, how.adapts)
+    width = max(about[name]["dimension"] for name in may)
+    bags = PooledBags(how.pooled.of(float32), width)
+    plan = planned(may, how.counts, how.dram.of(float32) - others - bags.nbytes, how.adapts)
+    _tell(plan, may, files)
+    whole = [name for name in files if name not in plan.hot]
     parts = [
-        _Part(width, {n: rows[n] for n in own}, {n: hot[n] for n in own})
-        for width in sorted({size.row_bytes for size in sizes.values()})
-        for own in [[name for name in cold if sizes[name].row_bytes == width]]
+        _Part(width, {n: files[n] for n in own}, {n: plan.hot[n] for n in own})
+        for width in sorted({files[name].row_bytes for name in plan.hot})
+        for own in [[name for name in plan.hot if files[name].row_bytes == width]]
     ]
-    lengths = [rows[name].nbytes for name in whole] + [part.places * part.width for part in parts]
+    lengths = [_stored(files[name]) * files[name].row_bytes for name in whole]
+    lengths += [part.places * part.width for part in parts]
     begins = list(accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in lengths), initial=0))
     buffer = torch.empty(begins[-1], dtype=torch.uint8)  # pages that no row is put into take no memory
     starts = dict(zip(whole, begins, strict=False))
     for name in whole:
-        buffer[starts[name] :][: rows[name].nbytes] = rows[name].reshape(-1)
-    groups = []
+        own = _view(buffer, starts[name], files[name])
+        for start in range(0, len(own), 1 << 16):
+            own[start : start + (1 << 16)] = files[name].stored(start, min(start + (1 << 16), len(own)))
+    groups, using = [], threading.Lock()
     for part, begin in zip(parts, begins[len(whole) :], strict=False):
-        starts |= dict.fromkeys(part.rows, begin)
-        slots = buffer[begin:][: part.places * part.width].view(part.places, part.width)
-        groups.append(part.group(how, slots))
-    kept = {name: table["places"].clone() for name, table in found.items() if "places" in table}
-    return TieredTables(about, buffer, starts, kept, groups, whole_bytes)
+        starts |= dict.fromkeys(part.files, begin)
+        places = buffer[begin:][: part.places * part.width].view(part.places, part.width)
+        groups.append(part.group(how, places, using))
+    return TieredTables(about, buffer, starts, files, groups, using, bags if bags.size else None)
 
 
-def _fits(table: Mapping[str, torch.Tensor]) -> bool:
-    """Rows on the SSD are whole words; a table with pruned rows has few and stays in DRAM."""
-    return table["rows"].shape[1] % 4 == 0 and "places" not in table
+def _size(file: RowFile) -> Size:
+    return Size(file.ids, file.row_bytes, file.kept)
+
+
+def _stored(file: RowFile) -> int:
+    return file.ids if file.places is None else int((file.places >= 0).sum())
+
+
+def _view(buffer: torch.Tensor, start: int, file: RowFile) -> Bytes:
+    """The rows of a whole table in the buffer, uint8 [rows, bytes of a row]."""
+    own: Bytes = buffer[start:][: _stored(file) * file.row_bytes].view(-1, file.row_bytes).numpy()
+    return own
+
+
+def _form(table: Mapping[str, Any] | None) -> Sequence[Any]:
+    return () if table is None else [table[key] for key in ("rows", "dimension", "type")]
+
+
+def _digest(file: RowFile) -> bytes:
+    """Of which rows were pruned."""
+    return b"" if file.places is None else hashlib.sha256(file.places.tobytes()).digest()
+
+
+def _tell(plan: Plan, sizes: Mapping[str, Size], files: Mapping[str, RowFile]) -> None:
+    """Say what is where."""
+    rows = sum(files[name].ids for name in plan.hot)
+    in_dram = sum(map(len, plan.hot.values()))
+    expected = "" if plan.hits is None else f"; {plan.hits:.1%} of training's lookups find theirs in DRAM"
+    log.info(
+        "%d tables are in DRAM, %d on the SSD with %s of %s rows in DRAM%s",
+        *(len(files) - len(plan.hot), len(plan.hot), f"{in_dram:,}", f"{rows:,}", expected),
+    )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +20,25 @@ Step = list[Layer] | nn.Module
 CHAINS = (nn.Linear, Perceptron, MLP, nn.Sequential)
 """Modules that may be chains of linear layers or contain some."""
 _RELUS = (torch.relu, torch.relu_, nn.functional.relu, torch.Tensor.relu)
+
+
+class _Known(threading.local):
+    steps: dict[nn.Module, list[Step]] | None = None
+
+
+_known = _Known()
+"""The steps of modules in this thread, inside ``as_they_are``."""
+
+
+@contextmanager
+def as_they_are(known: dict[nn.Module, list[Step]]) -> Iterator[None]:
+    """In the block, modules get no hooks and no other members: their steps are found once and kept in
+    ``known``, since finding them takes as long as a small batch's matrix products."""
+    before, _known.steps = _known.steps, known
+    try:
+        yield
+    finally:
+        _known.steps = before
 
 
 class Converted(partial[Any]):
@@ -56,8 +78,12 @@ def steps(module: nn.Module) -> list[Step]:
 
     Hooks on ``module`` itself are its caller's; a member with hooks is a step of its own.
     """
+    if _known.steps is not None and module in _known.steps:
+        return _known.steps[module]
     found: list[Step] = []
     _add(module, found)
+    if _known.steps is not None:
+        _known.steps[module] = found
     return found
 
 

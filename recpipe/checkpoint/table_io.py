@@ -152,6 +152,8 @@ def newest(directory: Path, key: str = "resume=") -> Path:
     if not found:
         partial = list(directory.glob(f"*{PARTIAL}"))
         extra = f" ({partial[0].name} was cut off while it was written)" if partial else ""
+        if not directory.exists():
+            extra = " (no such directory)"
         raise UserError(
             f"{key}{directory}: no whole checkpoint there{extra}; name a run's checkpoints directory"
         )

@@ -51,12 +51,13 @@ class Judged:
         return {"samples": self.samples, "positives": self.positives, "figures": figures}
 
 
-def judge(kind: Kind, labels: torch.Tensor, predictions: torch.Tensor) -> Judged:
+def judge(kind: Kind, labels: torch.Tensor, predictions: torch.Tensor, quick: bool = False) -> Judged:
     """The figures of ``predictions`` float32 [N] (logits for clicks) of ``labels`` float32 [N].
 
     They are those of training's reports, and the calibration: mean prediction / mean label. The interval of
     AUC is DeLong's; those of means and of their ratios (logloss, NE, calibration, MSE, RMSE, MAE) are
-    percentiles of a bootstrap over groups of rows, with a fixed seed.
+    percentiles of a bootstrap over groups of rows, with a fixed seed, which takes tenths of a second. If
+    ``quick``, they are by the jackknife over the same groups (Efron and Stein, Annals of Statistics 1981).
     """
     clicks = kind == "clicks" and bool(((labels == 0) | (labels == 1)).all())
     found = {
@@ -65,14 +66,15 @@ def judge(kind: Kind, labels: torch.Tensor, predictions: torch.Tensor) -> Judged
     sums = _group_sums(kind, labels, predictions)
     wanted = ("auc", "logloss", "ne") if clicks else tuple(n for n, v in found.items() if not math.isnan(v))
     figures: dict[str, Interval] = {}
+    interval = _jackknifed if quick else _bootstrapped
     for name in wanted:
         if name == "auc":
             figures[name] = _delong(found[name], labels, predictions)
         else:
-            figures[name] = _bootstrapped(found[name], sums, _OF_SUMS.get(name))
+            figures[name] = interval(found[name], sums, _OF_SUMS.get(name))
     total = sums.sum(axis=0, keepdims=True)
     if clicks or kind != "clicks":
-        figures[CALIBRATION] = _bootstrapped(float(_calibration(total)[0]), sums, _calibration)
+        figures[CALIBRATION] = interval(float(_calibration(total)[0]), sums, _calibration)
     positives = int((labels == 1).sum()) if clicks else None
     return Judged(labels.numel(), positives, figures)
 
@@ -129,6 +131,18 @@ def _bootstrapped(value: float, sums: Float64, figure: Callable[[Float64], Float
         return Interval(value)
     low, high = np.percentile(found, [2.5, 97.5])
     return Interval(value, float(low), float(high))
+
+
+def _jackknifed(value: float, sums: Float64, figure: Callable[[Float64], Float64] | None) -> Interval:
+    """``value`` and twice its spread over ``sums`` without each of the groups; none of a single group."""
+    if figure is None or math.isnan(value) or len(sums) < 2:
+        return Interval(value)
+    found = figure(sums.sum(axis=0) - sums)
+    found = found[np.isfinite(found)]
+    if len(found) < 2:
+        return Interval(value)
+    spread = _Z95 * math.sqrt((len(found) - 1) * float(found.var()))
+    return Interval(value, value - spread, value + spread)
 
 
 def _delong(value: float, labels: torch.Tensor, scores: torch.Tensor) -> Interval:

@@ -10,24 +10,35 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Schema
+from recpipe.inference.counts import Alike
 
+GOLDEN = "golden.safetensors"
 SAMPLES = 64
 _ONE_HOT = 48
 """So many samples have one id for each feature; the others have 0 to 3."""
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Largest difference of a score on another machine, by the type of the dense part's matrix products: relative
 to the largest score if that is above 1."""
+LOW_PRECISION = "bfloat16"
+"""The key for layers in low precision: an input that is rounded to another code is a step of 8 bits away."""
 
 
-def golden_inputs(schema: Schema) -> dict[str, torch.Tensor]:
+def golden_inputs(schema: Schema, alike: Alike | None = None) -> dict[str, torch.Tensor]:
     """``dense`` float32 [64, D], ``ids`` int64 and ``lengths`` int64 [F * 64], by feature and then by sample.
 
-    The first two samples have the first and the last row of every table.
+    The first two samples have the first and the last row of every table. ``alike``: the numbers of ids that
+    the model needs.
     """
     generator = torch.Generator().manual_seed(0)
     features = len(schema.sparse)
     lengths = torch.ones(features, SAMPLES, dtype=torch.int64)
     lengths[:, _ONE_HOT:] = torch.randint(0, 4, (features, SAMPLES - _ONE_HOT), generator=generator)
+    names, alike = [feature.name for feature in schema.sparse], alike or Alike()
+    for name in alike.single:
+        lengths[names.index(name)] = 1
+    for first, *others in alike.aligned:
+        for name in others:
+            lengths[names.index(name)] = lengths[names.index(first)]
     ids = []
     for feature, count in zip(schema.sparse, lengths.sum(1).tolist(), strict=True):
         own = torch.randint(0, feature.rows, (count,), generator=generator)
@@ -35,6 +46,12 @@ def golden_inputs(schema: Schema) -> dict[str, torch.Tensor]:
         ids.append(own)
     dense = torch.randn(SAMPLES, len(schema.dense), generator=generator)
     return {"dense": dense, "ids": torch.cat(ids), "lengths": lengths.reshape(-1)}
+
+
+def golden_ids(schema: Schema, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The ids of each feature, by sample."""
+    sparse = as_batch(schema, inputs).sparse.to_dict()
+    return {name: own.values() for name, own in sparse.items()}
 
 
 def as_batch(schema: Schema, inputs: dict[str, torch.Tensor]) -> Batch:
@@ -49,6 +66,6 @@ def tolerance(scores: torch.Tensor, precision: str) -> float:
     return TOLERANCE[precision] * max(1.0, float(scores.abs().max()))
 
 
-def write_golden(file: Path, inputs: dict[str, torch.Tensor], scores: torch.Tensor) -> None:
-    """Write inputs and ``scores``."""
-    save_file({**inputs, "scores": scores.contiguous()}, file)
+def write_golden(file: Path, golden: dict[str, torch.Tensor]) -> None:
+    """Write inputs and scores."""
+    save_file({name: value.contiguous() for name, value in golden.items()}, file)

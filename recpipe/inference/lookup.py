@@ -1,22 +1,27 @@
-"""``LowPrecisionBags``: takes an ``EmbeddingBagCollection``'s place in a finished model, with rows in low
-precision."""
+"""``LowPrecisionBags`` and ``LowPrecisionRows``: take the place of an ``EmbeddingBagCollection`` and of an
+``EmbeddingCollection`` in a finished model, with rows in low precision."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recpipe.data.checks import require_ids
 from recpipe.errors import UserError
 from recpipe.inference.rows import row_bytes
-from recpipe.seams import MEAN, SUM, NbitLayout, look_up_nbit, remapped_ids
+from recpipe.seams import MEAN, NONE, SUM, NbitLayout, look_up_nbit, remapped_ids
 
 ALIGNED = 128
 """Bytes at whose multiples a table begins in the buffer of all tables, as in FBGEMM's own modules."""
@@ -39,37 +44,16 @@ def bag_keys(configs: Sequence[EmbeddingBagConfig]) -> tuple[list[str], list[int
     ]
 
 
-class LowPrecisionBags(nn.Module):
-    """Tables of any row types behind the interface of TorchRec's ``EmbeddingBagCollection``.
+class LowPrecisionTables(nn.Module):
+    """Tables of any row types, of a collection with the tables ``configs``. ``parts``: one for each way to
+    pool among them.
 
-    ``configs``: the collection's tables. ``kinds``: the type of each one's rows, by its name. The rows are
-    uninitialized: write them through ``rows_of`` and ``places_of``. Ids are checked before any row is read:
-    FBGEMM would silently take row 0 for one that is not in its table.
+    The rows are uninitialized: write them through ``rows_of`` and ``places_of``. Ids are checked before any
+    row is read: FBGEMM would silently take row 0 for one that is not in its table.
     """
 
-    def __init__(
-        self, configs: Sequence[EmbeddingBagConfig], kinds: Mapping[str, RowType], is_weighted: bool = False
-    ) -> None:
-        super().__init__()
-        self.configs = list(configs)
-        self.is_weighted = is_weighted
-        names = get_embedding_names_by_table(self.configs)
-        self.keys, self.dims = bag_keys(self.configs)
-        pooled = {c.name: _pooling(c, is_weighted) for c in self.configs}
-        self.parts = nn.ModuleList()
-        """One for each way to pool among the tables."""
-        order: list[str] = []
-        for way in sorted(set(pooled.values())):
-            chosen = [c for c in self.configs if pooled[c.name] == way]
-            self.parts.append(BagLookup(chosen, kinds, way))
-            order += [k for c, own in zip(self.configs, names, strict=True) if c in chosen for k in own]
-        self.order = None if order == self.keys else [order.index(key) for key in self.keys]
-        """The position among the parts' results of each key's; None: they are in the keys' order."""
-
-    @classmethod
-    def of(cls, collection: EmbeddingBagCollection, kinds: Mapping[str, RowType]) -> LowPrecisionBags:
-        """The same tables, with rows of these ``kinds``."""
-        return cls(collection.embedding_bag_configs(), kinds, collection.is_weighted())
+    configs: list[Any]
+    parts: nn.ModuleList
 
     def rows_of(self, table: str) -> torch.Tensor:
         """The rows of ``table``, uint8 [kept, row_bytes], sharing the module's memory."""
@@ -87,8 +71,9 @@ class LowPrecisionBags(nn.Module):
     def look_up(
         self, ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As ``forward``, for ``ids`` and ``offsets`` [F * B + 1] of the features in the tables' order. Ids
-        are not checked. Only for tables that are all pooled in the same way."""
+        """Pooled rows float32 [B, W], or a row for each id float32 [N, D], for ``ids`` and ``offsets``
+        [F * B + 1] of the features in the tables' order. Ids are not checked. Only for tables that are all
+        pooled in the same way."""
         (part,) = self.parts
         assert isinstance(part, BagLookup)
         found: torch.Tensor = part.look_up(ids, offsets, weights)
@@ -96,6 +81,36 @@ class LowPrecisionBags(nn.Module):
 
     def _part(self, table: str) -> BagLookup:
         return next(part for part in self.parts if isinstance(part, BagLookup) and table in part.kinds)
+
+
+class LowPrecisionBags(LowPrecisionTables):
+    """Tables of any row types behind the interface of TorchRec's ``EmbeddingBagCollection``.
+
+    ``configs``: the collection's tables. ``kinds``: the type of each one's rows, by its name.
+    """
+
+    def __init__(
+        self, configs: Sequence[EmbeddingBagConfig], kinds: Mapping[str, RowType], is_weighted: bool = False
+    ) -> None:
+        super().__init__()
+        self.configs = list(configs)
+        self.is_weighted = is_weighted
+        names = get_embedding_names_by_table(self.configs)
+        self.keys, self.dims = bag_keys(self.configs)
+        pooled = {c.name: _pooling(c, is_weighted) for c in self.configs}
+        self.parts = nn.ModuleList()
+        order: list[str] = []
+        for way in sorted(set(pooled.values())):
+            chosen = [c for c in self.configs if pooled[c.name] == way]
+            self.parts.append(BagLookup(chosen, kinds, way))
+            order += [k for c, own in zip(self.configs, names, strict=True) if c in chosen for k in own]
+        self.order = None if order == self.keys else [order.index(key) for key in self.keys]
+        """The position among the parts' results of each key's; None: they are in the keys' order."""
+
+    @classmethod
+    def of(cls, collection: EmbeddingBagCollection, kinds: Mapping[str, RowType]) -> LowPrecisionBags:
+        """The same tables, with rows of these ``kinds``."""
+        return cls(collection.embedding_bag_configs(), kinds, collection.is_weighted())
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows of each feature, float32 [B, sum of dimensions]; ``DataError`` for a bad id."""
@@ -110,8 +125,47 @@ class LowPrecisionBags(nn.Module):
         return KeyedTensor(keys=self.keys, length_per_key=self.dims, values=values)
 
 
+class LowPrecisionRows(LowPrecisionTables):
+    """Tables of any row types behind the interface of TorchRec's ``EmbeddingCollection``: a row for each id.
+
+    ``configs``: the collection's tables. ``kinds``: the type of each one's rows, by its name.
+    """
+
+    def __init__(
+        self, configs: Sequence[EmbeddingConfig], kinds: Mapping[str, RowType], need_indices: bool = False
+    ) -> None:
+        super().__init__()
+        self.configs = list(configs)
+        self._need_indices = need_indices
+        self.keys = [name for own in get_embedding_names_by_table(self.configs) for name in own]
+        self.parts = nn.ModuleList([BagLookup(self.configs, kinds, NONE)])
+
+    @classmethod
+    def of(cls, collection: EmbeddingCollection, kinds: Mapping[str, RowType]) -> LowPrecisionRows:
+        """The same tables, with rows of these ``kinds``."""
+        return cls(collection.embedding_configs(), kinds, collection.need_indices())
+
+    def need_indices(self) -> bool:
+        """As TorchRec's collection."""
+        return self._need_indices
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Rows of each feature, float32 [N, D], with the lengths of its bags; ``DataError`` for a bad id."""
+        (part,) = self.parts
+        assert isinstance(part, BagLookup)
+        features = part.own(features)
+        sizes = features.length_per_key()
+        rows = part(features, False).split(sizes)
+        ids = features.values().split(sizes)
+        lengths = features.lengths().view(len(self.keys), -1)
+        return {
+            key: JaggedTensor(rows[i], lengths=lengths[i], weights=ids[i] if self._need_indices else None)
+            for i, key in enumerate(self.keys)
+        }
+
+
 class BagLookup(nn.Module):
-    """Tables that are pooled in the same way, in one buffer, looked up by one operator.
+    """Tables that are pooled in the same way, or not at all, in one buffer, looked up by one operator.
 
     Buffers: ``rows`` uint8, all tables' bytes; ``starts`` int64 [F], where each feature's table begins;
     ``placements``, ``types`` and ``columns``, as the operator takes them; ``places`` and ``place_starts``,
@@ -126,7 +180,7 @@ class BagLookup(nn.Module):
     places: torch.Tensor
     place_starts: torch.Tensor
 
-    def __init__(self, configs: Sequence[EmbeddingBagConfig], kinds: Mapping[str, RowType], way: int) -> None:
+    def __init__(self, configs: Sequence[Any], kinds: Mapping[str, RowType], way: int) -> None:
         super().__init__()
         self.way = way
         self.kinds = {c.name: kinds[c.name] for c in configs}
@@ -146,16 +200,17 @@ class BagLookup(nn.Module):
         places = dict(zip(self.kinds, accumulate(pruned, initial=0), strict=False))
         self._places = {name: place for name, place in places.items() if self.kinds[name].kept is not None}
         self.prunes = bool(self._places)
-        if self.prunes and len(per) != len(configs):
+        of_features = [self._ids_of[c.name] if c.name in self._places else 0 for c in per]
+        if any(c.name in self._places and len(c.feature_names) > 1 for c in configs):
             raise UserError("rows of a table that several features share cannot be pruned: prune none")
         for name, tensor in zip(("placements", "types", "columns"), self.layout.tensors(), strict=True):
             self.register_buffer(name, tensor)
         self.register_buffer("rows", torch.empty(ends[-1], dtype=torch.uint8))
         self.register_buffer("starts", torch.tensor([self._begins[c.name] for c in per]))
         self.register_buffer("places", torch.empty(sum(pruned), dtype=torch.int32))
-        self.register_buffer("place_starts", torch.tensor(list(accumulate(pruned, initial=0))))
+        self.register_buffer("place_starts", torch.tensor(list(accumulate(of_features, initial=0))))
 
-    def _shape(self, config: EmbeddingBagConfig) -> tuple[int, int]:
+    def _shape(self, config: Any) -> tuple[int, int]:
         """Rows kept, and bytes of each."""
         kept = self.kinds[config.name].kept
         width = row_bytes(self.kinds[config.name].kind, config.embedding_dim)
@@ -173,13 +228,19 @@ class BagLookup(nn.Module):
         begin = self._places[table]
         return self.places[begin : begin + self._ids_of[table]]
 
-    def forward(self, features: KeyedJaggedTensor, weighted: bool) -> torch.Tensor:
-        """Pooled rows float32 [B, sum of dimensions] of its features among ``features``."""
+    def own(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Its features among ``features``, in their order."""
         if features.variable_stride_per_key():
             raise UserError("rows in low precision are looked up for features of one batch size alone")
         keys = features.keys()
-        if keys != self.features:
-            features = features.permute([_position(keys, name) for name in self.features])
+        if keys == self.features:
+            return features
+        return features.permute([_position(keys, name) for name in self.features])
+
+    def forward(self, features: KeyedJaggedTensor, weighted: bool) -> torch.Tensor:
+        """Pooled rows float32 [B, sum of dimensions] of its features among ``features``, or a row for each id
+        float32 [N, dimension]."""
+        features = self.own(features)
         require_ids(features, self.ids)
         weights = features.weights().float() if weighted else None
         return self.look_up(features.values(), features.offsets(), weights)

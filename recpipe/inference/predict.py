@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
@@ -55,6 +55,8 @@ def predict(trained: Trained, options: PredictOptions, run_dir: RunDir) -> NDArr
     target = None if options.output is None else _target(options)
     keys = _keys(trained, options)
     dataset = _opened(trained)
+    if target is not None and isinstance(dataset, StreamedDataset):
+        _require_other(target, dataset.source.files)
     with _scoring(trained, options, dataset, run_dir) as scoring:
         _refuse_names(options, scoring.tasks)
         blocks = _scored(scoring, dataset, options)
@@ -85,6 +87,8 @@ def _opened(trained: Trained) -> Dataset:
         return trained.dataset
     dataset = StreamedDataset(open_source(config, labelled=False))
     trained.require_columns(dataset)
+    if next(dataset.batches("train", 1), None) is None:
+        raise UserError(f"{dataset.source.files[0]}: there are no rows to score")
     return dataset
 
 
@@ -100,6 +104,12 @@ def _target(options: PredictOptions) -> Path:
     if not target.parent.is_dir():
         raise UserError(f"output={target}: there is no directory {target.parent}; make it first")
     return target
+
+
+def _require_other(target: Path, files: Sequence[Path]) -> None:
+    """``UserError`` if ``target`` is one of the input's ``files``."""
+    if any(target.exists() and target.samefile(file) for file in files):
+        raise UserError(f"output={target}: is a file of the input; choose another file")
 
 
 def _exists(target: Path) -> UserError:

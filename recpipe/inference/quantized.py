@@ -1,7 +1,9 @@
-"""A quantized checkpoint: a finished model whose tables are in low precision, as a directory.
+"""A quantized checkpoint: a finished model in low precision, as a directory.
 
-    manifest.json                what the model is and how each table is kept; every file's size and digest
-    dense.safetensors            dense parameters and buffers, by name
+    manifest.json                what the model is, how each table is kept and each linear layer computed;
+                                 every file's size and digest
+    dense.safetensors            dense parameters and buffers, by name, in float32
+    layers.safetensors           for each linear layer in int8 its weights' scales, float32 [outputs]
     tables/<t>.safetensors       "rows" uint8 [kept, row_bytes] (recpipe.inference.rows says how a row is laid
                                  out) and, where rows are pruned, "places" int32 [rows]: for each id its row
                                  among those kept, or -1
@@ -33,15 +35,18 @@ from recpipe.common.run_dir import unwritable
 from recpipe.common.saved import Damaged
 from recpipe.common.tensor_writer import new_tensors
 from recpipe.errors import UserError
-from recpipe.inference.lookup import LowPrecisionBags, RowType
+from recpipe.inference.layers import Layer, put_layers
+from recpipe.inference.lookup import LowPrecisionBags, LowPrecisionRows, RowType
 from recpipe.inference.quantized_manifest import (
     DENSE,
     FORMAT,
+    LAYERS,
     MANIFEST,
     SCHEMA,
     QuantizedManifest,
     QuantizedTable,
     damaged,
+    dense_files,
     read_manifest,
     recipe_of,
     table_file,
@@ -51,6 +56,7 @@ from recpipe.inference.quantized_manifest import (
 from recpipe.inference.recipe import scoring_recipe
 from recpipe.inference.rows import encode_rows, row_bytes
 from recpipe.inference.source import FloatCheckpoint, fill_dense, replace_module
+from recpipe.inference.stand_ins import Collection, configs_of
 from recpipe.inference.trained import Trained, is_quantized
 from recpipe.model.call import Called
 from recpipe.pipeline.placed import saved_values
@@ -58,6 +64,8 @@ from recpipe.pipeline.placed import saved_values
 ROWS, PLACES = "rows", "places"
 BLOCK = 1 << 16
 """Rows that are read at a time."""
+Layers = Mapping[str, tuple[Layer, torch.Tensor | None]]
+"""Linear layers by path, with the scales of their weights in int8."""
 Kept = Mapping[str, NDArray[np.bool_]]
 """For tables that are pruned: which rows are kept, bool [rows]."""
 
@@ -68,29 +76,36 @@ def write_quantized(
     kinds: Mapping[str, str],
     kept: Kept | None = None,
     figures: Mapping[str, Any] | None = None,
+    layers: Layers | None = None,
 ) -> QuantizedManifest:
-    """Write ``source`` to the directory ``target``, each table's rows in the type that ``kinds`` names.
+    """Write ``source`` to the directory ``target``, each table's rows in the type that ``kinds`` names, and
+    ``layers`` to be computed as they say.
 
     Replaces a quantized checkpoint there; ``UserError`` if something else is there, for a row that its type
     cannot hold, and if files cannot be written.
     """
     require_free(target)
     partial = target.with_name(f"{target.name}.partial")
-    kept = kept or {}
+    kept, layers = kept or {}, layers or {}
+    scales = {path: own.contiguous() for path, (_, own) in layers.items() if own is not None}
     try:
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "tables").mkdir(parents=True)
         save_file({n: v.contiguous() for n, v in source.dense.items()}, partial / DENSE)
+        if scales:
+            save_file(scales, partial / LAYERS)
+        how = {path: layer for path, (layer, _) in layers.items()}
         for table in source.shapes:
-            _write_table(partial / table_file(table), source, table, kinds[table], kept.get(table))
+            write_table(partial / table_file(table), source, table, kinds[table], kept.get(table))
         manifest = QuantizedManifest(
             FORMAT,
             SCHEMA,
             source.step,
             TrainedOn.read(source.trainer, source.directory).to_dict(),
             {t: _table(source, t, kinds[t], kept.get(t)) for t in source.shapes},
-            {name: told(partial / name) for name in (DENSE, *map(table_file, source.shapes))},
+            {name: told(partial / name) for name in (*dense_files(how), *map(table_file, source.shapes))},
             dict(figures or {}),
+            how,
         )
         draft = partial / MANIFEST
         draft.write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
@@ -120,9 +135,11 @@ def _table(source: FloatCheckpoint, table: str, kind: str, kept: NDArray[np.bool
     return QuantizedTable(kind, rows, dim, count, place.collection, place.own)
 
 
-def _write_table(
-    file: Path, source: FloatCheckpoint, table: str, kind: str, kept: NDArray[np.bool_] | None
+def write_table(
+    file: Path, source: FloatCheckpoint, table: str, kind: str, kept: NDArray[np.bool_] | None = None
 ) -> None:
+    """Write a table of ``source`` with rows of ``kind``, piece by piece; ``kept``: the rows that are not
+    pruned."""
     rows, dim = source.shapes[table]
     width = row_bytes(kind, dim)
     shapes: dict[str, tuple[int, ...]] = {ROWS: (rows if kept is None else int(kept.sum()), width)}
@@ -175,17 +192,28 @@ def trained_quantized(
 def put_rows(module: nn.Module, directory: Path) -> None:
     """Make ``module``, of the class that was trained, the model in the quantized checkpoint ``directory``:
     its dense part is set, and its collections are replaced. It is then in eval mode."""
+    manifest = put_dense(module, directory)
+    try:
+        for path in sorted({table.collection for table in manifest.tables.values()}):
+            _put_tables(module, path, directory, manifest)
+    except (OSError, ValueError, SafetensorError) as fault:
+        raise damaged(directory, fault) from fault
+
+
+def put_dense(module: nn.Module, directory: Path) -> QuantizedManifest:
+    """The same for its dense part alone; the collections stay."""
     manifest = read_manifest(directory)
     verify(directory, manifest)
     try:
         dense = load_file(directory / DENSE)
         _check_dense(module, dense, directory)
         fill_dense(module, dense)
-        for path in sorted({table.collection for table in manifest.tables.values()}):
-            _put_tables(module, path, directory, manifest)
+        scales = load_file(directory / LAYERS) if LAYERS in manifest.files else {}
+        put_layers(module, manifest.layers, scales)
     except (OSError, ValueError, SafetensorError) as fault:
         raise damaged(directory, fault) from fault
     module.eval()
+    return manifest
 
 
 def _check_dense(model: nn.Module, dense: Mapping[str, torch.Tensor], directory: Path) -> None:
@@ -202,29 +230,19 @@ def _put_tables(model: nn.Module, path: str, directory: Path, manifest: Quantize
         old = model.get_submodule(path)
     except AttributeError:
         raise UserError(f"{directory} is of another model: the model has no '{path}'") from None
-    if not isinstance(old, EmbeddingBagCollection):
-        _fill_float(old, directory, tables)
-        return
-    sizes = {c.name: (c.num_embeddings, c.embedding_dim) for c in old.embedding_bag_configs()}
+    kinds = {own: RowType(t.type, t.kept) for own, (_, t) in tables.items()}
+    if not isinstance(old, Collection):
+        raise UserError(f"{directory} is of another model: '{path}' is no collection of TorchRec's")
+    sizes = {c.name: (c.num_embeddings, c.embedding_dim) for c in configs_of(old)}
     if sizes != {own: (t.rows, t.dim) for own, (_, t) in tables.items()}:
         raise UserError(f"{directory} is of another model: the tables of '{path}' differ")
-    new = LowPrecisionBags.of(old, {own: RowType(t.type, t.kept) for own, (_, t) in tables.items()})
+    bags = isinstance(old, EmbeddingBagCollection)
+    new = LowPrecisionBags.of(old, kinds) if bags else LowPrecisionRows.of(old, kinds)
     for own, (name, _) in tables.items():
         _read(directory / table_file(name), ROWS, new.rows_of(own))
         if len(new.places_of(own)):
             _read(directory / table_file(name), PLACES, new.places_of(own))
     replace_module(model, path, new)
-
-
-def _fill_float(
-    collection: nn.Module, directory: Path, tables: Mapping[str, tuple[str, QuantizedTable]]
-) -> None:
-    """Fill the tables of a collection that gives a row for each id; these are float32."""
-    for own, (name, table) in tables.items():
-        weight = collection.get_parameter(f"embeddings.{own}.weight").detach()
-        if table.type != "fp32" or tuple(weight.shape) != (table.rows, table.dim):
-            raise UserError(f"{directory} is of another model: its table '{name}' differs")
-        _read(directory / table_file(name), ROWS, weight.view(torch.uint8))
 
 
 def _read(file: Path, name: str, into: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ Names in it are compared with those that a quantized checkpoint has, and never u
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b, file_digest
 from pathlib import Path
@@ -14,10 +15,12 @@ from urllib.parse import quote
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.saved import Damaged, read_json, typed_as
 from recpipe.errors import UserError
+from recpipe.inference.layers import Layer
 from recpipe.inference.rows import ROW_TYPES, row_bytes
 from recpipe.inference.trained import QUANTIZED_FILES
 
 MANIFEST, DENSE = QUANTIZED_FILES
+LAYERS = "layers.safetensors"
 FORMAT = "recpipe quantized checkpoint"
 SCHEMA = 1
 
@@ -65,6 +68,13 @@ class QuantizedManifest:
     """Size and BLAKE2b digest of each file, by relative path."""
     figures: dict[str, Any] = field(default_factory=dict)
     """What the quantizer measured."""
+    layers: dict[str, Layer] = field(default_factory=dict)
+    """The linear layers that are not computed in float32, by their paths in the model."""
+
+
+def dense_files(layers: Mapping[str, Layer]) -> list[str]:
+    """The files of the dense part."""
+    return [DENSE, LAYERS] if any(layer.type == "int8" for layer in layers.values()) else [DENSE]
 
 
 def table_file(table: str) -> str:
@@ -85,7 +95,7 @@ def read_manifest(directory: Path) -> QuantizedManifest:
         manifest = typed_as(QuantizedManifest, read_json(file))
         if (manifest.format, manifest.schema) != (FORMAT, SCHEMA):
             raise Damaged(f"{manifest.format!r} of schema {manifest.schema}, not {FORMAT!r} of {SCHEMA}")
-        if set(manifest.files) != {DENSE, *map(table_file, manifest.tables)}:
+        if set(manifest.files) != {*dense_files(manifest.layers), *map(table_file, manifest.tables)}:
             raise Damaged("it lists other files than a quantized checkpoint has")
     except (OSError, ValueError) as fault:
         raise damaged(file, fault) from fault

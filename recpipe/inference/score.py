@@ -7,9 +7,11 @@ A package contains compiled code, which loading runs: load packages that you tru
 with manifest.json first, and the golden batch is scored before the first call returns.
 """
 
+import ctypes
 import hashlib
 import json
 import logging
+import mmap
 import os
 import platform
 import sys
@@ -32,10 +34,13 @@ class PackageError(Exception):
 class Scorer:
     """A package, checked and loaded. ``manifest``: its manifest.json. ``difference``: the largest difference
     of the golden batch's scores to those of the machine that made the package; 0 if they are equal bit by
-    bit."""
+    bit. ``mapped``: tables are the files themselves, mapped, so that processes share their memory; else
+    copies."""
 
-    def __init__(self, directory: "str | os.PathLike[str]" = Path(__file__).parent) -> None:
-        self.directory = Path(directory)
+    def __init__(
+        self, directory: "str | os.PathLike[str]" = Path(__file__).parent, mapped: bool = False
+    ) -> None:
+        self.directory, self.mapped = Path(directory), mapped
         self.manifest = verified(self.directory)
         check_processor(self.manifest["compiled"])
         self.rows = torch.tensor([feature["rows"] for feature in self.manifest["sparse"]])
@@ -43,16 +48,12 @@ class Scorer:
         self.lookups = [self.lookup(found) for found in self.manifest["lookups"]]
         # It warns of another instruction set, which check_processor has judged.
         logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
-        self.dense = torch._inductor.aoti_load_package(str(self.directory / "dense.pt2"))
-        found = tensors(self.directory / "dense.safetensors")
-        # The program refers to its constants, which must therefore stay. It has the smallest ones itself.
-        self.constants = {name: found[name].clone() for name in self.dense.get_constant_fqns()}
-        self.dense.load_constants(self.constants, check_full_update=False, user_managed=True)
+        self.programs = [Program(self.directory, about) for about in self.manifest["programs"]]
         self.difference = self.check_golden()
 
     def make_tables(self) -> "Tables":
         """All tables, in memory."""
-        return Tables(self.directory, self.manifest["tables"])
+        return Tables(self.directory, self.manifest["tables"], self.mapped)
 
     def lookup(self, found: "dict[str, Any]", features: "list[str] | None" = None) -> "Lookup":
         """A lookup by its description in the manifest, whose ids are those of these ``features``; None: of
@@ -70,19 +71,20 @@ class Scorer:
         ids, offsets = ids.contiguous(), offsets_of(lengths)
         with torch.inference_mode():
             calls = [(lookup, ids, offsets, len(dense)) for lookup in self.lookups]
-            return self.scores(dense, self.pooled(calls))
+            return self.scores(dense, with_lengths(calls, self.pooled(calls)))
 
     def pooled(self, calls: "list[Call]") -> "list[torch.Tensor]":
-        """What the lookups find, float32 [samples, W] each."""
+        """What the lookups find, float32 [samples, W] each, or a row for each id, float32 [N, D]."""
         return [lookup(ids, offsets, samples) for lookup, ids, offsets, samples in calls]
 
-    def scores(self, dense: torch.Tensor, pooled: "list[torch.Tensor]") -> torch.Tensor:
-        """Scores float32 [B], from dense features and the rows that the lookups have pooled."""
-        dense = dense.contiguous()
-        if dense.data_ptr() % ALIGNMENT:
-            dense = dense.clone()  # MKL rounds differently from other addresses
-        scores: torch.Tensor = self.dense(dense, pooled)
-        return scores
+    def scores(self, dense: torch.Tensor, found: "list[torch.Tensor]") -> torch.Tensor:
+        """Scores float32 [B], from dense features and what the lookups have found: of each its pooled rows,
+        or its rows and then their numbers for each sample."""
+        return self.program_for(len(dense))(dense, found)
+
+    def program_for(self, samples: int) -> "Program":
+        """The program that scores batches of so many samples."""
+        return next(program for program in reversed(self.programs) if program.first <= samples)
 
     def check(self, dense: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, samples: int) -> None:
         """``ValueError`` unless the inputs fit the manifest and each other."""
@@ -102,43 +104,114 @@ class Scorer:
             feature = int((lengths.view(features, samples).sum(1).cumsum(0) <= place).sum())
             name = self.manifest["sparse"][feature]["name"]
             raise ValueError(f"id {int(ids[place])} of '{name}' is not in [0, {int(limit[place])})")
+        if "sequences" in self.manifest:
+            self.check_numbers(lengths.view(features, samples))
 
-    def golden_scores(self) -> torch.Tensor:
-        """The golden batch's scores here, by one thread: several may add up in another order."""
+    def check_numbers(self, lengths: torch.Tensor) -> None:
+        """``ValueError`` unless features have the numbers of ids that the dense part takes: it does not check
+        them."""
+        names = [feature["name"] for feature in self.manifest["sparse"]]
+        for name in self.manifest["sequences"]["single"]:
+            if bool((lengths[names.index(name)] != 1).any()):
+                raise ValueError(f"'{name}' has not one id for each sample, as the model needs")
+        for first, *others in self.manifest["sequences"]["aligned"]:
+            for name in others:
+                if not lengths[names.index(name)].equal(lengths[names.index(first)]):
+                    raise ValueError(f"'{name}' has not as many ids as '{first}' for each sample")
+
+    def golden_scores(self) -> "list[torch.Tensor]":
+        """The golden batch's scores here of each program, by one thread: several may add up in another
+        order."""
         golden, threads = tensors(self.directory / "golden.safetensors"), torch.get_num_threads()
+        dense, ids, offsets = golden["dense"], golden["ids"], offsets_of(golden["lengths"])
         torch.set_num_threads(1)
         try:
-            return self(golden["dense"], golden["ids"], golden["lengths"])
+            with torch.inference_mode():
+                calls = [(lookup, ids, offsets, len(dense)) for lookup in self.lookups]
+                found = with_lengths(calls, self.pooled(calls))
+                return [program(dense, found) for program in self.programs]
         finally:
             torch.set_num_threads(threads)
 
     def check_golden(self) -> float:
         """The largest difference of the golden batch's scores; ``PackageError`` if it is above the bound."""
-        known = tensors(self.directory / "golden.safetensors")["scores"]
-        difference = float((self.golden_scores() - known).abs().max())
-        bound = self.manifest["golden"]["tolerance"]
-        if not difference <= bound:
-            raise PackageError(
-                f"{self.directory}: the golden batch's scores are off by up to {difference:.1e} on this "
-                f"machine ({torch.backends.cpu.get_cpu_capability()}), and {bound:.1e} is allowed: compile "
-                "the package here with 'recpipe package PACKAGE NEW_PACKAGE'"
-            )
-        return difference
+        known, worst = tensors(self.directory / "golden.safetensors"), 0.0
+        for program, found in zip(self.programs, self.golden_scores(), strict=True):
+            difference = float((found - known[program.about["golden"]]).abs().max())
+            bound = program.about["tolerance"]
+            if not difference <= bound:
+                raise PackageError(
+                    f"{self.directory}: the golden batch's scores are off by up to {difference:.1e} on this "
+                    f"machine ({torch.backends.cpu.get_cpu_capability()}), and {bound:.1e} is allowed: "
+                    "compile the package here with 'recpipe package PACKAGE NEW_PACKAGE'"
+                )
+            worst = max(worst, difference)
+        return worst
+
+
+class Program:
+    """The compiled dense part, by what the manifest says ``about`` it. Of two, one is in low precision, and
+    ``first`` is the least number of samples that each is used for."""
+
+    def __init__(self, directory: Path, about: "dict[str, Any]") -> None:
+        self.about, self.first = about, about["from"]
+        self.run = torch._inductor.aoti_load_package(str(directory / about["file"]))
+        if about["constants"] is not None:
+            found = tensors(directory / about["constants"])
+            # The program refers to its constants, which must therefore stay. It has the smallest ones itself.
+            self.constants = {name: found[name].clone() for name in self.run.get_constant_fqns()}
+            self.run.load_constants(self.constants, check_full_update=False, user_managed=True)
+
+    def __call__(self, dense: torch.Tensor, found: "list[torch.Tensor]") -> torch.Tensor:
+        """Scores float32 [B]."""
+        dense = dense.contiguous()
+        if dense.data_ptr() % ALIGNMENT:
+            dense = dense.clone()  # MKL rounds differently from other addresses
+        scores: torch.Tensor = self.run(dense, found)
+        return scores
 
 
 class Tables:
-    """All tables in one buffer uint8, with the byte at which each begins."""
+    """All tables in one buffer uint8, with the byte at which each begins. ``mapped``: see ``Scorer``."""
 
-    def __init__(self, directory: Path, about: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, about: dict[str, Any], mapped: bool = False) -> None:
         self.about = about
         found = {name: tensors(directory / table["file"]) for name, table in about.items()}
         self.places = {name: table["places"].clone() for name, table in found.items() if "places" in table}
-        self.starts, end = {}, 0
+        self.starts: dict[str, int] = {}
+        if mapped:
+            self.rows, begins = side_by_side([directory / table["file"] for table in about.values()])
+            for name, begin in zip(about, begins, strict=True):
+                self.starts[name] = begin + int(found[name]["rows"].storage_offset())
+            return
+        end = 0
         for name, table in found.items():
             self.starts[name], end = end, -(-(end + table["rows"].nbytes) // ALIGNMENT) * ALIGNMENT
         self.rows = torch.empty(end, dtype=torch.uint8)
         for name, table in found.items():
             self.rows[self.starts[name] :][: table["rows"].nbytes] = table["rows"].view(-1)
+
+
+def side_by_side(files: "list[Path]") -> "tuple[torch.Tensor, list[int]]":
+    """The files' bytes, mapped behind each other into one buffer uint8 that must not be written to, and where
+    each begins."""
+    begins, end = [], 0
+    for file in files:
+        begins.append(end)
+        end += -(-file.stat().st_size // mmap.PAGESIZE) * mmap.PAGESIZE
+    reserved = mmap.mmap(-1, end + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE)  # unmaps all of it in the end
+    buffer = torch.frombuffer(reserved, dtype=torch.uint8)
+    map_at = ctypes.CDLL(None, use_errno=True).mmap
+    map_at.restype, long = ctypes.c_void_p, ctypes.c_size_t
+    map_at.argtypes = (ctypes.c_void_p, long, ctypes.c_int, ctypes.c_int, ctypes.c_int, long)
+    fixed = 0x10  # MAP_FIXED: in the place of what is mapped there
+    for file, begin in zip(files, begins, strict=True):
+        place = buffer.data_ptr() + begin
+        with file.open("rb") as stream:
+            size, how = os.fstat(stream.fileno()).st_size, mmap.MAP_PRIVATE | fixed
+            if map_at(place, size, mmap.PROT_READ, how, stream.fileno(), 0) != place:
+                raise OSError(ctypes.get_errno(), f"cannot map {file}")
+    return buffer, begins
 
 
 class Lookup:
@@ -163,7 +236,9 @@ class Lookup:
             sum(dims),
             *(widest[kind] for kind in ("int2", "int4", "int8", "fp16", "fp32")),
         )
-        mode = {"sum": 0, "mean": 1}[found["pooling"]]
+        mode = {"sum": 0, "mean": 1, "none": 2}[found["pooling"]]
+        self.sequence = found["pooling"] == "none"
+        """Whether it gives a row for each id of its one feature."""
         # No weights, float32 results, no cache, rows without padding, no float8.
         self.after = (mode, None, 0, None, None, 1, 0, -1, -1)
         none = torch.empty(0, dtype=torch.int32)
@@ -173,7 +248,7 @@ class Lookup:
         self.place_starts = torch.tensor([0, *(len(part) for part in places)]).cumsum(0)
 
     def __call__(self, ids: torch.Tensor, offsets: torch.Tensor, samples: int) -> torch.Tensor:
-        """Pooled rows float32 [B, W]."""
+        """Pooled rows float32 [B, W], or a row for each id float32 [N, D]."""
         ids, offsets = self.arranged(ids, offsets, samples)
         return self.pooled(self.rows_of(ids, offsets), offsets)
 
@@ -198,13 +273,26 @@ class Lookup:
         return rows
 
     def pooled(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """The sums, or means, of rows of the buffer."""
+        """The sums, or means, of rows of the buffer, or these rows themselves."""
         lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
         pooled: torch.Tensor = lookup(*self.before, rows, offsets, *self.after)
         return pooled
 
+    def lengths(self, offsets: torch.Tensor, samples: int) -> torch.Tensor:
+        """How many rows of its one feature each sample has, int64 [B]."""
+        (feature,) = self.features
+        return offsets[feature * samples : (feature + 1) * samples + 1].diff()
+
 
 Call = tuple[Lookup, torch.Tensor, torch.Tensor, int]  # ids, offsets, and the number of samples
+
+
+def with_lengths(calls: "list[Call]", found: "list[torch.Tensor]") -> "list[torch.Tensor]":
+    """What the lookups have ``found``, where rows are not pooled with their numbers for each sample."""
+    inputs = []
+    for (lookup, _, offsets, samples), rows in zip(calls, found, strict=True):
+        inputs += [rows, lookup.lengths(offsets, samples)] if lookup.sequence else [rows]
+    return inputs
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
@@ -218,7 +306,10 @@ def verified(directory: Path) -> dict[str, Any]:
     """The manifest; ``PackageError`` names the first file that is missing or not as it was written."""
     for name in ("manifest.sha256", "manifest.json"):
         if not (directory / name).is_file():
-            raise PackageError(f"{directory / name} is missing: {directory} is no whole package")
+            raise PackageError(
+                f"{directory / name} is missing: {directory} is no whole package; make one with "
+                "'recpipe package CHECKPOINT DIRECTORY'"
+            )
     text = (directory / "manifest.json").read_bytes()
     if (directory / "manifest.sha256").read_text() != f"{hashlib.sha256(text).hexdigest()}  manifest.json\n":
         raise PackageError(f"{directory / 'manifest.json'} is not as it was written (manifest.sha256)")
@@ -266,5 +357,5 @@ def tensors(file: Path) -> "dict[str, torch.Tensor]":
 
 
 if __name__ == "__main__":
-    scorer = Scorer(*sys.argv[1:2])
+    scorer = Scorer(sys.argv[1] if sys.argv[1:] else Path(__file__).parent)
     print(f"{scorer.directory}: whole; golden scores differ by {scorer.difference:.1e}")

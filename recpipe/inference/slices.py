@@ -122,8 +122,11 @@ def _typed(trained: Trained, column: str, values: pa.Array) -> tuple[pa.Array, b
 def add_of_batch(slicer: Slicer, batch: Any, schema: Schema | None) -> None:
     """Add a batch's own values of the column: rows of a table, or dense values as the model sees them."""
     name = slicer.column
-    dense = () if schema is None else schema.dense
-    sparse = [] if schema is None else [feature.name for feature in schema.sparse]
+    if schema is None:
+        raise DataError(
+            f"by={shown(name)}: the batches are of a type of the caller's own, whose columns are not known"
+        )
+    dense, sparse = schema.dense, [feature.name for feature in schema.sparse]
     if name in dense:
         slicer.add(pa.array(batch.dense[:, dense.index(name)].cpu().numpy()), True)
     elif name in sparse:

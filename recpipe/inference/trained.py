@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from recpipe.backend.chain import Step, as_they_are
 from recpipe.backend.convert import revert
 from recpipe.backend.equip import Backend
 from recpipe.backend.matmul import require_bfloat16_units, vector_units
@@ -34,6 +35,7 @@ from recpipe.data.preparation import Preparation, require_alike
 from recpipe.distributed.launch import Process
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
+from recpipe.inference.manifest import is_package
 from recpipe.inference.recipe import scoring_recipe
 from recpipe.model.call import Called
 from recpipe.model.config import UserModel
@@ -223,6 +225,7 @@ class Scoring:
         self.device = device
         self.tasks = model.called.tasks
         """How to call the model for each of its outputs, by name."""
+        self._steps: dict[nn.Module, list[Step]] = {}
 
     def batches(self, split: SplitName) -> EvalLoader:
         """The batches of a split of the data, as training's evaluation reads them."""
@@ -239,7 +242,13 @@ class Scoring:
 
         ``UserError`` if it is unclear what the model predicts, or if labels are missing.
         """
-        return scored(self.model.called, batches, labelled)
+        found = scored(self.model.called, batches, labelled)
+        while True:
+            with as_they_are(self._steps):
+                one = next(found, None)
+            if one is None:
+                return
+            yield one
 
 
 def scored(called: Called, batches: Iterable[Any], labelled: bool = True) -> Iterator[Scored]:
@@ -292,6 +301,8 @@ def open_trained(
         kind = QuantizedTrained
         trainer, trained_on = read_quantized(directory)
     else:
+        if is_package(directory):
+            raise UserError(f"{directory} is a package: name the checkpoint, or run, that it was made from")
         directory = newest(directory, "")
         trainer = open_checkpoint(directory)
         trained_on = TrainedOn.read(trainer, directory)

@@ -13,7 +13,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from recpipe.common.validation import FilePath, Positive, Text, fitted, one_of
 from recpipe.config.compose import active_plugins, check_overrides, compose, readable_errors
-from recpipe.errors import UserError, shown
+from recpipe.errors import UserError, did_you_mean, shown
+from recpipe.inference.recipe import FREE
 from recpipe.plugin.load import activate
 
 _OF_PLUGINS = ("plugin", "plugins")
@@ -72,6 +73,8 @@ def parted(words: Sequence[str], kind: type[T], command: str) -> tuple[T, list[s
                 f"are {', '.join(sorted(own))}, beside those of data, tiers and trainer"
             )
         if key not in own and key != RUN_DIR:
+            if key not in FREE and (hint := did_you_mean(key, own)):
+                raise UserError(f"recpipe {command} has no {shown(key)}.{hint}")
             rest.append(word)
             continue
         check_overrides([word])

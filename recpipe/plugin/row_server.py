@@ -17,8 +17,12 @@ class RowServer(ABC):
 
     @abstractmethod
     def scorer(self, package: Path) -> Scorer:
-        """What scores the package, with the bits of ``recpipe.kit.Scorer``; one thread calls it.
-        ``UserError`` if the rows cannot be kept as asked for."""
+        """What scores the package, with the bits of ``recpipe.kit.Scorer``; one thread calls it. It may have
+        ``ahead(calls)``, which another thread calls with what waiting requests look up, to read rows.
+
+        Called again, in another thread, for a newer package while the earlier one's scorer is in use: that
+        one may then find rows of either package, but each row as a whole. ``UserError`` if the rows cannot be
+        kept as asked for."""
 
     @abstractmethod
     def counted(self) -> Mapping[str, float]:

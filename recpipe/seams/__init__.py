@@ -28,6 +28,7 @@ with private_names():
     )
     from recpipe.seams.nbit import (
         MEAN,
+        NONE,
         SCALE_BIAS_BYTES,
         SUM,
         NbitLayout,
@@ -55,6 +56,7 @@ with private_names():
 
 __all__ = [
     "MEAN",
+    "NONE",
     "OWN_KERNEL",
     "SCALE_BIAS_BYTES",
     "SUM",

@@ -35,21 +35,22 @@ def compiler() -> str | None:
         return None
 
 
-def compile_program(program: ExportedProgram, file: Path, march: str | None, width: int) -> list[str]:
-    """Compile ``program`` into ``file`` (.pt2) without its constants.
+def compile_program(
+    program: ExportedProgram, file: Path, march: str | None, width: int, frozen: bool = False
+) -> list[str]:
+    """Compile ``program`` into ``file`` (.pt2) without its constants; ``frozen``: with them, packed for
+    oneDNN, so that layers in int8 are multiplied so.
 
     ``march``: the compiler's target; None: this machine. ``width``: bits of a vector register.
 
     Returns the compiler's flags that the kernels need beside ``march``.
     """
     options: dict[str, Any] = {"aot_inductor.package_constants_in_so": False}
+    if frozen:
+        options = {"freezing": True}
     if march is not None:
         options |= {"cpp.march": march, "cpp.simdlen": width}
-    torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=options)
+    with torch.no_grad():
+        torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=options)
     with inductor.patch({"cpp.simdlen": width if march is not None else None}):
         return str(pick_vec_isa().build_arch_flags()).split()
-
-
-def load_compiled(file: Path) -> Any:
-    """The program in ``file``: callable, with ``get_constant_fqns`` and ``load_constants``."""
-    return torch._inductor.aoti_load_package(str(file))

@@ -21,7 +21,7 @@ _HOST = 3
 """FBGEMM's number for tables in host memory (``EmbeddingLocation.HOST``)."""
 _FLOAT32 = 0
 """FBGEMM's number for float32 results."""
-SUM, MEAN = 0, 1
+SUM, MEAN, NONE = 0, 1, 2
 """FBGEMM's numbers of the ways to pool (``PoolingMode``)."""
 
 
@@ -74,7 +74,8 @@ def look_up_nbit(
     pooling: int,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Pooled rows, float32 [B, total_dim], for F entries and B bags each.
+    """Pooled rows, float32 [B, total_dim], for F entries and B bags each; or a row for each id, float32
+    [len(ids), D], with ``NONE`` and entries of one dimension.
 
     ``rows`` uint8: the bytes of all tables, ``starts`` int64 [F]: where each entry's table begins in it.
     ``ids`` and ``offsets`` [F * B + 1] of one type, int32 or int64, as in a KeyedJaggedTensor; id -1 adds

@@ -14,6 +14,7 @@ from torchrec.modules.deepfm import FactorizationMachine
 from torchrec.modules.mlp import MLP, Perceptron
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
+from recpipe.backend import chain as chains
 from recpipe.backend import convert as back
 from recpipe.backend import crosses, dense
 from recpipe.backend.convert import convert, revert
@@ -170,6 +171,24 @@ def seen_by_hooks(model: nn.Module, module: nn.Module, expected) -> list[torch.T
         for handle in handles:
             handle.remove()
     return seen
+
+
+def test_steps_are_found_once_in_a_block_and_anew_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that comes in between is seen after the block."""
+    model = nn.Sequential(MLP(6, [8, 4]), nn.Linear(4, 2))
+    convert(model)
+    x, found = torch.randn(5, 6), []
+    monkeypatch.setattr(chains, "_add", lambda *given, add=chains._add: (found.append(given[0]), add(*given)))
+    known: dict = {}
+    expected = model(x)
+    once = len(found)
+    for _ in range(3):
+        with chains.as_they_are(known):
+            assert model(x).equal(expected)
+    assert len(found) == 2 * once
+    model[0].register_forward_hook(lambda m, inputs, out: out * 2)
+    assert model(x).equal(model[1](2 * model[0]._mlp(x)))
+    assert not model(x).equal(expected)
 
 
 def test_a_hook_that_changes_an_output_changes_the_result() -> None:

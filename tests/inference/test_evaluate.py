@@ -24,6 +24,7 @@ from recpipe.checkpoint.trainer_file import load_trainer, save_trainer
 from recpipe.data.dataset import SplitName
 from recpipe.data.make import open_dataset
 from recpipe.errors import DataError, UserError
+from recpipe.inference.slices import Slicer, add_of_batch
 from recpipe.inference.trained import open_trained
 from tests.inference.answers import PLAIN, ROWS, SMALL, Answers, clicks, put, trained
 
@@ -157,6 +158,39 @@ def test_slices_of_the_held_out_part_are_of_its_rows(answers: Answers) -> None:
     assert {p["value"]: p["tasks"]["score"]["samples"] for p in found} == {
         "missing" if word is None else word: words.count(word) for word in set(words)
     }
+
+
+def test_slices_of_npy_files_and_of_batches_of_a_caller(tmp_path: Path) -> None:
+    """By the rows of a table, and by dense values as the model sees them."""
+    rng = np.random.default_rng(4)
+    dense, sparse = rng.standard_normal((400, 13), np.float32), rng.integers(0, 5, (400, 26), np.int32)
+    labels = rng.integers(0, 2, (400, 1)).astype(np.int32)
+    for part, values in (("dense", dense), ("sparse", sparse), ("labels", labels)):
+        np.save(tmp_path / f"day_0_{part}.npy", values)
+    words = (
+        "data=npy",
+        f"data.path={tmp_path}",
+        f"data.tables={{{', '.join(f'C{i}: 5' for i in range(1, 27))}}}",
+        "data.batch_size=100",
+        *SMALL,
+        *PLAIN,
+    )
+    recpipe.train(None, None, *words, output=tmp_path / "run", quiet=True).close()
+    batches = list(open_trained(tmp_path / "run").dataset.batches("train", 64))
+    for data in (None, batches):
+        by_row = recpipe.evaluate(tmp_path / "run", data, "by=C3", "by_top=3", quiet=True)["by"]["slices"]
+        for part in by_row[:3]:
+            own = sparse[: len(sparse) if data is None else 320, 2] == int(part["value"])
+            assert part["tasks"]["score"]["samples"] == own.sum()
+        by_value = recpipe.evaluate(tmp_path / "run", data, "by=I2", "by_top=4", quiet=True)["by"]["slices"]
+        assert [part["tasks"]["score"]["samples"] for part in by_value] == [100 if data is None else 80] * 4
+    with pytest.raises(DataError, match="no column 'C33'; did you mean C3?"):
+        recpipe.evaluate(tmp_path / "run", None, "by=C33", quiet=True)
+
+
+def test_the_columns_of_a_callers_own_type_are_not_known() -> None:
+    with pytest.raises(DataError, match="by=a: the batches are of a type of the caller's own"):
+        add_of_batch(Slicer("a"), object(), None)
 
 
 class Two(nn.Module):

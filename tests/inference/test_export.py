@@ -14,9 +14,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.data.batch import Batch
 from recpipe.data.dataset import Schema, SparseFeature
 from recpipe.errors import UserError
-from recpipe.inference.export import export_dense
+from recpipe.inference.counts import Alike
+from recpipe.inference.export import constants_of, export_dense
 from recpipe.inference.golden import as_batch, golden_inputs
-from recpipe.inference.package import made_up
+from recpipe.inference.parts import made_up
 from recpipe.inference.trained import scored
 from recpipe.model.call import Called
 from recpipe.model.loss import parse_loss
@@ -62,25 +63,34 @@ def called(module: nn.Module) -> Called:
     return Called(module.eval(), parse_loss("binary_cross_entropy"))
 
 
-def with_rows(found, schema: Schema, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def with_rows(found, model: Called, schema: Schema, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """What the exported program makes of rows that torch itself looks up and pools."""
-    names = [feature.name for feature in schema.sparse]
+
+    def weights(name: str) -> torch.Tensor:
+        table = found.tables[name]
+        own = model.module.get_submodule(table.collection).state_dict()
+        return next(value for key, value in own.items() if key.split(".")[1] == table.own)
+
     batch = as_batch(schema, inputs).sparse.to_dict()
-    pooled = []
+    given = []
     for lookup in found.lookups:
+        if lookup.sequence:
+            ((feature, table),) = lookup.parts
+            rows = weights(table)[batch[feature].values()]
+            given += [rows, batch[feature].lengths()]
+            continue
         rows = [
             nn.functional.embedding_bag(
                 batch[feature].values(),
-                found.tables[table].rows.view(torch.float32),
+                weights(table),
                 batch[feature].offsets(),
                 mode=lookup.pooling,
                 include_last_offset=True,
             )
             for feature, table in lookup.parts
         ]
-        assert all(feature in names for feature, _ in lookup.parts)
-        pooled.append(torch.cat(rows, dim=1))
-    return found.program.module()(inputs["dense"], pooled)
+        given.append(torch.cat(rows, dim=1))
+    return found.program.module()(inputs["dense"], given)
 
 
 def test_any_module_gives_the_scores_of_the_module_itself() -> None:
@@ -97,17 +107,17 @@ def test_any_module_gives_the_scores_of_the_module_itself() -> None:
     inputs = golden_inputs(Schema(("x", "y"), tuple(SparseFeature(f.name, 10) for f in SCHEMA.sparse)))
     (mine,) = scored(model, [as_batch(SCHEMA, inputs)], labelled=False)
     with torch.no_grad():
-        assert with_rows(found, SCHEMA, inputs).equal(mine.scores)
+        assert with_rows(found, model, SCHEMA, inputs).equal(mine.scores)
         other = copy.deepcopy(inputs)
         other["ids"][0] = 5
-        assert not with_rows(found, SCHEMA, other).equal(mine.scores)
+        assert not with_rows(found, model, SCHEMA, other).equal(mine.scores)
     assert all(value.equal(before[name]) for name, value in model.module.state_dict().items())
     assert isinstance(model.module.user, EmbeddingBagCollection)
 
 
 def test_no_row_is_among_the_constants() -> None:
     found = export_dense(called(Mixed()), SCHEMA)
-    assert {name: tuple(value.shape) for name, value in found.constants().items()} == {
+    assert {name: tuple(value.shape) for name, value in constants_of(found.program).items()} == {
         "model.top.weight": (1, 30),
         "model.top.bias": (1,),
     }
@@ -123,6 +133,40 @@ class Of(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         return self.top(self.rows(batch.sparse_features).values())
+
+
+class Sequence(Of):
+    """Calls ``use`` with the rows of each feature."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self.top(self.use(self.rows(batch.sparse_features), batch))
+
+    def use(self, found, batch: Batch) -> torch.Tensor:
+        return found["a"].to_padded_dense(5).sum(1)
+
+
+class Summed(Sequence):
+    """Sums by hand, as many rows of two features together."""
+
+    def use(self, found, batch: Batch) -> torch.Tensor:
+        sample = torch.repeat_interleave(torch.arange(batch.size), found["a"].lengths())
+        both = found["a"].values() * found["b"].values()
+        return torch.zeros(batch.size, 4).index_add(0, sample, both)
+
+
+class OneOfEach(Sequence):
+    def use(self, found, batch: Batch) -> torch.Tensor:
+        return found["a"].values() + found["b"].to_padded_dense(5).sum(1) * found["c"].values()
+
+
+class Seven(Sequence):
+    def use(self, found, batch: Batch) -> torch.Tensor:
+        return found["a"].values()[:7].sum(0).expand(batch.size, 4) if len(found["a"].values()) > 6 else 0
+
+
+class Fixed(Sequence):
+    def use(self, found, batch: Batch) -> torch.Tensor:
+        return found["a"].values().view(batch.size, 3, 4).sum(1)
 
 
 class Lengths(Of):
@@ -147,16 +191,52 @@ def one(feature: str = "a", weighted: bool = False) -> EmbeddingBagCollection:
     return EmbeddingBagCollection([config], is_weighted=weighted)
 
 
-def sequences() -> EmbeddingCollection:
+def sequences(*features: str, need_indices: bool = False) -> EmbeddingCollection:
     return EmbeddingCollection(
-        [EmbeddingConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["a"])]
+        [
+            EmbeddingConfig(name=f"t{name}", embedding_dim=4, num_embeddings=9, feature_names=[name])
+            for name in features or ("a",)
+        ],
+        need_indices=need_indices,
     )
+
+
+@pytest.mark.parametrize(
+    ("module", "alike"),
+    [
+        (Sequence(sequences()), Alike()),
+        (Summed(sequences("a", "b")), Alike((), (("a", "b"),))),
+        (OneOfEach(sequences("a", "b", "c")), Alike(("a", "c"))),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_rows_that_are_not_pooled_and_how_many_they_must_be(
+    module: nn.Module, alike: Alike, known: bool
+) -> None:
+    """Numbers of ids that the model's operators need are found, whether the data's lists are known or not."""
+    model = called(module)
+    single = isinstance(module, OneOfEach)
+    lists = [name for name in ("a", "b") if not (single and name == "a")] if known else None
+    found = export_dense(model, SCHEMA, lists)
+    schema = Schema(("x", "y"), tuple(SparseFeature(f.name, 9) for f in SCHEMA.sparse))
+    if known or not single:
+        assert found.alike == alike
+    inputs = golden_inputs(schema, found.alike)
+    (mine,) = scored(model, [as_batch(schema, inputs)], labelled=False)
+    with torch.no_grad():
+        torch.testing.assert_close(with_rows(found, model, schema, inputs), mine.scores, rtol=0, atol=1e-6)
+        assert inputs["ids"][0] != 5
+        inputs["ids"][0] = 5
+        assert not torch.allclose(with_rows(found, model, schema, inputs), mine.scores)
 
 
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Of(sequences()), "the model's 'rows' is an EmbeddingCollection, whose rows are not pooled"),
+        (Sequence(sequences(need_indices=True)), "'rows' gives ids beside rows"),
+        (Fixed(sequences()), "Fixed cannot be packaged: torch.export cannot trace it"),
+        (Seven(sequences()), "Seven cannot be packaged: it takes .* rows of 'a' alone"),
         (nn.Linear(4, 1), "has no EmbeddingBagCollection"),
         (Of(one(weighted=True)), "'rows' takes a weight for each id"),
         (Of(one("z")), "'rows' looks up 'z', which the data lack"),
@@ -180,7 +260,7 @@ def test_a_model_without_dense_features_is_exported() -> None:
     inputs = golden_inputs(Schema((), (SparseFeature("a", 9),)))
     (mine,) = scored(model, [as_batch(schema, inputs)], labelled=False)
     with torch.no_grad():
-        assert with_rows(found, schema, inputs).equal(mine.scores)
+        assert with_rows(found, model, schema, inputs).equal(mine.scores)
 
 
 class Logarithm(Of):

@@ -31,14 +31,15 @@ def test_values_are_those_of_training() -> None:
     assert found.figures["calibration"].value == pytest.approx(float(logits.sigmoid().mean() / labels.mean()))
 
 
-def test_95_percent_hold_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quick", [False, True])
+def test_95_percent_hold_the_truth(monkeypatch: pytest.MonkeyPatch, quick: bool) -> None:
     """Of 60 draws, at least 52, and of intervals of half the width fewer; the truth is that of 100,000
     rows."""
     monkeypatch.setattr("recpipe.inference.figures.REPLICATES", 200)
     truth = judge("clicks", *drawn(100_000, 0)).figures
     within, half = dict.fromkeys(truth, 0), dict.fromkeys(truth, 0)
     for seed in range(1, 61):
-        for name, found in judge("clicks", *drawn(300, seed)).figures.items():
+        for name, found in judge("clicks", *drawn(300, seed), quick=quick).figures.items():
             within[name] += found.low <= truth[name].value <= found.high
             half[name] += abs(found.value - truth[name].value) <= (found.high - found.low) / 4
     assert min(within.values()) >= 52, within

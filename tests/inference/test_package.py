@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -26,12 +27,15 @@ from recpipe.cli import main
 from recpipe.errors import UserError
 from recpipe.inference import score
 from recpipe.inference.manifest import DIGEST, MANIFEST
-from recpipe.inference.package import of_checkpoint
+from recpipe.inference.parts import of_checkpoint
 from recpipe.inference.quantized import write_quantized
+from recpipe.inference.reference import MOST_SAMPLES, figures_of, wanted_samples
+from recpipe.inference.serving.monitor import Monitor, Watch
 from recpipe.inference.serving.shared import RequestScorer, Side
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import is_quantized, open_trained, scored
 from recpipe.seams.compiled import compiler
+from tests.inference.clients import Clients, children, damaged_requests, mapped_bytes
 from tests.processes import ROOT, Child
 
 DATA = (
@@ -97,7 +101,7 @@ def copied(packed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(packed, tmp_path / "model.recpipe"))
 
 
-def sealed(directory: Path, change: Callable[[dict], None] = lambda _: None) -> None:
+def sealed(directory: Path, change: Callable[[dict], object] = lambda _: None) -> None:
     """Change the manifest, and write the digests anew, as somebody who means to would."""
     manifest = json.loads((directory / MANIFEST).read_bytes())
     change(manifest)
@@ -193,6 +197,69 @@ def test_scores_are_the_models(packed: Path, checkpoint: Path) -> None:
 
 
 @needs_compiler
+def test_the_reference_figures_are_what_a_monitor_finds_and_evaluate_too(
+    packed: Path, checkpoint: Path
+) -> None:
+    """The held-out part, 400 samples, comes four times: a monitor says nothing of less than 1000."""
+    scorer = score.Scorer(packed)
+    reference = scorer.manifest["reference"]
+    evaluated = recpipe.evaluate(checkpoint, None, "split=eval", quiet=True)
+    wanted = evaluated["tasks"]["score"]["figures"]
+    own = reference["tasks"]["score"]
+    assert reference["samples"] == evaluated["data"]["samples"] == 400
+    assert own["figures"]["auc"]["value"] == pytest.approx(wanted["auc"]["value"], abs=1e-3)
+    batches = list(open_trained(checkpoint).dataset.batches("eval", 128))
+
+    def watched(change: float) -> Monitor:
+        monitor = Monitor(scorer.manifest, Watch())
+        for number, batch in enumerate(4 * batches):
+            ids, lengths = batch.sparse.values().long(), batch.sparse.lengths().long()
+            side = Side((0, 1, 2), ids, lengths, len(batch.dense))
+            scores = RequestScorer(scorer)(batch.dense + change, [side]).numpy()
+            monitor.saw([side], scores)
+            monitor.keep(str(number), scores[:, None])
+        return monitor
+
+    monitor = watched(0.0)
+    entries = [{"id": str(n), "label": b.labels.tolist()} for n, b in enumerate(batches)]
+    asyncio.run(monitor.labelled(json.dumps({"labels": entries}).encode()))
+    found = monitor.compared()
+    assert found.off == []
+    for name in ("ne", "logloss", "calibration"):
+        value = found.figures["labels"]["tasks"]["score"][name]["value"]
+        assert value == own["figures"][name]["value"]
+        assert value == pytest.approx(wanted[name]["value"], rel=1e-5)
+    for feature, about in found.figures["ids"].items():
+        assert about["row_0"]["window"] == reference["features"][feature]["row_0"]
+        assert about["per_sample"]["window"] == reference["features"][feature]["ids_per_sample"]
+    assert found.figures["scores"]["score"]["drift"]["window"] < 1e-4
+    (drifted, *_) = watched(2.0).compared().off
+    assert drifted.startswith("scores of 'score' drifted: PSI")
+
+
+def test_reference_figures_are_not_made_without_data_or_if_they_are_not_wanted(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = open_trained(checkpoint)
+
+    def scorer(*_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("nothing is to be scored")
+
+    assert figures_of(trained, trained.called.tasks, scorer, 0) is None
+    assert not caplog.records
+    gone = open_trained(checkpoint, ["data=parquet", f"data.path={tmp_path / 'gone.parquet'}"])
+    assert figures_of(gone, trained.called.tasks, scorer, 100) is None
+    assert "the package has no reference figures" in caplog.text
+    assert str(tmp_path / "gone.parquet") in caplog.text
+    assert [wanted_samples(word) for word in (True, "true", False, "False", 7, "900")] == [
+        *(MOST_SAMPLES, MOST_SAMPLES, 0, 0, 7, 900)
+    ]
+    for word in ("yes", "-1", "1e3", ""):
+        with pytest.raises(UserError, match="say true, false, or how many"):
+            wanted_samples(word)
+
+
+@needs_compiler
 def test_offline_scores_with_the_package_are_a_servers_bit_by_bit(
     packed: Path, checkpoint: Path, copied: Path
 ) -> None:
@@ -205,6 +272,8 @@ def test_offline_scores_with_the_package_are_a_servers_bit_by_bit(
     with pytest.raises(UserError, match="is of another checkpoint than .*: its step differ"):
         recpipe.predict(checkpoint, None, f"package={copied}", quiet=True)
     assert not is_quantized(packed)  # which has files of these names, too
+    with pytest.raises(UserError, match="model.recpipe is a package: name the checkpoint"):
+        open_trained(packed)
 
 
 @needs_compiler
@@ -315,11 +384,12 @@ def test_without_a_compiler_nothing_is_written(
     [
         (["x"], "say recpipe package CHECKPOINT DIRECTORY"),
         (["x", "y", "isa=avx2"], "recpipe package has no isa"),
+        (["x", "y", "popularity=maybe"], "popularity=maybe: give true, or how many training samples"),
         (["x", "y", "instruction_set=mmx"], "instruction_set=mmx: choose one of"),
         (["serve"], "say recpipe serve PACKAGE"),
         (["serve", "x", "prot=1"], "recpipe serve has no prot; it has host, port"),
         (["serve", "x", "port=99999"], "serve.port"),
-        (["serve", "x"], "x/manifest.sha256 is missing: x is no whole package"),
+        (["serve", "x"], "x: No such file or directory; make a package with"),
     ],
 )
 def test_wrong_words(
@@ -437,9 +507,11 @@ def test_a_quantized_checkpoints_tables_stay_in_their_types(checkpoint: Path, tm
         for lookup in parts.content["lookups"]
     ]
     with torch.no_grad():
-        assert parts.program.module()(parts.golden["dense"], pooled).equal(parts.scores)
+        assert (
+            parts.programs[0].exported.module()(parts.golden["dense"], pooled).equal(parts.programs[0].scores)
+        )
         whole = of_checkpoint(checkpoint, None)
-    assert 0 < float((whole.scores - parts.scores).abs().max()) < 2
+    assert 0 < float((whole.programs[0].scores - parts.programs[0].scores).abs().max()) < 2
 
 
 @needs_compiler
@@ -472,3 +544,91 @@ def test_in_a_new_environment_with_torch_and_fbgemm_alone(packed: Path, tmp_path
         env=own,
     )
     assert said.stdout.endswith("golden scores differ by 0.0e+00\n")
+
+
+def with_other_tables(packed: Path, directory: Path) -> Path:
+    """A package of the same inputs with other scores."""
+    shutil.copytree(packed, directory)
+    for file in (directory / "tables").iterdir():
+        save_file({name: value.flip(0).contiguous() for name, value in load_file(file).items()}, file)
+    sealed(directory, lambda manifest: manifest["programs"][0].update(tolerance=1e9))
+    return directory
+
+
+def replaced(directory: Path, other: Path) -> None:
+    """Put ``other`` in the place of ``directory``, as packaging does."""
+    directory.rename(directory.with_name("old"))
+    other.rename(directory)
+    shutil.rmtree(directory.with_name("old"))
+
+
+@needs_compiler
+def test_workers_answer_while_one_is_killed_and_while_a_new_package_comes(
+    packed: Path, copied: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+    other = with_other_tables(packed, tmp_path / "other.recpipe")
+    scorers = [score.Scorer(packed), score.Scorer(other)]
+    server = Child(tmp_path / "server", "serve", str(copied), "port=0", "workers=2")
+    try:
+        found = re.search(r"serving 'model' at (http\S+/v2/models/model); 2 workers", server.until("golden"))
+        assert found is not None
+        with Clients(found[1], scorers).asking() as clients:
+            for pid in children(server.pid):
+                in_memory, share = mapped_bytes(pid, copied / "tables")
+                assert in_memory >= sum(file.stat().st_size for file in (copied / "tables").iterdir()) / 2
+                assert share < 0.7 * in_memory
+            killed, kept = children(server.pid)
+            os.kill(killed, signal.SIGKILL)
+            server.until("worker 0 answers again")
+            assert clients.lost <= 6  # one for each connection that the killed one had
+            assert kept in children(server.pid)
+            lost, before = clients.lost, list(clients.by)
+            replaced(copied, other)
+            server.send(signal.SIGHUP)
+            server.until("now serving package")
+            (copied / "golden.safetensors").write_bytes(b"damaged")
+            server.send(signal.SIGHUP)
+            server.until("golden.safetensors is not as it was written")
+            sealed(copied, lambda manifest: manifest["outputs"][0].update(name="other"))
+            server.send(signal.SIGHUP)
+            server.until("its manifest's 'outputs' differs, on which clients rely")
+        address = f"{found[1].partition('/v2')[0]}/metrics"
+        metrics = urllib.request.urlopen(address, timeout=20).read().decode()
+        server.send(signal.SIGTERM)
+        assert server.ended().returncode == 0
+    finally:
+        server.kill()
+    assert not clients.wrong, clients.wrong[:5]
+    assert clients.lost == lost
+    assert before[0] > 0
+    assert before[1] == 0
+    assert clients.by[1] > 0
+    counted = re.search(r'recpipe_requests_total\{status="200"\} (\S+)', metrics)
+    assert counted is not None
+    assert sum(clients.by) <= float(counted[1]) <= sum(clients.by) + lost
+    assert re.findall(r'recpipe_reloads_total\{result="(\w+)"\} (\S+)', metrics) == [
+        ("done", "2.0"),
+        ("refused", "2.0"),
+    ]
+
+
+@needs_compiler
+@pytest.mark.soak
+def test_workers_answer_a_hundred_thousand_damaged_requests_and_none_starts_again(
+    packed: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+    server = Child(tmp_path / "server", "serve", str(packed), "port=0", "workers=2", "body_bytes=9000")
+    try:
+        found = re.search(r"serving 'model' at (http\S+/v2/models/model); 2 workers", server.until("golden"))
+        assert found is not None
+        workers = children(server.pid)
+        clients = Clients(found[1], [score.Scorer(packed)])
+        whole = clients.body("x", *clients.drawn(torch.Generator().manual_seed(0)))
+        damaged_requests(clients.host, clients.path, whole, 100_000)
+        assert children(server.pid) == workers
+        server.send(signal.SIGTERM)
+        assert server.ended().returncode == 0
+    finally:
+        server.kill()

@@ -123,6 +123,7 @@ def test_criteo_with_and_without_labels(tmp_path: Path) -> None:
         (["output=s.csv", "scores=logit"], "scores=logit"),
         (["output=s.csv", "overwrite=1"], "overwrite=1"),
         ([], "needs a file for its scores"),
+        (["outputs=s.csv"], "recpipe predict has no outputs. Did you mean 'output'?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -143,6 +144,21 @@ def test_wrong_words_are_one_line(
     assert said.count("\n") == 1
     assert message in said
     assert not list(tmp_path.rglob("*.csv"))
+
+
+def test_the_input_is_not_overwritten_and_no_rows_are_a_line(answers: Answers, tmp_path: Path) -> None:
+    mine = put(clicks(100, 2), tmp_path / "mine.parquet")
+    before = mine.read_bytes()
+    (tmp_path / "link.parquet").symlink_to(mine)
+    for target in (mine, tmp_path / "link.parquet"):
+        with pytest.raises(UserError, match="is a file of the input; choose another file"):
+            recpipe.predict(answers.folder, mine, "overwrite=true", output=target, quiet=True)
+    assert mine.read_bytes() == before
+    none = put(clicks(100, 2).slice(0, 0), tmp_path / "none.parquet")
+    for output in (tmp_path / "scores.csv", None):
+        with pytest.raises(UserError, match=r"none\.parquet: there are no rows to score"):
+            recpipe.predict(answers.folder, none, output=output, quiet=True)
+    assert not (tmp_path / "scores.csv").exists()
 
 
 def test_memory_does_not_grow_with_the_rows(

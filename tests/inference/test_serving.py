@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import random
 import socket
 import threading
 import time
@@ -21,7 +20,8 @@ from recpipe.inference.serving.batcher import Batcher, Limits
 from recpipe.inference.serving.errors import Refused
 from recpipe.inference.serving.features import Asked, Bags
 from recpipe.inference.serving.shared import Side
-from tests.inference.test_protocol import DENSE, A, B, body
+from tests.inference.clients import damaged_requests
+from tests.inference.test_protocol import DENSE, A, B, body, tensor
 
 uvicorn = pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
@@ -145,6 +145,35 @@ def test_wrong_requests_get_a_status_and_a_line_and_are_counted(
     assert ask(port, "POST", INFER, body(DENSE, A, B))[0] == 200
 
 
+def test_labels_by_http_and_what_the_monitor_and_the_metrics_say_then() -> None:
+    wrong = tensor("a", "INT64", [2], [50, -1])
+    with served() as (port, _):
+        ask(port, "POST", INFER, body(DENSE, wrong, B))
+        ask(port, "POST", INFER, body(DENSE, A, B, id="r1"))
+        posted = json.dumps({"labels": [{"id": "r1", "label": [0, 1]}, {"id": "r2", "label": [1]}]}).encode()
+        status, said = ask(port, "POST", "/v2/models/m/labels", posted)
+        assert (status, json.loads(said)) == (200, {"joined": 1, "unknown": 1, "again": 0, "samples": 2})
+        for path, data, refused in (
+            ("/v2/models/m/labels", b"{", 400),
+            ("/v2/models/m/labels", posted.replace(b"[0, 1]", b"[0, 1, 1]"), 400),
+            ("/v2/models/n/labels", posted, 404),
+        ):
+            status, said = ask(port, "POST", path, data)
+            assert (status, set(json.loads(said))) == (refused, {"error"})
+        assert ask(port, "GET", "/v2/models/n/monitor")[0] == 404
+        page = json.loads(ask(port, "GET", "/v2/models/m/monitor")[1])
+        assert page["samples"] == {"window": 2, "since_start": 2, "reference": None}
+        assert page["ids"]["a"]["out_of_range"] == 2
+        assert page["labels"]["requests"] == {"joined": 1, "unknown": 1, "again": 0}
+        assert page["labels"]["tasks"]["score"]["auc"]["value"] == 1.0
+        metrics = ask(port, "GET", "/metrics")[1].decode().splitlines()
+    assert 'recpipe_monitor_ids_out_of_range_total{feature="a"} 2.0' in metrics
+    assert 'recpipe_monitor_ids_out_of_range_total{feature="b"} 0.0' in metrics
+    assert 'recpipe_monitor_labels_total{result="unknown"} 1.0' in metrics
+    assert "recpipe_monitor_refused_posts_total 3.0" in metrics
+    assert 'recpipe_monitor_quality{figure="auc",of="window",task="score"} 1.0' in metrics
+
+
 def test_a_body_without_a_length_is_cut_off_at_the_limit_too(port: int) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     connection.request("POST", INFER, iter([b" " * 600, b" " * 600]), encode_chunked=True)
@@ -158,6 +187,27 @@ def test_a_slow_client_is_sent_away_and_holds_nobody_up(port: int) -> None:
     assert ask(port, "POST", INFER, body(DENSE, A, B))[0] == 200
     assert slow.recv(100).startswith(b"HTTP/1.1 408")
     slow.close()
+
+
+def flood(client: socket.socket, data: bytes) -> None:
+    for _ in range(200):
+        client.sendall(data)
+
+
+def test_a_client_that_does_not_read_its_answers_holds_nobody_up() -> None:
+    with served(body=10**6, samples=4096) as (port, _):
+        ids = tensor("a", "INT64", [4096], [7] * 4096)
+        data = body(tensor("dense", "FP32", [1, 2], [1.0, 2.0]), ids, tensor("b", "INT64", [1], [0]))
+        head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", port))
+        slow.settimeout(0.5)
+        with pytest.raises(TimeoutError):  # the server does not take more of its requests, either
+            flood(slow, 100 * (head.encode() + data))
+        for _ in range(3):
+            assert ask(port, "POST", INFER, body(DENSE, A, B))[0] == 200
+        slow.close()
 
 
 def test_a_fault_of_the_model_is_500_and_the_next_request_is_answered() -> None:
@@ -267,30 +317,62 @@ def test_a_batch_that_is_not_full_waits_for_more_but_no_longer_than_it_may() -> 
     assert asyncio.run(two(30.0)) == [2]
 
 
+class Reading(Held):
+    """Notes the first id of each request that it is told of ahead."""
+
+    def __init__(self, *faults: int) -> None:
+        super().__init__()
+        self.told: list[int] = []
+        self.faults = faults
+
+    def ahead(self, sides: Sequence[Side]) -> None:
+        ids = sides[0].ids.view(2, -1)[0].tolist()
+        self.told += ids
+        if not self.faults:
+            assert not self.go_on.is_set(), "nothing was being scored"
+        elif ids[0] in self.faults:
+            raise RuntimeError("cannot read")
+
+
+def test_rows_are_read_of_what_waits_for_the_next_batch_while_one_is_scored() -> None:
+    model = Reading()
+    found = asyncio.run(behind(model, Limits(batch=3), one(2), one(3), one(4), one(5)))
+    assert [scores.tolist() for scores in found] == [[1], [2], [3], [4], [5]]
+    assert model.told[:3] == [2, 3, 4], "and nobody's twice"
+    assert 1 not in model.told
+    assert 5 not in model.told[:3], "that is not in the next batch"
+
+
+def test_a_request_whose_rows_were_read_may_never_be_scored() -> None:
+    model = Reading()
+    found = asyncio.run(behind(model, Limits(), one(2), timeout=0.01))
+    assert found[1].status == 504
+    assert model.told == [2]
+    assert model.batches == [1]
+
+
+def test_a_fault_of_reading_ahead_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = Reading(2)
+    found = asyncio.run(behind(model, Limits(), one(2), one(3)))
+    assert [scores.tolist() for scores in found] == [[1], [2], [3]]
+    assert "rows could not be read ahead" in caplog.text
+
+
+def test_one_requests_fault_is_not_that_of_others_in_its_batch() -> None:
+    class Faulty(Held):
+        def __call__(self, dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
+            if 3 in sides[0].ids:
+                raise RuntimeError("a row cannot be read")
+            return super().__call__(dense, sides)
+
+    model = Faulty()
+    found = asyncio.run(behind(model, Limits(), one(2), one(3), one(4)))
+    assert [found[n].tolist() for n in (0, 1, 3)] == [[1], [2], [4]]
+    assert str(found[2]) == "a row cannot be read"
+
+
 @pytest.mark.soak
 def test_a_hundred_thousand_damaged_requests_are_answered_without_a_fault() -> None:
-    draw = random.Random(1)
-    whole = body(DENSE, A, B, id="x")
-    statuses: dict[int, int] = {}
     with served(body=2000) as (port, _):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        for _ in range(100_000):
-            data, headers = bytearray(whole), {}
-            for _ in range(draw.randint(0, 4)):
-                place = draw.randrange(len(data))
-                what = draw.randrange(3)
-                data[place : place + (what != 0)] = b"" if what == 1 else bytes([draw.randrange(256)])
-            if draw.random() < 0.3:
-                headers["Inference-Header-Content-Length"] = str(draw.randrange(-9, 400))
-            if draw.random() < 0.01:
-                data *= 20
-            connection.request("POST", INFER, bytes(data), headers)
-            response = connection.getresponse()
-            response.read()
-            statuses[response.status] = statuses.get(response.status, 0) + 1
-            if response.will_close:
-                connection.close()
-        connection.close()
+        damaged_requests(f"127.0.0.1:{port}", INFER, body(DENSE, A, B, id="x"), 100_000)
         assert ask(port, "POST", INFER, body(DENSE, A, B))[0] == 200
-    assert set(statuses) == {200, 400, 413}, statuses
-    assert sum(statuses.values()) == 100_000

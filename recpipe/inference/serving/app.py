@@ -17,11 +17,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from recpipe.common.versions import installed_version
-from recpipe.errors import shown
+from recpipe.errors import StoreError, shown
 from recpipe.inference.serving.batcher import Batcher, Limits, Score
-from recpipe.inference.serving.errors import Refused, bad
+from recpipe.inference.serving.errors import Refused, WrongIds, bad
 from recpipe.inference.serving.features import Features
 from recpipe.inference.serving.metrics import Metrics
+from recpipe.inference.serving.monitor import Monitor, Watch
 from recpipe.inference.serving.protocol import HEADER_LENGTH, answer, chosen, parse
 
 log = logging.getLogger("recpipe")
@@ -45,17 +46,39 @@ class Server:
     """One package behind the open inference protocol.
 
     ``score`` and ``manifest``: a ``RequestScorer`` and its package's. ``name``: of the model in addresses.
+    ``several``: whether it is one of several processes, whose metrics are shown together. ``watch``: how the
+    model is watched.
     """
 
     def __init__(
-        self, score: Score, manifest: Mapping[str, Any], name: str, limits: Limits, bounds: Bounds
+        self,
+        score: Score,
+        manifest: Mapping[str, Any],
+        name: str,
+        limits: Limits,
+        bounds: Bounds,
+        several: bool = False,
+        watch: Watch | None = None,
     ) -> None:
         self.manifest, self.name, self.bounds = manifest, name, bounds
         self.outputs = [output["name"] for output in manifest["outputs"]]
         self.features = Features(manifest, bounds.samples)
         self.batcher = Batcher(score, limits)
-        self.metrics = Metrics(name, lambda: self.batcher.waiting)
+        self.metrics = Metrics(name, lambda: self.monitor.compared(), several)
         self.batcher.saw = self.metrics.saw
+        self.watch = watch or Watch()
+        self.monitor = Monitor(manifest, self.watch)
+        self.batcher.scored = self.monitor.saw
+
+    def use(self, score: Score, manifest: Mapping[str, Any], package: str) -> None:
+        """Score by ``score`` of another package with this ``manifest`` from the next batch on. It takes and
+        gives what the one before did; the metrics call it ``package``. It is watched anew."""
+        if manifest != self.manifest:
+            monitor = Monitor(manifest, self.watch)
+            self.monitor.close()
+            self.manifest, self.monitor, self.batcher.scored = manifest, monitor, monitor.saw
+        self.batcher.score = score
+        self.metrics.serves(package)
 
     def app(self) -> Starlette:
         """The application for an ASGI server."""
@@ -67,6 +90,8 @@ class Server:
                 Route(path, self._model),
                 Route(f"{path}/ready", self._model_ready),
                 Route(f"{path}/infer", self._infer, methods=["POST"]),
+                Route(f"{path}/labels", self._labels, methods=["POST"]),
+                Route(f"{path}/monitor", self._monitor),
             ]
         return Starlette(routes=routes, lifespan=self._lifespan)
 
@@ -77,7 +102,27 @@ class Server:
         await self.batcher.close()
 
     async def _metrics(self, _: Request) -> Response:
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+        text = await asyncio.to_thread(self.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def _monitor(self, request: Request) -> Response:
+        try:
+            self._known(request)
+        except Refused as refused:
+            return _error(refused)
+        compared = await asyncio.to_thread(self.monitor.compared)
+        return _json({"name": self.name, "step": self.manifest.get("step"), **compared.to_dict()})
+
+    async def _labels(self, request: Request) -> Response:
+        """Labels of requests that were answered before."""
+        try:
+            self._known(request)
+            return _json(await self.monitor.labelled(await self._body(request)))
+        except Refused as refused:
+            self.monitor.refused()
+            return _error(refused)
+        except ClientDisconnect:
+            return Response(status_code=499)
 
     async def _server(self, _: Request) -> Response:
         version = installed_version("recpipe") or ""
@@ -118,16 +163,24 @@ class Server:
             response = await self._scored(request)
         except Refused as refused:
             self.metrics.refused.labels(refused.reason).inc()
+            if isinstance(refused, WrongIds):
+                self.monitor.wrong_ids(refused.counts)
             response = _error(refused)
         except ClientDisconnect:
             self.metrics.refused.labels("client_gone").inc()
             response = Response(status_code=499)
+        except StoreError as fault:
+            log.error("a request failed: %s", fault)
+            self.metrics.refused.labels("rows").inc()
+            lacking = "rows that the request looks up cannot be read; the server's log names them"
+            response = _error(Refused(500, "rows", lacking))
         except Exception:
             log.exception("a request failed")
             self.metrics.refused.labels("fault").inc()
             response = _error(Refused(500, "fault", "the server failed; its log says why"))
         self.metrics.answers.labels(str(response.status_code)).inc()
         self.metrics.seconds.observe(perf_counter() - began)
+        self.metrics.queue.set(self.batcher.waiting)
         return response
 
     async def _scored(self, request: Request) -> Response:
@@ -138,6 +191,8 @@ class Server:
         inputs = self.features.asked(asked.inputs)
         scores = await self.batcher.scores(inputs, asked.timeout)
         columns = scores.reshape(len(scores), -1)
+        if asked.id is not None:
+            self.monitor.keep(asked.id, columns)
         found = {name: columns[:, self.outputs.index(name)] for name in names}
         content, headers = answer(asked, self.name, VERSION, found)
         return Response(content, headers=headers)

@@ -1,8 +1,12 @@
-"""Scores requests together: those that wait are one batch for the model, within a budget of time."""
+"""Scores requests together: those that wait are one batch for the model, within a budget of time.
+
+A model whose rows are not all in memory is told what waits, and reads while a batch is scored.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +16,15 @@ from time import monotonic
 import numpy as np
 import torch
 
+from recpipe.common.threads import keep_to_one_core
 from recpipe.inference.serving.errors import Refused
 from recpipe.inference.serving.features import Asked, together
 from recpipe.inference.serving.protocol import Array
 from recpipe.inference.serving.shared import Side
 
+log = logging.getLogger("recpipe")
 Score = Callable[[torch.Tensor, Sequence[Side]], torch.Tensor]
-"""Scores float32 [B] or [B, T] of dense features and ids (``RequestScorer``)."""
+"""Scores float32 [B] or [B, T] of dense features and ids (``RequestScorer``); it may have an ``ahead``."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ class _Waiting:
     scores: asyncio.Future[Array]
     since: float
     until: float
+    read: bool = False
+    """Whether its rows were read, or are being read."""
 
 
 @dataclass
@@ -55,14 +63,20 @@ class Batcher:
     score: Score
     limits: Limits
     saw: Callable[[int, int], None] = lambda requests, samples: None
+    scored: Callable[[Sequence[Side], Array], None] | None = None
+    """Called with each batch's ids and scores, after its requests have been answered."""
     _queue: deque[_Waiting] = field(default_factory=deque)
     _closing: bool = False
+    _busy: bool = False
+    """Whether a batch is being scored."""
 
     def start(self) -> None:
         """Begin to score, in the running event loop."""
-        self._arrived = asyncio.Event()
+        self._arrived, self._waits = asyncio.Event(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "scores")
+        self._reader = ThreadPoolExecutor(1, "reads", keep_to_one_core)
         self._task = asyncio.get_running_loop().create_task(self._run())
+        self._reading = asyncio.get_running_loop().create_task(self._read())
 
     @property
     def waiting(self) -> int:
@@ -86,6 +100,7 @@ class Batcher:
         found: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
         self._queue.append(_Waiting(asked, found, now, now + patience))
         self._arrived.set()
+        self._waits.set()
         return await found
 
     async def close(self) -> None:
@@ -93,10 +108,11 @@ class Batcher:
         self._closing = True
         self._arrived.set()
         await self._task
+        self._reading.cancel()
         self._thread.shutdown()
+        self._reader.shutdown()
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while self._queue or not self._closing:
             await self._arrived.wait()
             await self._fill()
@@ -104,15 +120,62 @@ class Batcher:
             if not batch:
                 continue
             self.saw(len(batch), sum(one.asked.samples for one in batch))
-            try:
-                parts = await loop.run_in_executor(self._thread, self._scored, [one.asked for one in batch])
-            except Exception as fault:
-                for one in batch:
-                    _fail(one, fault)
-                continue
-            for one, scores in zip(batch, parts, strict=True):
-                if not one.scores.done():  # the client may have gone
-                    one.scores.set_result(scores)
+            self._busy = True
+            self._waits.set()
+            await self._answer(batch)
+            self._busy = False
+
+    async def _answer(self, batch: list[_Waiting]) -> None:
+        """Score a batch; if that fails, each of its requests, so that one's fault is not another's."""
+        loop = asyncio.get_running_loop()
+        asked = [one.asked for one in batch]
+        try:
+            sides, scores = await loop.run_in_executor(self._thread, self._scored, asked)
+        except Exception as fault:
+            if len(batch) == 1:
+                _fail(batch[0], fault)
+                return
+            for one in batch:
+                await self._answer([one])
+            return
+        ends = np.cumsum([one.samples for one in asked])
+        for one, own in zip(batch, np.split(scores, ends[:-1]), strict=True):
+            if not one.scores.done():  # the client may have gone
+                one.scores.set_result(own)
+        if self.scored is not None:
+            loop.call_soon(self.scored, sides, scores)  # after those whom set_result wakes
+
+    async def _read(self) -> None:
+        """While a batch is scored, have the rows read of the requests that wait for the next one."""
+        while True:
+            await self._waits.wait()
+            self._waits.clear()
+            while chosen := self._unread():
+                try:
+                    await asyncio.get_running_loop().run_in_executor(self._reader, self._ahead, chosen)
+                except Exception:
+                    log.exception("rows could not be read ahead")
+
+    def _ahead(self, asked: list[Asked]) -> None:
+        """Have the rows read of what these requests look up, if the model reads any."""
+        ahead = getattr(self.score, "ahead", None)
+        if ahead is not None:
+            ahead(together(asked)[1])
+
+    def _unread(self) -> list[Asked]:
+        """Requests of the next batch whose rows nobody reads yet, if there is time to."""
+        if getattr(self.score, "ahead", None) is None or not (self._busy or self.limits.wait):
+            return []
+        chosen: list[Asked] = []
+        samples, now = 0, monotonic()
+        for one in self._queue:
+            samples += one.asked.samples
+            if samples > self.limits.batch and samples > one.asked.samples:
+                break
+            if not (one.read or one.scores.done() or now > one.until):
+                one.read = True
+                chosen.append(one.asked)
+        return chosen
 
     async def _fill(self) -> None:
         """Wait until the batch is full, or its first request has waited long enough."""
@@ -147,10 +210,9 @@ class Batcher:
             self._arrived.clear()
         return batch
 
-    def _scored(self, asked: list[Asked]) -> list[Array]:
-        scores = self.score(*together(asked)).numpy()
-        ends = np.cumsum([one.samples for one in asked])
-        return np.split(scores, ends[:-1])
+    def _scored(self, asked: list[Asked]) -> tuple[list[Side], Array]:
+        dense, sides = together(asked)
+        return sides, self.score(dense, sides).numpy()
 
 
 def _fail(one: _Waiting, fault: Exception) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from recpipe.errors import did_you_mean, shown
-from recpipe.inference.serving.errors import bad
+from recpipe.inference.serving.errors import WrongIds, bad
 from recpipe.inference.serving.protocol import Array
 from recpipe.inference.serving.shared import Side
 
@@ -64,6 +64,10 @@ class Features:
         self.rows: dict[str, int] = {feature["name"]: feature["rows"] for feature in manifest["sparse"]}
         self.most_samples = most_samples
         self._limits = np.array(list(self.rows.values()))
+        places = {name: place for place, name in enumerate(self.rows)}
+        sequences = manifest.get("sequences", {"single": [], "aligned": []})
+        self._single = [places[name] for name in sequences["single"]]
+        self._aligned = [[places[name] for name in group] for group in sequences["aligned"]]
         self._known = {name + end for name in self.rows for end in ("", LENGTHS)}
         if self.dense:
             self._known.add(DENSE)
@@ -83,6 +87,7 @@ class Features:
         self._require_rows(bags)
         dense = self._dense(inputs)
         samples = self._samples(bags, dense)
+        self._require_numbers(bags)
         if len(dense) != samples:
             dense = np.broadcast_to(dense, (samples, dense.shape[1]))
         return Asked(dense, bags, samples)
@@ -105,6 +110,18 @@ class Features:
             raise bad(f"the request has {total} ids, and {self.most_samples * MOST_IDS} is the most")
         return samples
 
+    def _require_numbers(self, bags: Sequence[Bags]) -> None:
+        """``Refused`` for another number of ids than the model needs of a feature."""
+        names = list(self.rows)
+        for place in self._single:
+            if np.any(np.asarray(bags[place].lengths) != 1):
+                raise bad(f"'{shown(names[place])}' has not one id for each sample, as the model needs")
+        for first, *others in self._aligned:
+            for other in others:
+                if np.any(np.asarray(bags[first].lengths) != np.asarray(bags[other].lengths)):
+                    mine, theirs = shown(names[other]), shown(names[first])
+                    raise bad(f"'{mine}' has not as many ids as '{theirs}' for each sample")
+
     def _require_rows(self, bags: Sequence[Bags]) -> None:
         """``Refused`` for an id that is not in its table; all of them are compared at once."""
         ids = np.concatenate([own.ids for own in bags])
@@ -113,7 +130,8 @@ class Features:
         if wrong.any():
             place = int(wrong.argmax())
             name = list(self.rows)[features[place]]
-            raise bad(f"id {ids[place]} of '{shown(name)}' is not in [0, {self.rows[name]})")
+            counts = np.bincount(features[wrong], minlength=len(bags))
+            raise WrongIds(f"id {ids[place]} of '{shown(name)}' is not in [0, {self.rows[name]})", counts)
 
     def _dense(self, inputs: Mapping[str, Array]) -> Array:
         if not self.dense:

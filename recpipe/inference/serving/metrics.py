@@ -5,16 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
+from recpipe.inference.serving.compared import Compared
+from recpipe.inference.serving.gauges import Gauges
+
+DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+"""The environment variable that prometheus_client reads when it is imported: where processes that are one
+server write their figures."""
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 SAMPLES = (1, 4, 16, 64, 256, 1024, 4096)
 
 
 class Metrics:
-    """The figures of one server; ``waiting`` tells how many requests are in the queue."""
+    """The figures of one process, and of the monitor: ``compared`` gives those. ``several``: of all processes
+    that write into ``DIRECTORY``."""
 
-    def __init__(self, model: str, waiting: Callable[[], int]) -> None:
+    def __init__(self, model: str, compared: Callable[[], Compared], several: bool = False) -> None:
         self._registry = CollectorRegistry()
+        self._gauges = Gauges(compared)
+        self._several = several
         into = self._registry
         self.answers = Counter(
             "recpipe_requests", "Inference requests by HTTP status", ["status"], registry=into
@@ -33,8 +43,30 @@ class Metrics:
         self.together = Histogram(
             "recpipe_batch_requests", "Requests of a batch", buckets=(1, 2, 4, 8, 16, 32, 64), registry=into
         )
-        Gauge("recpipe_queue", "Requests that wait", registry=into).set_function(waiting)
-        Gauge("recpipe_model", "The model that is served", ["name"], registry=into).labels(model).set(1)
+        self.queue = Gauge(
+            "recpipe_queue",
+            "Requests that wait, as of the last answer",
+            registry=into,
+            multiprocess_mode="livesum",
+        )
+        self.reloads = Counter(
+            "recpipe_reloads", "Packages loaded anew, by result", ["result"], registry=into
+        )
+        self._model = Gauge(
+            "recpipe_model",
+            "Processes that serve this model from the package whose manifest has this digest",
+            ["name", "package"],
+            registry=into,
+            multiprocess_mode="livesum",
+        )
+        self._name, self._package = model, ""
+
+    def serves(self, package: str) -> None:
+        """Show that requests are scored by ``package`` from now on."""
+        if self._package:
+            self._model.labels(self._name, self._package).set(0)
+        self._package = package
+        self._model.labels(self._name, package).set(1)
 
     def saw(self, requests: int, samples: int) -> None:
         """Count a batch."""
@@ -50,4 +82,9 @@ class Metrics:
 
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""
-        return generate_latest(self._registry)
+        own = CollectorRegistry()
+        own.register(self._gauges)
+        if not self._several:
+            return generate_latest(self._registry) + generate_latest(own)
+        MultiProcessCollector(own)  # type: ignore[no-untyped-call]
+        return generate_latest(own)

@@ -1,18 +1,19 @@
 """Scores requests in which candidates share features: what is shared is looked up once a request.
 
 A request is one user and N candidates. The user's bags are pooled once, and their sums are then set beside
-every candidate's own, so that a lookup of the user costs what one candidate does. Scores have the bits of
-samples that carry everything themselves.
+every candidate's own, so that a lookup of the user costs what one candidate does; rows that are not pooled
+are repeated for every candidate. Scores have the bits of samples that carry everything themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 
-from recpipe.inference.score import Lookup, Scorer, offsets_of
+from recpipe.inference.score import Call, Lookup, Scorer, offsets_of
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,21 @@ class _Part:
     dims: list[int]
 
 
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A scorer that is told what the requests look up that wait, so that it can read the rows meanwhile."""
+
+    def ahead(self, calls: list[Call]) -> None:
+        """Read what these lookups need. They may come later, together with others, or never. Another thread
+        than the one that scores calls it."""
+
+
 class RequestScorer:
-    """Scores requests by ``scorer``."""
+    """Scores requests by ``scorer``. ``ahead``: reads what waiting requests look up; None: all is there."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
+        self.ahead = self._ahead if isinstance(scorer, ReadsAhead) else None
         self._parts: dict[tuple[int, ...], list[_Part | None]] = {}
 
     def __call__(self, dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
@@ -52,20 +63,38 @@ class RequestScorer:
         Inputs are not checked."""
         if len(sides) == 1 and sides[0].of_sample is None:
             return self.scorer(dense, sides[0].ids, sides[0].lengths)
-        calls, found = [], []
+        calls, found = self._calls(sides)
+        with torch.inference_mode():
+            inputs: list[list[torch.Tensor]] = [[] for _ in self.scorer.lookups]
+            pieces: list[dict[int, torch.Tensor]] = [{} for _ in self.scorer.lookups]
+            for (number, part, side), call, rows in zip(found, calls, self.scorer.pooled(calls), strict=True):
+                if part.lookup.sequence:
+                    lengths = part.lookup.lengths(call[2], call[3])
+                    inputs[number] += _repeated(rows, lengths, side.of_sample)
+                    continue
+                wide = rows if side.of_sample is None else rows[side.of_sample]
+                pieces[number] |= zip(part.columns, torch.split(wide, part.dims, dim=1), strict=True)
+            for own, columns in zip(inputs, pieces, strict=True):
+                if columns:
+                    own.append(torch.cat([columns[column] for column in sorted(columns)], dim=1))
+            return self.scorer.scores(dense, [one for own in inputs for one in own])
+
+    def _ahead(self, sides: Sequence[Side]) -> None:
+        assert isinstance(self.scorer, ReadsAhead)
+        with torch.inference_mode():
+            self.scorer.ahead(self._calls(sides)[0])
+
+    def _calls(self, sides: Sequence[Side]) -> tuple[list[Call], list[tuple[int, _Part, Side]]]:
+        """The lookups of these sides, and for each the model's lookup that it is part of, and its side."""
+        calls: list[Call] = []
+        found = []
         for side in sides:
             offsets = offsets_of(side.lengths)
             for number, part in enumerate(self._of(side.features)):
                 if part is not None:
                     calls.append((part.lookup, side.ids, offsets, side.bags))
                     found.append((number, part, side))
-        with torch.inference_mode():
-            pieces: list[dict[int, torch.Tensor]] = [{} for _ in self.scorer.lookups]
-            for (number, part, side), pooled in zip(found, self.scorer.pooled(calls), strict=True):
-                wide = pooled if side.of_sample is None else pooled[side.of_sample]
-                pieces[number] |= zip(part.columns, torch.split(wide, part.dims, dim=1), strict=True)
-            rows = [torch.cat([own[column] for column in sorted(own)], dim=1) for own in pieces]
-            return self.scorer.scores(dense, rows)
+        return calls, found
 
     def _of(self, features: tuple[int, ...]) -> list[_Part | None]:
         """For each lookup of the model, its part over these features; None if it has none of them."""
@@ -82,3 +111,15 @@ class RequestScorer:
         own = [found["parts"][i] for i in columns]
         dims = [self.scorer.manifest["tables"][table]["dimension"] for _, table in own]
         return _Part(self.scorer.lookup({**found, "parts": own}, names), columns, dims)
+
+
+def _repeated(
+    rows: torch.Tensor, lengths: torch.Tensor, of_sample: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of each sample's bag, and how many they are; ``lengths``: of the bags."""
+    if of_sample is None:
+        return rows, lengths
+    counts = lengths[of_sample]
+    begins = (lengths.cumsum(0) - lengths)[of_sample] - (counts.cumsum(0) - counts)
+    places = begins.repeat_interleave(counts)
+    return rows[places + torch.arange(len(places))], counts

@@ -25,7 +25,11 @@ REMEDIES = {
 }
 
 
-def store_error(doing: str, path: str | os.PathLike[str], code: int) -> StoreError:
-    """``cannot <doing> <path>: <reason and remedy>`` for an errno; 0: the file ended early."""
-    reason = REMEDIES.get(code) or f"{os.strerror(code)}; {ELSEWHERE}"
+def store_error(doing: str, path: str | os.PathLike[str], code: int, remedy: str | None = None) -> StoreError:
+    """``cannot <doing> <path>: <reason and remedy>`` for an errno; 0: the file ended early. ``remedy``:
+    another one than training's."""
+    if remedy is not None:
+        reason = f"{os.strerror(code) if code else 'the file ends too early'}; {remedy}"
+    else:
+        reason = REMEDIES.get(code) or f"{os.strerror(code)}; {ELSEWHERE}"
     return StoreError(f"ssd store: cannot {doing} {os.fspath(path)}: {reason}")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.errors import StoreError
-from recpipe.tables.stores.aio import RequestError, open_transfer
+from recpipe.tables.stores.aio import RequestError, Requests, open_transfer
 from recpipe.tables.stores.base import ColdStore, Fill, IoCounters, Records, Rows, StoreLayout
 from recpipe.tables.stores.blocks import BlockMap, Places
 from recpipe.tables.stores.checksum import RowChecksum
@@ -37,6 +37,8 @@ class SsdStore(ColdStore):
     """
 
     direct: bool
+    remedy: str | None = None
+    """What to do about rows that cannot be read or written; None: what a training run can do."""
 
     def __init__(
         self, home: StoreHome, state: StoreState, staging_bytes: int, depth: int, scratch: bool = False
@@ -281,14 +283,20 @@ class SsdStore(ColdStore):
         try:
             self._transfer.run(requests, self._staging.bytes, write=write)
         except RequestError as error:
-            table = int(np.flatnonzero(self._fds == requests.fds[error.index])[0])
-            name = self.directory / self._state.files[table]
-            raise store_error("write" if write else "read", name, error.code) from error
+            raise self._move_error(requests, error, "write" if write else "read") from error
         self._staging.hold(blocks, slots)
         if write:
             self.io.bytes_written += int(requests.lengths.sum())
         else:
             self.io.bytes_read += int(requests.lengths.sum())
+
+    def _move_error(self, requests: Requests, error: RequestError, verb: str) -> StoreError:
+        table = int(np.flatnonzero(self._fds == requests.fds[error.index])[0])
+        each, size = self._map.rows_per_block, self._map.block_bytes
+        first = int(requests.offsets[error.index]) // size * each
+        end = min(self.layout.rows[table], first + int(requests.lengths[error.index]) // size * each)
+        what = f"{verb} table {self.layout.tables[table]} rows {first} to {end - 1} in"
+        return store_error(what, self.directory / self._state.files[table], error.code, self.remedy)
 
     def _bad(self, words: NDArray[np.uint32], rows: Rows) -> NDArray[np.bool_]:
         bad: NDArray[np.bool_] = self._checksum(words[:, :-1], rows) != words[:, -1]
@@ -299,9 +307,11 @@ class SsdStore(ColdStore):
         rows = ", ".join(f"table {self.layout.tables[table]} row {row}" for table, row in places)
         index = places[0][0]
         more = f" and {len(torn) - 5} more" if len(torn) > 5 else ""
-        return StoreError(
-            f"ssd store: {self.directory / self._state.files[index]}: torn or corrupt: {rows}{more}: "
+        remedy = self.remedy or (
             "start again from a checkpoint (resume=), and check the disk if this comes again"
+        )
+        return StoreError(
+            f"ssd store: {self.directory / self._state.files[index]}: torn or corrupt: {rows}{more}: {remedy}"
         )
 
     def _refuse_torn(self) -> None:

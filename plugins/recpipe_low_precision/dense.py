@@ -1,0 +1,161 @@
+"""Linear layers of a model: ranges from a calibration slice, the error of each type, and its time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from recpipe.kit import (
+    EIGHT_BITS,
+    SEVEN_BITS,
+    Layer,
+    LowPrecisionLinear,
+    bfloat16_has_units,
+    int8_adds_up,
+    is_linear,
+    replace_module,
+)
+from recpipe.plugin import UserError
+from recpipe_low_precision.choices import FLOAT, Assignment, Choice
+from recpipe_low_precision.lookups import median_seconds
+from recpipe_low_precision.ranges import Inputs, weight_scales
+from recpipe_low_precision.slices import LAYER, Slice
+
+TYPES = ("bfloat16", "int8")
+BYTES = {FLOAT.kind: 4, "bfloat16": 2, "int8": 1}
+"""Bytes of a weight."""
+MEASURED = 256
+"""The batch size at which layers are timed."""
+PAYS = 1.1
+"""A type is taken for a layer if it is so many times as fast as float32, where times decide."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer that can be computed in low precision."""
+
+    path: str
+    low: LowPrecisionLinear
+    """The layer in the slice's model."""
+    errors: dict[str, float]
+    """For each type the error of its output, L2 relative, on the slice's first batch."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """For each type the time of ``MEASURED`` samples, if times decide."""
+
+    def cost(self, choice: Choice) -> float:
+        """Seconds, or bytes of its weights where times do not decide."""
+        return self.seconds[choice.kind] if self.seconds else BYTES[choice.kind] * self.low.weight.numel()
+
+    def fits(self, choice: Choice, bound: float) -> bool:
+        """Whether its error is within ``bound``, and it is faster where times decide."""
+        return self.errors[choice.kind] <= bound and not self.slower(choice)
+
+    def kept(self, kind: str) -> tuple[Layer, torch.Tensor | None]:
+        """How it is computed as ``kind``, with its weights' scales in int8."""
+        return self.low.layers[kind], self.low.scales if kind == "int8" else None
+
+    def slower(self, choice: Choice) -> bool:
+        """Whether it is not faster than float32, where times decide."""
+        return bool(self.seconds) and self.seconds[choice.kind] * PAYS > self.seconds[FLOAT.kind]
+
+
+def types_for(dense: str) -> list[str]:
+    """The types that the knob ``dense`` allows here; ``UserError`` for bfloat16 on a CPU without units."""
+    if dense == "bfloat16" and not bfloat16_has_units():
+        raise UserError(
+            "plugins.low_precision.dense=bfloat16: this CPU has no bfloat16 units (avx512_bf16, amx_bf16), "
+            "and would be slower than in float32: choose int8 or float32"
+        )
+    if dense == "auto":
+        return [kind for kind in TYPES if kind == "int8" or bfloat16_has_units()]
+    return [dense] if dense in TYPES else []
+
+
+def largest_code(reduce_range: bool | None) -> int:
+    """Of a layer's inputs in int8; None: 7 bits where 8 bits are not exact on this CPU."""
+    return SEVEN_BITS if (not int8_adds_up() if reduce_range is None else reduce_range) else EIGHT_BITS
+
+
+def calibrate(slice_: Slice, tables: Assignment, kinds: Sequence[str], most: int) -> dict[str, Linear]:
+    """Make the linear layers of the slice's model able to run in each of ``kinds``, with ranges of what they
+    are given when tables are kept by ``tables``. By their names among an assignment's.
+
+    ``most`` is the largest code of an int8 layer's input.
+    """
+    module = slice_.called.module
+    linears = {path: m for path, m in module.named_modules() if is_linear(m)}
+    seen = {path: Inputs() for path in linears}
+    firsts: dict[str, torch.Tensor] = {}
+
+    def widen(path: str, x: torch.Tensor) -> None:
+        firsts.setdefault(path, x.detach().clone())
+        seen[path].widen(x)
+
+    slice_.assign(tables)
+    _watch(slice_, linears, widen)
+    _watch(slice_, linears, lambda path, x: seen[path].count(x))
+    found = {}
+    for path, first in firsts.items():
+        linear = linears[path]
+        assert isinstance(linear, nn.Linear)
+        if not seen[path].finite or not bool(linear.weight.isfinite().all()):
+            continue
+        scale, zero = seen[path].coded(most)
+        layers = {"bfloat16": Layer("bfloat16"), "int8": Layer("int8", scale, zero, most)}
+        scales = weight_scales(linear.weight.detach())
+        low = LowPrecisionLinear(linear, [layers[kind] for kind in kinds], scales)
+        replace_module(module, path, low)
+        found[f"{LAYER}{path}"] = Linear(path, low, _errors(low, first, kinds))
+        slice_.layers[f"{LAYER}{path}"] = low
+    slice_.assign(tables)
+    return found
+
+
+def _watch(slice_: Slice, linears: Mapping[str, nn.Module], see: Callable[[str, torch.Tensor], None]) -> None:
+    """Run the slice, and let ``see`` have the inputs of each layer."""
+
+    def hook(path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        return lambda _, given: see(path, given[0]) if given else None
+
+    hooks = [module.register_forward_pre_hook(hook(path)) for path, module in linears.items()]
+    try:
+        slice_.evaluate_called(slice_.called)
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+def _errors(low: LowPrecisionLinear, x: torch.Tensor, kinds: Iterable[str]) -> dict[str, float]:
+    found = {}
+    with torch.no_grad():
+        low.kind = FLOAT.kind
+        exact = low(x).double()
+        for kind in kinds:
+            low.kind = kind
+            found[kind] = float((low(x).double() - exact).norm() / exact.norm().clamp_min(1e-30))
+        low.kind = FLOAT.kind
+    return found
+
+
+def measure(layers: Mapping[str, Linear], kinds: Sequence[str]) -> None:
+    """Time each layer in each type, by one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for linear in layers.values():
+            linear.seconds.update(_seconds(linear.low, kinds))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _seconds(low: LowPrecisionLinear, kinds: Sequence[str]) -> dict[str, float]:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(MEASURED, low.in_features, generator=draw)
+    names = [FLOAT.kind, *kinds]
+    times = median_seconds([partial(low.runs(kind), x) for kind in names])
+    return dict(zip(names, times, strict=True))

@@ -1,0 +1,99 @@
+"""How often training's samples look up each row: a file of a package, for servers that cannot keep all rows
+in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+from recpipe.common.console import Meter
+from recpipe.data.batch import Batch
+from recpipe.errors import UserError, shown
+from recpipe.inference.trained import Trained
+
+FILE = "popularity.safetensors"
+_ROWS, _COUNTS = ".rows", ".counts"
+Lookups = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Rows that were looked up (distinct, ascending, int64 [n]), and how often (int64 [n])."""
+
+
+def wanted(word: str | bool | int) -> int | None:
+    """The number of samples that ``popularity=`` asks for; 0: all of them, None: no counts."""
+    text = str(word)
+    if text.lower() == "false":
+        return None
+    if text.lower() == "true":
+        return 0
+    if text.isascii() and text.isdecimal() and 0 < int(text) < 2**62:
+        return int(text)
+    raise UserError(f"popularity={shown(text)}: give true, or how many training samples to read")
+
+
+def write_popularity(
+    trained: Trained, tables: Mapping[str, int], parts: Sequence[tuple[str, str]], folder: Path, samples: int
+) -> dict[str, Any]:
+    """Count (``lookups_in``) and write the file of a package in ``folder``; what its manifest says of it."""
+    lookups, read = lookups_in(trained, tables, parts, samples)
+    write_lookups(folder / FILE, lookups)
+    return {"file": FILE, "samples": read}
+
+
+def lookups_in(
+    trained: Trained, tables: Mapping[str, int], parts: Sequence[tuple[str, str]], samples: int
+) -> tuple[dict[str, Lookups], int]:
+    """For each table how often ``samples`` training samples (0: all), batches chosen at random, look up its
+    rows; and how many samples were read. ``tables``: how many ids each has. ``parts``: the features and
+    tables that the model looks up, a pair for each lookup."""
+    counts = {table: np.zeros(ids, np.int64) for table, ids in tables.items()}
+    read = 0
+    for batch in _batches(trained, samples):
+        if not isinstance(batch, Batch):
+            raise UserError("lookups can be counted in recpipe.kit.Batch alone: leave out popularity=")
+        for feature, table in parts:
+            seen, times = torch.unique(batch.sparse[feature].values(), return_counts=True)
+            counts[table][seen.numpy()] += times.numpy()
+        read += batch.size
+    found = {}
+    for table, own in counts.items():
+        seen_rows = np.flatnonzero(own)
+        found[table] = seen_rows, own[seen_rows]
+    return found, read
+
+
+def _batches(trained: Trained, samples: int) -> Iterator[object]:
+    dataset, size = trained.dataset, trained.cfg.data.batch_size
+    total = dataset.num_batches("train", size)
+    count = min(total, ceil(samples / size)) if samples else total
+    chosen = np.sort(np.random.default_rng(trained.cfg.seed).choice(total, count, replace=False))
+    done = 0
+    with Meter() as meter:
+        for run in np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1):
+            for batch in islice(dataset.batches("train", size, int(run[0])), len(run)):
+                yield batch
+                done += 1
+                if meter.due:
+                    meter.show(done / count, f"counting lookups: batch {done:,} of {count:,}")
+
+
+def write_lookups(file: Path, lookups: Mapping[str, Lookups]) -> None:
+    """Write them, two int64 tensors for each table."""
+    found = {name + _ROWS: torch.from_numpy(rows) for name, (rows, _) in lookups.items()}
+    found |= {name + _COUNTS: torch.from_numpy(counts) for name, (_, counts) in lookups.items()}
+    save_file(found, file)
+
+
+def read_lookups(package: Path) -> dict[str, Lookups]:
+    """The lookups in the whole package ``package``, by table; none if it was made without."""
+    if not (package / FILE).is_file():
+        return {}
+    found = load_file(package / FILE)
+    names = [name.removesuffix(_ROWS) for name in found if name.endswith(_ROWS)]
+    return {name: (found[name + _ROWS].numpy(), found[name + _COUNTS].numpy()) for name in names}

@@ -1,0 +1,217 @@
+"""The dense part of a package as programs: in float32, and in low precision where that is measured faster."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.export import ExportedProgram
+
+from recpipe.errors import UserError
+from recpipe.inference import score
+from recpipe.inference.export import constants_of
+from recpipe.inference.layers import EIGHT_BITS
+from recpipe.inference.processor import InstructionSet
+from recpipe.inference.stand_ins import ROW_FOR_EACH_ID
+from recpipe.seams.compiled import compile_program
+from recpipe.seams.int8 import int8_adds_up
+
+log = logging.getLogger("recpipe")
+DENSE = ("measured", "float32", "low")
+"""Which programs a package may have: what is measured faster, or one of them alone."""
+SAMPLES = (1, 64, 256, 2048)
+"""Batch sizes that programs are measured at."""
+ROUNDS = 7
+LEAST_SECONDS = 5e-3
+"""Of one timing, for which a batch is scored several times."""
+PAYS = 1.05
+"""Low precision is used where it is so many times as fast."""
+VNNI = "-mavx512vnni"
+"""The compiler's option for the instructions that add up products of 8-bit codes."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The dense part in one precision. ``scores``: the golden batch's, by the model that is packaged;
+    ``bound``: how far the program's may be off."""
+
+    exported: ExportedProgram
+    scores: torch.Tensor
+    bound: float
+    low: bool = False
+
+    @property
+    def name(self) -> str:
+        """What is put to the names of its files."""
+        return "_low" if self.low else ""
+
+    @property
+    def file(self) -> str:
+        """The file of ``exported``."""
+        return f"program{self.name}.pt2"
+
+    @property
+    def golden(self) -> str:
+        """The name of its golden scores."""
+        return f"scores{self.name}"
+
+    @property
+    def compiled(self) -> str:
+        """The compiled file."""
+        return f"dense{self.name}.pt2"
+
+    @property
+    def constants(self) -> str | None:
+        """The file of its parameters; None: they are in the compiled one."""
+        return None if self.low else "dense.safetensors"
+
+    def about(self, first: int) -> dict[str, Any]:
+        """What the manifest says of it; it is used from ``first`` samples on."""
+        return {
+            "file": self.compiled,
+            "constants": self.constants,
+            "from": first,
+            "precision": "low" if self.low else "float32",
+            "golden": self.golden,
+            "tolerance": self.bound,
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write ``exported`` without its example inputs, which torch would pickle."""
+        example, self.exported.example_inputs = self.exported.example_inputs, None
+        torch.export.save(self.exported, folder / self.file)
+        self.exported.example_inputs = example
+
+    def compile(self, folder: Path, chosen: InstructionSet, example: Any) -> list[str]:
+        """Compile it for ``chosen``; returns the compiler's options that the kernels need beside."""
+        self.exported.example_inputs = self.exported.example_inputs or example
+        try:
+            options = compile_program(
+                self.exported, folder / self.compiled, chosen.march, chosen.width, frozen=self.low
+            )
+        except Exception as fault:
+            lines = [line.strip() for line in str(fault).splitlines() if "error" in line.lower()]
+            reason = lines[0] if lines else str(fault).strip().partition("\n")[0]
+            raise UserError(f"AOTInductor cannot compile the model ({reason[:300]})") from fault
+        if self.constants is not None:
+            kept = {name: value.clone() for name, value in constants_of(self.exported).items()}
+            save_file(kept, folder / self.constants)
+        return options
+
+
+def usable(
+    programs: Sequence[Program], layers: Mapping[str, Mapping[str, Any]], dense: str, chosen: InstructionSet
+) -> list[Program]:
+    """Those of ``programs`` that are compiled for the word ``dense``; ``layers`` is the manifest's.
+
+    Layers with 8-bit inputs need VNNI: on a processor without, or for ``avx2``, float32 is left.
+    """
+    low = next((program for program in programs if program.low), None)
+    if dense == "low" and low is None:
+        raise UserError("dense=low: the checkpoint has no layers in low precision; leave it out")
+    if low is not None and needs_vnni(layers) and (chosen.name == "avx2" or not int8_adds_up()):
+        told = "instruction_set=avx2 has" if chosen.name == "avx2" else "this processor has"
+        remedy = "quantize with plugins.low_precision.reduce_range=true"
+        if dense == "low":
+            raise UserError(f"dense=low: layers take 8-bit inputs, and {told} no VNNI for them: {remedy}")
+        log.info("the dense part stays float32: layers take 8-bit inputs, and %s no VNNI: %s", told, remedy)
+        return [program for program in programs if not program.low]
+    if dense == "measured":
+        return list(programs)
+    return [program for program in programs if program.low == (dense == "low")]
+
+
+def needs_vnni(layers: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a layer of the manifest takes int8 inputs of 8 bits."""
+    return any(layer["type"] == "int8" and layer["most"] == EIGHT_BITS for layer in layers.values())
+
+
+def chosen_programs(
+    programs: Sequence[Program], scorer: score.Scorer
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """The manifest's ``programs`` and what was measured to choose among them, of which ``scorer`` has all."""
+    if len(programs) == 1:
+        return [programs[0].about(0)], None
+    seconds: dict[str, list[float]] = {program.compiled: [] for program in programs}
+    for samples in SAMPLES:
+        for program, found in zip(programs, _seconds(scorer, samples), strict=True):
+            seconds[program.compiled].append(found)
+    exact, low = sorted(programs, key=lambda program: program.low)
+    ratios = [a / b for a, b in zip(seconds[exact.compiled], seconds[low.compiled], strict=True)]
+    log.info(
+        "low precision is %s times as fast as float32 at %s samples",
+        ", ".join(f"{ratio:.2f}" for ratio in ratios),
+        ", ".join(map(str, SAMPLES)),
+    )
+    measured = {"samples": list(SAMPLES), "threads": 1, "seconds": seconds}
+    first = first_that_pays(ratios)
+    if first is None:
+        return [exact.about(0)], measured
+    return ([low.about(0)] if first == 0 else [exact.about(0), low.about(SAMPLES[first])]), measured
+
+
+def use(scorer: score.Scorer, chosen: Sequence[dict[str, Any]]) -> None:
+    """Let ``scorer`` use its programs as a scorer of the ``chosen`` ones, of the manifest, does."""
+    made = {program.about["file"]: program for program in scorer.programs}
+    scorer.programs = [made[about["file"]] for about in chosen]
+    for program, about in zip(scorer.programs, chosen, strict=True):
+        program.about, program.first = about, about["from"]
+
+
+def first_that_pays(ratios: Sequence[float]) -> int | None:
+    """From which batch size of ``SAMPLES`` on, by its place, low precision is faster at all of them."""
+    found = None
+    for place in reversed(range(len(ratios))):
+        if ratios[place] < PAYS:
+            break
+        found = place
+    return found
+
+
+def _seconds(scorer: score.Scorer, samples: int) -> list[float]:
+    """The time of one call of each program, by one thread: medians of interleaved rounds."""
+    dense, pooled = made_up_inputs(scorer.manifest, samples)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            repeats = [_repeats(program, dense, pooled) for program in scorer.programs]
+            rounds = [
+                [_timed(p, dense, pooled, n) for p, n in zip(scorer.programs, repeats, strict=True)]
+                for _ in range(ROUNDS)
+            ]
+    finally:
+        torch.set_num_threads(threads)
+    return [median(times) for times in zip(*rounds, strict=True)]
+
+
+def made_up_inputs(manifest: Mapping[str, Any], samples: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Inputs of the dense part: dense features, and what its lookups find, with one id for each sample where
+    rows are not pooled."""
+    draw, found = torch.Generator().manual_seed(0), []
+    dense = torch.randn(samples, len(manifest["dense"]["names"]), generator=draw)
+    for lookup in manifest["lookups"]:
+        width = sum(manifest["tables"][table]["dimension"] for _, table in lookup["parts"])
+        found.append(torch.randn(samples, width, generator=draw))
+        if lookup["pooling"] == ROW_FOR_EACH_ID:
+            found.append(torch.ones(samples, dtype=torch.int64))
+    return dense, found
+
+
+def _repeats(program: score.Program, dense: torch.Tensor, pooled: list[torch.Tensor]) -> int:
+    _timed(program, dense, pooled, 1)
+    return max(1, round(LEAST_SECONDS / max(_timed(program, dense, pooled, 1), 1e-6)))
+
+
+def _timed(program: score.Program, dense: torch.Tensor, pooled: list[torch.Tensor], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        program(dense, pooled)
+    return (time.perf_counter() - start) / repeats

@@ -1,0 +1,66 @@
+"""The words of ``recpipe serve``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Interval
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from recpipe.common.validation import Positive, Text, typed
+from recpipe.errors import UserError, did_you_mean, shown
+
+Seconds = Annotated[float, Interval(ge=0, le=3600)]
+
+
+@dataclass
+class ServeConfig:
+    """The words of ``recpipe serve``."""
+
+    host: Text = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all of this machine's."""
+    port: Annotated[int, Interval(ge=0, le=65535)] = 8000
+    """0: any free one."""
+    name: Text | None = None
+    """The model's name in addresses; None: the package's directory, without its ending."""
+    workers: Annotated[int, Interval(ge=1, le=1024)] = 1
+    """Processes that answer; they share the tables' memory."""
+    threads: Positive = 1
+    """Threads of a process that score a batch."""
+    batch: Positive = 1024
+    """Most samples that are scored together."""
+    wait_ms: Annotated[float, Ge(0)] = 0.0
+    """Milliseconds that a batch which is not full waits for more requests."""
+    queue: Positive = 256
+    """Most requests that wait in a process; others get 503."""
+    deadline_ms: Annotated[float, Ge(1)] = 1000.0
+    """Milliseconds after which a request that still waits gets 504."""
+    body_bytes: Positive = 16 * 2**20
+    """Most bytes of a request; larger ones get 413."""
+    samples: Positive = 4096
+    """Most samples of a request."""
+    stop_seconds: Seconds = 10.0
+    """Seconds that a stopping server gives the requests that it has."""
+    window: Annotated[int, Interval(ge=1000, le=10**8)] = 10_000
+    """The latest samples of a process over which the monitor computes its figures."""
+    kept: Annotated[int, Interval(ge=1000, le=10**9)] = 1_000_000
+    """Samples of requests with an id, in a process, whose scores are kept until their labels come."""
+    drift: Annotated[float, Gt(0)] = 0.2
+    """The population stability index above which the monitor says that scores or ids are off."""
+
+
+def serve_config(words: Sequence[str]) -> ServeConfig:
+    """``key=value`` words, checked; ``UserError`` for one that is none."""
+    try:
+        values: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
+    except (OmegaConfBaseException, ValueError) as fault:
+        raise UserError(f"recpipe serve takes key=value, not '{shown(' '.join(words), 100)}'") from fault
+    known = [field.name for field in fields(ServeConfig)]
+    wrong = next((key for key in values if key not in known), None)
+    if wrong is not None:
+        hint = did_you_mean(wrong, known)
+        raise UserError(f"recpipe serve has no {shown(wrong)}; it has {', '.join(known)}.{hint}")
+    return typed(ServeConfig, values, "serve")

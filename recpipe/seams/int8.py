@@ -1,0 +1,73 @@
+"""Linear layers in int8: the pattern of operators that torch's compiler fuses, and oneDNN's own operator.
+
+The pattern is the one that PT2E quantization makes of a model; TorchInductor turns it into
+``onednn::qlinear_pointwise`` where weights are frozen. Imported by what needs it and not with the room, since
+the pattern's operators come with torch's quantization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import nn
+
+from recpipe.common.versions import private, private_names
+
+with private_names():
+    import torch.ao.quantization.fx._decomposed  # registers the pattern's operators
+
+_pattern = torch.ops.quantized_decomposed
+_quantize = private(_pattern, "quantize_per_tensor").default
+_dequantize = private(_pattern, "dequantize_per_tensor").default
+_dequantize_rows = private(_pattern, "dequantize_per_channel").default
+LARGEST = 127
+"""Of a weight's code; the smallest is -127, so that codes are symmetric."""
+
+
+def int8_linear(
+    x: torch.Tensor,
+    scale: float,
+    zero: int,
+    most: int,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """A linear layer of x float32 [..., I] in codes 0 to ``most``, x = scale * (code - zero), and of weights
+    ``codes`` int8 [O, I] with ``scales`` float32 [O] and ``zeros`` int64 [O], all 0; gives float32 [..., O].
+
+    Eagerly it multiplies decoded values in float32; compiled with frozen weights it multiplies codes.
+    """
+    own = (scale, zero, 0, most, torch.uint8)
+    x = _dequantize(_quantize(x, *own), *own)
+    weight = _dequantize_rows(codes, scales, zeros, 0, -128, 127, torch.int8)
+    return nn.functional.linear(x, weight, bias)
+
+
+def int8_run(
+    codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, scale: float, zero: int, most: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The same layer as compiled code runs it, on x float32 [B, I], with its weights packed."""
+    pack, run = private(torch.ops.onednn, "qlinear_prepack"), private(torch.ops.onednn, "qlinear_pointwise")
+    packed, zeros = pack(codes, None), torch.zeros(len(scales), dtype=torch.int64)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        found = (x * (1 / scale)).round_().add_(zero).clamp_(0, most).to(torch.uint8)
+        made: torch.Tensor = run(
+            found, scale, zero, packed, scales, zeros, bias, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return made
+
+    return layer
+
+
+@cache
+def int8_adds_up() -> bool:
+    """Whether products of 8-bit codes are exact on this CPU. Without VNNI, pairs of them are added up in 16
+    bits, which saturate; codes of 7 bits do not reach that."""
+    width = 256
+    layer = int8_run(torch.full((32, width), LARGEST, dtype=torch.int8), torch.ones(32), None, 1.0, 0, 255)
+    return bool((layer(torch.full((64, width), 255.0)) == 255 * LARGEST * width).all())

@@ -1,0 +1,115 @@
+"""Packages are made of tables that need not fit in memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import recpipe
+from recpipe.data.batch import Batch
+from recpipe.inference.parts import of_checkpoint
+from recpipe.inference.quantized import write_quantized
+from recpipe.inference.source import FloatCheckpoint
+from recpipe.inference.stored import stored
+from recpipe.inference.trained import open_trained
+from tests.processes import ROOT
+
+ROWS, DIM = 600_000, 64
+SMALL = (
+    "data.samples=256",
+    "data.batch_size=128",
+    f"model.embedding_dim={DIM}",
+    "model.bottom=[16,64]",
+    "model.top=[16]",
+    "trainer.logger=null",
+    "optim=sgd",
+)
+CHILD = """
+import sys
+from pathlib import Path
+from recpipe.inference.parts import of_checkpoint
+from recpipe.inference.trained import open_trained
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+small, large, out = map(Path, sys.argv[1:])
+of_checkpoint(small, None)
+first = peak()
+parts = of_checkpoint(large, None)
+(out / "tables").mkdir(parents=True)
+parts.write_tables(out)
+print(peak() - first)
+whole = open_trained(large).model
+print(peak() - first)
+"""
+
+
+def trained(folder: Path, tables: str, *words: str) -> Path:
+    recpipe.train(None, None, *SMALL, f"data.tables={tables}", *words, output=folder, quiet=True).close()
+    return folder / "checkpoints"
+
+
+def test_a_table_is_written_in_less_memory_than_it_takes(tmp_path: Path) -> None:
+    """Beside it, as a control, what loading the model takes."""
+    small = trained(tmp_path / "small", "{a: 300, b: 40}")
+    large = trained(tmp_path / "large", f"{{a: {ROWS}, b: 40}}")
+    (tmp_path / "child.py").write_text(CHILD)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    words = [sys.executable, str(tmp_path / "child.py"), str(small), str(large), str(tmp_path / "out")]
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.returncode == 0, done.stderr
+    streamed, loaded = map(int, done.stdout.split())
+    assert streamed < ROWS * DIM * 4 / 2
+    assert loaded > ROWS * DIM * 4 * 0.8
+    written = load_file(tmp_path / "out" / "tables" / "a.safetensors")["rows"].view(torch.float32)
+    source = FloatCheckpoint.of(open_trained(large))
+    assert all(written[start : start + len(rows)].equal(rows) for start, rows in source.blocks("a"))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_few_rows_give_the_bits_of_all(tmp_path: Path, quantized: bool) -> None:
+    """And another row, as a control, does not; of a quantized checkpoint with pruned rows, too."""
+    checkpoint = trained(tmp_path / "run", "{a: 300, b: 40}", "data.pooling=[3,1]")
+    if quantized:
+        source, kept = FloatCheckpoint.of(open_trained(checkpoint)), {"b": np.arange(40) % 3 > 0}
+        write_quantized(tmp_path / "q", source, {"a": "int8", "b": "int4"}, kept)
+        checkpoint = tmp_path / "q"
+    opened = open_trained(checkpoint)
+    batch = next(opened.dataset.batches("train", 40))
+    few = stored(opened)
+    sparse = batch.sparse.to_dict()
+    few.hold({name: own.values() for name, own in sparse.items()})
+    whole = open_trained(checkpoint)
+    with torch.no_grad():
+        found = few.called.output(batch)[1]
+        assert found.equal(whole.called.output(batch)[1] if quantized else _of(whole, batch))
+        few.called.module.get_submodule(next(path for path, _ in few.tables)).distinct["b"][0] += 1
+        assert not few.called.output(batch)[1].equal(found)
+
+
+def _of(whole: recpipe.inference.trained.Trained, batch: Batch) -> torch.Tensor:
+    assert whole.model is whole.called.module
+    found: torch.Tensor = whole.called.output(batch)[1]
+    return found
+
+
+def test_pruned_rows_and_their_places_are_copied(tmp_path: Path) -> None:
+    checkpoint = trained(tmp_path / "run", "{a: 300, b: 40}")
+    source, kept = FloatCheckpoint.of(open_trained(checkpoint)), {"b": np.arange(40) % 3 > 0}
+    write_quantized(tmp_path / "q", source, {"a": "int8", "b": "int4"}, kept)
+    (tmp_path / "tables").mkdir()
+    of_checkpoint(tmp_path / "q", None).write_tables(tmp_path)
+    for name in ("a", "b"):
+        file = f"tables/{name}.safetensors"
+        assert (tmp_path / file).read_bytes() == (tmp_path / "q" / file).read_bytes()
