@@ -44,6 +44,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import recpipe
 from recpipe.backend.host import Host
+from recpipe.common.quiet import quiet_libraries
 
 ROWS, DENSE = 20_000, 13
 USER = [f"u{i}" for i in range(13)]
@@ -207,6 +208,7 @@ def main() -> None:
     parser.add_argument("--sharded", action="store_true", help="by DistributedModelParallel")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    quiet_libraries()  # TorchRec's planner warns of each table
     print(f"{Host.current()}\n{options.threads} threads\n")
     print(f"{'model':10}{'batch':>7}{'dim':>5}  back end  by hand  recpipe   speed")
     chosen = (options.models, options.batches, options.dims, options.backends)

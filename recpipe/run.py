@@ -28,7 +28,7 @@ from recpipe.common.quiet import quieted
 from recpipe.common.run_dir import RunDir, hold
 from recpipe.common.sizes import readable_bytes
 from recpipe.config.recipe import Recipe
-from recpipe.config.task import InstalledTask, PlanConfig, ProfileConfig
+from recpipe.config.task import InstalledTask, MissesConfig, PlanConfig, ProfileConfig
 from recpipe.data.cache import default_cache_dir
 from recpipe.data.make import open_dataset
 from recpipe.distributed.launch import Process, begin_run, joined, require_same_data
@@ -60,6 +60,7 @@ from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.prepare import plan_shards
 from recpipe.tasks.export import export_parameters
 from recpipe.tasks.installed import run_installed
+from recpipe.tasks.misses import tell_misses
 from recpipe.tasks.nudge import Nudge
 from recpipe.tasks.plan import describe, planned_ranks, print_plan
 from recpipe.tasks.profile import StepProfiler
@@ -158,6 +159,8 @@ def run_on(
     L.seed_everything(cfg.seed, verbose=False)
     require_inputs(cfg, dataset, ranks, device)
     unplaced = Unplaced.of(cfg, dataset, device, given.model)
+    if isinstance(cfg.task, MissesConfig):
+        return Outcome(tell_misses(cfg, cfg.task, dataset, unplaced.inputs, run_dir.path))
 
     # 4. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
     log.info("planning: plugins %s", ", ".join(cfg.plugins) or "none")

@@ -136,14 +136,15 @@ class TieredRows:
 
     def _cold(self, places: Places) -> NDArray[np.bool_]:
         """Which of ``places`` are no slots."""
-        return (places == EMPTY) | (places >= self.slots)
+        cold: NDArray[np.bool_] = (places == EMPTY) | (places >= self.slots)
+        return cold
 
     def looked_up(self, rows: RowIds, places: Places) -> None:
         """Note that a batch looks up ``rows``, which had these ``places`` when it came."""
         missed = self._cold(places)
         self.reads.batches += 1
         self.reads.lookups += len(rows)
-        self.reads.missed += np.count_nonzero(missed)
+        self.reads.missed += int(missed.sum())
         if self.admission is None:
             return
         self.admission.count(torch.from_numpy(rows), rows[missed])

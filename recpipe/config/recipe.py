@@ -14,7 +14,14 @@ from omegaconf import DictConfig
 
 from recpipe.common.validation import FilePath, Text, chosen, fitted, mapping, no_value, typed, typed_part
 from recpipe.config.compose import active_plugins, plain_values
-from recpipe.config.task import CompareConfig, InstalledTask, PlanConfig, ProfileConfig, TaskConfig
+from recpipe.config.task import (
+    CompareConfig,
+    InstalledTask,
+    MissesConfig,
+    PlanConfig,
+    ProfileConfig,
+    TaskConfig,
+)
 from recpipe.data.config import DataConfig, parse_config
 from recpipe.distributed.launch import Topology
 from recpipe.errors import UserError
@@ -29,6 +36,7 @@ TASKS: dict[str, type[TaskConfig]] = {
     "profile": ProfileConfig,
     "compare": TaskConfig,
     "plan": PlanConfig,
+    "misses": MissesConfig,
 }
 """recpipe's own tasks by name."""
 Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]

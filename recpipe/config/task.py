@@ -55,6 +55,13 @@ class ProfileConfig(TaskConfig):
 
 
 @dataclass(frozen=True)
+class MissesConfig(TaskConfig):
+    """``conf/task/misses.yaml``; ``batches``: how many to read, from the start of training."""
+
+    batches: Positive = 500
+
+
+@dataclass(frozen=True)
 class InstalledTask(TaskConfig):
     """A task that an installed package offers; ``settings``: the keys that recpipe does not know."""
 

@@ -101,7 +101,7 @@ def copied(packed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(packed, tmp_path / "model.recpipe"))
 
 
-def sealed(directory: Path, change: Callable[[dict], None] = lambda _: None) -> None:
+def sealed(directory: Path, change: Callable[[dict], object] = lambda _: None) -> None:
     """Change the manifest, and write the digests anew, as somebody who means to would."""
     manifest = json.loads((directory / MANIFEST).read_bytes())
     change(manifest)
