@@ -184,7 +184,7 @@ def test_slices_of_npy_files_and_of_batches_of_a_caller(tmp_path: Path) -> None:
             assert part["tasks"]["score"]["samples"] == own.sum()
         by_value = recpipe.evaluate(tmp_path / "run", data, "by=I2", "by_top=4", quiet=True)["by"]["slices"]
         assert [part["tasks"]["score"]["samples"] for part in by_value] == [100 if data is None else 80] * 4
-    with pytest.raises(DataError, match="no column 'C33'; did you mean C3?"):
+    with pytest.raises(DataError, match=r"by=C33: no such column; did you mean C3\?"):
         recpipe.evaluate(tmp_path / "run", None, "by=C33", quiet=True)
 
 
