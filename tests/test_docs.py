@@ -20,6 +20,7 @@ import recpipe.plugin
 import recpipe.testing
 from recpipe.config.compose import compose, conf_dir
 from recpipe.data.config import CONFIGS
+from recpipe.inference.package import WORDS as PACKAGE_WORDS
 from recpipe.inference.words import EvaluateOptions, PredictOptions, QuantizeOptions, of_plugins, parted
 from recpipe.plugin.api import Contribution, Invariant
 from recpipe.plugin.load import installed
@@ -187,7 +188,10 @@ def test_commands_compose(arguments: list[str]) -> None:
         mine, _ = of_plugins(arguments[2:])
         compose(mine)
         return
-    words = {"sweep-report": 2, "unshard": 3, "package": 3}
+    if arguments[0] == "package":
+        assert {word.partition("=")[0] for word in arguments[3:]} <= {*PACKAGE_WORDS}
+        return
+    words = {"sweep-report": 2, "unshard": 3}
     if arguments[0] in words:
         assert len(arguments) == words[arguments[0]]
         return
