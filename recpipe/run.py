@@ -60,7 +60,6 @@ from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.prepare import plan_shards
 from recpipe.tasks.export import export_parameters
 from recpipe.tasks.installed import run_installed
-from recpipe.tasks.misses import tell_misses
 from recpipe.tasks.nudge import Nudge
 from recpipe.tasks.plan import describe, planned_ranks, print_plan
 from recpipe.tasks.profile import StepProfiler
@@ -160,6 +159,9 @@ def run_on(
     require_inputs(cfg, dataset, ranks, device)
     unplaced = Unplaced.of(cfg, dataset, device, given.model)
     if isinstance(cfg.task, MissesConfig):
+        # Imported here, so that training does not wait for its plots.
+        from recpipe.tasks.misses import tell_misses
+
         return Outcome(tell_misses(cfg, cfg.task, dataset, unplaced.inputs, run_dir.path))
 
     # 4. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
