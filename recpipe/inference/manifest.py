@@ -16,8 +16,9 @@ from recpipe.backend.host import processor
 from recpipe.common.durable import sync
 from recpipe.common.versions import FBGEMM, installed_version
 from recpipe.inference.processor import InstructionSet, needed_flags
+from recpipe.inference.score import SCHEMA
 
-FORMAT, SCHEMA = "recpipe package", 1
+FORMAT = "recpipe package"
 MANIFEST, DIGEST = "manifest.json", "manifest.sha256"
 
 

@@ -24,6 +24,7 @@ import torch._inductor
 
 TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3, "int2": 4}  # as FBGEMM numbers them
 HOST = 3  # FBGEMM's place of a table in memory
+SCHEMA = 2  # of manifest.json
 ALIGNMENT = 64  # of tables and inputs, in bytes
 
 
@@ -314,6 +315,11 @@ def verified(directory: Path) -> dict[str, Any]:
     if (directory / "manifest.sha256").read_text() != f"{hashlib.sha256(text).hexdigest()}  manifest.json\n":
         raise PackageError(f"{directory / 'manifest.json'} is not as it was written (manifest.sha256)")
     manifest: dict[str, Any] = json.loads(text)
+    if manifest.get("schema") != SCHEMA:
+        raise PackageError(
+            f"{directory} is a package of schema {manifest.get('schema')}, and this loader reads {SCHEMA}: "
+            "package the checkpoint anew"
+        )
     for name, digest in manifest["files"].items():
         file = directory / name
         if not file.is_file():

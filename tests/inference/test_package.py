@@ -303,6 +303,12 @@ def test_a_package_for_another_processor_or_with_other_golden_scores_is_refused(
     sealed(copied, lambda manifest: manifest["compiled"]["cpu_flags"].append("avx4096"))
     with pytest.raises(score.PackageError, match="without avx4096: compile it here with 'recpipe package"):
         score.Scorer(copied)
+    sealed(copied, lambda manifest: manifest.update(schema=1))
+    with pytest.raises(
+        score.PackageError, match="of schema 1, and this loader reads 2: package the checkpoint"
+    ):
+        score.Scorer(copied)
+    sealed(copied, lambda manifest: manifest.update(schema=2))
     sealed(copied, lambda manifest: manifest["compiled"].update(cpu_flags=[], machine="s390x"))
     with pytest.raises(score.PackageError, match="compiled for s390x"):
         score.Scorer(copied)
