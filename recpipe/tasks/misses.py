@@ -52,8 +52,9 @@ def measured(cfg: Recipe, task: MissesConfig, dataset: Dataset, inputs: Inputs) 
             "choose a smaller data.batch_size"
         )
     slots = cfg.tiers.slots(tables)
-    # A whole number of slots is a little less than what the recipe says.
-    own = float(f"{sum(slots) / tables.total_rows:.4g}")
+    own = sum(slots) / tables.total_rows
+    near = min(missed.SHOWN, key=lambda share: abs(share - own))
+    own = near if abs(near - own) < 0.01 * near else own  # slots are whole numbers
     shares = sorted({*missed.SHOWN, *_POINTS, own})
     groups = [_Followed.of(number, inputs, dataset, size, shares, batches) for number in range(len(slots))]
     log.info("reading %d batches of %s samples", batches, f"{size:,}")
