@@ -67,8 +67,13 @@ def supervised(
     listening = socket.create_server(("127.0.0.1", 0))
     config = ServeConfig(workers=2, stop_seconds=1)
     acting = threading.Thread(target=act)
-    with listening, suppress(KeyboardInterrupt):
-        Supervisor(folder, config, "m", listening, folder, lambda _: acting.start()).run()
+    # A shell's background job ignores SIGINT from its start on.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with listening, suppress(KeyboardInterrupt):
+            Supervisor(folder, config, "m", listening, folder, lambda _: acting.start()).run()
+    finally:
+        signal.signal(signal.SIGINT, before)
     return notes.read_text().split()
 
 
