@@ -1,4 +1,5 @@
-"""Translates a user's words for their own model (``model._target_=X model.k=v``) into what Hydra composes."""
+"""Translates words that people write into what Hydra composes: their own model (``model._target_=X
+model.k=v``), and several amounts of memory (``advise.memory=8GiB,16GiB``)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from recpipe.errors import UserError, shown
 
 CUSTOM = "custom"
 """The option of ``model=`` for any class, with the keys that recpipe itself reads."""
+_LIST = "advise.memory="
+"""A key whose value is a list; Hydra takes ``a,b`` without brackets for a sweep."""
 _DIRECTORY = ("--config-dir", "-cd")
 _PATH = ("--config-path", "-cp")
 _NAME = ("--config-name", "-cn")
@@ -22,13 +25,14 @@ def for_hydra(
     """Add ``model=custom`` to ``words`` if only ``model._target_`` chooses the model, and replace
     ``model.KEY`` by ``++model.KEY`` if the model is not one of ``built_in`` and may have any keys.
 
-    ``installed`` returns the models that packages offer; it is called only if that matters.
+    ``advise.memory=8GiB,16GiB`` becomes a list. ``installed`` returns the models that packages offer; it is
+    called only if that matters.
 
     Hydra refuses a plain ``model.KEY=`` whose key no yaml has. If a user's own yaml may choose the model, any
     key is let through, and the typed recipe refuses unknown ones later. Applying the function twice changes
     nothing more. Raises ``UserError`` if the words ask for a class and also for a model that has one.
     """
-    words = _anchored(words)
+    words = _anchored([_listed(word) for word in words])
     if not any(word.lstrip("+").startswith("model.") for word in words):
         return words
     targets = [word for word in words if word.lstrip("+").startswith("model._target_=")]
@@ -47,6 +51,12 @@ def for_hydra(
     if not (targets or own_yaml or len(known) < len(chosen)):
         return words
     return opened(words, "model")
+
+
+def _listed(word: str) -> str:
+    """``advise.memory=a,b`` with brackets around its value."""
+    value = word.removeprefix(_LIST)
+    return f"{_LIST}[{value}]" if word.startswith(_LIST) and not value.startswith("[") else word
 
 
 def opened(words: Sequence[str], section: str) -> list[str]:

@@ -15,6 +15,8 @@ from omegaconf import DictConfig
 from recpipe.common.validation import FilePath, Text, chosen, fitted, mapping, no_value, typed, typed_part
 from recpipe.config.compose import active_plugins, plain_values
 from recpipe.config.task import (
+    AdviseConfig,
+    AdviseTask,
     CompareConfig,
     InstalledTask,
     MissesConfig,
@@ -37,6 +39,7 @@ TASKS: dict[str, type[TaskConfig]] = {
     "compare": TaskConfig,
     "plan": PlanConfig,
     "misses": MissesConfig,
+    "advise": AdviseTask,
 }
 """recpipe's own tasks by name."""
 Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
@@ -64,6 +67,8 @@ class Recipe:
     task: TaskConfig
     compare: CompareConfig | None
     """Set only for task=compare."""
+    advise: AdviseConfig | None
+    """Set only for task=advise."""
     compose: Compose
     seed: int
     resume: str | None
@@ -83,7 +88,7 @@ class Recipe:
             raise UserError(
                 f"task=profile starts anew and cannot go on from resume={section('resume')}; leave resume out"
             )
-        compares = task.name == "compare"
+        compares, advises = task.name == "compare", task.name == "advise"
         return cls(
             data=parse_config(_present(values, "data")),
             model=parse_model(_present(values, "model")),
@@ -93,6 +98,7 @@ class Recipe:
             topology=typed(Topology, section("topology", {}), "topology"),
             task=task,
             compare=typed(CompareConfig, _present(values, "compare"), "compare") if compares else None,
+            advise=typed(AdviseConfig, _present(values, "advise"), "advise") if advises else None,
             compose=typed(Compose, section("compose", {"prefer": {}}), "compose"),
             seed=fitted(Seed, _present(values, "seed"), "seed"),
             resume=fitted(FilePath | None, section("resume"), "resume"),

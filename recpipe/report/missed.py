@@ -96,12 +96,13 @@ def _percent(share: float | None) -> str:
 def write(told: Mapping[str, Any], directory: Path) -> Path:
     """Write ``directory/misses.html`` and return its path."""
     page = html.page("misses.html.j2").render(
-        told=told, names=NAMES, rows=list(_rows(told)), sentences=sentences(told), plots=list(_plots(told))
+        told=told, names=NAMES, rows=list(_rows(told)), sentences=sentences(told), plots=list(drawn(told))
     )
     return replace_file(directory / "misses.html", page)
 
 
-def _plots(told: Mapping[str, Any]) -> Iterator[Plot]:
+def drawn(told: Mapping[str, Any]) -> Iterator[Plot]:
+    """The page's plots."""
     budgets = [share * told["bytes"] for share in told["shares"]]
     memory = Axis("memory for rows", "bytes", log=True)
     misses = Axis("lookups that miss", "share", from_zero=True)

@@ -77,6 +77,8 @@ def measured(cfg: Recipe, task: MissesConfig, dataset: Dataset, inputs: Inputs) 
         "budget": {"share": own, "bytes": cfg.tiers.budget(tables)},
         "shares": shares,
         **_curves(together),
+        "distinct": round(sum(cache.lru.rows / cache.lru.batches for cache in together), 1),
+        "never": [name for group in groups for name in group.never()],
         "windows": _windows(together, [group.group.tables.record_bytes for group in groups]),
         "tables": [told for group in groups for told in group.tables()],
     }
@@ -87,6 +89,8 @@ class _Followed:
 
     def __init__(self, number: int, group: Group, together: MissRates, alone: dict[int, MissRates]) -> None:
         self.number, self.group, self.together, self.alone = number, group, together, alone
+        self._seen = np.zeros(len(group.tables.layout.tables), bool)
+        """For each table, whether a batch has looked it up."""
 
     @classmethod
     def of(
@@ -115,10 +119,15 @@ class _Followed:
         self.together.add(bags.indices)
         tables = self.group.tables
         ends = bags.offsets[np.arange(len(tables.features) + 1) * bags.batch_size]
+        self._seen[tables.table_of[np.flatnonzero(np.diff(ends))]] = True
         for table, rates in self.alone.items():
             features = np.flatnonzero(tables.table_of == table)
             found = [bags.indices[ends[feature] : ends[feature + 1]] for feature in features]
             rates.add(np.concatenate(found) - tables.layout.bases[table])
+
+    def never(self) -> list[str]:
+        """Names of the tables that no batch has looked up."""
+        return [self.group.tables.layout.tables[table] for table in np.flatnonzero(~self._seen)]
 
     def tables(self) -> list[dict[str, Any]]:
         """The tables that are told apart."""

@@ -1,0 +1,225 @@
+"""The advice of ``task=advise``: one screen on the terminal, and advise.html; from advise.json's content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from recpipe.common.console import show
+from recpipe.report import figures, html, missed, plots
+from recpipe.report.plots import Axis, Plot
+from recpipe.report.record import replace_file
+from recpipe.report.terminal import print_place
+
+_COLUMNS = ("recipe", "predicted\nspeed", "samples/s", "memory", "step\nms", "bound by")
+_SHOWN_ROWS = 8
+"""Recipes of a budget that the terminal shows; the page has all of them."""
+_POPULAR = 0.01
+"""The share of the rows of which the skew is told in a sentence."""
+_NEAR = 16
+"""Batches of the past whose rows are told."""
+
+
+def show_advice(told: Mapping[str, Any], page: Path) -> None:
+    """Print the advice on one screen, and where the page is."""
+
+    def draw(out: Console) -> None:
+        for line in opening(told):
+            out.print(line, markup=False, highlight=False)
+        for budget in told["budgets"]:
+            out.print()
+            out.print(budget_title(budget), markup=False, highlight=False, style="bold")
+            out.print(_table(budget))
+            for line in closing(budget):
+                out.print(line, markup=False, highlight=False, soft_wrap=line.startswith("  "))
+        for line in told["unsure"]:
+            out.print(f"Not sure: {line}", markup=False, highlight=False)
+
+    show(draw)
+    print_place(page)
+
+
+def opening(told: Mapping[str, Any]) -> list[str]:
+    """The data, the ids' skew and repetition, and how fast this machine can train."""
+    ids = told["ids"]
+    found = [
+        f"{ids['batches']:,} batches of {ids['batch_size']:,} samples were read: each looks up "
+        f"{figures.short(ids['lookups'] / ids['batches'])} ids, {figures.short(ids['distinct'])} distinct "
+        f"rows of {figures.short(ids['rows'])} ({figures.size(ids['bytes'])}).",
+        *id_sentences(ids),
+        f"Machine: {told['machine']['words']}.",
+    ]
+    speed = told["all_in_memory"]
+    if speed is not None:
+        found.append(
+            f"With all rows in memory it can train {_range(speed['samples_per_second'])} samples/s; a step of "
+            f"{figures.decimal(1e3 * speed['step_seconds'][0], 3)} ms is bound by {speed['bound_by']}."
+        )
+    return found
+
+
+def id_sentences(ids: Mapping[str, Any]) -> list[str]:
+    """How skewed and how repetitive the ids are; ``ids``: what ``task=misses`` tells."""
+    found = []
+    at = min(range(len(ids["shares"])), key=lambda n: abs(ids["shares"][n] - _POPULAR))
+    taken = 1 - ids["hot"]["missed"][at]
+    found.append(
+        f"Skew: the most popular {100 * ids['shares'][at]:.3g}% of the rows, learnt from the first half, get "
+        f"{100 * taken:.1f}% of the second half's lookups."
+    )
+    near = [window for window in ids["windows"] if window["batches"] <= _NEAR]
+    if near:
+        found.append(
+            f"Repetition: {100 * (1 - near[-1]['missed']):.1f}% of lookups are of a row that one of the "
+            f"{near[-1]['batches']} batches before looked up, too."
+        )
+    if ids["never"]:
+        names = ", ".join(ids["never"][:4]) + (" ..." if len(ids["never"]) > 4 else "")
+        found.append(f"{len(ids['never'])} tables were never looked up: {names}.")
+    return found
+
+
+def budget_title(budget: Mapping[str, Any]) -> str:
+    """What the rows of a budget have in common."""
+    share = 100 * budget["share"]
+    return f"With {figures.size(budget['bytes'])} for rows ({share:.3g}% of all)"
+
+
+def _table(budget: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, name in enumerate(_COLUMNS):
+        right = 0 < index < len(_COLUMNS) - 1
+        table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
+    for row in budget["rows"][:_SHOWN_ROWS]:
+        style = "bold" if row["name"] == budget["recommended"] else None
+        table.add_row(*cells(row, budget), style=style)
+    return table
+
+
+def cells(row: Mapping[str, Any], budget: Mapping[str, Any]) -> list[str]:
+    """A row of the table of recipes."""
+    name = row["name"] + (" (plain)" if row["name"] == budget["plain"] else "")
+    name += " *" if row["alters"] else ""
+    return [
+        name,
+        f"{row['ratio'][0]:.2f} ({row['ratio'][1]:.2f}..{row['ratio'][2]:.2f})",
+        figures.short(row["samples_per_second"][0]),
+        figures.size(row["memory_bytes"]),
+        figures.decimal(1e3 * row["step_seconds"][0], 3),
+        row["bound_by"],
+    ]
+
+
+def closing(budget: Mapping[str, Any]) -> list[str]:
+    """What to run at a budget and why, what would help, and how the predictions fared."""
+    found = []
+    rows = {row["name"]: row for row in budget["rows"]}
+    altering = [row["name"] for row in budget["rows"][:_SHOWN_ROWS] if row["alters"]]
+    if altering:
+        found.append(f"* {', '.join(altering)}: alters what is trained, so never recommended by speed alone.")
+    if budget["recommended"] == budget["plain"]:
+        found.append("Recommended: the plain recipe; nothing exact is predicted to be faster.")
+    else:
+        best = rows[budget["recommended"]]
+        found.append(f"Recommended: {best['name']}. {best['because']}")
+    found.append(f"  {rows[budget['recommended']]['command']}")
+    if budget["what_if"]:
+        told = "; ".join(f"{each['what']} {each['ratio']:.2f}" for each in budget["what_if"])
+        found.append(f"What would make the recommended recipe faster, and how many times: {told}.")
+    for name, why in budget["left_out"].items():
+        found.append(f"Not predicted: {name}: {why}")
+    found += verified_sentences(budget["verified"])
+    return found
+
+
+def verified_sentences(verified: Mapping[str, Any] | None) -> list[str]:
+    """Predicted and measured speeds of what was run."""
+    if verified is None:
+        return []
+    found = ["Verified, as many times as fast as the plain recipe (predicted, measured, error):"]
+    for row in verified["rows"]:
+        if row["measured"] is None:
+            found.append(f"  {row['name']}: {row['failed']}")
+        else:
+            found.append(
+                f"  {row['name']}: {row['predicted']:.2f}, {row['measured']:.2f} "
+                f"({row['interval'][0]:.2f}..{row['interval'][1]:.2f}), {100 * row['error']:+.0f}%"
+                if row["interval"]
+                else f"  {row['name']}: {row['predicted']:.2f}, {row['measured']:.2f}, "
+                f"{100 * row['error']:+.0f}%"
+            )
+    step = verified["plain_step_ms"]
+    found.append(
+        f"  The plain recipe's step: predicted {step['predicted']:.3g} ms, measured {step['measured']:.3g} ms."
+    )
+    return found
+
+
+def _range(values: Sequence[float]) -> str:
+    middle, low, high = values
+    return f"{figures.short(middle)} ({figures.short(low)}..{figures.short(high)})"
+
+
+def write(told: Mapping[str, Any], directory: Path) -> Path:
+    """Write ``directory/advise.html`` and return its path."""
+    page = html.page("advise.html.j2").render(
+        told=told,
+        opening=opening(told),
+        columns=[name.replace("\n", " ") for name in _COLUMNS],
+        budgets=[
+            {
+                "title": budget_title(budget),
+                "rows": [(row, cells(row, budget)) for row in budget["rows"]],
+                "recommended": budget["recommended"],
+                "lines": closing(budget),
+                "plots": list(_budget_plots(budget)),
+            }
+            for budget in told["budgets"]
+        ],
+        plots=list(missed.drawn(told["ids"])),
+    )
+    return replace_file(directory / "advise.html", page)
+
+
+def _budget_plots(budget: Mapping[str, Any]) -> Iterator[Plot]:
+    rows = budget["rows"]
+    names = [row["name"] for row in rows]
+    spread = [(row["ratio"][1], row["ratio"][2]) for row in rows]
+    yield plots.bars(
+        "Predicted speed", names, [row["ratio"][0] for row in rows], "times the plain recipe's", spread
+    )
+    yield plots.bars("Memory", names, [row["memory_bytes"] for row in rows], "rows and buffers", unit="bytes")
+    best = next(row for row in rows if row["name"] == budget["recommended"])
+    places = sorted({span["place"] for span in best["timeline"]})
+    yield plots.spans(
+        f"Steps of {best['name']}",
+        places,
+        [(span["place"], span["name"], span["start"], span["end"]) for span in best["timeline"]],
+    )
+    use = best["utilisation"]
+    yield plots.bars(
+        f"How busy each part is: {best['name']}", list(use), list(use.values()), "of the step", unit="share"
+    )
+    critical = best["critical"]
+    yield plots.bars(
+        f"What a step waits for: {best['name']}",
+        list(critical),
+        list(critical.values()),
+        "of a step",
+        unit="seconds",
+    )
+    verified = budget["verified"]
+    if verified is not None:
+        done = [row for row in verified["rows"] if row["measured"] is not None]
+        yield plots.curves(
+            "Predicted against measured",
+            {row["name"]: ([row["measured"]], [row["predicted"]]) for row in done},
+            Axis("measured ratio"),
+            Axis("predicted ratio"),
+            diagonal="equal",
+        )
