@@ -81,8 +81,8 @@ class AdviseConfig:
     """For a family of the profile's measurements, how many times as fast it is imagined to be."""
     verify: Count = 0
     """How many of the best recipes to run, beside the plain one."""
-    steps: Positive = 150
-    """Steps of each of those runs."""
+    steps: Positive | None = None
+    """Steps of each of those runs; None: as many as batches were read."""
     repetitions: Positive = 3
     """How often each of them runs."""
 

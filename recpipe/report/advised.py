@@ -57,8 +57,8 @@ def opening(told: Mapping[str, Any]) -> list[str]:
     speed = told["all_in_memory"]
     if speed is not None:
         found.append(
-            f"With all rows in memory it can train {_range(speed['samples_per_second'])} samples/s; a step of "
-            f"{figures.decimal(1e3 * speed['step_seconds'][0], 3)} ms is bound by {speed['bound_by']}."
+            f"With all rows in memory it can train {_range(speed['samples_per_second'])} samples/s; a step "
+            f"of {figures.decimal(1e3 * speed['step_seconds'][0], 3)} ms is bound by {speed['bound_by']}."
         )
     return found
 
@@ -155,7 +155,7 @@ def verified_sentences(verified: Mapping[str, Any] | None) -> list[str]:
             )
     step = verified["plain_step_ms"]
     found.append(
-        f"  The plain recipe's step: predicted {step['predicted']:.3g} ms, measured {step['measured']:.3g} ms."
+        f"  The plain recipe's step in ms: predicted {step['predicted']:.3g}, measured {step['measured']:.3g}."
     )
     return found
 

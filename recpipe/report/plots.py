@@ -214,6 +214,39 @@ def stacked(
         return _finish(title, figure)
 
 
+def spans(
+    title: str, places: Sequence[str], parts: Sequence[tuple[str, str, float, float]], most: int = 12
+) -> Plot:
+    """A timeline: a row for each of ``places``, and in it a bar for each of ``parts`` (its place, its name,
+    its start and end in seconds). The legend has the ``most`` names that take longest; others share a
+    colour."""
+    with rc_context(_STYLE):
+        takes: dict[str, float] = {}
+        for _, name, start, end in parts:
+            takes[name] = takes.get(name, 0.0) + end - start
+        named = sorted(takes, key=lambda name: -takes[name])[:most]
+        colours = dict(zip(named, _cycle(len(named)), strict=True))
+        columns, lines_of_names = _legend_size(named)
+        figure, axes = _canvas("", "", height=0.9 + _PITCH * len(places) + 0.2 * lines_of_names)
+        first = min((start for _, _, start, _ in parts), default=0.0)
+        scale, unit = figures.time_unit(max((end - first for *_, end in parts), default=0.0))
+        for name in (*named, ""):
+            mine = [part for part in parts if part[1] == name or not (name or part[1] in colours)]
+            axes.barh(
+                [places.index(place) for place, *_ in mine],
+                [(end - start) / scale for _, _, start, end in mine],
+                left=[(start - first) / scale for _, _, start, _ in mine],
+                color=colours.get(name, _INK),
+                height=_THICKNESS / _PITCH,
+                label=name or None,
+                linewidth=0,
+            )
+        _name_rows(axes, places)
+        _dress(axes, "x", Axis("time"), unit)
+        _legend(figure, columns)
+        return _finish(title, figure)
+
+
 def _canvas(x_label: str, y_label: str, height: float = 3.0) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(_INCHES, height), layout="constrained")
     axes = figure.subplots()

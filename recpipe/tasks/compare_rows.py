@@ -164,7 +164,7 @@ def chosen_config(hydra: Any) -> list[str]:
 def carried_overrides(overrides: Sequence[str], rows: Sequence[Row]) -> dict[str, list[str]]:
     """The user's overrides for each row's runs, by row name, in the given order.
 
-    ``task`` and ``compare`` keys are this comparison's own. A knob ``plugins.<name>.<knob>`` goes to the
+    ``task``, ``compare`` and ``advise`` keys are this comparison's own. A knob ``plugins.<name>.<knob>`` goes to the
     rows with that plugin only: for other rows the key does not exist. Overrides are passed on unchanged,
     since no shell is involved. Only the ``+`` of a knob, which is needed here because no plugin is composed,
     is removed.
@@ -175,7 +175,7 @@ def carried_overrides(overrides: Sequence[str], rows: Sequence[Row]) -> dict[str
             plugin, kept = None, text
         else:
             override = OverridesParser.create().parse_override(text)
-            if override.key_or_group.partition(".")[0] in ("task", "compare"):
+            if override.key_or_group.partition(".")[0] in ("task", "compare", "advise"):
                 continue
             plugin, kept = _plugin_of(override, text, rows)
         for row in {row.name: row for row in rows}.values():
