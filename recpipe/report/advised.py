@@ -155,7 +155,7 @@ def verified_sentences(verified: Mapping[str, Any] | None) -> list[str]:
             )
     step = verified["plain_step_ms"]
     found.append(
-        f"  The plain recipe's step in ms: predicted {step['predicted']:.3g}, measured {step['measured']:.3g}."
+        f"  The plain recipe's step: {step['predicted']:.3g} ms predicted, {step['measured']:.3g} measured."
     )
     return found
 

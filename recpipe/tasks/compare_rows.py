@@ -164,10 +164,10 @@ def chosen_config(hydra: Any) -> list[str]:
 def carried_overrides(overrides: Sequence[str], rows: Sequence[Row]) -> dict[str, list[str]]:
     """The user's overrides for each row's runs, by row name, in the given order.
 
-    ``task``, ``compare`` and ``advise`` keys are this comparison's own. A knob ``plugins.<name>.<knob>`` goes to the
-    rows with that plugin only: for other rows the key does not exist. Overrides are passed on unchanged,
-    since no shell is involved. Only the ``+`` of a knob, which is needed here because no plugin is composed,
-    is removed.
+    ``task``, ``compare`` and ``advise`` keys are this comparison's own. A knob ``plugins.<name>.<knob>`` goes
+    to the rows with that plugin only: for other rows the key does not exist. Overrides are passed on
+    unchanged, since no shell is involved. Only the ``+`` of a knob, which is needed here because no plugin is
+    composed, is removed.
     """
     carried: dict[str, list[str]] = {row.name: [] for row in rows}
     for text in overrides:
