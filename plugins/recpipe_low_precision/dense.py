@@ -18,6 +18,7 @@ from recpipe.kit import (
     bfloat16_has_units,
     int8_adds_up,
     is_linear,
+    one_thread,
     replace_module,
 )
 from recpipe.plugin import UserError
@@ -144,13 +145,9 @@ def _errors(low: LowPrecisionLinear, x: torch.Tensor, kinds: Iterable[str]) -> d
 
 def measure(layers: Mapping[str, Linear], kinds: Sequence[str]) -> None:
     """Time each layer in each type, by one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         for linear in layers.values():
             linear.seconds.update(_seconds(linear.low, kinds))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _seconds(low: LowPrecisionLinear, kinds: Sequence[str]) -> dict[str, float]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,6 +23,7 @@ from recpipe.backend.chain import CHAINS, is_plain, signature, steps
 from recpipe.backend.choices import Choices
 from recpipe.backend.convert import convert
 from recpipe.backend.host import Notebook
+from recpipe.common.threads import using_threads
 
 SMALLEST = 16
 """Samples of the smallest batch measured. Further sizes are four times as large each, up to the run's own
@@ -48,14 +48,14 @@ def calibrated(model: nn.Module, batch: int, threads: Iterable[int], folder: Pat
     notebook = Notebook(folder)
     wanted = sorted(parts(model))
     found: Choices = {}
-    with _training_alone():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for count in sorted(set(threads)):
-            torch.set_num_threads(count)
-            for part in sorted(wanted, key=lambda part: not part.startswith("linear ")):
-                chosen = found.setdefault(part, {}).setdefault(str(count), {})
-                for size in sizes(batch):
-                    once = partial(measure, part, size, notebook.known)
-                    chosen[str(size)] = notebook.answer(part, count, size, once)
+            with using_threads(count):
+                for part in sorted(wanted, key=lambda part: not part.startswith("linear ")):
+                    chosen = found.setdefault(part, {}).setdefault(str(count), {})
+                    for size in sizes(batch):
+                        once = partial(measure, part, size, notebook.known)
+                        chosen[str(size)] = notebook.answer(part, count, size, once)
     notebook.keep()
     return found
 
@@ -156,14 +156,3 @@ def _made(kind: str, numbers: str, samples: int) -> tuple[nn.Module, list[torch.
         return InteractionArch(found[0]), [rows(found[1]), rows(*found)]
     assert kind == "cross", kind
     return LowRankCrossNet(found[0], num_layers=found[2], low_rank=found[1]), [rows(found[0])]
-
-
-@contextmanager
-def _training_alone() -> Iterator[None]:
-    """Restore random numbers, threads and grad mode after the block."""
-    threads = torch.get_num_threads()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            yield
-    finally:
-        torch.set_num_threads(threads)

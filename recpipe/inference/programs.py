@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch.export import ExportedProgram
 
+from recpipe.common.threads import one_thread
 from recpipe.errors import UserError
 from recpipe.inference import score
 from recpipe.inference.export import constants_of
@@ -178,17 +179,12 @@ def first_that_pays(ratios: Sequence[float]) -> int | None:
 def _seconds(scorer: score.Scorer, samples: int) -> list[float]:
     """The time of one call of each program, by one thread: medians of interleaved rounds."""
     dense, pooled = made_up_inputs(scorer.manifest, samples)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            repeats = [_repeats(program, dense, pooled) for program in scorer.programs]
-            rounds = [
-                [_timed(p, dense, pooled, n) for p, n in zip(scorer.programs, repeats, strict=True)]
-                for _ in range(ROUNDS)
-            ]
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), torch.inference_mode():
+        repeats = [_repeats(program, dense, pooled) for program in scorer.programs]
+        rounds = [
+            [_timed(p, dense, pooled, n) for p, n in zip(scorer.programs, repeats, strict=True)]
+            for _ in range(ROUNDS)
+        ]
     return [median(times) for times in zip(*rounds, strict=True)]
 
 
