@@ -19,6 +19,7 @@ from recpipe.data.batch import Batch
 from recpipe.data.chosen import chosen_batches
 from recpipe.errors import UserError, shown
 from recpipe.inference.trained import Trained
+from recpipe.inference.words import asked_samples
 
 FILE = "popularity.safetensors"
 _ROWS, _COUNTS = ".rows", ".counts"
@@ -28,14 +29,12 @@ Lookups = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 def wanted(word: str | bool | int) -> int | None:
     """The number of samples that ``popularity=`` asks for; 0: all of them, None: no counts."""
-    text = str(word)
-    if text.lower() == "false":
-        return None
-    if text.lower() == "true":
-        return 0
-    if text.isascii() and text.isdecimal() and 0 < int(text) < 2**62:
-        return int(text)
-    raise UserError(f"popularity={shown(text)}: give true, or how many training samples to read")
+    asked = asked_samples(word)
+    if isinstance(asked, bool):
+        return 0 if asked else None
+    if not asked:
+        raise UserError(f"popularity={shown(word)}: give true, or how many training samples to read")
+    return asked
 
 
 def write_popularity(
