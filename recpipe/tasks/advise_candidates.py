@@ -1,0 +1,122 @@
+"""The recipes that ``task=advise`` judges: built-in policies, installed plugins, and pairs of them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from recpipe.config.compose import active_plugins, compose
+from recpipe.errors import UserError
+from recpipe.perf.facts import Facts
+from recpipe.perf.statements import of_policy
+from recpipe.plugin.api import Plugin
+from recpipe.plugin.costs import Statement
+from recpipe.plugin.errors import PluginError
+from recpipe.plugin.load import check_together, installed, instantiate
+
+CACHES = ("lru", "lfu")
+PLAIN_TIERED = "nocache"
+"""The plain recipe where not all rows fit: nothing is kept."""
+RESIDENT = "resident"
+OWN = ("task", "advise", "compare")
+"""Sections of the command line that are the advice's own."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe to judge."""
+
+    policy: str
+    """``tiers.policy``."""
+    base: Statement
+    """The policy's own statement."""
+    plugins: Mapping[str, Plugin] = field(default_factory=dict)
+    stated: Mapping[str, Statement] = field(default_factory=dict)
+    """By plugin."""
+
+    @property
+    def name(self) -> str:
+        """As a row of ``compare.plugins``."""
+        own = [] if self.plugins and self.owns_cache else [self.policy]
+        return "+".join([*own, *self.plugins])
+
+    @property
+    def owns_cache(self) -> bool:
+        """Whether one of the plugins decides which rows are resident."""
+        return any(statement.phases for statement in self.stated.values())
+
+    @property
+    def alters(self) -> list[str]:
+        """What the plugins change of the training, in words."""
+        return sorted({fact.value for plugin in self.plugins.values() for fact in plugin.alters})
+
+    def words(self, budget: int) -> list[str]:
+        """The overrides that make a recipe this one."""
+        policy = [] if self.plugins and self.owns_cache else [f"tiers.policy={self.policy}"]
+        names = list(self.plugins)
+        one = f"+plugin={names[0]}" if len(names) == 1 else f"+plugin=[{','.join(names)}]"
+        memory = [] if self.policy == RESIDENT and not names else [f"tiers.resident_bytes={budget}"]
+        return [*policy, *([one] if names else []), *memory]
+
+
+def candidates(facts: Facts, left_out: dict[str, str]) -> Iterator[Candidate]:
+    """All recipes for ``facts``; the plain one comes first. What cannot be judged is put into ``left_out``,
+    with the reason."""
+    fits = facts.share >= 1
+    for policy in (*((RESIDENT,) if fits else ()), PLAIN_TIERED, *CACHES):
+        yield Candidate(policy, of_policy(policy, facts))
+    plugins, stated = stating(facts, left_out)
+    for names in (*((name,) for name in plugins), *combinations(plugins, 2)):
+        yield from _with(names, plugins, stated, facts)
+
+
+def stating(facts: Facts, left_out: dict[str, str]) -> tuple[dict[str, Plugin], dict[str, Statement]]:
+    """The installed plugins that state what they cost, as their yaml has them, and their statements."""
+    plugins: dict[str, Plugin] = {}
+    stated: dict[str, Statement] = {}
+    for name in sorted(installed()):
+        try:
+            knobs = active_plugins(compose([f"+plugin={name}"]))[name]
+            plugin = instantiate(name, knobs)
+            statement = plugin.costs(facts)
+        except UserError as error:
+            left_out[name] = str(error)
+            continue
+        if statement is None:
+            left_out[name] = "it does not state what it costs here"
+        else:
+            plugins[name], stated[name] = plugin, statement
+    return plugins, stated
+
+
+def _with(
+    names: Sequence[str], plugins: Mapping[str, Plugin], stated: Mapping[str, Statement], facts: Facts
+) -> Iterator[Candidate]:
+    """The recipes with these plugins, none if they do not go together: two caches, of which neither yields,
+    or what they say of each other."""
+    own = {name: plugins[name] for name in names}
+    said = {name: stated[name] for name in names}
+    owners = [name for name in names if said[name].phases]
+    if sum(not said[name].yields for name in owners) > 1:
+        return
+    try:
+        check_together(own)
+    except PluginError:
+        return
+    for policy in (PLAIN_TIERED,) if owners else CACHES:
+        yield Candidate(policy, of_policy(policy, facts), own, said)
+
+
+def carried(command_line: Sequence[str]) -> list[str]:
+    """The user's own overrides, without those of the advice."""
+    return [word for word in command_line if word.lstrip("+").partition("=")[0].partition(".")[0] not in OWN]
+
+
+def command(own: Sequence[str], candidate: Candidate, budget: int) -> str:
+    """The line that runs a candidate with the user's ``own`` overrides."""
+    added = candidate.words(budget)
+    keys = {word.partition("=")[0] for word in added}
+    kept = [word for word in own if word.partition("=")[0] not in keys]
+    return shlex.join(["python", "-m", "recpipe", *kept, *added])
