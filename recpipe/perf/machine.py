@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -109,9 +110,8 @@ def measured(sizes: Iterable[int], device: torch.device) -> Iterator[Sample]:
         yield Sample(f"gemm {str(kind).removeprefix('torch.')}", {"amount": flops}, seconds)
     source = torch.ones(BUFFER_BYTES // 4, device=device)
     target = torch.ones_like(source)  # written once so that its pages exist
-    seconds = best_seconds(lambda: target.copy_(source), device)
+    seconds = best_seconds(partial(target.copy_, source), device)
     yield Sample("copy", {"amount": 2.0 * BUFFER_BYTES}, seconds)
-    del target
     seconds = min(best_seconds(reads, device) for reads in (source.sum, source.max))
     yield Sample("read", {"amount": float(BUFFER_BYTES)}, seconds)
     for row_bytes in sizes:

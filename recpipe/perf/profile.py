@@ -1,7 +1,7 @@
 """What was measured on a machine: samples of its micro-benchmarks, in one JSON file for each machine.
 
-Its form: ``schema`` (``SCHEMA``), ``host``, ``made`` (when it was begun), ``quick``, and ``samples``: for each
-family of ``recpipe.perf.calibrate.FAMILIES`` a list of ``{"kind", "at", "seconds"}``.
+Its form: ``schema`` (``SCHEMA``), ``host``, ``made`` (when it was begun), ``quick``, and ``samples``: for
+each family of ``recpipe.perf.calibrate.FAMILIES`` a list of ``{"kind", "at", "seconds"}``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Sample:
     at: Mapping[str, float | str]
     """Sizes and settings by name."""
     seconds: float
-    """The median of several runs."""
+    """The median of several runs; of the machine's limits, the best."""
 
 
 @dataclass(frozen=True)

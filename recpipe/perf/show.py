@@ -12,7 +12,8 @@ def shown(profile: MachineProfile) -> str:
     """One screen: the host, the limits, and how many samples there are of each family."""
     host = profile.host
     lines = [
-        f"{host.processor}, {host.cores} cores, {host.threads} threads, {host.instruction_set}, {host.device}",
+        f"{host.processor}, {host.cores} cores, {host.threads} threads, {host.instruction_set}, "
+        f"{host.device}",
         f"torch {host.torch}, torchrec {host.torchrec}, fbgemm {host.fbgemm}",
         f"measured {profile.made}{', in the quick form' if profile.quick else ''}",
         "",

@@ -1,5 +1,5 @@
-"""The machine's profile: what is saved comes back, what is damaged is refused, and collecting goes on where it
-was."""
+"""The machine's profile: what is saved comes back, what is damaged is refused, and collecting goes on where
+it was."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_a_damaged_profile_is_refused_in_one_line(tmp_path: Path, change, says: 
     with pytest.raises(UserError) as refused:
         MachineProfile.load(file)
     told = str(refused.value)
-    assert says in told and str(file) in told and "recpipe perf calibrate" in told
+    assert says in told
+    assert str(file) in told
+    assert "recpipe perf calibrate" in told
     assert "\n" not in told
 
 
@@ -165,7 +167,10 @@ def test_limits_of_rows_between_two_sizes() -> None:
         assert Machine.of(samples[:lacking] + samples[lacking + 1 :], 64, 2) is None
 
 
-def test_a_profile_of_this_machine_is_read_instead_of_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_of_this_machine_is_read_instead_of_measuring(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("recpipe.perf.machine.measure", lambda row_bytes, device: "measured")
     cpu = torch.device("cpu")
     assert own_profile(Host.current()) is None
@@ -192,7 +197,7 @@ def test_what_a_profile_says_in_one_screen() -> None:
         "",
         "gemm               2 samples",
         "empty              0 samples",
-        "limits            12 samples".replace("12", " 6"),
+        "limits             6 samples",
     ]
 
 
