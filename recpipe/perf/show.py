@@ -14,7 +14,7 @@ def shown(profile: MachineProfile) -> str:
     lines = [
         f"{host.processor}, {host.cores} cores, {host.threads} threads, {host.instruction_set}, "
         f"{host.device}",
-        f"torch {host.torch}, torchrec {host.torchrec}, fbgemm {host.fbgemm}",
+        f"torch {host.torch_version}, torchrec {host.torchrec_version}, fbgemm {host.fbgemm_version}",
         f"measured {profile.made}{', in the quick form' if profile.quick else ''}",
         "",
     ]
