@@ -55,7 +55,7 @@ class Operator:
 
 
 def described(func: Any, args: Sequence[Any], out: Any) -> Operator | None:
-    """The call ``func(*args)``, an operator below autograd, with the result ``out``; None if it is no work."""
+    """The call ``func(*args)``, below autograd, with the result ``out``; None if it is no work."""
     name = func._schema.name.partition("::")[2]
     plain = name.rstrip("_") if name != "copy_" and name not in _FILLS else name
     if plain in _NOTHING:

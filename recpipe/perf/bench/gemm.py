@@ -29,8 +29,8 @@ Make = Callable[[], Callable[[], object]]
 def measure(quick: bool) -> Iterator[Sample]:
     """Layers of drawn sizes, each with its four products, and interactions with theirs."""
     dtypes = [torch.float32, *([torch.bfloat16] if has_bfloat16_units() else [])]
-    layers = draws(LAYERS // 3 if quick else LAYERS, 1)
-    pairs = interactions(INTERACTIONS // 3 if quick else INTERACTIONS, 2)
+    layers = draws(LAYERS // 4 if quick else LAYERS, 1)
+    pairs = interactions(INTERACTIONS // 4 if quick else INTERACTIONS, 2)
     with clock() as timer, torch.no_grad():
         for dtype in dtypes:
             for size in layers:
@@ -78,7 +78,7 @@ def layer(samples: int, inputs: int, outputs: int, dtype: torch.dtype) -> list[M
     """A linear layer by ``addmm`` and by oneDNN's operator, and the gradients of its input and weight."""
 
     def matrix(*shape: int) -> torch.Tensor:
-        return torch.rand(*shape).to(dtype)
+        return torch.ones(*shape, dtype=dtype)
 
     x, gradient = partial(matrix, samples, inputs), partial(matrix, samples, outputs)
     weight, bias = partial(matrix, outputs, inputs), partial(matrix, outputs)
@@ -96,10 +96,10 @@ def interaction(samples: int, features: int, dim: int, dtype: torch.dtype) -> li
     """The products of all pairs of features, and both gradients."""
 
     def rows() -> torch.Tensor:
-        return torch.rand(samples, features, dim).to(dtype)
+        return torch.ones(samples, features, dim, dtype=dtype)
 
     def pairs() -> torch.Tensor:
-        return torch.rand(samples, features, features).to(dtype)
+        return torch.ones(samples, features, features, dtype=dtype)
 
     def products() -> Callable[[], object]:
         x = rows()
