@@ -27,7 +27,6 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from recpipe_neo.cost import CostModel
 from recpipe_neo.estimate import MeasuredEstimator, MeasuredStep, TableCosts
-from recpipe_neo.measure import zipf
 from recpipe_neo.planner import PlanRecord, load_or_measure, make_planner
 from recpipe_neo.stats import FeatureStats, feature_stats
 from rich.console import Console
@@ -45,6 +44,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.batch import Batch
+from recpipe.kit import zipf
 from recpipe.tables.sharding.planning import TableSharder
 
 TYPES = ["table_wise", "row_wise", "column_wise", "table_row_wise"]

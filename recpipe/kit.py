@@ -47,6 +47,15 @@ from recpipe.inference.score import Call as LookupCall
 from recpipe.inference.source import FloatCheckpoint, replace_module
 from recpipe.model.call import Called
 from recpipe.model.metrics import auc
+from recpipe.perf.bench.collectives import BYTES as COLLECTIVE_BYTES
+from recpipe.perf.bench.collectives import timed_collectives
+from recpipe.perf.bench.lookups import SHAPES as LOOKUP_SHAPES
+from recpipe.perf.bench.lookups import TABLES as LOOKUP_TABLES
+from recpipe.perf.bench.lookups import Clock, timed_lookups, zipf
+from recpipe.perf.bench.lookups import pools as id_pools
+from recpipe.perf.facts import Facts, GroupFacts, Misses
+from recpipe.perf.linear import fitted, nnls
+from recpipe.perf.lookup_work import LookupWork
 from recpipe.pipeline.loader import on_device
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import module_name
@@ -74,8 +83,11 @@ from recpipe.tables.view import Mark, RowView, moved
 __all__ = [
     "ALIGNMENT",
     "BITS",
+    "COLLECTIVE_BYTES",
     "EIGHT_BITS",
     "LARGEST_WEIGHT_CODE",
+    "LOOKUP_SHAPES",
+    "LOOKUP_TABLES",
     "ROW_TYPES",
     "SEVEN_BITS",
     "WIRE_PRECISIONS",
@@ -87,13 +99,16 @@ __all__ = [
     "Called",
     "Channel",
     "ChosenRows",
+    "Clock",
     "ColdStore",
     "Damaged",
     "DataConfig",
     "Dataset",
+    "Facts",
     "FloatCheckpoint",
     "Fp16Rows",
     "GivenBatches",
+    "GroupFacts",
     "HeldRows",
     "HoldersStore",
     "HotSet",
@@ -104,6 +119,7 @@ __all__ = [
     "Lfu",
     "Lookup",
     "LookupCall",
+    "LookupWork",
     "LowPrecisionBags",
     "LowPrecisionLinear",
     "LowPrecisionRows",
@@ -111,6 +127,7 @@ __all__ = [
     "Lru",
     "Mark",
     "Meter",
+    "Misses",
     "NumberedDataset",
     "PackageError",
     "PlacedModel",
@@ -147,8 +164,10 @@ __all__ = [
     "encode_rows",
     "entries",
     "fits",
+    "fitted",
     "free_memory",
     "group_rows",
+    "id_pools",
     "int8_adds_up",
     "is_linear",
     "join",
@@ -158,6 +177,7 @@ __all__ = [
     "median_seconds",
     "module_name",
     "moved",
+    "nnls",
     "offsets_of",
     "on_device",
     "one_thread",
@@ -181,10 +201,13 @@ __all__ = [
     "table_bytes",
     "tensors",
     "tensors_in",
+    "timed_collectives",
+    "timed_lookups",
     "top_rows",
     "typed_as",
     "updated",
     "wire_codecs",
     "within",
     "write_quantized",
+    "zipf",
 ]

@@ -13,7 +13,7 @@ import recpipe
 from recpipe import kit, plugin
 from tests.processes import ROOT
 
-API = (2, 3)
+API = (2, 4)
 PUBLIC = ("recpipe", "recpipe.kit", "recpipe.plugin", "recpipe.testing")
 CONTRIBUTION = {
     "order": "EpochOrder | None",
@@ -53,7 +53,7 @@ KINDS = {
     "Quantizer": ["codecs", "cold", "storage"],
     "RowCodec": ["decode", "encode"],
     "EpochOrder": ["batches", "is_datas_own"],
-    "Plugin": ["contribute"],
+    "Plugin": ["contribute", "costs"],
     "ModelQuantizer": ["quantize"],
     "RowServer": ["close", "counted", "scorer"],
 }

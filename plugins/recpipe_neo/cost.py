@@ -13,47 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from torchrec.distributed.types import ShardingType
 
+from recpipe.kit import LookupWork, fitted, nnls
 from recpipe_neo.machine_profile import CollectiveSample, ExchangeSample, LookupSample, MachineProfile
 
 Vector = npt.NDArray[np.float64]
 DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
-FOOTPRINTS = np.log2([2.0**16, 2.0**20, 2.0**22, 2.0**24, 2.0**26])
-"""Knots, in bytes of rows that a rank touches in a step; they decide whether its backward pass finds them in
-a cache."""
-REUSES = np.log2([2.0**16, 2.0**20, 2.0**23, 2.0**26, 2.0**29])
-"""Knots, in bytes that a rank touches before it touches the same row again."""
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """The lookups of a rank in one shard in a step."""
-
-    rows: float
-    dim: float
-    bags: float
-    lookups: float
-    distinct: float
-
-    @property
-    def bytes(self) -> float:
-        """Bytes of the distinct rows."""
-        return self.distinct * self.dim * 4
-
-    def features(self, footprint: float) -> Vector:
-        """The amounts of work, given ``footprint`` bytes of rows that the rank touches in the step."""
-        reuse = footprint * self.rows / max(self.distinct, 1e-9)
-        step, life = _hats(footprint, FOOTPRINTS), _hats(reuse, REUSES)
-        dims = np.array([1, self.dim])
-        parts = [
-            np.array([1.0]),
-            self.bags * dims,
-            self.lookups * dims,
-            self.distinct * dims,
-            self.distinct * np.outer(dims, step).ravel(),
-            self.distinct * np.outer(dims, life).ravel(),
-            self.lookups * np.outer(dims, life).ravel(),
-        ]
-        return np.concatenate(parts)
 
 
 @dataclass(frozen=True)
@@ -105,15 +69,15 @@ class CostModel:
     def __init__(self, profile: MachineProfile) -> None:
         self.machine = profile.machine
         features = np.array([_sampled(sample) for sample in profile.lookups])
-        self._forward = _fit(features, [sample.forward for sample in profile.lookups])
-        self._backward = _fit(features, [sample.backward for sample in profile.lookups])
+        self._forward = fitted(features, [sample.forward for sample in profile.lookups])
+        self._backward = fitted(features, [sample.backward for sample in profile.lookups])
         self._exchange = {
             kind: self._fit_exchange([s for s in profile.exchanges if s.sharding_type == kind])
             for kind in dict.fromkeys(sample.sharding_type for sample in profile.exchanges)
         }
         self._idle = _idle(profile.collectives)
 
-    def lookup(self, work: Lookup, footprint: float) -> tuple[float, float]:
+    def lookup(self, work: LookupWork, footprint: float) -> tuple[float, float]:
         """Milliseconds of forward, and of backward with update; the TBE's fixed costs are in ``fixed``."""
         features = work.features(footprint)
         return float(features @ self._forward[1:]), float(features @ self._backward[1:])
@@ -147,7 +111,7 @@ class CostModel:
             use = np.array([True, True, True, True, *[phase > 0] * 2, phase == 2])
             if phase == 2 or (phase == 1 and samples[0].sharding_type != DATA_PARALLEL):
                 use[2:4] = samples[0].sharding_type == DATA_PARALLEL
-            rows.append(_nnls(work * use / total[:, None], (total - lookups[:, phase]) / total))
+            rows.append(nnls(work * use / total[:, None], (total - lookups[:, phase]) / total))
         return np.array(rows)
 
     def _lookups(self, sample: ExchangeSample) -> Vector:
@@ -160,7 +124,7 @@ class CostModel:
         rows = sample.rows / self.machine.world  # only those that are looked up
         lookups = sample.lookups * ranks if sample.owns or local else 0.0
         distinct = rows * -np.expm1(-lookups / rows)
-        work = Lookup(
+        work = LookupWork(
             sample.rows, sample.dim / sample.columns, sample.samples * ranks, lookups, max(distinct, 1e-9)
         )
         parts = sample.tables * sample.columns
@@ -172,7 +136,7 @@ class CostModel:
 
 def _sampled(sample: LookupSample) -> Vector:
     """The features of all tables, preceded by a 1 for the call."""
-    work = Lookup(sample.rows, sample.dim, sample.bags, sample.lookups, sample.distinct)
+    work = LookupWork(sample.rows, sample.dim, sample.bags, sample.lookups, sample.distinct)
     return np.concatenate([[1.0], sample.tables * work.features(sample.tables * work.bytes)])
 
 
@@ -196,39 +160,5 @@ def _idle(samples: Iterable[CollectiveSample]) -> dict[str, Vector]:
     fits = {}
     for name, group in groups.items():
         features = np.array([(1 / s.elapsed, s.bytes / s.elapsed) for s in group])
-        fits[name] = _nnls(features, np.array([1 - s.busy / s.elapsed for s in group]))
+        fits[name] = nnls(features, np.array([1 - s.busy / s.elapsed for s in group]))
     return fits
-
-
-def _fit(features: Vector, times: Sequence[float]) -> Vector:
-    """Coefficients with small relative errors."""
-    scale = 1 / np.array(times)
-    return _nnls(features * scale[:, None], np.ones(len(scale)))
-
-
-def _nnls(a: Vector, b: Vector, sweeps: int = 3000) -> Vector:
-    """x >= 0, float64 [n], that minimizes |a x - b|, by coordinate descent on the normal equations."""
-    size = np.sqrt((a * a).sum(axis=0))
-    used = np.flatnonzero(size)
-    scaled = a[:, used] / size[used]
-    gram, slope = scaled.T @ scaled, scaled.T @ b
-    x = [0.0] * len(used)
-    for _ in range(sweeps):
-        furthest = 0.0
-        for j, row in enumerate(gram):
-            step = max(-x[j], float(slope[j]))
-            if step:  # most coefficients stay 0
-                x[j] += step
-                slope -= step * row
-                furthest = max(furthest, abs(step))
-        if furthest < 1e-9:
-            break
-    result = np.zeros(a.shape[1])
-    result[used] = np.array(x) / size[used]
-    return result
-
-
-def _hats(value: float, knots: Vector) -> Vector:
-    """Weights (with sum 1) of the ``knots`` next to log2 of ``value``, for linear interpolation."""
-    at = float(np.clip(np.log2(max(value, 1.0)), knots[0], knots[-1]))
-    return np.array([np.interp(at, knots, knot) for knot in np.eye(len(knots))])

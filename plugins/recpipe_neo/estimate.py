@@ -17,7 +17,8 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
-from recpipe_neo.cost import DATA_PARALLEL, CostModel, Lookup, Vector, owned, shared
+from recpipe.kit import LookupWork
+from recpipe_neo.cost import DATA_PARALLEL, CostModel, Vector, owned, shared
 from recpipe_neo.partition import work
 from recpipe_neo.split import ROW_TYPES
 from recpipe_neo.stats import FeatureStats
@@ -66,7 +67,7 @@ class TableCosts:
         lookups, distinct = self._looked_up(option, start, start + rows, samples)
         bags = self._handed_out(option, samples, lookups)
         footprint = sum(self._touched.values()) / self.world
-        forward, backward = self.model.lookup(Lookup(rows, dim, bags, lookups, distinct), footprint)
+        forward, backward = self.model.lookup(LookupWork(rows, dim, bags, lookups, distinct), footprint)
         if local:  # ``shared`` includes its dense gradient and update
             return Perf(forward, 0.0, 0.0, 0.0)
         exchange = self.model.exchange(self.measured_as(option), owned(dim, bags, lookups))

@@ -29,7 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe_neo.machine_profile import ExchangeSample
 
 if TYPE_CHECKING:
-    from recpipe_neo.measure import Clock
+    from recpipe.kit import Clock
 
 GENERATORS = {
     ShardingType.TABLE_WISE.value: table_wise(rank=0, compute_kernel="fused"),

@@ -7,13 +7,16 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from recpipe.common.threads import one_thread
+from recpipe.perf.profile import Host, Sample, own_profile
 
 BUFFER_BYTES = 2**28
 """The size of each of two buffers: 256 MiB, more than the last-level cache of most machines."""
@@ -49,30 +52,86 @@ class Machine:
         """The faster of reading and copying."""
         return max(self.copy_bytes_per_s, self.read_bytes_per_s)
 
+    @classmethod
+    def of(cls, samples: Iterable[Sample], row_bytes: int, threads: int) -> Machine | None:
+        """The limits for rows of ``row_bytes`` from samples of ``measured``; None if some are missing.
+
+        Between the sizes of rows that were measured, the logarithm of the rate is interpolated by that of the
+        size; beyond them, the rate is that of the nearest.
+        """
+        rates: dict[str, float] = {}
+        rows: dict[str, dict[float, float]] = {"gather": {}, "gather, one thread": {}}
+        for sample in samples:
+            rate = float(sample.at["amount"]) / sample.seconds
+            if sample.kind in rows:
+                rows[sample.kind][float(sample.at["row_bytes"])] = rate
+            else:
+                rates[sample.kind] = rate
+        names = [str(kind).removeprefix("torch.") for kind in KINDS]
+        if not rates.keys() >= {"copy", "read", *(f"gemm {name}" for name in names)} or not all(
+            rows.values()
+        ):
+            return None
+        all_threads, alone = (
+            float(np.exp(np.interp(np.log(row_bytes), *np.log(sorted(found.items())).T)))
+            for found in rows.values()
+        )
+        gemm = {name: rates[f"gemm {name}"] for name in names}
+        return cls(threads, gemm, rates["copy"], rates["read"], row_bytes, max(all_threads, alone), alone)
+
 
 def measure(row_bytes: int, device: torch.device) -> Machine:
     """Measure ``device``; ``row_bytes``: the size of an embedding row's float32 weights.
 
     Takes 2 to 10 seconds and at most 768 MiB at a time.
     """
-    gemm = {str(kind).removeprefix("torch."): gemm_flops_per_s(kind, device) for kind in KINDS}
+    found = Machine.of(measured([row_bytes], device), row_bytes, torch.get_num_threads())
+    assert found is not None, "all limits were measured"
+    return found
+
+
+def known_or_measured(row_bytes: int, device: torch.device) -> Machine:
+    """The limits in this machine's profile, if ``recpipe perf calibrate`` has made one, or measured ones."""
+    host = Host.current(device)
+    profile = own_profile(host) if device.type == "cpu" else None
+    known = None
+    if profile is not None:
+        known = Machine.of(profile.samples.get("limits", ()), row_bytes, host.threads)
+    return known or measure(row_bytes, device)
+
+
+def measured(sizes: Iterable[int], device: torch.device) -> Iterator[Sample]:
+    """Measure ``device``, with rows of each of ``sizes`` bytes.
+
+    ``amount`` in a sample: its operations or bytes.
+    """
+    for kind in KINDS:
+        flops, seconds = best_product(kind, device)
+        yield Sample(f"gemm {str(kind).removeprefix('torch.')}", {"amount": flops}, seconds)
     source = torch.ones(BUFFER_BYTES // 4, device=device)
-    copy = copy_bytes_per_s(source)
-    read = BUFFER_BYTES / min(best_seconds(reads, device) for reads in (source.sum, source.max))
-    dim = row_bytes // 4
-    table = source[: len(source) // dim * dim].view(-1, dim)
-    gather = gather_bytes_per_s(table)
-    with one_thread():
-        alone = gather_bytes_per_s(table)
-    return Machine(torch.get_num_threads(), gemm, copy, read, row_bytes, max(gather, alone), alone)
+    target = torch.ones_like(source)  # written once so that its pages exist
+    seconds = best_seconds(partial(target.copy_, source), device)
+    yield Sample("copy", {"amount": 2.0 * BUFFER_BYTES}, seconds)
+    seconds = min(best_seconds(reads, device) for reads in (source.sum, source.max))
+    yield Sample("read", {"amount": float(BUFFER_BYTES)}, seconds)
+    for row_bytes in sizes:
+        dim = row_bytes // 4
+        table = source[: len(source) // dim * dim].view(-1, dim)
+        at = {"row_bytes": float(row_bytes)}
+        amount, seconds = gathered(table)
+        yield Sample("gather", {**at, "amount": amount}, seconds)
+        with one_thread():
+            amount, seconds = gathered(table)
+        yield Sample("gather, one thread", {**at, "amount": amount}, seconds)
 
 
-def gemm_flops_per_s(kind: torch.dtype, device: torch.device) -> float:
-    """The best rate of square products of matrices of type ``kind`` in several sizes.
+def best_product(kind: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """Operations and seconds of the square product of matrices of type ``kind`` with the best rate of several
+    sizes.
 
     Without units for bfloat16, already the smallest size is slow enough to be the last.
     """
-    rate = 0.0
+    best = (0.0, 1.0)
     for size in SIZES:
         left, right = (torch.rand(size, size, device=device).to(kind) for _ in range(2))
         product = torch.empty_like(left)
@@ -81,27 +140,20 @@ def gemm_flops_per_s(kind: torch.dtype, device: torch.device) -> float:
             torch.mm(a, b, out=out)
 
         seconds = best_seconds(multiply, device)
-        rate = max(rate, 2 * size**3 / seconds)
+        best = max(best, (2.0 * size**3, seconds), key=lambda found: found[0] / found[1])
         if seconds > PRODUCT_SECONDS:
             break
-    return rate
+    return best
 
 
-def copy_bytes_per_s(source: torch.Tensor) -> float:
-    """Bytes read and written per second when ``source`` is copied."""
-    target = torch.ones_like(source)  # written once so that its pages exist
-    seconds = best_seconds(lambda: target.copy_(source), source.device)
-    return 2 * source.numel() * source.element_size() / seconds
-
-
-def gather_bytes_per_s(table: torch.Tensor) -> float:
-    """Bytes of rows of ``table`` (float32 [rows, values]) read per second at random, in bags of ``BAG``."""
+def gathered(table: torch.Tensor) -> tuple[float, float]:
+    """Bytes of rows of ``table`` (float32 [rows, values]) read at random, in bags of ``BAG``, and seconds."""
     rows, values = table.shape
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(rows, (max(BAG, rows // 4),), generator=generator).to(table.device)
     offsets = torch.arange(0, len(ids), BAG, device=table.device)
     seconds = best_seconds(lambda: torch.embedding_bag(table, ids, offsets), table.device)
-    return len(ids) * values * table.element_size() / seconds
+    return float(len(ids) * values * table.element_size()), seconds
 
 
 def best_seconds(run: Callable[[], object], device: torch.device) -> float:

@@ -14,7 +14,7 @@ rows, which a sample would miss or weigh too much, are followed each for itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,8 @@ class Curve:
     """Lookups of resident rows [G]."""
     hit_rows: Figures
     """Resident rows among each batch's distinct ones, added up [G]."""
+    carried: Figures
+    """Rows that are not resident and that the batch before looked up too, added up [G]."""
     batches: int = 0
     lookups: float = 0.0
     rows: float = 0.0
@@ -51,7 +53,7 @@ class Curve:
     @classmethod
     def empty(cls, points: int) -> Curve:
         """No batch yet."""
-        return cls(np.zeros(points), np.zeros(points))
+        return cls(np.zeros(points), np.zeros(points), np.zeros(points))
 
     def saw(self, lookups: Figures, rows: Figures) -> None:
         """Count a batch: for each of its distinct rows its lookups, and how many rows it stands for [U]."""
@@ -59,11 +61,17 @@ class Curve:
         self.lookups += float(lookups.sum())
         self.rows += float(rows.sum())
 
-    def hit(self, lookups: Figures, rows: Figures, resident: Figures) -> None:
-        """Count a batch's hits: of classes of equal rows, with their ``lookups`` [K] and numbers of distinct
-        ``rows`` [K], the share ``resident`` [K, G] is resident."""
+    def hit(self, lookups: Figures, rows: Figures, again: Figures, resident: Figures) -> None:
+        """Count a batch's hits: of classes of equal rows, with their ``lookups`` [K], numbers of distinct
+        ``rows`` [K] and of those among them that the batch before had (``again`` [K]), the share
+        ``resident`` [K, G] is resident."""
         self.hits += lookups @ resident
         self.hit_rows += rows @ resident
+        self.carried += again.sum() - again @ resident
+
+    def since(self, earlier: Curve) -> Curve:
+        """The same of the batches after ``earlier``, a copy made then."""
+        return Curve(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
     def fetched(self) -> Figures:
         """Rows that a batch has to fetch, on average [G]."""
@@ -142,7 +150,7 @@ class MissRates:
         self._by_count(followed, lookups, weights)
         if self._learnt is not None:
             count, with_count = self._learnt
-            self._by_learnt(count[followed], with_count, lookups, weights)
+            self._by_learnt(count[followed], with_count, lookups, weights, weights * self._just(followed))
         self._note(followed, times, weights)
 
     def _by_age(self, followed: RowIds, lookups: Figures, weights: Figures) -> None:
@@ -152,8 +160,11 @@ class MissRates:
         batches = len(self._left)
         lookups_of = _totals(last[again], lookups[again], batches)
         rows_of = _totals(last[again], weights[again], batches)
+        just = np.zeros(batches)
+        just[-1:] = rows_of[-1:]
         self.lru.saw(lookups, weights)
-        self.lru.hit(lookups_of, rows_of, _share_with_slot(_above(self._left), self._left, self.slots))
+        held = _share_with_slot(_above(self._left), self._left, self.slots)
+        self.lru.hit(lookups_of, rows_of, just, held)
         self._near = _sum(self._near, lookups_of[::-1])
         self._window_rows = _sum(self._window_rows, np.cumsum(self._left[::-1]))
 
@@ -172,19 +183,30 @@ class MissRates:
         at = count[few], since[few]
         held[few] = self._left_with[at]
         before[few] += np.cumsum(self._left_with, axis=1)[at] - held[few]
-        lookups_of, rows_of = (_totals(which, each[known], len(classes)) for each in (lookups, weights))
-        self.lfu.hit(lookups_of, rows_of, _share_with_slot(before, held, self.slots))
+        amounts = (lookups, weights, weights * self._just(followed))
+        of_class = (_totals(which, each[known], len(classes)) for each in amounts)
+        self.lfu.hit(*of_class, _share_with_slot(before, held, self.slots))
 
     def _by_learnt(
-        self, count: NDArray[np.int32], with_count: Figures, lookups: Figures, weights: Figures
+        self,
+        count: NDArray[np.int32],
+        with_count: Figures,
+        lookups: Figures,
+        weights: Figures,
+        again: Figures,
     ) -> None:
-        """A hot set: before a row come those that had a higher count when it was learnt."""
+        """A hot set: before a row come those that had a higher count when it was learnt. No row without a
+        count is resident; its class is the first."""
         self.hot.saw(lookups, weights)
-        known = np.flatnonzero(count)
-        counts, which = np.unique(count[known].clip(max=MOST_COUNT), return_inverse=True)
-        lookups_of, rows_of = (_totals(which, each[known], len(counts)) for each in (lookups, weights))
+        counts, which = np.unique(count.clip(max=MOST_COUNT), return_inverse=True)
+        of_class = (_totals(which, each, len(counts)) for each in (lookups, weights, again))
         resident = _share_with_slot(_above(with_count)[counts], with_count[counts], self.slots)
-        self.hot.hit(lookups_of, rows_of, resident)
+        resident[counts == 0] = 0.0
+        self.hot.hit(*of_class, resident)
+
+    def _just(self, followed: RowIds) -> NDArray[np.bool_]:
+        """Which rows the last batch looked up."""
+        return self._last[followed] == len(self._left) - 1
 
     def _note(self, followed: RowIds, times: NDArray[np.int64], weights: Figures) -> None:
         last, count = self._last[followed], self._count[followed]

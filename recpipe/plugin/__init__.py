@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RunFigures,
         TableInfo,
     )
+    from recpipe.plugin.costs import Moved, Phase, Statement, Work
     from recpipe.plugin.errors import PluginError
     from recpipe.plugin.model_quantizer import FinishedModel, ModelQuantizer, Quantized, ReportSection
     from recpipe.plugin.planner import Planner
@@ -53,7 +54,9 @@ _HOME = {
     "Invariant": "recpipe.plugin.api",
     "Link": "recpipe.plugin.api",
     "ModelQuantizer": "recpipe.plugin.model_quantizer",
+    "Moved": "recpipe.plugin.costs",
     "NOTHING": "recpipe.plugin.policy",
+    "Phase": "recpipe.plugin.costs",
     "Placement": "recpipe.plugin.policy",
     "Planner": "recpipe.plugin.planner",
     "Plugin": "recpipe.plugin.api",
@@ -72,8 +75,10 @@ _HOME = {
     "Slots": "recpipe.plugin.policy",
     "Split": "recpipe.plugin.splitter",
     "Splitter": "recpipe.plugin.splitter",
+    "Statement": "recpipe.plugin.costs",
     "TableInfo": "recpipe.plugin.api",
     "UserError": "recpipe.errors",
+    "Work": "recpipe.plugin.costs",
     "micro_batch_step": "recpipe.plugin.splitter",
 }
 """The module that defines each name. It is imported when the name is first used: some modules need numpy."""
@@ -93,6 +98,8 @@ __all__ = [
     "Invariant",
     "Link",
     "ModelQuantizer",
+    "Moved",
+    "Phase",
     "Placement",
     "Planner",
     "Plugin",
@@ -111,8 +118,10 @@ __all__ = [
     "Slots",
     "Split",
     "Splitter",
+    "Statement",
     "TableInfo",
     "UserError",
+    "Work",
     "micro_batch_step",
 ]
 

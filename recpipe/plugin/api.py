@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import lightning as L
 
     from recpipe.data.batch import Batch
+    from recpipe.perf.facts import Facts
+    from recpipe.plugin.costs import Statement
     from recpipe.plugin.planner import Planner
     from recpipe.plugin.policy import Cache
     from recpipe.plugin.quantizer import Quantizer
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from recpipe.report.record import Io
     from recpipe.tables.tiers.placement import Bags
 
-API = (2, 3)
+API = (2, 4)
 """Version of this file's contract: a plugin's major must equal it, its minor must not exceed it."""
 
 P = TypeVar("P")
@@ -231,6 +233,14 @@ class Plugin(ABC):
         or stores tables in fewer bits, the groups change: then every plugin is called once more with the new
         groups, and its first contribution is dropped.
         """
+
+    def costs(self, facts: Facts) -> Statement | None:
+        """What the plugin costs and saves where ``facts`` hold, for a prediction without a run; None: it
+        states nothing.
+
+        It must be cheap, and depend on ``facts`` and the knobs alone.
+        """
+        return None
 
 
 @dataclass(frozen=True)

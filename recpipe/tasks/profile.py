@@ -149,7 +149,7 @@ class StepProfiler(L.Callback):
         work["dense optimizer"] = self.optimizer
         widest = max(group.tables.dim for group in self.model.embeddings.tables.groups)
         before = Load.now()
-        limits = machine.measure(FLOAT_BYTES * widest, self.device)
+        limits = machine.known_or_measured(FLOAT_BYTES * widest, self.device)
         others = used_by_others(before)
         events = self.profiler.events()  # type: ignore[no-untyped-call]
         step = mean_step(middle_half(profiled_steps(events), key=lambda step: step.ms))

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recpipe_neo.cost import CostModel, Lookup, _nnls, owned, shared
+from recpipe_neo.cost import CostModel, owned, shared
 from recpipe_neo.machine_profile import LookupSample, MachineProfile
 from recpipe_neo.stats import feature_stats
 
 from plugins.recpipe_neo.tests.rig import bags, forward_ms, machine, made_up, uniform_stats
 from recpipe.errors import UserError
+from recpipe.kit import LookupWork, nnls
 
 
 def test_statistics_of_two_batches() -> None:
@@ -52,7 +53,7 @@ def test_the_fit_is_the_best_non_negative_one() -> None:
                 x = np.linalg.lstsq(a[:, columns], b, rcond=None)[0]
                 if (x >= 0).all():
                     best = min(best, np.linalg.norm(a[:, columns] @ x - b))
-        found = _nnls(a, b)
+        found = nnls(a, b)
         assert (found >= 0).all()
         assert np.linalg.norm(a @ found - b) == pytest.approx(best, rel=1e-6)
 
@@ -61,7 +62,7 @@ def test_times_of_unseen_lookups_follow_the_machine_s_laws() -> None:
     model = CostModel(made_up(machine(2)))
     for rows, dim, samples, pooling in ((40_000, 32, 1000, 7), (500_000, 64, 3000, 30), (300, 16, 4000, 2)):
         work = LookupSample(1, rows, dim, samples, samples * pooling, min(rows, 5000), 0, 0)
-        lookup = Lookup(rows, dim, samples, samples * pooling, work.distinct)
+        lookup = LookupWork(rows, dim, samples, samples * pooling, work.distinct)
         forward, backward = model.lookup(lookup, lookup.bytes)
         call = model.fixed("table_wise")[1] - 0.3  # the exchange's own
         assert forward + call == pytest.approx(forward_ms(work), rel=0.15)
@@ -92,7 +93,7 @@ def test_more_work_never_costs_less() -> None:
         for s in profile.lookups
     ]
     model = CostModel(replace(profile, lookups=noisy))
-    times = [model.lookup(Lookup(1e5, 64, 1000, n, n / 2), 1e7) for n in (1e3, 1e4, 1e5)]
+    times = [model.lookup(LookupWork(1e5, 64, 1000, n, n / 2), 1e7) for n in (1e3, 1e4, 1e5)]
     assert times == sorted(times)
     assert min(times[0]) >= 0
 

@@ -174,6 +174,10 @@ class SsdStore(ColdStore):
         """Those whose block is in the staging area."""
         return self._staging.find(self._map.places(rows).blocks) >= 0
 
+    def forget_staged(self) -> None:
+        """Empty the staging area, so that the next ``scatter`` reads what surrounds its rows first."""
+        self._staging.forget(np.arange(self._staging.capacity))
+
     def flush(self) -> None:
         """Ask the disk to make every earlier ``scatter`` durable (fdatasync)."""
         for fd, name in zip(self._fds.tolist(), self._state.files, strict=True):
@@ -330,7 +334,7 @@ class SsdStore(ColdStore):
         for table, base in enumerate(self.layout.bases[:-1].tolist()):
             for start, records in filled_chunks(self.layout, fill, table, step):
                 self.scatter(np.arange(base + start, base + start + len(records)), records)
-        self._staging.forget(np.arange(self._staging.capacity))
+        self.forget_staged()
         self.io = IoCounters()
 
     def _release(self) -> None:

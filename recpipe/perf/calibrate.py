@@ -1,0 +1,90 @@
+"""Measures a machine once, family by family, and keeps the results; interrupted, it goes on where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from recpipe.backend.matmul import vector_units
+from recpipe.common.console import Meter, log
+from recpipe.errors import UserError, nearest_or_all
+from recpipe.perf.bench import gemm, limits, lookups, overheads, pointwise, stores, tiers
+from recpipe.perf.profile import Host, MachineProfile, Sample
+
+Measure = Callable[[bool], Iterator[Sample]]
+"""Yields the samples of a family; in the quick form, fewer of them if it is given True."""
+
+FAMILIES: dict[str, Measure] = {
+    "limits": limits.measure,
+    "gemm": gemm.measure,
+    "pointwise": pointwise.measure,
+    "overheads": overheads.measure,
+    "lookups": lookups.measure,
+    "tiers": tiers.measure,
+    "stores": stores.measure,
+}
+"""The one set of micro-benchmarks, in the order in which they run."""
+SECONDS = {
+    "limits": 8.0,
+    "gemm": 35.0,
+    "pointwise": 35.0,
+    "overheads": 10.0,
+    "lookups": 40.0,
+    "tiers": 30.0,
+    "stores": 30.0,
+}
+"""About how long a family takes in full, for the progress bar."""
+
+
+def calibrate(
+    path: Path, quick: bool, only: Iterable[str] | None = None, families: dict[str, Measure] | None = None
+) -> MachineProfile:
+    """Measure what the profile at ``path`` lacks; it is saved after each family.
+
+    A profile of another host is refused (``UserError``). One made in the quick form is measured again from
+    the start if ``quick`` is not set. ``only``: the families to measure, by default all.
+    """
+    families = FAMILIES if families is None else families
+    wanted = list(families) if only is None else list(only)
+    unknown = next((name for name in wanted if name not in families), None)
+    if unknown is not None:
+        raise UserError(f"no family of micro-benchmarks '{unknown}': {nearest_or_all(unknown, families)}")
+    profile = _begun(path, quick)
+    lacking = [name for name in wanted if name not in profile.samples]
+    whole = sum(SECONDS.get(name, 1.0) for name in lacking)
+    done = 0.0
+    with Meter() as meter, torch.random.fork_rng(devices=[]), vector_units(torch.device("cpu")):
+        for name in lacking:
+            samples: list[Sample] = []
+            for sample in families[name](quick):
+                samples.append(sample)
+                if meter.due:
+                    meter.show(done / whole, f"measuring {name}: {len(samples)} samples")
+            done += SECONDS.get(name, 1.0)
+            profile = replace(
+                profile,
+                quick=profile.quick or quick,
+                samples={**profile.samples, name: tuple(samples)},
+            )
+            profile.save(path)
+            log.info("measured %s: %d samples", name, len(samples))
+    return profile
+
+
+def _begun(path: Path, quick: bool) -> MachineProfile:
+    """The profile at ``path``, or an empty one."""
+    host = Host.current()
+    fresh = MachineProfile(host, datetime.now(UTC).isoformat(timespec="seconds"), False)
+    if not path.exists():
+        return fresh
+    found = MachineProfile.load(path)
+    differences = host.differs(found.host)
+    if differences:
+        raise UserError(
+            f"{path} is the profile of another machine ({'; '.join(differences)}); give another file"
+        )
+    return fresh if found.quick and not quick else found

@@ -1,0 +1,48 @@
+"""``recpipe perf``: measures this machine, and shows what is known about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
+from recpipe.common.console import heard
+from recpipe.errors import UserError
+
+USAGE = "say recpipe perf calibrate [--quick], or recpipe perf show"
+
+
+def perf(words: Sequence[str]) -> int:
+    """``calibrate [--quick]``: measure what is not known yet. ``show``: what is known, in one screen."""
+    match list(words):
+        case ["calibrate"] | ["calibrate", "--quick"]:
+            return _calibrate("--quick" in words)
+        case ["show"]:
+            return _show()
+    raise UserError(USAGE if not words else f"{USAGE}, not 'recpipe perf {' '.join(words)}'")
+
+
+def _calibrate(quick: bool) -> int:
+    # As in a run, and before torch is loaded.
+    tune_allocator()
+    bound_kernel_caches()
+    from recpipe.perf.calibrate import calibrate
+    from recpipe.perf.profile import Host, profile_path
+
+    path = profile_path(Host.current())
+    with heard(None):
+        calibrate(path, quick)
+    print(f"this machine's profile: {path}")
+    return 0
+
+
+def _show() -> int:
+    from recpipe.perf.profile import Host, own_profile
+    from recpipe.perf.show import shown
+
+    profile = own_profile(Host.current())
+    if profile is None:
+        raise UserError(
+            "this machine has not been measured with these versions and threads; run recpipe perf calibrate"
+        )
+    print(shown(profile))
+    return 0

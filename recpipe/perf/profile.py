@@ -1,0 +1,152 @@
+"""What was measured on a machine: samples of its micro-benchmarks, in one JSON file for each machine.
+
+Its form: ``schema`` (``SCHEMA``), ``host``, ``made`` (when it was begun), ``quick``, and ``samples``: for
+each family of ``recpipe.perf.calibrate.FAMILIES`` a list of ``{"kind", "at", "seconds"}``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import torch
+
+from recpipe.backend import host as backend
+from recpipe.common.saved import Damaged, entries, parse_json, typed_as
+from recpipe.common.versions import FBGEMM, installed_version
+from recpipe.data.cache import default_cache_dir
+from recpipe.errors import UserError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine and the versions that measurements are valid for."""
+
+    processor: str
+    instruction_set: str
+    """torch's vector instructions, then those that the environment allows oneDNN and MKL."""
+    cores: int
+    threads: int
+    """The number of torch's threads."""
+    device: str
+    """``cpu``, or the name of the GPU."""
+    torch_version: str
+    fbgemm_version: str
+    torchrec_version: str
+
+    @classmethod
+    def current(cls, device: torch.device | None = None) -> Host:
+        """This process's host; ``device``: where models train, by default the CPU."""
+        own = backend.Host.current()
+        on_gpu = device is not None and device.type == "cuda"
+        fbgemm = next(filter(None, map(installed_version, FBGEMM)), "none")
+        return cls(
+            own.processor,
+            own.instruction_set,
+            own.cores,
+            torch.get_num_threads(),
+            torch.cuda.get_device_name(device) if on_gpu else "cpu",
+            torch.__version__,
+            fbgemm,
+            installed_version("torchrec") or "none",
+        )
+
+    def differs(self, other: Host) -> list[str]:
+        """In what ``other`` differs from this host, in words: ``threads: 2 there, 4 here``, here being this
+        one."""
+        names = {field.name: field.name.replace("_", " ") for field in fields(self)}
+        pairs = ((word, getattr(other, name), getattr(self, name)) for name, word in names.items())
+        return [f"{word}: {there} there, {here} here" for word, there, here in pairs if there != here]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement."""
+
+    kind: str
+    """What was run: an operator, or a part of a step."""
+    at: Mapping[str, float | str]
+    """Sizes and settings by name."""
+    seconds: float
+    """The median of several runs; of the machine's limits, the best."""
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """All samples of one machine."""
+
+    host: Host
+    made: str
+    """When it was begun, as ISO 8601."""
+    quick: bool
+    """Whether some family was measured in the quick form."""
+    samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
+    """By family."""
+
+    def text(self) -> str:
+        """The profile as JSON, a sample a line."""
+        head = {"schema": SCHEMA, "host": asdict(self.host), "made": self.made, "quick": self.quick}
+        families = []
+        for name, samples in self.samples.items():
+            lines = ",\n   ".join(json.dumps(asdict(sample)) for sample in samples)
+            families.append(f"  {json.dumps(name)}: [\n   {lines}\n  ]")
+        body = ",\n".join(families)
+        return f'{json.dumps(head, indent=1)[:-2]},\n "samples": {{\n{body}\n }}\n}}\n'
+
+    @classmethod
+    def parse(cls, text: str | bytes, source: object) -> MachineProfile:
+        """Parse JSON from the file ``source``; raises ``UserError`` in one line if it is not a profile."""
+        try:
+            found = parse_json(text)
+            schema = entries({"schema": int}, found)["schema"]
+            if schema != SCHEMA:
+                raise Damaged(f"schema {schema}, not {SCHEMA}")
+            profile = typed_as(cls, {key: value for key, value in found.items() if key != "schema"})
+            for name, samples in profile.samples.items():
+                bad = next((sample for sample in samples if sample.seconds <= 0), None)
+                if bad is not None:
+                    raise Damaged(f"samples.{name} has {bad.seconds} seconds for {bad.kind}")
+        except ValueError as fault:
+            raise UserError(
+                f"{source}: no machine profile ({fault}); delete it, and 'recpipe perf calibrate' makes a "
+                "new one"
+            ) from fault
+        return profile
+
+    @classmethod
+    def load(cls, path: Path) -> MachineProfile:
+        """Read a profile; ``UserError`` if the file is missing or damaged."""
+        try:
+            content = path.read_bytes()
+        except OSError as fault:
+            raise UserError(f"cannot read the machine profile {path}: {fault.strerror}") from fault
+        return cls.parse(content, path)
+
+    def save(self, path: Path) -> None:
+        """Write it atomically; ``UserError`` if that fails."""
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(self.text(), encoding="utf-8")
+            draft.replace(path)
+        except OSError as fault:
+            raise UserError(f"cannot write the machine profile {path}: {fault.strerror}") from fault
+
+
+def profile_path(host: Host) -> Path:
+    """Where the profile of ``host`` is kept."""
+    text = json.dumps([SCHEMA, asdict(host)], sort_keys=True)
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return default_cache_dir() / "perf" / f"machine-{name}.json"
+
+
+def own_profile(host: Host) -> MachineProfile | None:
+    """The profile that ``recpipe perf calibrate`` has made for ``host``; None if there is none."""
+    path = profile_path(host)
+    return MachineProfile.load(path) if path.exists() else None
