@@ -57,6 +57,11 @@ def _slots(at: At) -> Vector:
     return np.concatenate([[1.0, float(slab > 0)], *parts, slab * dims])
 
 
+def _reorder(at: At) -> Vector:
+    lookups, bags = _of(("lookups", "bags"), at)
+    return np.array([1.0, lookups, bags])
+
+
 def _host(at: At) -> Vector:
     rows, width = _of(("rows", "width"), at)
     return np.array([1.0, rows, rows * width])
@@ -78,6 +83,7 @@ FEATURES: Mapping[str, Features] = {
     **{f"plan {policy}": _plan for policy in ("nocache", "lru", "lfu")},
     "advance": partial(_rows, "leaving"),
     "arrive": _arrive,
+    "reorder": _reorder,
     "slots forward": _slots,
     "slots update": _slots,
     **{f"host {what}{busy}": _host for what in _COPIES for busy in ("", " busy")},
