@@ -18,6 +18,7 @@ from recpipe.data.parts import leaves, tensors_in
 from recpipe.distributed.ranks import Emulation
 from recpipe.errors import UserError
 from recpipe.perf.misses import POPULAR, TRACKED, Curve, MissRates, Sample
+from recpipe.plugin.costs import Moved
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.groups import Group
 from recpipe.tables.inputs import Inputs
@@ -102,6 +103,29 @@ class GroupFacts:
         carried = self._at(curve.carried / max(1, curve.batches), share)
         return Misses(missed * self.lookups, rows * self.distinct, min(carried, rows * self.distinct))
 
+    def cached(self, policy: str, share: float, carries: bool = True) -> Moved:
+        """The rows that a cache of a ``share`` of the rows moves, once it is full; ``policy`` as in
+        ``misses``.
+
+        Each row that leaves was read before: as many are written as are read. LRU gives every row that it
+        misses a slot. The others, in a stable state, let nearly all of them pass through the slab, from which
+        the next batch takes those it needs again (``carries``).
+        """
+        misses = self.misses(policy, share)
+        if policy != "lru" or not misses.rows:
+            read = misses.rows - (misses.carried if carries else 0.0)
+            return Moved(read=read, returned=read, slab=misses.rows, slab_lookups=misses.lookups)
+        placed = min(misses.rows, max(0.0, share * self.rows - (self.distinct - misses.rows)))
+        left = misses.rows - placed
+        return Moved(
+            read=misses.rows,
+            evicted=placed,
+            returned=left,
+            placed=placed,
+            slab=left,
+            slab_lookups=misses.lookups * left / misses.rows,
+        )
+
     def _at(self, values: NDArray[np.float64], share: float) -> float:
         return float(np.interp(np.log(max(share, SHARES[0])), np.log(SHARES), values))
 
@@ -182,8 +206,8 @@ def collect(
     size = 0
     for done, batch in zip(range(batches), read(), strict=False):
         size = size or _bytes(batch)
-        for number, group in enumerate(groups):
-            group.add(inputs.bags(batch, number))
+        for number, counting in enumerate(groups):
+            counting.add(inputs.bags(batch, number))
         progress(done + 1)
     if not any(group.rates.lru.lookups for group in groups):
         raise UserError("the batches that were read look nothing up: there is nothing to keep in tiers")
