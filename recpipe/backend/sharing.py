@@ -7,14 +7,12 @@ is trained, fetched or moved.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.backend.calibrate import sizes
 from recpipe.backend.choices import FIRST_SHARES, Choices
@@ -30,11 +28,8 @@ from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.tables.collection import TableCollection
 from recpipe.tables.inputs import GroupIds, count_ids
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.specs import TableSet
+from recpipe.tables.stand_in import with_few_rows, within
 
-STAND_IN_BYTES = 64 << 20
-"""The size of all tables together while a step is timed: more than a cache holds, but quickly made."""
-LEARNING_RATE = 1e-12
 MARGIN = 1.1
 """Cores share a batch if that is so many times faster. A run also reads and plans, which competes for Python
 with the cores and is not in the measured time."""
@@ -86,12 +81,15 @@ class _Trial:
     def tables(self) -> dict[TableCollection, ResidentCollection]:
         """The replacement of each group's collection: the same tables with fewer rows."""
         groups, cpu = self.model.embeddings.tables.groups, torch.device("cpu")
-        rows = max(1, STAND_IN_BYTES // sum(len(g.tables.tables) * g.tables.record_bytes for g in groups))
         roomy = roomy_paths(self.model.module)
-        return {
-            own: ResidentCollection(_with_rows(group.tables, rows), cpu, room=group.path in roomy)
-            for own, group in zip(self.model.embeddings.collections, groups, strict=True)
-        }
+        made = zip(groups, with_few_rows(self.model.embeddings.tables), strict=True)
+        return dict(
+            zip(
+                self.model.embeddings.collections,
+                (ResidentCollection(cut, cpu, room=group.path in roomy) for group, cut in made),
+                strict=True,
+            )
+        )
 
     def faster(self, batch: Any) -> str:
         """``openmp``, or one of ``FIRST_SHARES``."""
@@ -124,22 +122,7 @@ class _Trial:
     def _ids(self, batch: Any) -> GroupIds:
         """Ids within the rows of the temporary tables."""
         each = zip(self.model.inputs.each(batch), self.tables.values(), strict=True)
-        return tuple(None if ids is None else _within(ids, own.tables) for ids, own in each)
-
-
-def _within(ids: KeyedJaggedTensor, tables: TableSet) -> KeyedJaggedTensor:
-    rows = torch.tensor([tables.tables[table].rows for table in tables.table_of])
-    limits = rows.repeat_interleave(torch.tensor(ids.length_per_key()))
-    return KeyedJaggedTensor(
-        ids.keys(), ids.values() % limits, ids.weights_or_none(), ids.lengths(), ids.offsets()
-    )
-
-
-def _with_rows(tables: TableSet, most: int) -> TableSet:
-    """``tables`` with fewer rows and almost no learning, so that the loss stays finite after any number of
-    steps."""
-    cut = tuple(replace(table, rows=min(table.rows, most), first=None) for table in tables.tables)
-    return replace(tables, tables=cut, optimizer=replace(tables.optimizer, lr=LEARNING_RATE))
+        return tuple(None if ids is None else within(ids, own.tables) for ids, own in each)
 
 
 def _always(first: float, samples: int) -> float:
