@@ -15,15 +15,9 @@ def statement(facts: Facts) -> Statement:
     if ranks == 1:
         return Statement(why="one rank has all tables: there is nothing to place")
     loads = [0.0] * ranks
-    tables = sorted(
-        (
-            group.lookups * group.dim / len(group.table_rows)
-            for group in facts.groups
-            for _ in group.table_rows
-        ),
-        reverse=True,
-    )
-    for load in tables:
+    # A group's lookups are taken as spread evenly over its tables.
+    work = [(group.lookups * group.dim / len(group.table_rows), group) for group in facts.groups]
+    for load in sorted((each for each, group in work for _ in group.table_rows), reverse=True):
         loads[loads.index(min(loads))] += load
     spread = max(loads) / sum(loads)
     floats = sum(

@@ -21,16 +21,28 @@ from recpipe.perf.stored import Spent, Store
 from recpipe.perf.walk import Task
 from recpipe.plugin.costs import Moved, Phase, Statement, Work
 
-Resident = Callable[[int], Sequence[Task]]
-"""The tasks of a resident step of so many samples."""
-LOOK_UP, UPDATE = "look up", "update tables"
-ONCE = (LOOK_UP, UPDATE, "dense optimizer", "loop")
-"""Main's tasks that a step has once, however many micro-batches it has. The others belong to samples."""
+LOOK_UP, UPDATE = "look up", "table update"
+ONCE = (LOOK_UP, UPDATE, "add up gradients", "dense optimizer", "loop")
+"""Tasks that a step has once, however many micro-batches it has. The others belong to samples."""
 FARTHEST = 8
 """Steps that a read ahead is walked ahead. How much farther it is makes no difference where the thread that
 reads keeps up, and none where it does not."""
 PENDING = 3
 """Writes of so many batches ago must have ended before a batch advances."""
+
+
+@dataclass(frozen=True)
+class ResidentStep:
+    """The step with all rows resident: its tasks, of which those of place ``loader`` read a batch, and the
+    seconds that resident tables take of ``look up`` and ``table update``."""
+
+    tasks: Sequence[Task]
+    look_up: float
+    update: float
+
+
+Resident = Callable[[int], ResidentStep]
+"""The resident step of so many samples."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +66,19 @@ class Tiered:
     def tasks(self) -> list[Task]:
         """The step's tasks, in the order in which each place has them."""
         samples = max(1, round(self.statement.kept * self.facts.batch_size))
-        whole = list(self.resident(samples))
-        return [*self._loader(whole), *self._io(), *self._main(whole, samples)]
+        return [*self._loader(), *self._io(), *self._main(samples)]
 
     # -- the threads -------------------------------------------------------------------------
 
-    def _loader(self, whole: Sequence[Task]) -> list[Task]:
+    def _loader(self) -> list[Task]:
         """Read and plan the next batch, once this one has advanced."""
-        reads = [task for task in self.resident(self.facts.batch_size) if task.place == "loader"]
+        works = self.statement.works
         plans = [Task("plan", "loader", sum(self._plan(*each) for each in self._groups))]
-        works = [self._work(work) for work in self.statement.works if work.place == "loader"]
-        first, *rest = [*reads, *works, *plans]
+        first, *rest = [*self._reads, *(self._work(w) for w in works if w.place == "loader"), *plans]
         return [
             replace(first, after={"advance": 1}),
             *(replace(task, after={}) for task in rest),
-            *(self._work(work) for work in self.statement.works if work.place not in ("loader", "main")),
+            *(self._work(work) for work in works if work.place not in ("loader", "main")),
         ]
 
     def _io(self) -> list[Task]:
@@ -87,53 +97,61 @@ class Tiered:
             _stored("write", "io", self._copied, {"advance": 0}),
         ]
 
-    def _main(self, whole: Sequence[Task], samples: int) -> list[Task]:
+    def _main(self, samples: int) -> list[Task]:
         """Advance, then the resident step with its rows in two tiers."""
-        own = [self._retimed(task) for task in whole if task.place != "loader"]
+        own = self._trained(samples)
         arrive = Task("arrive", "main", self._sum("arrive"), after={"fetch": 0})
         begin = [
-            Task("advance", "main", self._sum("advance"), after={"plan": 0, "write": PENDING}),
+            Task("advance", "main", self._sum("advance"), after={"plan": 0, "write": PENDING, "loop": 1}),
             *(self._work(work) for work in self.statement.works if work.place == "main"),
         ]
         early = int(self.statement.early * samples)
         if not 0 < early < samples or not self._read_rows:
             return [*begin, arrive, *own]
         before = [task for task in own if task.name == LOOK_UP]
-        once = [task for task in own if task.name in ONCE and task.name != LOOK_UP]
-        first = self._part(early, "popular", "main")
+        first = self._part(early, "popular", LOOK_UP)
         second = self._part(samples - early, "others", arrive.name)
+        inside = {task.name for task in own if task.name not in ONCE}
+        once = [
+            replace(task, after={f"{n}, others" if n in inside else n: ago for n, ago in task.after.items()})
+            for task in own
+            if task.name in ONCE and task.name != LOOK_UP
+        ]
         return [*begin, *before, *first, arrive, *second, *once]
 
     def _part(self, samples: int, name: str, since: str) -> list[Task]:
-        """The dense part of a micro-batch; tasks on other cores begin after task ``since``."""
-        parts = [task for task in self.resident(samples) if task.place != "loader" and task.name not in ONCE]
+        """The dense part of a micro-batch, which begins after task ``since``."""
+        parts = [task for task in self._trained(samples) if task.name not in ONCE]
         inside = {task.name for task in parts}
-        before = LOOK_UP if since == "main" else since
-        return [
-            replace(
-                task,
-                name=f"{task.name}, {name}",
-                after={
-                    (f"{other}, {name}" if other in inside else before): ago
-                    for other, ago in task.after.items()
-                },
-            )
-            for task in parts
-        ]
 
-    def _retimed(self, task: Task) -> Task:
-        """A task of the resident step with its rows in two tiers."""
-        waits = {name: ago for name, ago in task.after.items() if name not in self._reads}
-        if task.name == LOOK_UP:
-            return replace(task, busy=self._sum("slots forward"), waits=0.0, cores=1, after=waits)
-        if task.name == UPDATE:
-            return replace(task, busy=self._sum("slots update"), waits=0.0, cores=1, after=waits)
-        return replace(task, after=waits)
+        def after(task: Task) -> dict[str, int]:
+            own = {f"{other}, {name}": ago for other, ago in task.after.items() if other in inside}
+            return own or ({since: 0} if task.place != "main" else {})
+
+        return [replace(task, name=f"{task.name}, {name}", after=after(task)) for task in parts]
+
+    def _trained(self, samples: int) -> list[Task]:
+        """The resident step's tasks but for the loader's, with rows in two tiers."""
+        step = self.resident(samples)
+        reads = {task.name for task in step.tasks if task.place == "loader"}
+        found = []
+        for task in step.tasks:
+            if task.place == "loader":
+                continue
+            after = {
+                "advance" if n in reads else n: 0 if n in reads else ago for n, ago in task.after.items()
+            }
+            busy = task.busy
+            if task.name == LOOK_UP:
+                busy = max(0.0, busy - step.look_up) + self._sum("slots forward")
+            elif task.name == UPDATE:
+                busy = max(0.0, busy - step.update) + self._sum("slots update")
+            found.append(replace(task, busy=busy, after=after))
+        return found
 
     @property
-    def _reads(self) -> set[str]:
-        """The loader's tasks: main waits for the last of them by ``advance``."""
-        return {task.name for task in self.resident(self.facts.batch_size) if task.place == "loader"}
+    def _reads(self) -> list[Task]:
+        return [task for task in self.resident(self.facts.batch_size).tasks if task.place == "loader"]
 
     # -- amounts -----------------------------------------------------------------------------
 
