@@ -28,7 +28,7 @@ from recpipe.common.quiet import quieted
 from recpipe.common.run_dir import RunDir, hold
 from recpipe.common.sizes import readable_bytes
 from recpipe.config.recipe import Recipe
-from recpipe.config.task import InstalledTask, MissesConfig, PlanConfig, ProfileConfig
+from recpipe.config.task import AdviseTask, InstalledTask, MissesConfig, PlanConfig, ProfileConfig
 from recpipe.data.cache import default_cache_dir
 from recpipe.data.make import open_dataset
 from recpipe.distributed.launch import Process, begin_run, joined, require_same_data
@@ -129,11 +129,16 @@ def _run_task(cfg: Recipe, run_dir: RunDir, given: Given, command_line: Sequence
         if Process.current().rank == 0 and not isinstance(cfg.task, PlanConfig):
             remove_left_stores(cfg.tiers, run_dir, cfg.resume)
         with interruptible(), joined(cfg.topology, cfg.tiers.emulate, device) as ranks:
-            return run_on(ranks, cfg, run_dir, device, given)
+            return run_on(ranks, cfg, run_dir, device, given, command_line)
 
 
 def run_on(
-    ranks: Ranks, cfg: Recipe, run_dir: RunDir, device: torch.device, given: Given = NOTHING
+    ranks: Ranks,
+    cfg: Recipe,
+    run_dir: RunDir,
+    device: torch.device,
+    given: Given = NOTHING,
+    command_line: Sequence[str] | None = None,
 ) -> Outcome:
     """This rank's part of a run; reports are rank 0's."""
     started = run_start()
@@ -163,6 +168,10 @@ def run_on(
         from recpipe.tasks.misses import tell_misses
 
         return Outcome(tell_misses(cfg, cfg.task, dataset, unplaced.inputs, run_dir.path))
+    if isinstance(cfg.task, AdviseTask):
+        from recpipe.tasks.advise import advise
+
+        return Outcome(advise(cfg, dataset, unplaced, device, run_dir.path, command_line))
 
     # 4. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
     log.info("planning: plugins %s", ", ".join(cfg.plugins) or "none")

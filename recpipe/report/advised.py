@@ -17,8 +17,10 @@ from recpipe.report.record import replace_file
 from recpipe.report.terminal import print_place
 
 _COLUMNS = ("recipe", "predicted\nspeed", "samples/s", "memory", "step\nms", "bound by")
-_SHOWN_ROWS = 8
-"""Recipes of a budget that the terminal shows; the page has all of them."""
+_SHOWN_ROWS = 5
+"""Of a budget's recipes, the fastest that the terminal shows, beside the plain one and those of ``ALWAYS``; the
+page has all."""
+ALWAYS = ("lru", "lfu")
 _POPULAR = 0.01
 """The share of the rows of which the skew is told in a sentence."""
 _NEAR = 16
@@ -58,7 +60,7 @@ def opening(told: Mapping[str, Any]) -> list[str]:
     if speed is not None:
         found.append(
             f"With all rows in memory it can train {_range(speed['samples_per_second'])} samples/s; a step "
-            f"of {figures.decimal(1e3 * speed['step_seconds'][0], 3)} ms is bound by {speed['bound_by']}."
+            f"of {1e3 * speed['step_seconds'][0]:.3g} ms is bound by {speed['bound_by']}."
         )
     return found
 
@@ -95,10 +97,15 @@ def _table(budget: Mapping[str, Any]) -> Table:
     for index, name in enumerate(_COLUMNS):
         right = 0 < index < len(_COLUMNS) - 1
         table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
-    for row in budget["rows"][:_SHOWN_ROWS]:
+    for row in _shown(budget):
         style = "bold" if row["name"] == budget["recommended"] else None
         table.add_row(*cells(row, budget), style=style)
     return table
+
+
+def _shown(budget: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    always = {budget["plain"], budget["recommended"], *ALWAYS}
+    return [row for n, row in enumerate(budget["rows"]) if n < _SHOWN_ROWS or row["name"] in always]
 
 
 def cells(row: Mapping[str, Any], budget: Mapping[str, Any]) -> list[str]:
@@ -107,10 +114,10 @@ def cells(row: Mapping[str, Any], budget: Mapping[str, Any]) -> list[str]:
     name += " *" if row["alters"] else ""
     return [
         name,
-        f"{row['ratio'][0]:.2f} ({row['ratio'][1]:.2f}..{row['ratio'][2]:.2f})",
+        f"{row['ratio'][0]:.2f} ({row['ratio'][1]:.1f}..{row['ratio'][2]:.1f})",
         figures.short(row["samples_per_second"][0]),
         figures.size(row["memory_bytes"]),
-        figures.decimal(1e3 * row["step_seconds"][0], 3),
+        f"{1e3 * row['step_seconds'][0]:.3g}",
         row["bound_by"],
     ]
 
@@ -119,9 +126,8 @@ def closing(budget: Mapping[str, Any]) -> list[str]:
     """What to run at a budget and why, what would help, and how the predictions fared."""
     found = []
     rows = {row["name"]: row for row in budget["rows"]}
-    altering = [row["name"] for row in budget["rows"][:_SHOWN_ROWS] if row["alters"]]
-    if altering:
-        found.append(f"* {', '.join(altering)}: alters what is trained, so never recommended by speed alone.")
+    if any(row["alters"] for row in _shown(budget)):
+        found.append("* It alters what is trained, so it is never recommended for its speed alone.")
     if budget["recommended"] == budget["plain"]:
         found.append("Recommended: the plain recipe; nothing exact is predicted to be faster.")
     else:
@@ -130,9 +136,11 @@ def closing(budget: Mapping[str, Any]) -> list[str]:
     found.append(f"  {rows[budget['recommended']]['command']}")
     if budget["what_if"]:
         told = "; ".join(f"{each['what']} {each['ratio']:.2f}" for each in budget["what_if"])
-        found.append(f"What would make the recommended recipe faster, and how many times: {told}.")
-    for name, why in budget["left_out"].items():
-        found.append(f"Not predicted: {name}: {why}")
+        found.append(f"What would make it faster, and how many times: {told}.")
+    if budget["left_out"]:
+        found.append(
+            f"Not predicted: {'; '.join(f'{name} ({why})' for name, why in budget['left_out'].items())}."
+        )
     found += verified_sentences(budget["verified"])
     return found
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import combinations
 
 from recpipe.config.compose import active_plugins, compose
@@ -78,17 +79,24 @@ def stating(facts: Facts, left_out: dict[str, str]) -> tuple[dict[str, Plugin], 
     stated: dict[str, Statement] = {}
     for name in sorted(installed()):
         try:
-            knobs = active_plugins(compose([f"+plugin={name}"]))[name]
-            plugin = instantiate(name, knobs)
+            plugin = _as_installed(name)
             statement = plugin.costs(facts)
         except UserError as error:
             left_out[name] = str(error)
             continue
         if statement is None:
             left_out[name] = "it does not state what it costs here"
+        elif replace(statement, why="", unsure="") == Statement(why=""):
+            left_out[name] = statement.why
         else:
             plugins[name], stated[name] = plugin, statement
     return plugins, stated
+
+
+@cache
+def _as_installed(name: str) -> Plugin:
+    """A plugin as its yaml has it."""
+    return instantiate(name, active_plugins(compose([f"+plugin={name}"]))[name])
 
 
 def _with(

@@ -1,0 +1,116 @@
+"""task=advise: which technique would pay on this data, model and machine, by how much, and why.
+
+Nothing is trained, unless ``advise.verify`` asks for it. A part of the data is read for the statistics of its
+ids; the model's operators are captured on its first batch; the machine's measurements give their times. Each
+recipe's step is then walked for each budget of memory (``recpipe.perf``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recpipe.common.console import Meter, log
+from recpipe.config.recipe import Recipe
+from recpipe.config.task import AdviseConfig, AdviseTask, MissesConfig
+from recpipe.data.dataset import Dataset
+from recpipe.errors import UserError
+from recpipe.perf.facts import Facts, collect
+from recpipe.report import advised
+from recpipe.report.files import ReportFiles
+from recpipe.setup.placing import Unplaced
+from recpipe.tasks import misses
+from recpipe.tasks.advise_budget import Adviser
+from recpipe.tasks.advise_candidates import carried
+from recpipe.tasks.advise_machine import machine_profile, words
+from recpipe.tasks.advise_verify import verified
+
+
+def advise(
+    cfg: Recipe,
+    dataset: Dataset,
+    unplaced: Unplaced,
+    device: torch.device,
+    run_dir: Path,
+    command_line: Sequence[str] | None,
+) -> dict[str, Any]:
+    """Write advise.json and advise.html, and print one screen; returns what advise.json has.
+
+    ``command_line``: the user's overrides, without which nothing can be verified.
+    """
+    config, task = cfg.advise, cfg.task
+    assert config is not None, "it is task=advise"
+    assert isinstance(task, AdviseTask), "it is task=advise"
+    _check(cfg, config, device, command_line)
+    profile = machine_profile(config.machine, device)
+    facts = _facts(cfg, task.batches, dataset, unplaced)
+    reads = MissesConfig("misses", batches=min(task.batches, dataset.num_batches("train", facts.batch_size)))
+    ids = misses.measured(cfg, reads, dataset, unplaced.inputs)
+    own = carried(command_line or ())
+    with Adviser(cfg, config, facts, profile, dataset, unplaced, device) as adviser:
+        budgets = [adviser.budget(amount, own) for amount in config.amounts()]
+        told = {
+            "schema": 1,
+            "ids": ids,
+            "machine": {"words": words(profile, device, config.machine), **asdict(profile.host)},
+            "all_in_memory": adviser.all_in_memory(),
+            "budgets": budgets,
+            "unsure": adviser.unsure(),
+        }
+    files = ReportFiles(run_dir)
+    files.write_json("advise.json", told)
+    if config.verify and command_line is not None:
+        for number, budget in enumerate(budgets):
+            folder, steps = run_dir / f"verified-{number}", config.steps or reads.batches
+            budget["verified"] = verified(budget, config, steps, folder, command_line)
+            files.write_json("advise.json", told)
+    files.write("advise.html", lambda page: advised.write(told, page.parent))
+    advised.show_advice(told, run_dir / "advise.html")
+    files.check()
+    return told
+
+
+def _check(
+    cfg: Recipe, config: AdviseConfig, device: torch.device, command_line: Sequence[str] | None
+) -> None:
+    """Refuse what cannot be advised on."""
+    if device.type != "cpu":
+        raise UserError(
+            "task=advise predicts training on a CPU; on a GPU it is not checked yet: add trainer.device=cpu, "
+            "or compare runs with task=compare"
+        )
+    if cfg.plugins:
+        raise UserError(
+            f"task=advise judges every installed plugin by itself; leave +plugin={','.join(cfg.plugins)} out"
+        )
+    if config.verify and command_line is None:
+        raise UserError(
+            "advise.verify starts runs from the command line's overrides: run python -m recpipe task=advise"
+        )
+
+
+def _facts(cfg: Recipe, most: int, dataset: Dataset, unplaced: Unplaced) -> Facts:
+    size = cfg.data.batch_size
+    whole = dataset.num_batches("train", size)
+    batches = min(most, whole)
+    log.info("reading %d batches of %s samples", batches, f"{size:,}")
+    with Meter() as meter:
+
+        def tell(done: int) -> None:
+            if meter.due:
+                meter.show(done / batches, f"batch {done:,} of {batches:,}")
+
+        facts = collect(
+            unplaced.inputs,
+            lambda: dataset.batches("train", size),
+            size,
+            batches,
+            dataset.size("train"),
+            cfg.trainer.steps(whole),
+            tell,
+        )
+    return facts.at(store=cfg.tiers.store, prefetch=cfg.tiers.prefetch, emulation=cfg.tiers.emulate)
