@@ -18,8 +18,8 @@ from recpipe.report.terminal import print_place
 
 _COLUMNS = ("recipe", "predicted\nspeed", "samples/s", "memory", "step\nms", "bound by")
 _SHOWN_ROWS = 5
-"""Of a budget's recipes, the fastest that the terminal shows, beside the plain one and those of ``ALWAYS``; the
-page has all."""
+"""How many of a budget's fastest recipes the terminal shows, beside the plain one and those of ``ALWAYS``;
+the page has all."""
 ALWAYS = ("lru", "lfu")
 _POPULAR = 0.01
 """The share of the rows of which the skew is told in a sentence."""
