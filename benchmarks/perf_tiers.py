@@ -14,6 +14,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -26,7 +27,7 @@ from recpipe.common.quiet import quieted
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.data.make import open_dataset
-from recpipe.perf.calibrate import FAMILIES, calibrate
+from recpipe.perf.calibrate import calibrate
 from recpipe.perf.facts import Facts, collect
 from recpipe.perf.moves import MoveTimes
 from recpipe.perf.predict_tiered import TieredPrediction, predict_tiered
@@ -46,6 +47,8 @@ COMMON = (
 POLICIES = ("nocache", "lru", "lfu")
 SLOW = 1.05
 """A gain or a loss counts from here on."""
+FAMILIES = ("lookups", "tiers", "stores")
+"""What is measured of the machine."""
 BATCHES = 100
 """Batches that are read for statistics at most."""
 
@@ -98,31 +101,42 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--criteo", type=Path, help="a file of Criteo rows; left out without")
     parser.add_argument("--resident", choices=("measured",), default="measured")
+    parser.add_argument("--profile", type=Path, help="another profile than this machine's own")
+    parser.add_argument("--keep", type=Path, help="a folder in which measured times are kept, and found")
     parser.add_argument("--json", type=Path, help="where the table goes too")
     arguments = parser.parse_args()
-    profile = calibrate(
-        profile_path(Host.current()), False, [f for f in ("lookups", "tiers", "stores") if f in FAMILIES]
-    )
-    times = MoveTimes.of(profile)
+    times = MoveTimes.of(calibrate(arguments.profile or profile_path(Host.current()), False, FAMILIES))
     lines: list[dict[str, Any]] = []
     for setting in settings(arguments.criteo):
         if arguments.data in setting.name or arguments.data in setting.store:
-            lines += judged(setting, times, arguments.repetitions)
+            lines += judged(setting, times, measured(setting, arguments.repetitions, arguments.keep))
     show(lines)
     if arguments.json:
         arguments.json.write_text(json.dumps(lines, indent=1))
 
 
-def judged(setting: Setting, times: MoveTimes, repetitions: int) -> list[dict[str, Any]]:
-    """Run and predict everything in one setting."""
-    facts, reading = statistics(setting)
+def measured(setting: Setting, repetitions: int, keep: Path | None) -> dict[tuple[str, float], Measured]:
+    """Run everything in one setting, by row and budget."""
+    kept = None if keep is None else keep / f"{setting.name}-{setting.store}.json".replace(" ", "-")
+    if kept is not None and kept.exists():
+        return {(row, share): Measured(**run) for row, share, run in json.loads(kept.read_text())}
     runs: dict[tuple[str, float], Measured] = {}
     for _ in range(repetitions):
         for share in setting.shares:
             for row in ("resident", *setting.rows):
-                if row == "resident" and share != setting.shares[0]:
-                    continue
-                once(runs.setdefault((row, share), Measured()), words(setting, row, share))
+                place = setting.shares[0] if row == "resident" else share
+                once(runs.setdefault((row, place), Measured()), words(setting, row, share))
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps([(row, share, vars(run)) for (row, share), run in runs.items()]))
+    return runs
+
+
+def judged(
+    setting: Setting, times: MoveTimes, runs: Mapping[tuple[str, float], Measured]
+) -> list[dict[str, Any]]:
+    """Predict what was measured in one setting."""
+    facts, reading = statistics(setting)
     resident = median(runs["resident", setting.shares[0]].seconds)
     found = []
     for (row, share), run in runs.items():
@@ -202,14 +216,8 @@ def statistics(setting: Setting) -> tuple[Facts, float]:
         unplaced = Unplaced.of(cfg, dataset, choose_device("cpu"), None)
         size = cfg.data.batch_size
         batches = min(BATCHES, dataset.num_batches("train", size) - 1)
-        facts = collect(
-            unplaced.inputs,
-            lambda: dataset.batches("train", size),
-            size,
-            batches,
-            dataset.size("train"),
-            batches,
-        )
+        train, samples = partial(dataset.batches, "train", size), dataset.size("train")
+        facts = collect(unplaced.inputs, train, size, batches, samples, batches)
         seconds = []
         began = perf_counter()
         for _, batch in zip(range(20), dataset.batches("train", size), strict=False):
@@ -265,8 +273,8 @@ def tables(facts: Facts, times: MoveTimes) -> tuple[float, float]:
 
 def show(lines: Sequence[Mapping[str, Any]]) -> None:
     """The table, and the errors over all of it."""
-    print(f"{'data':<18}{'store':<6}{'budget':>7}  {'row':<11}{'resident':>9}{'measured':>10}{'predicted':>10}"
-          f"{'error':>8}{'missed':>9}{'by facts':>9}{'rows read':>11}{'by facts':>9}")  # fmt: skip
+    print(f"{'data':<18}{'store':<6}{'budget':>7}  {'row':<11}{'resident':>9}{'measured':>10}"
+          f"{'predicted':>10}{'error':>8}{'missed':>9}{'told':>7}{'rows read':>11}{'told':>9}")  # fmt: skip
     errors, right, judged = [], 0, 0
     for line in lines:
         error = line["predicted_ms"] / line["measured_ms"] - 1
@@ -277,7 +285,7 @@ def show(lines: Sequence[Mapping[str, Any]]) -> None:
             right += (gain > 1) == (told > 1)
         print(f"{line['data']:<18}{line['store']:<6}{line['share']:>7.0%}  {line['row']:<11}"
               f"{line['resident_ms']:>9.2f}{line['measured_ms']:>10.2f}{line['predicted_ms']:>10.2f}{error:>8.0%}"
-              f"{line['missed']:>9.1%}{line['predicted_missed']:>9.1%}{line['read']:>11,.0f}"
+              f"{line['missed']:>9.1%}{line['predicted_missed']:>7.1%}{line['read']:>11,.0f}"
               f"{line['predicted_read']:>9,.0f}")  # fmt: skip
     size = np.abs(errors)
     print(f"{len(errors)} pairs: geometric mean of the errors {np.exp(np.mean(np.log(size + 4e-4))):.1%}, "
