@@ -27,11 +27,8 @@ def statement(facts: Facts, lookahead: int | None, shares: Shares) -> Statement:
     lru and lfu misses. Reading ahead ends where a trial shows that batches are trained sooner without.
     """
     share = facts.share * (shares.slots if facts.share < 1 else 1.0)
-    moved = tuple(
-        min((group.cached(policy, share) for policy in ("lru", "lfu")), key=lambda m: m.read)
-        for group in facts.groups
-    )
-    moved = tuple(_placed(each) for each in moved)
+    both = zip(facts.cached("lru", share), facts.cached("lfu", share), strict=True)
+    moved = tuple(_placed(min(each, key=lambda m: m.read)) for each in both)
     rows = sum(m.read for m in moved)
     size = window(facts, moved, share, shares.waiting) if lookahead is None else max(1, lookahead // 2)
     alone = Statement(
@@ -57,7 +54,7 @@ def statement(facts: Facts, lookahead: int | None, shares: Shares) -> Statement:
 
 def _placed(moved: Moved) -> Moved:
     """Every row that is read gets a slot."""
-    return Moved(read=moved.read, evicted=moved.read, placed=moved.read)
+    return Moved(read=moved.read, evicted=moved.written, placed=moved.read)
 
 
 def window(facts: Facts, moved: tuple[Moved, ...], share: float, waiting: float) -> int:

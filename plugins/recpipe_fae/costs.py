@@ -24,7 +24,7 @@ class Separated:
 def statement(facts: Facts, phases: str) -> Statement:
     """A fixed hot set; mini-batches are separated (``phases`` as in the yaml) where that can pay, and where a
     trial confirms it."""
-    mixed = tuple(group.cached("hot", facts.share, facts.prefetch) for group in facts.groups)
+    mixed = facts.cached("hot")
     rows = sum(m.read for m in mixed)
     cache = Statement(
         why=f"the rows looked up most often stay resident; {rows:,.0f} others are read for a batch",

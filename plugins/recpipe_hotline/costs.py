@@ -11,7 +11,7 @@ from recpipe.plugin import Phase, Statement, Work, micro_batch_step
 def statement(facts: Facts, min_micro_batch: int) -> Statement:
     """Its popular rows are those that a cache by counts keeps. Batches are cut only where steps are shorter
     so: the statement that they are not is the alternative."""
-    moved = tuple(group.cached("lfu", facts.share, facts.prefetch) for group in facts.groups)
+    moved = facts.cached("lfu")
     step = micro_batch_step(facts.batch_size)
     popular = facts.popular_samples(facts.share)
     first = int(popular * facts.batch_size) // step * step

@@ -11,7 +11,7 @@ from recpipe_slipstream.verdict import LEAST
 
 def statement(facts: Facts, drop: float) -> Statement:
     """At most a share ``drop`` of the hot samples is left out; how many have settled, only training shows."""
-    moved = tuple(group.cached("hot", facts.share, facts.prefetch) for group in facts.groups)
+    moved = facts.cached("hot")
     hot = facts.popular_samples(facts.share)
     none = Statement(
         why=f"{hot:.0%} of the samples are hot: too few, or none of them, are left out",

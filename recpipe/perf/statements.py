@@ -23,8 +23,7 @@ def of_policy(policy: str, facts: Facts, share: float | None = None) -> Statemen
     looked up most often. ``share``: of the rows that have a slot, if it is not all that the budget holds."""
     if policy == "resident":
         return RESIDENT
-    share = facts.share if share is None else share
-    moved = tuple(group.cached(policy, share, facts.prefetch) for group in facts.groups)
+    moved = facts.cached(policy, share)
     read, distinct = sum(m.read for m in moved), sum(group.distinct for group in facts.groups)
     why = f"{SAYS[policy]}: of {distinct:,.0f} distinct rows a batch, {read:,.0f} are read from the store"
     plans = policy if policy != "hot" else "nocache"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from recpipe.perf.bench.passes import least
 from recpipe.perf.profile import Sample
 from recpipe.plugin.quantizer import RecordLayout, RowCodec
 from recpipe.tables.stores.base import ColdStore, Records, Rows, StoreLayout
@@ -38,6 +39,11 @@ LEAST = 1e-7
 
 
 def measure(quick: bool) -> Iterator[Sample]:
+    """The least of several passes over ``once``."""
+    yield from least(once, quick)
+
+
+def once(quick: bool) -> Iterator[Sample]:
     """Samples ``host read``, ``host write``; ``ssd read``, ``ssd write`` (of blocks just read), ``ssd
     rewrite`` (of others, which it reads first); each also as ``... busy``; ``encode`` and ``decode``."""
     widths, counts = (WIDTHS[:1], COUNTS[1:3]) if quick else (WIDTHS, COUNTS)
