@@ -20,7 +20,9 @@ from time import perf_counter
 from typing import Any
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
+from recpipe.common.quiet import calm_threads
 
+calm_threads()
 tune_allocator()
 bound_kernel_caches()
 

@@ -16,6 +16,8 @@ from recpipe.perf.models import Estimate, KernelModels
 from recpipe.perf.operators import Operator
 from recpipe.perf.profile import MachineProfile
 
+FAR = 2.0**24
+"""Bytes touched between two uses of a gradient or a parameter: most of a step's."""
 RECORDED, NODE, FUNCTION, CALL = "recorded", "node", "function", "call"
 
 
@@ -135,14 +137,16 @@ def _work(group: GroupLookups) -> Vector:
 
 
 def copied(values: float, runs: float = 0.0) -> Operator:
-    """A copy of so many float32 values."""
+    """A copy of so many float32 values, which were just made."""
     at = {"bytes": 8.0 * values, "footprint": 8.0 * values, "elements": values, "runs": runs}
+    at["reuse"] = 2 * at["footprint"]
     return Operator("elementwise", {**at, "dtype": "float32"}, "copy_")
 
 
 def added(values: float) -> Operator:
     """A sum of two tensors of so many float32 values, in new memory."""
     at = {"bytes": 12.0 * values, "footprint": 12.0 * values, "elements": values, "runs": 0.0}
+    at["reuse"] = FAR
     return Operator("elementwise", {**at, "dtype": "float32"}, "add")
 
 

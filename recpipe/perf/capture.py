@@ -33,6 +33,8 @@ STAGES = ("before rows", "forward", "backward to rows", "backward")
 """The forward pass before the first rows are asked for and after it, and the backward pass until all
 gradients of rows are there and after it."""
 ROW_VALUE = 0.01
+OPTIMIZER = 3
+"""Bytes that the dense optimizer touches beside each parameter's own: gradient and state."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,10 @@ class _Stages(Watch):
 
     def __init__(self) -> None:
         super().__init__()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the operators, and not when memory was touched."""
         self.stage, self.paused = 0, False
         self.by_stage: list[list[Operator]] = [[] for _ in STAGES]
 
@@ -185,28 +191,36 @@ class _Capture:
         )
 
     def _watched(self) -> tuple[int, int]:
-        watch = self.watch
-        handed = self._rows(watch)
-        with watch:
-            with handing_out(handed):
-                loss, _ = self.model.called(self.batch)
-            leaves = [leaf for rows in handed.values() for leaf in rows.leaves]
-            watch.paused = True
-            nodes, waited = _nodes(loss), len(leaves)
-            first = torch.ones_like(loss)
-            recorded = sum(map(len, watch.by_stage[:2]))
-            watch.paused, watch.stage = False, 2 if leaves else 3
+        """Run two steps, so that it is known for the second one when its memory was touched before; returns
+        the second one's nodes and recorded operators."""
+        with self.watch:
+            self._step()
+            for parameter in self.model.trained():
+                self.watch.touch([parameter], OPTIMIZER * parameter.numel() * parameter.element_size())
+            self.watch.begin()
+            return self._step()
 
-            def arrived(gradient: torch.Tensor) -> None:
-                nonlocal waited
-                waited -= 1
-                watch.stage = 2 if waited else 3
+    def _step(self) -> tuple[int, int]:
+        watch, handed = self.watch, self._rows(self.watch)
+        with handing_out(handed):
+            loss, _ = self.model.called(self.batch)
+        leaves = [leaf for rows in handed.values() for leaf in rows.leaves]
+        watch.paused = True
+        nodes, waited = _nodes(loss), len(leaves)
+        first = torch.ones_like(loss)
+        recorded = sum(map(len, watch.by_stage[:2]))
+        watch.paused, watch.stage = False, 2 if leaves else 3
 
-            hooks = [leaf.register_hook(arrived) for leaf in leaves]  # type: ignore[no-untyped-call]
-            wanted = [*leaves, *self.model.trained()]
-            torch.autograd.grad(loss, wanted, first, allow_unused=True)
-            for hook in hooks:
-                hook.remove()
+        def arrived(gradient: torch.Tensor) -> None:
+            nonlocal waited
+            waited -= 1
+            watch.stage = 2 if waited else 3
+
+        hooks = [leaf.register_hook(arrived) for leaf in leaves]  # type: ignore[no-untyped-call]
+        wanted = [*leaves, *self.model.trained()]
+        torch.autograd.grad(loss, wanted, first, allow_unused=True)
+        for hook in hooks:
+            hook.remove()
         self.late = sum(len(ids.values()) for rows in handed.values() for ids in rows.others)
         return nodes, recorded
 

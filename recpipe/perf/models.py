@@ -20,15 +20,17 @@ from recpipe.perf.linear import At, Features, Vector, fitted, hats
 from recpipe.perf.operators import GEMMS
 from recpipe.perf.profile import MachineProfile, Sample
 
-CACHES = np.log2([2.0**15, 2.0**20, 2.0**24, 2.0**28])
-"""Knots, in bytes that an operator touches: first and second cache, third cache, memory."""
+CACHES = np.log2([2.0**17, 2.0**20, 2.0**22, 2.0**24, 2.0**26])
+"""Knots, in bytes touched between two uses of an operator's memory; they decide which cache still has it."""
 GRAIN = 32768
 """Values from which on torch lets several threads share a pass."""
 VECTOR = 16
 """Rows and columns that a product's kernels take at a time."""
 LENGTHS = (1.0, 2.0, 4.0, 8.0)
 """Distances, in powers of two, over which a correction fades; the best is chosen by leaving samples out."""
-NOISES = (0.05, 0.5)
+FACTORS = (0.25, 0.5, 2.0)
+"""By which the distances along one size are then tried longer or shorter."""
+NOISES = (0.05, 0.2, 1.0)
 """The share of noise in the corrections, chosen in the same way."""
 FEWEST = 4
 """Samples that a correction needs; with fewer, the linear model speaks alone."""
@@ -62,27 +64,26 @@ def product_work(at: At) -> Vector:
     """The amounts of work of a product of matrices."""
     b, m, n, k = (float(at.get(name, 1)) for name in "bmnk")
     padded = b * _padded(m) * _padded(n) * _padded(k)
-    moved = b * (m * k + k * n + m * n)
-    return np.concatenate(
-        [[1.0, b, b * m * n * k, padded, b * m * n, b * m * k, b * k * n], _leveled(4 * moved)]
-    )
+    amounts = [1.0, b, b * m * n * k, padded, b * m * n, b * m * k, b * k * n]
+    levels = _levels(at)
+    return np.concatenate([levels, amounts, float(at.get("footprint", 0)) * levels])
 
 
 def product_place(at: At) -> Vector:
     """Where a product lies among others: the logarithms of its sizes, and how well they fill vectors."""
     b, m, n, k = (float(at.get(name, 1)) for name in "bmnk")
     fill = [2 * np.log2(_padded(size) / size) for size in (n, k)]
-    return np.array([*np.log2([b, m, n, k]), *fill])
+    return np.array([*np.log2([b, m, n, k]), *fill, _depth(at)])
 
 
 def pass_work(at: At) -> Vector:
     """The amounts of work of a pass over memory."""
     moved, elements = float(at.get("bytes", 0)), float(at.get("elements", 0))
-    runs, footprint = float(at.get("runs", 0)), float(at.get("footprint", 0))
+    runs = float(at.get("runs", 0))
     shared = float(at.get("threads", 1)) > 1 and elements >= GRAIN
-    own = np.concatenate([moved * hats(footprint, CACHES), [elements, runs]])
+    own = np.concatenate([moved * _levels(at), [elements, runs]])
     both = np.concatenate([own * (not shared), own * shared])
-    return np.concatenate([[1.0, float(shared)], both])
+    return np.concatenate([_levels(at), [1.0, float(shared)], both])
 
 
 def pass_place(at: At) -> Vector:
@@ -92,11 +93,18 @@ def pass_place(at: At) -> Vector:
     shared = float(at.get("threads", 1)) > 1 and elements >= GRAIN
     sizes = np.log2(np.maximum(1.0, [moved, footprint, elements]))
     per_run = np.log2(max(1.0, elements / runs)) if runs else 12.0
-    return np.array([sizes[0], sizes[0] - sizes[1], sizes[0] - sizes[2], per_run / 2, 4.0 * shared])
+    apart = [sizes[0] - sizes[1], sizes[0] - sizes[2]]
+    return np.array([sizes[0], *apart, per_run / 2, 4.0 * shared, _depth(at)])
 
 
-def _leveled(moved: float) -> Vector:
-    return moved * hats(moved, CACHES)
+def _levels(at: At) -> Vector:
+    """Which caches, and memory, the operator's bytes come from, as weights with sum 1."""
+    return hats(float(at.get("reuse", 1.0)), CACHES)
+
+
+def _depth(at: At) -> float:
+    """How far away the operator's memory is, so that neighbouring caches are 2 apart."""
+    return 2.0 * float(_levels(at) @ np.arange(len(CACHES)))
 
 
 def _padded(size: float) -> float:
@@ -120,27 +128,36 @@ class KernelModel:
         logarithms of measured over linear times [n]."""
         self._mean = float(np.mean(left))
         around = left - self._mean
-        self._length, self._weights = 1.0, np.zeros(len(left))
-        errors = around
+        scale = np.ones(self._places.shape[1])
+        self._scale, self._weights, errors = scale, np.zeros(len(left)), around
         if len(left) >= FEWEST and np.ptp(around) > 0:
-            apart = _apart(self._places, self._places)
-            best = float(np.mean(around**2))
-            for length in LENGTHS:
-                near = np.exp(-apart / (2 * length**2))
-                for noise in NOISES:
-                    inverse = np.linalg.inv(near + noise * np.eye(len(left)))
-                    weights = inverse @ around
-                    without = weights / np.diag(inverse)
+            tried = [(scale / length, noise) for length in LENGTHS for noise in NOISES]
+            best, chosen = float(np.mean(around**2)), NOISES[0]
+            for size in range(1 + len(scale)):
+                for each, noise in tried:
+                    weights, without = self._interpolated(around, each, noise)
                     if np.mean(without**2) < best:
-                        best = float(np.mean(without**2))
-                        self._length, self._weights, errors = length, weights, without
+                        best, chosen = float(np.mean(without**2)), noise
+                        self._scale, self._weights, errors = each, weights, without
+                if self._scale is scale:
+                    break  # no correction is better than none
+                along = np.arange(len(scale)) == size
+                tried = [(self._scale * np.where(along, factor, 1.0), chosen) for factor in FACTORS]
         self._low, self._high = (float(np.quantile(errors, share)) for share in (0.1, 0.9))
+
+    def _interpolated(self, around: Vector, scale: Vector, noise: float) -> tuple[Vector, Vector]:
+        """The samples' weights in a correction, and the errors of each one when it is left out."""
+        places = self._places * scale
+        near = np.exp(-_apart(places, places) / 2)
+        inverse = np.linalg.inv(near + noise * np.eye(len(around)))
+        weights = inverse @ around
+        return weights, weights / np.diag(inverse)
 
     def estimate(self, at: At) -> Estimate:
         """The time of work of these sizes."""
         linear = max(float(self._features(at) @ self._coefficients), 1e-9)
-        apart = _apart(self._place(at)[None], self._places)[0]
-        shift = self._mean + float(np.exp(-apart / (2 * self._length**2)) @ self._weights)
+        apart = _apart((self._place(at) * self._scale)[None], self._places * self._scale)[0]
+        shift = self._mean + float(np.exp(-apart / 2) @ self._weights)
         seconds = linear * float(np.exp(shift))
         low, high = seconds * np.exp(min(0.0, self._low)), seconds * np.exp(max(0.0, self._high))
         return Estimate(seconds, float(low), float(high))

@@ -7,8 +7,8 @@ same by a kind and its sizes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from math import log2, prod
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from recpipe.seams import TorchDispatchMode
 GEMMS = ("addmm", "linear", "mm nn", "mm nt", "mm tn", "bmm nn", "bmm nt", "bmm tn")
 """Products of matrices; ``n`` and ``t`` say how each of the two lies in memory, by rows or by columns.
 ``linear`` is oneDNN's own operator."""
+UNTOUCHED = float(2**28)
+"""Bytes since memory was touched that was not touched before."""
 FREE = ("view", "empty")
 """What touches no values: its time is that of a call."""
 _MATH = (
@@ -46,8 +48,9 @@ class Operator:
     kind: str
     at: Mapping[str, float | str]
     """Of products ``b`` (how many), ``m``, ``n`` and ``k``; of others ``bytes`` (read and written),
-    ``footprint`` (bytes of distinct memory), ``elements`` and ``runs`` (pieces of memory, if values do not
-    lie one after the other). ``dtype`` of both."""
+    ``elements`` and ``runs`` (pieces of memory, if values do not lie one after the other). Of both
+    ``footprint`` (bytes of distinct memory), ``dtype``, and ``reuse``: how many bytes are touched until the
+    operator's memory is touched again, as a geometric mean over its bytes."""
     name: str
     """torch's name for it."""
     known: bool = True
@@ -98,7 +101,6 @@ def _pass(name: str, args: Sequence[Any], out: Any, tensors: list[torch.Tensor],
     widest = max(tensors, key=lambda tensor: tensor.numel())
     results = sum(tensor.numel() for tensor in outs)
     moved = sum(map(_bytes, tensors))
-    seen = {tensor.untyped_storage().data_ptr(): _bytes(tensor) for tensor in tensors}
     runs = sum(map(_runs, tensors))
     kind, known, elements = "elementwise", True, widest.numel()
     if name in ("cat", "stack"):
@@ -127,7 +129,6 @@ def _pass(name: str, args: Sequence[Any], out: Any, tensors: list[torch.Tensor],
         known = False
     at = {
         "bytes": float(moved),
-        "footprint": float(sum(seen.values())),
         "elements": float(elements),
         "runs": float(runs),
         "dtype": _dtype(outs[0] if outs else widest),
@@ -199,11 +200,18 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In a with block, collects the operators that run below autograd in this thread."""
+    """In a with block, collects the operators that run below autograd in this thread.
+
+    Memory is known by its address, which an allocator gives out again, so that the new memory of a result may
+    have been touched a moment ago.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Operator] = []
+        self._touched = 0.0
+        self._last: dict[int, float] = {}
+        """How many bytes had been touched when each address was touched last."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -211,8 +219,31 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         operator = described(func, args, out)
         if operator is not None:
+            if operator.kind not in FREE:
+                reuse = self._reuse([*_tensors(args), *_tensors([out])])
+                operator = replace(operator, at={**operator.at, **reuse})
             self.note(operator)
         return out
+
+    def _reuse(self, tensors: Sequence[torch.Tensor]) -> dict[str, float]:
+        """The footprint of a call with these tensors, and the bytes touched since they were touched last."""
+        sizes: dict[int, int] = {}
+        for tensor in tensors:
+            address = tensor.untyped_storage().data_ptr()
+            sizes[address] = max(sizes.get(address, 0), _bytes(tensor))
+        whole = sum(sizes.values())
+        apart = 0.0
+        for address, size in sizes.items():
+            since = self._touched - self._last.get(address, -UNTOUCHED)
+            apart += size * log2(max(since, 1.0))
+        self._touched += whole
+        self._last.update(dict.fromkeys(sizes, self._touched - whole))
+        return {"footprint": float(whole), "reuse": 2 ** (apart / whole) if whole else 1.0}
+
+    def touch(self, tensors: Sequence[torch.Tensor], others: float = 0.0) -> None:
+        """Note that something else touches ``tensors``, and so many bytes of other memory before."""
+        self._touched += others
+        self._reuse(tensors)
 
     def note(self, operator: Operator) -> None:
         """Keep one more operator."""

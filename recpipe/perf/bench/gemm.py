@@ -10,7 +10,7 @@ import torch
 
 from recpipe import seams
 from recpipe.backend.matmul import has_bfloat16_units, has_onednn
-from recpipe.perf.bench.timing import Clock, clock
+from recpipe.perf.bench.timing import Make, clock
 from recpipe.perf.profile import Sample
 
 SAMPLES = (16, 8192)
@@ -23,7 +23,6 @@ FEATURES = (4, 40)
 DIMS = (4, 8, 16, 24, 32, 48, 64, 100, 128)
 LAYERS, INTERACTIONS = 90, 30
 """How many layers and interactions are drawn."""
-Make = Callable[[], Callable[[], object]]
 
 
 def measure(quick: bool) -> Iterator[Sample]:
@@ -33,16 +32,8 @@ def measure(quick: bool) -> Iterator[Sample]:
     pairs = interactions(INTERACTIONS // 4 if quick else INTERACTIONS, 2)
     with clock() as timer, torch.no_grad():
         for dtype in dtypes:
-            for size in layers:
-                yield from _timed(timer, layer(*size, dtype))
-            for size in pairs:
-                yield from _timed(timer, interaction(*size, dtype))
-
-
-def _timed(timer: Clock, makes: list[Make]) -> Iterator[Sample]:
-    for make in makes:
-        for threads in timer.modes:
-            yield from timer.sample(make, threads)
+            yield from timer.samples(make for size in layers for make in layer(*size, dtype))
+            yield from timer.samples(make for size in pairs for make in interaction(*size, dtype))
 
 
 def draws(count: int, seed: int) -> list[tuple[int, int, int]]:

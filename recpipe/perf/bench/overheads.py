@@ -235,10 +235,11 @@ def _optimizers(timer: Clock, sizes: Sequence[tuple[int, int]]) -> Iterator[Samp
                 made.step()
                 return made.step
 
-            for threads in timer.modes:
-                yield timer.timed(Operator(f"optimizer {name}", at, name), make, threads)
+            yield from timer.timed(Operator(f"optimizer {name}", at, name), make)
 
 
+REST = 2.0**24
+"""Bytes that the rest of a step touches."""
 STATE = {"SGD": 0, "Adagrad": 1, "RMSprop": 1}
 """Values of state for each parameter's value; two for others."""
 
@@ -249,4 +250,4 @@ def optimizer_sizes(name: str, parameters: int, values: int) -> dict[str, float 
     touched = 4.0 * values * (2 + state)
     moved = 4.0 * values * (3 + 2 * state)
     sizes = {"bytes": moved, "footprint": touched, "elements": float(values), "runs": float(parameters)}
-    return {**sizes, "dtype": "float32"}
+    return {**sizes, "reuse": touched + REST, "dtype": "float32"}

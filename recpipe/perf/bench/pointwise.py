@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from recpipe.backend.matmul import has_bfloat16_units
-from recpipe.perf.bench.timing import Clock, clock
+from recpipe.perf.bench.timing import Make, clock
 from recpipe.perf.profile import Sample
 
 SAMPLES = (16, 8192)
@@ -19,9 +19,8 @@ FEATURES = (4, 40)
 DIMS = (4, 8, 16, 32, 64, 128)
 MOST = 1 << 23
 """Values of the largest tensor."""
-DRAWS, JOINS, VECTORS = 30, 24, 10
+DRAWS, JOINS, VECTORS = 24, 20, 12
 """How many shapes are drawn: of matrices, of features that are joined, and of vectors."""
-Make = Callable[[], Callable[[], object]]
 Random = np.random.Generator
 
 
@@ -32,18 +31,11 @@ def measure(quick: bool) -> Iterator[Sample]:
     with clock() as timer, torch.no_grad():
         for dtype in dtypes:
             random = np.random.default_rng(3)
-            for _ in range(DRAWS // share):
-                yield from _timed(timer, matrices(random, dtype))
-            for _ in range(JOINS // share):
-                yield from _timed(timer, joins(random, dtype))
-        for _ in range(VECTORS // share):
-            yield from _timed(timer, vectors(random))
-
-
-def _timed(timer: Clock, makes: list[Make]) -> Iterator[Sample]:
-    for make in makes:
-        for threads in timer.modes:
-            yield from timer.sample(make, threads)
+            drawn = range(DRAWS // share), range(JOINS // share)
+            yield from timer.samples(make for _ in drawn[0] for make in matrices(random, dtype))
+            yield from timer.samples(make for _ in drawn[1] for make in joins(random, dtype))
+        drawn_vectors = range(VECTORS // share)
+        yield from timer.samples(make for _ in drawn_vectors for make in vectors(random))
 
 
 def _samples(random: Random) -> int:

@@ -1,40 +1,58 @@
-"""Times an operator as it runs in a step: with all threads, or on each core at the same time.
+"""Times an operator as it runs in a step: among other work, with all threads or on each core at once.
 
-Where cores share a batch, each runs the same operators in one thread, and they compete for caches, memory and
-Python's lock. So an operator in one thread is timed while the other cores run it too.
+In a step, other data is touched until an operator's memory is used again, so that caches hold little of it.
+So each timed call follows a pass over a drawn number of other bytes. Where cores share a batch, each runs
+operators in one thread, and they compete for caches and memory. So an operator in one thread is timed while
+the other cores run it too.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import islice
 from statistics import median
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from recpipe.common.threads import keep_to_one_core, one_thread
-from recpipe.perf.operators import Operator, watched
+from recpipe.perf.operators import FREE, Operator, watched
 from recpipe.perf.profile import Sample
 
-ROUNDS = 5
-SHORTEST = 0.0015
-"""Least seconds that the repetitions of a round take together."""
-SPREAD = 8 << 20
-"""Operands are so many bytes in all, in several sets that take turns, as a step goes through its own."""
-SETS = 16
-"""Most sets of operands."""
+SPREADS = (0.0, 2.0**20, 2.0**22, 2.0**24, 2.0**25, 2.0**26)
+"""Bytes that are touched between two calls, of which one number is drawn for each sample."""
+ROUNDS = (5, 30)
+"""The least and the most calls that are timed."""
+LEAST_SECONDS = 0.002
+"""Calls are timed until they took so long together."""
+SHORT = 50e-6
+"""A call that takes less is timed while other cores multiply matrices, and not while they make the same short
+call, since that would measure how they wait for Python's lock."""
+BACKGROUND = 256
+"""Rows and columns of those matrices."""
+CHUNK = 60
+"""Calls that are timed one after the other before each is timed again."""
+SETS = 4
+"""Sets of operands that the other cores take in turn."""
 Run = Callable[[], object]
+Make = Callable[[], Run]
+"""Makes the operands, and returns the call."""
 
 
 class Clock:
     """Times operators with ``threads`` threads, torch's own number, and on as many cores at the same time."""
 
-    def __init__(self, rounds: int = ROUNDS) -> None:
-        self.threads, self.rounds = torch.get_num_threads(), rounds
+    def __init__(self, seed: int) -> None:
+        self.threads = torch.get_num_threads()
+        self._random = np.random.default_rng(seed)
         self._others = ThreadPoolExecutor(max(1, self.threads - 1), "recpipe-bench", keep_to_one_core)
+        self._filler = torch.ones(int(max(SPREADS)) // 4)
 
     def close(self) -> None:
         """End the threads."""
@@ -45,78 +63,99 @@ class Clock:
         """Numbers of threads of an operator: all, and one on each core."""
         return (self.threads, 1) if self.threads > 1 else (1,)
 
-    def sample(self, make: Callable[[], Run], threads: int) -> Iterator[Sample]:
-        """The time of what a made ``run`` calls, which is to be one operator. Nothing if it is several."""
+    def samples(self, makes: Iterable[Make]) -> Iterator[Sample]:
+        """The times of what made calls run, in each of the modes. A call of several operators is left out.
+
+        Each is timed twice with others between, and the faster time counts, since other programs may disturb
+        for a while.
+        """
+        made = iter(makes)
+        while chunk := list(islice(made, CHUNK)):
+            wanted = [each for make in chunk for each in self._wanted(make)]
+            first = [self._seconds(*each) for each in wanted]
+            for (operator, *call), seconds in zip(wanted, first, strict=True):
+                yield Sample(operator.kind, operator.at, min(seconds, self._seconds(operator, *call)))
+
+    def _wanted(self, make: Make) -> Iterator[tuple[Operator, Make, float]]:
+        """What a made call runs in each of the modes, and the bytes that are touched between two calls."""
         operators = list(watched(make()))
-        work = [each for each in operators if each.kind not in ("view", "empty")] or operators[:1]
+        work = [each for each in operators if each.kind not in FREE] or operators[:1]
         if len(work) == 1:
-            yield self.timed(work[0], make, threads)
+            yield from self.wanted(work[0], make)
 
-    def timed(self, operator: Operator, make: Callable[[], Run], threads: int) -> Sample:
-        """The time of ``operator``, which a made ``run`` calls."""
-        size = float(operator.at.get("footprint") or _product_bytes(operator))
-        sets = int(min(SETS, max(1, SPREAD / max(size, 1))))
-        at = {**operator.at, "threads": float(threads)}
-        return Sample(operator.kind, at, self.seconds([make for _ in range(sets)], threads))
+    def wanted(self, operator: Operator, make: Make) -> Iterator[tuple[Operator, Make, float]]:
+        """``operator``, which a made call runs, in each of the modes."""
+        for threads in self.modes:
+            spread = float(self._random.choice(SPREADS))
+            at: dict[str, float | str] = {**operator.at, "threads": float(threads)}
+            if "footprint" in at:
+                at["reuse"] = float(at["footprint"]) + spread
+            yield replace(operator, at=at), make, spread
 
-    def seconds(self, makes: Sequence[Callable[[], Run]], threads: int) -> float:
-        """Median seconds of a call; each of ``makes`` makes one set of operands."""
-        if threads > 1 or self.threads == 1:
-            return self._alone([make() for make in makes])
+    def timed(self, operator: Operator, make: Make) -> Iterator[Sample]:
+        """The times of ``operator``, which a made call runs, in each of the modes."""
+        for each, *call in self.wanted(operator, make):
+            yield Sample(each.kind, each.at, self._seconds(each, *call))
+
+    def _seconds(self, operator: Operator, make: Make, spread: float) -> float:
+        if operator.at["threads"] != 1 or self.threads == 1:
+            return self._alone(make(), spread)
         with one_thread():
-            return self._together(makes)
+            return self._together(make, spread)
 
-    def _alone(self, runs: Sequence[Run]) -> float:
-        count = _count(runs)
-        return median(_round(runs, count) for _ in range(self.rounds))
+    def _alone(self, run: Run, spread: float) -> float:
+        least, most = ROUNDS
+        filler = self._filler[: int(spread) // 4]
+        kept, times = run(), list[float]()
+        while len(times) < least or (sum(times) < LEAST_SECONDS and len(times) < most):
+            if spread:
+                filler.sum()
+            start = perf_counter()
+            kept = run()
+            times.append(perf_counter() - start)
+        del kept
+        return median(times)
 
-    def _together(self, makes: Sequence[Callable[[], Run]]) -> float:
-        own = [make() for make in makes]
+    def _together(self, make: Make, spread: float) -> float:
+        own = make()
+        own()
+        start = perf_counter()
+        own()
+        short = perf_counter() - start < SHORT
+        with self._busy(_products if short else make):
+            return self._alone(own, spread)
+
+    @contextmanager
+    def _busy(self, make: Make) -> Iterator[None]:
+        """In the block, the other cores make calls."""
         done, begun = threading.Event(), threading.Semaphore(0)
 
         def go_on() -> None:
-            runs = [make() for make in makes]
+            runs = [make() for _ in range(SETS)]
             begun.release()
             while not done.is_set():
                 for run in runs:
                     run()
 
-        others = [self._others.submit(go_on) for _ in range(self.threads - 1)]
+        others: list[Future[None]] = [self._others.submit(go_on) for _ in range(self.threads - 1)]
         try:
             for _ in others:
                 begun.acquire()
-            return self._alone(own)
+            yield
         finally:
             done.set()
             for other in others:
                 other.result()
 
 
-def _count(runs: Sequence[Run]) -> int:
-    for run in runs:
-        run()
-    once = min(_round(runs, 1) for _ in range(2))
-    return max(1, int(SHORTEST / max(once * len(runs), 1e-7)))
-
-
-def _round(runs: Sequence[Run], count: int) -> float:
-    start = perf_counter()
-    for _ in range(count):
-        for run in runs:
-            run()
-    return (perf_counter() - start) / count / len(runs)
-
-
-def _product_bytes(operator: Operator) -> float:
-    at = {name: float(operator.at.get(name, 0)) for name in ("b", "m", "n", "k")}
-    width = 2 if operator.at.get("dtype") == "bfloat16" else 4
-    return width * at["b"] * (at["m"] * at["k"] + at["k"] * at["n"] + at["m"] * at["n"])
+def _products() -> Run:
+    return partial(torch.mm, torch.ones(BACKGROUND, BACKGROUND), torch.ones(BACKGROUND, BACKGROUND))
 
 
 @contextmanager
-def clock(rounds: int = ROUNDS) -> Iterator[Clock]:
-    """A clock for the block."""
-    made = Clock(rounds)
+def clock(seed: int = 0) -> Iterator[Clock]:
+    """A clock for the block; ``seed`` decides which numbers of bytes are drawn."""
+    made = Clock(seed)
     try:
         yield made
     finally:
