@@ -77,7 +77,7 @@ class AdviseConfig:
     """Memory for table rows, each an amount as ``tiers.resident_bytes``."""
     machine: FilePath | None = None
     """A machine profile to use, also one of another machine; None: this machine's, measured if needed."""
-    what_if: dict[Text, Annotated[float, Interval(gt=0, le=1000)]] = field(default_factory=dict)
+    what_if: dict[Text, Annotated[float, Interval(gt=0, le=1000)]] | None = None
     """For a family of the profile's measurements, how many times as fast it is imagined to be."""
     verify: Count = 0
     """How many of the best recipes to run, beside the plain one."""

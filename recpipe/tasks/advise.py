@@ -51,8 +51,11 @@ def advise(
     reads = MissesConfig("misses", batches=min(task.batches, dataset.num_batches("train", facts.batch_size)))
     ids = misses.measured(cfg, reads, dataset, unplaced.inputs)
     own = carried(command_line or ())
+    files = ReportFiles(run_dir)
+    steps = config.steps or reads.batches
     with Adviser(cfg, config, facts, profile, dataset, unplaced, device) as adviser:
         budgets = [adviser.budget(amount, own) for amount in config.amounts()]
+        short = [adviser.short(budget, steps) for budget in budgets] if config.verify else []
         told = {
             "schema": 1,
             "ids": ids,
@@ -61,13 +64,11 @@ def advise(
             "budgets": budgets,
             "unsure": adviser.unsure(),
         }
-    files = ReportFiles(run_dir)
     files.write_json("advise.json", told)
-    if config.verify and command_line is not None:
-        for number, budget in enumerate(budgets):
-            folder, steps = run_dir / f"verified-{number}", config.steps or reads.batches
-            budget["verified"] = verified(budget, config, steps, folder, command_line)
-            files.write_json("advise.json", told)
+    for number, (budget, predicted) in enumerate(zip(budgets, short, strict=False)):
+        folder = run_dir / f"verified-{number}"
+        budget["verified"] = verified(budget, predicted, config, steps, folder, command_line or ())
+        files.write_json("advise.json", told)
     files.write("advise.html", lambda page: advised.write(told, page.parent))
     advised.show_advice(told, run_dir / "advise.html")
     files.check()

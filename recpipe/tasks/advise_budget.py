@@ -36,7 +36,7 @@ IMAGINED = {DISK: 2.0, "gemm": 2.0}
 """What-ifs that are always told, beside more memory and bfloat16."""
 MORE_MEMORY = 2.0
 NOTHING = 1.01
-"""A what-if, or a second plugin, that makes a recipe so many times as fast, or less, is not told."""
+"""What makes a recipe at most so many times as fast is no gain."""
 
 
 class Machine:
@@ -127,7 +127,7 @@ class Adviser:
         seconds = judged.seconds
         return {
             "step_seconds": seconds,
-            "samples_per_second": [self.facts.batch_size / each for each in seconds],
+            "samples_per_second": self._speeds(seconds),
             "bound_by": _bound(judged.main),
         }
 
@@ -147,33 +147,47 @@ class Adviser:
         size = min(amount.of(self._whole), self._whole)
         facts = self.facts.at(share=size / self._whole)
         left_out: dict[str, str] = {}
-        found = {c.name: c for c in candidates(facts, left_out)}
-        judged = {}
-        for name, candidate in found.items():
-            try:
-                judged[name] = self._judged(candidate, facts, self.machine, self.paper)
-            except UserError as error:
-                left_out[name] = str(error)
-        plain = next(iter(judged))
-        seconds = {name: each.prediction.step_seconds for name, each in judged.items()}
-        order = sorted(
-            (n for n in judged if _pays(found[n], found.values(), seconds)), key=seconds.__getitem__
-        )
-        recommended = next(
-            (name for name in order if not found[name].alters and judged[name].ratio(judged[plain])[0] > 1),
-            plain,
-        )
+        found = self._all(facts, left_out)
+        plain = next(iter(found))
+        seconds = {name: judged.prediction.step_seconds for name, (_, judged) in found.items()}
+        chosen = [candidate for candidate, _ in found.values()]
+        paying = [candidate.name for candidate in chosen if _pays(candidate, chosen, seconds)]
+        order = sorted(paying, key=lambda name: seconds[name])
+        exact = [name for name in order if not found[name][0].alters]
+        recommended = exact[0] if NOTHING * seconds[exact[0]] < seconds[plain] else plain
         return {
             "bytes": size,
             "share": facts.share,
             "batch_size": facts.batch_size,
             "plain": plain,
             "recommended": recommended,
-            "rows": [self._row(found[n], judged[n], judged[plain], own, size) for n in order],
-            "what_if": self._imagined(found[recommended], judged[recommended], facts),
+            "rows": [self._row(*found[name], found[plain][1], own, size) for name in order],
+            "what_if": self._imagined(*found[recommended], facts),
             "left_out": left_out,
             "verified": None,
         }
+
+    def short(self, budget: Mapping[str, Any], steps: int) -> dict[str, Judged]:
+        """The predictions of a budget's recipes for runs of so many steps, which begin with empty caches."""
+        facts = self.facts.at(share=budget["share"], steps=steps)
+        return {name: judged for name, (_, judged) in self._all(facts, {}).items()}
+
+    def _all(self, facts: Facts, left_out: dict[str, str]) -> dict[str, tuple[Candidate, Judged]]:
+        """All recipes by name, the plain one first; those that cannot be judged are put into ``left_out``."""
+        found = {}
+        for candidate in candidates(facts, left_out):
+            try:
+                judged = self._judged(candidate, facts, self.machine, self.paper)
+            except UserError as error:
+                left_out[candidate.name] = str(error)
+            else:
+                found[candidate.name] = candidate, judged
+        return found
+
+    def _speeds(self, seconds: Sequence[float]) -> list[float]:
+        """Samples per second with the least and the most expected, of a step's seconds with theirs."""
+        whole, least, most = (self.facts.batch_size / each for each in seconds)
+        return [whole, most, least]
 
     def _judged(self, candidate: Candidate, facts: Facts, machine: Machine, paper: Paper) -> Judged:
         @cache
@@ -196,7 +210,7 @@ class Adviser:
         return {
             "name": candidate.name,
             "step_seconds": seconds,
-            "samples_per_second": [self.facts.batch_size / each for each in seconds],
+            "samples_per_second": self._speeds(seconds),
             "ratio": judged.ratio(plain),
             "rows_read": prediction.read,
             "memory": dict(prediction.memory),
@@ -230,9 +244,10 @@ class Adviser:
         if share > facts.share:
             what = f"{share / facts.share:.3g} times the memory"
             tell(what, False, facts.at(share=share), self.machine, self.paper)
-        for what, times in {**IMAGINED, **self.config.what_if}.items():
+        asked = self.config.what_if or {}
+        for what, times in {**IMAGINED, **asked}.items():
             machine = Machine(faster(self.profile, what, times))
-            tell(f"{times:g} times as fast {what}", what in self.config.what_if, facts, machine, self.paper)
+            tell(f"{times:g} times as fast {what}", what in asked, facts, machine, self.paper)
         half = self._in_bfloat16()
         if half is not None:
             tell("bfloat16 (alters rounding)", False, facts, self.machine, half)

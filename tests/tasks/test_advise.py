@@ -1,0 +1,165 @@
+"""task=advise: what it tells, recommends and refuses, on a machine whose times are made up."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recpipe.config.compose import compose
+from recpipe.errors import UserError
+from recpipe.perf.moves import FEATURES
+from recpipe.perf.profile import Host, MachineProfile, Sample
+from recpipe.report import advised
+from recpipe.run import run
+from recpipe.tasks.advise_machine import faster
+from recpipe.testing import SMALL
+from tests.perf import synthetic
+
+RECIPE = [
+    *SMALL,
+    "data.samples=12000",
+    "data.table_scale=0.2",
+    "task=advise",
+    "task.batches=40",
+    "trainer.progress=false",
+    "trainer.backend=plain",
+    "tiers=ssd",
+]
+NAMES = (
+    *("lookups", "missed", "slots", "rows", "width", "slab", "leaving", "bags", "hits", "hot"),
+    *("slab_lookups", "dim", "requests", "blocks", "bytes"),
+)
+PER_ROW = {"ssd read": 2e-6, "ssd write": 1e-6, "ssd rewrite": 4e-6, "host read": 5e-8, "host write": 5e-8}
+"""Seconds for a row of the cold store; all else is ten nanoseconds for each of what it depends on."""
+
+
+def machine(**times: float) -> MachineProfile:
+    """A profile whose disk is slow; ``times`` multiply the times of kinds, by their first word."""
+    random = np.random.default_rng(0)
+    samples = []
+    for kind in FEATURES:
+        for _ in range(40):
+            at = dict(zip(NAMES, np.round(2 ** random.uniform(3, 14, len(NAMES))).tolist(), strict=True))
+            per = PER_ROW.get(kind.removesuffix(" busy"), 1e-8) * (0.05 if kind.endswith(" busy") else 1.0)
+            seconds = 1e-6 + per * at.get("rows", 0.0) * times.get(kind.split()[0], 1.0)
+            samples.append(Sample(kind, at, seconds))
+    base = synthetic.profile()
+    kept = [each for each in samples if not each.kind.startswith("lookup")]
+    more = {"tiers": kept, "stores": [], "limits": []}
+    return replace(base, samples={**base.samples, **{name: tuple(each) for name, each in more.items()}})
+
+
+def advice(folder: Path, *words: str, profile: MachineProfile | None = None) -> dict[str, Any]:
+    file = folder / "machine.json"
+    (profile or machine()).save(file)
+    return run(compose([*RECIPE, f"advise.machine={file}", *words]), folder)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("advise")
+    found = advice(folder, "advise.memory=5%,100%", "advise.what_if={gemm: 3}")
+    assert json.loads((folder / "advise.json").read_text()) == found
+    page = (folder / "advise.html").read_text()
+    assert "<svg" in page and "Predicted speed" in page
+    assert not (folder / "checkpoints").exists()
+    return found
+
+
+def row(budget: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return next(each for each in budget["rows"] if each["name"] == name)
+
+
+def test_with_all_rows_in_memory_nothing_is_recommended(told: dict[str, Any]) -> None:
+    """Every technique is predicted to be slower than the plain run, and none is recommended."""
+    whole = told["budgets"][1]
+    assert whole["share"] == 1
+    assert whole["plain"] == whole["recommended"] == "resident"
+    assert all(each["ratio"][0] <= 1 for each in whole["rows"])
+
+
+def test_a_slow_disk_makes_caches_pay(told: dict[str, Any]) -> None:
+    little = told["budgets"][0]
+    assert little["plain"] == "nocache"
+    best = row(little, little["recommended"])
+    assert best["ratio"][0] > 1.5
+    assert not best["alters"]
+    assert row(little, "lfu")["rows_read"] < row(little, "nocache")["rows_read"]
+    ratios = [each["ratio"][0] for each in little["rows"]]
+    assert ratios == sorted(ratios, reverse=True)
+    assert f"tiers.resident_bytes={little['bytes']}" in best["command"]
+
+
+def test_what_alters_training_is_never_recommended(told: dict[str, Any]) -> None:
+    for budget in told["budgets"]:
+        assert not row(budget, budget["recommended"])["alters"]
+    altering = [each["name"] for budget in told["budgets"] for each in budget["rows"] if each["alters"]]
+    assert any("quantize" in name for name in altering)
+
+
+def test_what_would_help_is_told(told: dict[str, Any]) -> None:
+    found = {each["what"]: each["ratio"] for each in told["budgets"][0]["what_if"]}
+    assert found["2 times as fast disk"] > 1.1
+    assert found["3 times as fast gemm"] > 0.999
+    assert max(found, key=lambda what: found[what]) != "3 times as fast gemm"
+
+
+def test_the_screen_says_what_and_why(told: dict[str, Any]) -> None:
+    first = "\n".join(advised.opening(told))
+    assert "40 batches of 64 samples" in first
+    assert "Skew: the most popular 1% of the rows" in first
+    assert "which is not this one" in first
+    last = "\n".join(advised.closing(told["budgets"][0]))
+    assert re.search(r"Recommended: \w+", last)
+    assert "python -m recpipe" in last
+    assert "Not predicted: " in last
+
+
+def test_a_fast_store_turns_the_advice(tmp_path: Path) -> None:
+    """The same data with a store that costs nothing: no cache is much faster than none."""
+    free = advice(tmp_path, "advise.memory=5%", profile=machine(ssd=0.0, host=0.0))["budgets"][0]
+    assert row(free, "lfu")["ratio"][0] < 1.2
+
+
+def test_a_profile_is_refused_or_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="machine.json lacks tiers.*recpipe perf calibrate"):
+        lacking = machine()
+        samples = {name: each for name, each in lacking.samples.items() if name != "tiers"}
+        advice(tmp_path, profile=replace(lacking, samples=samples))
+    (tmp_path / "machine.json").write_text("{}")
+    with pytest.raises(UserError, match="no machine profile"):
+        run(compose([*RECIPE, f"advise.machine={tmp_path / 'machine.json'}"]), tmp_path)
+
+
+def test_what_cannot_be_advised_on_is_refused_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="judges every installed plugin by itself"):
+        advice(tmp_path, "+plugin=hotline")
+    with pytest.raises(UserError, match=r"advise.memory=much: give bytes"):
+        advice(tmp_path, "advise.memory=much")
+    with pytest.raises(UserError, match="advise.what_if: gem is nothing that is measured.*gemm"):
+        advice(tmp_path, "advise.what_if={gem: 2}")
+    with pytest.raises(UserError, match="advise.verify starts runs from the command line"):
+        advice(tmp_path, "advise.verify=1")
+
+
+def test_faster_parts_change_only_themselves() -> None:
+    before = machine()
+    after = faster(before, "disk", 2.0)
+    pairs = zip(before.samples["tiers"], after.samples["tiers"], strict=True)
+    for one, other in pairs:
+        disk = one.kind in ("ssd read", "ssd write", "ssd rewrite")
+        assert other.seconds == pytest.approx(one.seconds / (2 if disk else 1))
+    assert after.samples["gemm"] == before.samples["gemm"]
+
+
+def test_a_host_that_differs_is_told_in_words() -> None:
+    own = replace(synthetic.HOST, threads=8)
+    assert own.differs(synthetic.HOST) == ["threads: 2 there, 8 here"]
+    assert isinstance(own, Host)
