@@ -15,9 +15,10 @@ from recpipe.perf.linear import At, Features, Linear, Vector, hats
 from recpipe.perf.lookup_work import lookup_features
 from recpipe.perf.profile import MachineProfile, Sample
 
-MAPS = np.log2([2.0**18, 2.0**21, 2.0**24, 2.0**27])
-"""Knots, in bytes of the map from rows to tiers, which decide whether planning finds it in a cache."""
-SLOTS = np.log2([2.0**18, 2.0**22, 2.0**25, 2.0**28])
+MAPS = np.log2([2.0**18, 2.0**23])
+"""Knots, in bytes of the map from rows to tiers, which decide whether planning finds it in a cache. They are
+where the benchmark has samples."""
+SLOTS = np.log2([2.0**17, 2.0**21, 2.0**25])
 """Knots, in bytes of the slots."""
 
 

@@ -10,7 +10,7 @@ from recpipe.perf.facts import Facts, GroupFacts
 from recpipe.perf.linear import At
 from recpipe.perf.moves import Times
 from recpipe.tables.stores.base import StoreLayout
-from recpipe.tables.stores.blocks import BLOCK_BYTES, MAX_RUN_BYTES, BlockMap
+from recpipe.tables.stores.blocks import BLOCK_BYTES, BlockMap
 
 WORD = 4
 
@@ -53,7 +53,7 @@ def touched(group: GroupFacts, width: int, rows: float, share: float, bridged: b
         begins = count * dense * (1 - dense) ** (2 if bridged else 1)
         per = layout.block_bytes / BLOCK_BYTES
         blocks += per * found
-        requests += max(begins, found * layout.block_bytes / MAX_RUN_BYTES, min(1.0, wanted))
+        requests += max(begins, min(1.0, wanted))
     return Touched(blocks, requests)
 
 
