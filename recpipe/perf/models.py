@@ -26,11 +26,11 @@ GRAIN = 32768
 """Values from which on torch lets several threads share a pass."""
 VECTOR = 16
 """Rows and columns that a product's kernels take at a time."""
-LENGTHS = (1.0, 2.0, 4.0, 8.0)
+LENGTHS = (1.0, 2.0, 4.0)
 """Distances, in powers of two, over which a correction fades; the best is chosen by leaving samples out."""
-FACTORS = (0.25, 0.5, 2.0)
-"""By which the distances along one size are then tried longer or shorter."""
-NOISES = (0.05, 0.2, 1.0)
+FACTORS = (0.5,)
+"""By which the distances along one size are then tried shorter."""
+NOISES = (0.1, 0.5)
 """The share of noise in the corrections, chosen in the same way."""
 FEWEST = 4
 """Samples that a correction needs; with fewer, the linear model speaks alone."""
