@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from recpipe.kit import Batch, BulkStore, ColdStore, TableCollection, TierParts
 from recpipe.plugin import (
@@ -18,11 +19,16 @@ from recpipe.plugin import (
     PluginError,
     RowSpace,
     RunFigures,
+    Statement,
 )
 from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.policy import Lookahead
 from recpipe_bagpipe.replicas import Replicas, replicas
 from recpipe_bagpipe.verdict import verdict
+
+if TYPE_CHECKING:
+    from recpipe.kit import Facts
+
 
 AUTO = "auto"
 SEVERAL_LOOKAHEAD = 200
@@ -42,7 +48,7 @@ class BagPipe(Plugin):
     Exact: every batch sees every earlier update.
     """
 
-    api = (2, 0)
+    api = (2, 4)
     relies_on = frozenset({Invariant.TABLE_LAYOUT, Invariant.ID_SPACE})
 
     def __init__(
@@ -79,6 +85,12 @@ class BagPipe(Plugin):
             cache=[tables],
             report=[tables.figures],
         )
+
+    def costs(self, facts: Facts) -> Statement:
+        """As ``costs.statement``."""
+        from recpipe_bagpipe.costs import Shares, statement
+
+        return statement(facts, None if self.auto else self.lookahead, Shares(1 - RESERVED - WRITES, WAITING))
 
 
 class PlannedTables(Cache):

@@ -12,10 +12,12 @@ from recpipe.plugin import (
     Invariant,
     Plugin,
     PluginError,
+    Statement,
 )
 from recpipe_fae.schedule import Scheduler
 
 if TYPE_CHECKING:
+    from recpipe.kit import Facts
     from recpipe_fae.callback import ShuffleScheduler
     from recpipe_fae.prepare import Preparation
     from recpipe_fae.verdict import Steps
@@ -28,7 +30,7 @@ class FAE(Plugin):
     the hot rows are a plain cache, and nothing is altered.
     """
 
-    api = (2, 1)
+    api = (2, 4)
     alters = frozenset({Invariant.SAMPLE_ORDER})
 
     def __init__(
@@ -83,6 +85,12 @@ class FAE(Plugin):
             callbacks=[callback],
             report=[lambda run: figures(prepared, scheduler, callback)],
         )
+
+    def costs(self, facts: Facts) -> Statement:
+        """As ``costs.statement``."""
+        from recpipe_fae.costs import statement
+
+        return statement(facts, self.phases)
 
 
 def figures(

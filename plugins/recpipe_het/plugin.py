@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from recpipe.plugin import (
     Plugin,
     PluginError,
     RowSpace,
+    Statement,
 )
 from recpipe_het.bounds import Bounds
 from recpipe_het.figures import Settings, figures
@@ -25,13 +27,17 @@ from recpipe_het.policy import LfuOpt
 from recpipe_het.rounds import Rounds
 from recpipe_het.tables import HetTables
 
+if TYPE_CHECKING:
+    from recpipe.kit import Facts
+
+
 CACHES: dict[str, type[CachePolicy]] = {"lru": Lru, "lfu": Lfu, "lfuopt": LfuOpt}
 
 
 class HET(Plugin):
     """Each trainer caches rows, which may lack a bounded number of updates (VLDB'22)."""
 
-    api = (2, 0)
+    api = (2, 4)
     alters = frozenset({Invariant.EXACT_GRADIENT})
 
     def __init__(
@@ -56,6 +62,7 @@ class HET(Plugin):
                 raise PluginError(f"plugins.het.{name}={word}: choose one of {', '.join(known)}")
         if not isinstance(measure_staleness, bool):
             raise PluginError(f"plugins.het.measure_staleness={measure_staleness}: give true or false")
+        self.cache = cache
         self.settings = Settings(
             CACHES[cache], bound, by_table, updates=updates, measure_staleness=measure_staleness
         )
@@ -72,6 +79,12 @@ class HET(Plugin):
             cache=[cached],
             report=[lambda run: figures(cached.groups, self.settings)],
         )
+
+    def costs(self, facts: Facts) -> Statement:
+        """As ``costs.statement``."""
+        from recpipe_het.costs import statement
+
+        return statement(facts, self.cache, self.settings.bound)
 
 
 class CachedTables(Cache):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from recpipe.plugin import (
     Cache,
@@ -14,10 +15,14 @@ from recpipe.plugin import (
     PluginError,
     RowSpace,
     RunFigures,
+    Statement,
     micro_batch_step,
 )
 from recpipe_hotline.policy import Learning, PopularRows
 from recpipe_hotline.splitter import PopularFirst
+
+if TYPE_CHECKING:
+    from recpipe.kit import Facts
 
 
 class Hotline(Plugin):
@@ -26,7 +31,7 @@ class Hotline(Plugin):
     Exact: one update per mini-batch, equal to the run without it up to the order of float sums.
     """
 
-    api = (2, 0)
+    api = (2, 4)
 
     def __init__(
         self,
@@ -63,6 +68,12 @@ class Hotline(Plugin):
             cache=[popular],
             report=[lambda run: figures(popular.policies, splitter, run)],
         )
+
+    def costs(self, facts: Facts) -> Statement:
+        """As ``costs.statement``."""
+        from recpipe_hotline.costs import statement
+
+        return statement(facts, self.min_micro_batch)
 
 
 class PopularTables(Cache):

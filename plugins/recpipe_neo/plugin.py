@@ -9,17 +9,30 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlanner, ShardingType
 
 from recpipe.kit import WIRE_PRECISIONS, module_name
-from recpipe.plugin import Context, Contribution, Invariant, Planner, Plugin, PluginError, TableInfo
+from recpipe.plugin import (
+    Context,
+    Contribution,
+    Invariant,
+    Planner,
+    Plugin,
+    PluginError,
+    Statement,
+    TableInfo,
+)
 from recpipe_neo.planner import PLANNERS, PlanRecord, make_planner
 from recpipe_neo.precision import TABLE_PRECISIONS, LowPrecision, refuse_unsupported
 from recpipe_neo.split import ROW_TYPES
 from recpipe_neo.stats import feature_stats
+
+if TYPE_CHECKING:
+    from recpipe.kit import Facts
+
 
 SAMPLED_BATCHES = 4
 """How many batches the planners sample to learn what is looked up."""
@@ -29,7 +42,7 @@ SHARDING_TYPES = tuple(t.value for t in ShardingType)
 class Neo(Plugin):
     """Sharded tables with a choice of planners and precisions (arXiv 2104.05158)."""
 
-    api = (2, 0)
+    api = (2, 4)
 
     def __init__(
         self,
@@ -76,6 +89,12 @@ class Neo(Plugin):
         """The limits of tables over ``ranks``."""
         rounding = self.stochastic_rounding if self.table_precision != "fp32" else None
         return Limits(self.types, "int8" in self.wire, rounding, max(2, ranks))
+
+    def costs(self, facts: Facts) -> Statement:
+        """As ``costs.statement``."""
+        from recpipe_neo.costs import statement
+
+        return statement(facts)
 
 
 @dataclass(frozen=True)

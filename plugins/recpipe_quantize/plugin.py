@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recpipe.kit import Bf16Rows, Fp16Rows, Int8Rows, wire_codecs
 from recpipe.plugin import (
@@ -20,9 +20,14 @@ from recpipe.plugin import (
     Quantizer,
     RecordLayout,
     RowCodec,
+    Statement,
     TableInfo,
 )
 from recpipe_quantize.meter import Meter, Metered
+
+if TYPE_CHECKING:
+    from recpipe.kit import Facts
+
 
 COLD: Mapping[str, Callable[[RecordLayout], RowCodec]] = {
     "int8": Int8Rows,
@@ -38,7 +43,7 @@ WEIGHT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 class Quantize(Plugin):
     """Rows in fewer bits: cold, stored or sent; optimizer state stays exact."""
 
-    api = (2, 0)
+    api = (2, 4)
 
     def __init__(self, *, cold: str, storage: str, forward: str, backward: str, tables: str) -> None:
         _one_of("cold", cold, ("fp32", *COLD))
@@ -64,6 +69,12 @@ class Quantize(Plugin):
             quantizer=made,
             report=[lambda run: figures(self, made, ctx.tables)],
         )
+
+    def costs(self, facts: Facts) -> Statement:
+        """As ``costs.statement``."""
+        from recpipe_quantize.costs import statement
+
+        return statement(facts, self.cold, COLD)
 
 
 class FewerBits(Quantizer):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from recpipe.plugin import Context, Contribution, Figure, Invariant, Plugin, PluginError
+from recpipe.plugin import Context, Contribution, Figure, Invariant, Plugin, PluginError, Statement
 from recpipe_slipstream.callback import StaleInputs, batches_of
 from recpipe_slipstream.classifier import SIZES
 from recpipe_slipstream.hotset import HotTables
@@ -13,6 +14,9 @@ from recpipe_slipstream.skipper import Frozen, Stale
 from recpipe_slipstream.threshold import SEARCHES
 from recpipe_slipstream.verdict import sentence
 
+if TYPE_CHECKING:
+    from recpipe.kit import Facts
+
 
 class Slipstream(Plugin):
     """Leaves out inputs whose popular rows have stopped changing (2024).
@@ -20,7 +24,7 @@ class Slipstream(Plugin):
     Not exact: inputs that are left out update neither rows nor the dense part.
     """
 
-    api = (2, 0)
+    api = (2, 4)
     conflicts: Mapping[str, str] = {
         "het": "het's tables are not tiers, so slipstream finds no resident rows to compare"
     }
@@ -108,6 +112,12 @@ class Slipstream(Plugin):
             callbacks=[callback],
             report=[lambda run: figures(callback)],
         )
+
+    def costs(self, facts: Facts) -> Statement:
+        """As ``costs.statement``."""
+        from recpipe_slipstream.costs import statement
+
+        return statement(facts, self.drop)
 
 
 def _wrong(knob: str, value: object, remedy: str) -> PluginError:

@@ -18,6 +18,7 @@ from recpipe.data.parts import leaves, tensors_in
 from recpipe.distributed.ranks import Emulation
 from recpipe.errors import UserError
 from recpipe.perf.misses import POPULAR, TRACKED, Curve, MissRates, Sample
+from recpipe.plugin.costs import Moved
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.groups import Group
 from recpipe.tables.inputs import Inputs
@@ -102,6 +103,48 @@ class GroupFacts:
         carried = self._at(curve.carried / max(1, curve.batches), share)
         return Misses(missed * self.lookups, rows * self.distinct, min(carried, rows * self.distinct))
 
+    def moved(self, policy: str, share: float, full: float, carries: bool) -> Moved:
+        """The rows that a cache of a ``share`` of the rows moves; ``policy`` as in ``misses``. ``full``: the
+        share of the batches that find no slot empty.
+
+        A row that is missed gets a slot while there are empty ones. Then each row that leaves was read
+        before: as many are written as are read. LRU gives every row that it misses a slot. The others, in a
+        stable state, let nearly all of them pass through the slab, from which the next batch takes those it
+        needs again (``carries``).
+        """
+        misses = self.misses(policy, share)
+        if not misses.rows:
+            return Moved()
+        placed = 0.0 if policy == "nocache" else (1 - full) * misses.rows
+        evicted = 0.0
+        if policy == "lru":
+            room = max(0.0, share * self.rows - (self.distinct - misses.rows))
+            evicted = full * min(misses.rows, room)
+            placed = min(placed, room) + evicted
+        slab = misses.rows - placed
+        part = slab / misses.rows
+        carried = part * misses.carried if carries and policy != "lru" else 0.0
+        return Moved(
+            read=misses.rows - carried,
+            evicted=evicted,
+            returned=slab - carried,
+            placed=placed,
+            slab=slab,
+            slab_lookups=part * misses.lookups,
+        )
+
+    def fills(self, share: float) -> float:
+        """After how many batches so many slots have been filled, if each row that is looked up gets one."""
+        slots, low, high = share * self.rows, 1.0, 2.0
+        if share >= 1:
+            return float("inf")
+        while self.window(high) < slots and high < 2**40:
+            low, high = high, 2 * high
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.window(middle) < slots else (low, middle)
+        return high
+
     def _at(self, values: NDArray[np.float64], share: float) -> float:
         return float(np.interp(np.log(max(share, SHARES[0])), np.log(SHARES), values))
 
@@ -145,6 +188,17 @@ class Facts:
         """The same data under another budget, store, batch of steps ..."""
         return replace(self, **changes)
 
+    def cached(self, policy: str, share: float | None = None) -> tuple[Moved, ...]:
+        """What a cache moves, for each group: nocache, lru, lfu or hot (a fixed set of the rows that were
+        looked up most often), in the later half of the run. ``share``: of the rows that have a slot, if it is
+        not all that the budget holds."""
+        share = self.share if share is None else share
+        found = []
+        for group in self.groups:
+            full = min(1.0, max(0.0, 2 * (1 - group.fills(share) / max(1, self.steps))))
+            found.append(group.moved(policy, share, full, self.prefetch))
+        return tuple(found)
+
     def popular_samples(self, share: float) -> float:
         """The share of samples all of whose rows are among the most popular ``share`` of each group's rows,
         as earlier batches tell."""
@@ -182,8 +236,8 @@ def collect(
     size = 0
     for done, batch in zip(range(batches), read(), strict=False):
         size = size or _bytes(batch)
-        for number, group in enumerate(groups):
-            group.add(inputs.bags(batch, number))
+        for number, counting in enumerate(groups):
+            counting.add(inputs.bags(batch, number))
         progress(done + 1)
     if not any(group.rates.lru.lookups for group in groups):
         raise UserError("the batches that were read look nothing up: there is nothing to keep in tiers")

@@ -184,8 +184,8 @@ class MissRates:
         held[few] = self._left_with[at]
         before[few] += np.cumsum(self._left_with, axis=1)[at] - held[few]
         amounts = (lookups, weights, weights * self._just(followed))
-        of_class = (_totals(which, each[known], len(classes)) for each in amounts)
-        self.lfu.hit(*of_class, _share_with_slot(before, held, self.slots))
+        looked_up, rows, again = (_totals(which, each[known], len(classes)) for each in amounts)
+        self.lfu.hit(looked_up, rows, again, _share_with_slot(before, held, self.slots))
 
     def _by_learnt(
         self,
@@ -199,14 +199,15 @@ class MissRates:
         count is resident; its class is the first."""
         self.hot.saw(lookups, weights)
         counts, which = np.unique(count.clip(max=MOST_COUNT), return_inverse=True)
-        of_class = (_totals(which, each, len(counts)) for each in (lookups, weights, again))
+        looked_up, rows, repeated = (_totals(which, each, len(counts)) for each in (lookups, weights, again))
         resident = _share_with_slot(_above(with_count)[counts], with_count[counts], self.slots)
         resident[counts == 0] = 0.0
-        self.hot.hit(*of_class, resident)
+        self.hot.hit(looked_up, rows, repeated, resident)
 
     def _just(self, followed: RowIds) -> NDArray[np.bool_]:
         """Which rows the last batch looked up."""
-        return self._last[followed] == len(self._left) - 1
+        last: NDArray[np.bool_] = self._last[followed] == len(self._left) - 1
+        return last
 
     def _note(self, followed: RowIds, times: NDArray[np.int64], weights: Figures) -> None:
         last, count = self._last[followed], self._count[followed]

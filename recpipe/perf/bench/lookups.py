@@ -20,6 +20,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from numpy.typing import NDArray
 
 from recpipe.common.threads import one_thread
+from recpipe.perf.bench.passes import least
 from recpipe.perf.profile import Sample
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.specs import OPTIMIZERS
@@ -80,6 +81,11 @@ class Timed:
 
 
 def measure(quick: bool) -> Iterator[Sample]:
+    """The least of several passes over ``once``."""
+    yield from least(once, quick)
+
+
+def once(quick: bool) -> Iterator[Sample]:
     """Samples ``lookup forward`` and ``lookup update``, in one process on the CPU."""
     clock = Clock(torch.device("cpu"))
     tables, dims, shapes = (TABLES[1:5:3], DIMS[:1], SHAPES[:3]) if quick else (TABLES, DIMS, SHAPES)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from recpipe.perf.bench.passes import least
 from recpipe.perf.profile import Sample
-from recpipe.plugin.quantizer import RecordLayout
+from recpipe.plugin.quantizer import RecordLayout, RowCodec
 from recpipe.tables.stores.base import ColdStore, Records, Rows, StoreLayout
 from recpipe.tables.stores.blocks import BLOCK_BYTES, BlockMap
 from recpipe.tables.stores.codecs import Bf16Rows, Fp16Rows, Int8Rows
@@ -32,12 +33,17 @@ DENSE = (1, 12)
 """Rows are drawn from the whole table, or from a part of it so many times smaller, where they share more
 blocks."""
 REPEATS = 7
-CODECS = {"int8": Int8Rows, "fp16": Fp16Rows, "bf16": Bf16Rows}
+CODECS: dict[str, Callable[[RecordLayout], RowCodec]] = {"int8": Int8Rows, "fp16": Fp16Rows, "bf16": Bf16Rows}
 LEAST = 1e-7
 """Seconds that a request is taken for that no clock could measure."""
 
 
 def measure(quick: bool) -> Iterator[Sample]:
+    """The least of several passes over ``once``."""
+    yield from least(once, quick)
+
+
+def once(quick: bool) -> Iterator[Sample]:
     """Samples ``host read``, ``host write``; ``ssd read``, ``ssd write`` (of blocks just read), ``ssd
     rewrite`` (of others, which it reads first); each also as ``... busy``; ``encode`` and ``decode``."""
     widths, counts = (WIDTHS[:1], COUNTS[1:3]) if quick else (WIDTHS, COUNTS)

@@ -12,12 +12,15 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.threads import one_thread
+from recpipe.data.parts import in_order
+from recpipe.data.select import select
 from recpipe.perf.bench.lookups import zipf
+from recpipe.perf.bench.passes import least
 from recpipe.perf.profile import Sample
 from recpipe.plugin.policy import RowIds, RowSpace
 from recpipe.tables.specs import Table, TableOptimizer, TableSet
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records, Rows, StoreLayout
-from recpipe.tables.tiers.placement import TierPlan
+from recpipe.tables.tiers.placement import TierPlan, reorder
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
@@ -68,8 +71,14 @@ class NoStore(ColdStore):
 
 
 def measure(quick: bool) -> Iterator[Sample]:
-    """Samples ``plan nocache``, ``plan lru``, ``plan lfu``, ``advance``, ``arrive``, and ``slots forward``,
-    ``slots update``: lookups in the one TBE whose slots all tables share."""
+    """The least of several passes over ``once``."""
+    yield from least(once, quick)
+
+
+def once(quick: bool) -> Iterator[Sample]:
+    """Samples ``plan nocache``, ``plan lru``, ``plan lfu``, ``advance``, ``arrive``, ``slots forward`` and
+    ``slots update`` (lookups in the one TBE whose slots all tables share), and ``reorder``: a batch and its
+    plan with samples that need no cold row first."""
     random = np.random.default_rng(0)
     with one_thread():
         for rows in ROWS[:1] if quick else ROWS:
@@ -133,7 +142,13 @@ def _step(tier: TieredEmbeddingBagCollection, policy: str, sparse: KeyedJaggedTe
     tier.cold.flush()
     sizes = _sizes(tier, plan, slab_before)
     forward, update = _looked_up(tier, plan)
+    order = np.argsort(plan.needs_cold, kind="stable")
+    began = time.perf_counter()
+    reorder(plan, order, int(np.count_nonzero(~plan.needs_cold)))
+    in_order(select(sparse, order), tier.tables.features)
+    reordered = time.perf_counter() - began
     return [
+        Sample("reorder", sizes, reordered),
         Sample(f"plan {policy}", sizes, planned),
         Sample("advance", sizes, advanced),
         Sample("arrive", sizes, arrived),

@@ -1,0 +1,71 @@
+"""What BagPipe costs and saves: rows read in bulk, for a window of batches ahead of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recpipe.kit import Facts
+from recpipe.plugin import Moved, Phase, Statement
+from recpipe_bagpipe.pace import MOST
+from recpipe_bagpipe.window import FEW, ROW_BYTES
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Shares of the budget."""
+
+    slots: float
+    """What the slots have."""
+    waiting: float
+    """What batches and rows on their way may take."""
+
+
+def statement(facts: Facts, lookahead: int | None, shares: Shares) -> Statement:
+    """``lookahead``: the batches of two groups, or None where the run decides.
+
+    Rows that known batches need stay, then those looked up most often: it is taken to miss what the better of
+    lru and lfu misses. Reading ahead ends where a trial shows that batches are trained sooner without.
+    """
+    share = facts.share * (shares.slots if facts.share < 1 else 1.0)
+    both = zip(facts.cached("lru", share), facts.cached("lfu", share), strict=True)
+    moved = tuple(_placed(min(each, key=lambda m: m.read)) for each in both)
+    rows = sum(m.read for m in moved)
+    size = window(facts, moved, share, shares.waiting) if lookahead is None else max(1, lookahead // 2)
+    alone = Statement(
+        why=f"batches read their {rows:,.0f} cold rows themselves, as with lru",
+        phases=(Phase(moved=moved),),
+    )
+    if facts.trainers > 1 or not rows:
+        return alone
+    memory = int(size * (3 * facts.batch_bytes + 2 * rows * 4 * max(group.width for group in facts.groups)))
+    return Statement(
+        why=(
+            f"the {rows:,.0f} cold rows of a batch are read {size} batches at a time, before they are "
+            "needed, and written back beside the reads"
+        ),
+        phases=(Phase(moved=moved),),
+        ahead=2 * size,
+        together=float(size),
+        memory=max(0, memory - int((1 - shares.slots) * facts.budget)),
+        unsure="the window is as long as memory allows; where nothing is waited for it shrinks",
+        instead=alone if lookahead is None else None,
+    )
+
+
+def _placed(moved: Moved) -> Moved:
+    """Every row that is read gets a slot."""
+    return Moved(read=moved.read, evicted=moved.written, placed=moved.read)
+
+
+def window(facts: Facts, moved: tuple[Moved, ...], share: float, waiting: float) -> int:
+    """The batches of a group that memory and slots allow, as ``Pace`` and ``Window`` decide."""
+    sizes = [MOST]
+    for group, each in zip(facts.groups, moved, strict=True):
+        budget = waiting * facts.share * group.rows * group.record_bytes
+        batch = facts.batch_bytes / 2 + ROW_BYTES * group.distinct
+        sizes.append(int(budget // (3 * batch + 2 * each.read * (4 * group.width + 17) + 1)))
+        fits = 1
+        while fits < MOST and group.window(fits + 1) <= share * group.rows / 2:
+            fits += 1
+        sizes.append(fits)
+    return max(1, min(sizes)) if min(sizes) < FEW else min(sizes)

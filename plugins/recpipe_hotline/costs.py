@@ -1,0 +1,34 @@
+"""What Hotline costs and saves: max(T_fetch, T_popular) + T_rest, for rows that a cache by counts misses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from recpipe.kit import Facts
+from recpipe.plugin import Phase, Statement, Work, micro_batch_step
+
+
+def statement(facts: Facts, min_micro_batch: int) -> Statement:
+    """Its popular rows are those that a cache by counts keeps. Batches are cut only where steps are shorter
+    so: the statement that they are not is the alternative."""
+    moved = facts.cached("lfu")
+    step = micro_batch_step(facts.batch_size)
+    popular = facts.popular_samples(facts.share)
+    first = int(popular * facts.batch_size) // step * step
+    cut = min(first, facts.batch_size - first) >= max(1, min_micro_batch, step)
+    whole = Statement(
+        why=(
+            f"popular rows stay resident, {sum(m.read for m in moved):,.0f} others are read for a batch; "
+            f"{popular:.0%} of the samples need none of these and can train while they are read"
+        ),
+        phases=(Phase(moved=moved),),
+        plans="lfu",
+        memory=sum(5 * group.rows for group in facts.groups),
+        unsure="popular rows are learned again from time to time; they are taken as always up to date",
+    )
+    if not cut:
+        return whole
+    lookups = sum(group.lookups for group in facts.groups)
+    bags = sum(facts.batch_size * group.features if group.pooled else group.lookups for group in facts.groups)
+    order = Work(name="order samples", kind="reorder", at={"lookups": lookups, "bags": float(bags)})
+    return replace(whole, early=first / facts.batch_size, works=(order,), instead=whole)

@@ -1,0 +1,34 @@
+"""What Slipstream costs and saves: a share of the hot samples is left out, once their rows have settled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from recpipe.kit import Facts
+from recpipe.plugin import Phase, Statement, Work
+from recpipe_slipstream.verdict import LEAST
+
+
+def statement(facts: Facts, drop: float) -> Statement:
+    """At most a share ``drop`` of the hot samples is left out; how many have settled, only training shows."""
+    moved = facts.cached("hot")
+    hot = facts.popular_samples(facts.share)
+    none = Statement(
+        why=f"{hot:.0%} of the samples are hot: too few, or none of them, are left out",
+        phases=(Phase(moved=moved),),
+        plans="nocache",
+        yields=True,
+    )
+    if drop * hot < LEAST:
+        return none
+    lookups = sum(group.lookups for group in facts.groups)
+    bags = sum(facts.batch_size * group.features if group.pooled else group.lookups for group in facts.groups)
+    classify = Work(name="classify samples", kind="reorder", at={"lookups": lookups, "bags": float(bags)})
+    return replace(
+        none,
+        why=f"{hot:.0%} of the samples are hot; up to {drop * hot:.0%} of all are left out and not trained",
+        kept=1 - drop * hot,
+        works=(classify,),
+        unsure="it is lossy, and it leaves out less where rows have not settled, and nothing before that",
+        instead=none,
+    )

@@ -1,0 +1,119 @@
+"""Times of tiers, stores, lookups and collectives, from a machine's profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Protocol
+
+import numpy as np
+
+from recpipe.errors import UserError
+from recpipe.perf.linear import At, Features, Linear, Vector, hats
+from recpipe.perf.lookup_work import lookup_features
+from recpipe.perf.profile import MachineProfile, Sample
+
+MAPS = np.log2([2.0**18, 2.0**21, 2.0**24, 2.0**27])
+"""Knots, in bytes of the map from rows to tiers, which decide whether planning finds it in a cache."""
+SLOTS = np.log2([2.0**18, 2.0**22, 2.0**25, 2.0**28])
+"""Knots, in bytes of the slots."""
+
+
+class Times(Protocol):
+    """Predicts times by the kinds of micro-benchmarks."""
+
+    def seconds(self, kind: str, at: At) -> float:
+        """The time of a ``kind`` of work with these sizes; ``UserError`` if it was not measured."""
+
+
+def _of(names: Sequence[str], at: At) -> list[float]:
+    return [float(at[name]) for name in names]
+
+
+def _plan(at: At) -> Vector:
+    lookups, missed, slots, rows = _of(("lookups", "missed", "slots", "rows"), at)
+    cache = hats(4 * rows, MAPS)
+    return np.array([1.0, lookups, missed, slots, *(lookups * cache), *(missed * cache)])
+
+
+def _rows(name: str, at: At) -> Vector:
+    rows, width = _of((name, "width"), at)
+    return np.array([1.0, rows, rows * width])
+
+
+def _arrive(at: At) -> Vector:
+    rows, width, slab = _of(("missed", "width", "slab"), at)
+    return np.array([1.0, rows, rows * width, slab, slab * width])
+
+
+def _slots(at: At) -> Vector:
+    bags, hits, hot, slab, slab_lookups, dim, slots = _of(
+        ("bags", "hits", "hot", "slab", "slab_lookups", "dim", "slots"), at
+    )
+    tbes, dims, cache = 1 + (slab > 0), np.array([1, dim]), hats(4 * slots * dim, SLOTS)
+    parts = [tbes * bags * dims, (hits + slab_lookups) * dims, np.outer(hot * dims, cache).ravel()]
+    return np.concatenate([[1.0, float(slab > 0)], *parts, slab * dims])
+
+
+def _reorder(at: At) -> Vector:
+    lookups, bags = _of(("lookups", "bags"), at)
+    return np.array([1.0, lookups, bags])
+
+
+def _host(at: At) -> Vector:
+    rows, width = _of(("rows", "width"), at)
+    return np.array([1.0, rows, rows * width])
+
+
+def _ssd(at: At) -> Vector:
+    rows, width, requests, blocks = _of(("rows", "width", "requests", "blocks"), at)
+    return np.array([1.0, rows, rows * width, requests, blocks])
+
+
+def _collective(at: At) -> Vector:
+    return np.array([1.0, float(at["bytes"])])
+
+
+_COPIES = ("read", "write")
+FEATURES: Mapping[str, Features] = {
+    "lookup forward": lookup_features,
+    "lookup update": lookup_features,
+    **{f"plan {policy}": _plan for policy in ("nocache", "lru", "lfu")},
+    "advance": partial(_rows, "leaving"),
+    "arrive": _arrive,
+    "reorder": _reorder,
+    "slots forward": _slots,
+    "slots update": _slots,
+    **{f"host {what}{busy}": _host for what in _COPIES for busy in ("", " busy")},
+    **{f"ssd {what}{busy}": _ssd for what in (*_COPIES, "rewrite") for busy in ("", " busy")},
+    **{f"{what} {codec}": _host for what in ("encode", "decode") for codec in ("int8", "fp16", "bf16")},
+    **dict.fromkeys(("all_to_all", "reduce_scatter", "all_gather", "all_reduce"), _collective),
+}
+"""What the time of each kind depends on."""
+
+
+@dataclass(frozen=True)
+class MoveTimes:
+    """Non-negative linear models, one for each kind that was measured."""
+
+    models: Mapping[str, Linear]
+
+    @classmethod
+    def of(cls, profile: MachineProfile) -> MoveTimes:
+        """Fit the kinds of ``FEATURES`` that ``profile`` has."""
+        samples = [each for family in profile.samples.values() for each in family if each.kind in FEATURES]
+        samples.sort(key=lambda sample: sample.kind)
+        return cls({kind: fit(kind, list(same)) for kind, same in groupby(samples, lambda s: s.kind)})
+
+    def seconds(self, kind: str, at: At) -> float:
+        """The predicted time; ``UserError`` if the profile has no such kind."""
+        if kind not in self.models:
+            raise UserError(f"the machine's profile has no '{kind}': run recpipe perf calibrate")
+        return self.models[kind].seconds(at)
+
+
+def fit(kind: str, samples: Sequence[Sample]) -> Linear:
+    """The model of one kind."""
+    return Linear.fit(samples, FEATURES[kind])

@@ -1,0 +1,89 @@
+"""Predicts the step of a run whose rows are in tiers, with any plugins, from their statements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from recpipe.perf.facts import Facts
+from recpipe.perf.moves import Times
+from recpipe.perf.statements import choices
+from recpipe.perf.tiered import Resident, Tiered
+from recpipe.perf.walk import Task, Walked, walk
+from recpipe.plugin.costs import Phase, Statement
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of batches."""
+
+    phase: Phase
+    tasks: Sequence[Task]
+    walked: Walked
+
+
+@dataclass(frozen=True)
+class TieredPrediction:
+    """A run with tiers, in its steady state."""
+
+    statement: Statement
+    """What it does in the end: as stated, or instead, whichever is faster."""
+    kinds: Sequence[Kind]
+    step_seconds: float
+    """The mean over all kinds of batches."""
+    tried: Sequence[float]
+    """Seconds of a step of all that it may do, the statement itself first."""
+    samples: int
+    """Samples that a step reads."""
+    read: float
+    """Rows that a batch reads from the store."""
+    memory: Mapping[str, int]
+    """Bytes by tier: ``resident``, ``cold`` and ``beside`` (maps, batches and rows on their way)."""
+
+    @property
+    def samples_per_second(self) -> float:
+        """The speed of training: samples read, also those that are left out."""
+        return self.samples / self.step_seconds
+
+
+def predict_tiered(
+    facts: Facts,
+    stated: Mapping[str, Statement],
+    base: Statement,
+    times: Times,
+    resident: Resident,
+    cores: int,
+) -> TieredPrediction:
+    """The fastest of what plugins do, by their statements, over ``base``, that of ``tiers.policy``."""
+    found = [_predicted(facts, statement, times, resident, cores) for statement in choices(stated, base)]
+    best = min(found, key=lambda prediction: prediction.step_seconds)
+    tried = [prediction.step_seconds for prediction in found]
+    return TieredPrediction(
+        best.statement, best.kinds, best.step_seconds, tried, best.samples, best.read, best.memory
+    )
+
+
+def _predicted(
+    facts: Facts, statement: Statement, times: Times, resident: Resident, cores: int
+) -> TieredPrediction:
+    kinds = []
+    for phase in statement.phases or (Phase(),):
+        tasks = (
+            Tiered(facts, statement, phase, times, resident).tasks()
+            if statement.phases
+            else list(resident(round(statement.kept * facts.batch_size)).tasks)
+        )
+        kinds.append(Kind(phase, tasks, walk(tasks, cores)))
+    mean = sum(kind.phase.share * kind.walked.step_seconds for kind in kinds)
+    read = sum(kind.phase.share * moved.read for kind in kinds for moved in kind.phase.moved)
+    return TieredPrediction(statement, kinds, mean, (), facts.batch_size, read, _memory(facts, statement))
+
+
+def _memory(facts: Facts, statement: Statement) -> dict[str, int]:
+    whole = sum(group.rows * group.record_bytes for group in facts.groups)
+    if not statement.phases:
+        return {"resident": whole, "cold": 0, "beside": statement.memory}
+    sizes = statement.cold_bytes or [4.0 * group.width for group in facts.groups]
+    cold = sum(int(group.rows * size) for group, size in zip(facts.groups, sizes, strict=True))
+    maps = sum(int(4 * group.rows + 8 * facts.share * group.rows) for group in facts.groups)
+    return {"resident": facts.budget, "cold": cold, "beside": maps + statement.memory}
