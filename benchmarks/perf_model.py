@@ -39,11 +39,12 @@ import recpipe  # noqa: E402
 from recpipe.common.quiet import quiet_libraries  # noqa: E402
 from recpipe.perf.amounts import Amounts  # noqa: E402
 from recpipe.perf.capture import captured  # noqa: E402
-from recpipe.perf.models import Errors, KernelModels  # noqa: E402
+from recpipe.perf.models import Errors  # noqa: E402
 from recpipe.perf.predict import Prediction, predict_resident  # noqa: E402
 from recpipe.perf.profile import Host, MachineProfile, profile_path  # noqa: E402
 from recpipe.perf.reading import reading  # noqa: E402
 from recpipe.perf.resident import Step  # noqa: E402
+from recpipe.perf.show import held_out  # noqa: E402
 
 WARM = 6
 """Steps that do not count."""
@@ -244,14 +245,6 @@ def run(case: Case, steps: int) -> tuple[Prediction, float, float]:
     return found.prediction, median(counted), quantiles(counted, n=4)[0]
 
 
-def kernels(models: KernelModels) -> None:
-    """Print the held-out errors by kind."""
-    print(f"{'kernels, held out':24}{'samples':>8}{'GMAE':>8}{'MAPE':>8}{'p90':>8}")
-    for kind, errors in models.held_out().items():
-        print(f"{kind:24}{errors.count:8}{errors.gmae:8.1%}{errors.mape:8.1%}{errors.p90:8.1%}")
-    print(flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -268,7 +261,8 @@ def main() -> None:
     print(f"{host.processor}, {host.instruction_set}, {host.threads} threads\n")
     Predicts.amounts = Amounts(profile)
     if not (options.only or options.steps_only):
-        kernels(Predicts.amounts.kernels)
+        print("\n".join(held_out(Predicts.amounts.kernels)), flush=True)
+        print()
     print(f"{'step':64}{'batch':>6} {'back end':9}{'predicted':>10}{'measured':>9}{'error':>8}  quartile")
     predicted: list[float] = []
     measured: list[float] = []
