@@ -41,7 +41,7 @@ from tests.report.test_report import make_report
         (["--config-dir", "no/such/folder"], "no/such/folder' not found"),
         (
             ["trian"],
-            "no command 'trian'. Commands: evaluate, predict, package, quantize, serve, plugins, ",
+            "no command 'trian'. Commands: evaluate, predict, package, quantize, serve, perf, plugins, ",
         ),
         (["doctor", "now"], "recpipe doctor takes no arguments, not 'now'"),
     ],

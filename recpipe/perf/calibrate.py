@@ -12,7 +12,7 @@ import torch
 from recpipe.backend.matmul import vector_units
 from recpipe.common.console import Meter, log
 from recpipe.errors import UserError, nearest_or_all
-from recpipe.perf.bench import limits, lookups, stores, tiers
+from recpipe.perf.bench import gemm, limits, lookups, overheads, pointwise, stores, tiers
 from recpipe.perf.profile import Host, MachineProfile, Sample
 
 Measure = Callable[[bool], Iterator[Sample]]
@@ -20,12 +20,23 @@ Measure = Callable[[bool], Iterator[Sample]]
 
 FAMILIES: dict[str, Measure] = {
     "limits": limits.measure,
+    "gemm": gemm.measure,
+    "pointwise": pointwise.measure,
+    "overheads": overheads.measure,
     "lookups": lookups.measure,
     "tiers": tiers.measure,
     "stores": stores.measure,
 }
 """The one set of micro-benchmarks, in the order in which they run."""
-SECONDS = {"limits": 8.0, "lookups": 40.0, "tiers": 30.0, "stores": 30.0}
+SECONDS = {
+    "limits": 8.0,
+    "gemm": 35.0,
+    "pointwise": 35.0,
+    "overheads": 10.0,
+    "lookups": 40.0,
+    "tiers": 30.0,
+    "stores": 30.0,
+}
 """About how long a family takes in full, for the progress bar."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 from recpipe.common.console import heard
+from recpipe.common.quiet import calm_threads
 from recpipe.errors import UserError
 
 USAGE = "say recpipe perf calibrate [--quick], or recpipe perf show"
@@ -23,6 +24,7 @@ def perf(words: Sequence[str]) -> int:
 
 def _calibrate(quick: bool) -> int:
     # As in a run, and before torch is loaded.
+    calm_threads()
     tune_allocator()
     bound_kernel_caches()
     from recpipe.perf.calibrate import calibrate

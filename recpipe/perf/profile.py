@@ -36,9 +36,9 @@ class Host:
     """The number of torch's threads."""
     device: str
     """``cpu``, or the name of the GPU."""
-    torch: str
-    fbgemm: str
-    torchrec: str
+    torch_version: str
+    fbgemm_version: str
+    torchrec_version: str
 
     @classmethod
     def current(cls, device: torch.device | None = None) -> Host:

@@ -77,8 +77,8 @@ def test_a_missing_profile_is_named(tmp_path: Path) -> None:
 
 def test_another_host_is_told_in_words() -> None:
     assert HOST.differs(HOST) == []
-    other = replace(HOST, threads=8, torch="2.11.0")
-    assert HOST.differs(other) == ["threads: 8 there, 2 here", "torch: 2.11.0 there, 2.13.0 here"]
+    other = replace(HOST, threads=8, torch_version="2.11.0")
+    assert HOST.differs(other) == ["threads: 8 there, 2 here", "torch version: 2.11.0 there, 2.13.0 here"]
     assert profile_path(HOST) != profile_path(other)
 
 

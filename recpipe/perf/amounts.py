@@ -1,0 +1,165 @@
+"""Times of parts of a step, added up from the models of their operators."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from recpipe.perf.capture import Captured, GroupLookups, Part
+from recpipe.perf.linear import At, Linear, Vector
+from recpipe.perf.lookup_work import LookupWork, lookup_features
+from recpipe.perf.machine import Machine
+from recpipe.perf.models import Estimate, KernelModels
+from recpipe.perf.operators import Operator
+from recpipe.perf.profile import MachineProfile
+
+FAR = 2.0**24
+"""Bytes touched between two uses of a gradient or a parameter: most of a step's."""
+RECORDED, NODE, FUNCTION, CALL = "recorded", "node", "function", "call"
+
+
+class Total:
+    """A sum of estimates. Errors of operators of one kind go the same way; those of different kinds do
+    not."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._below: dict[str, float] = defaultdict(float)
+        self._above: dict[str, float] = defaultdict(float)
+
+    def add(self, kind: str, estimate: Estimate) -> None:
+        """Add an estimate for an operator of this kind."""
+        self.seconds += estimate.seconds
+        self._below[kind] += estimate.seconds - estimate.low
+        self._above[kind] += estimate.high - estimate.seconds
+
+    @property
+    def estimate(self) -> Estimate:
+        """The sum."""
+        below, above = (
+            float(np.sqrt(sum(size**2 for size in each.values()))) for each in (self._below, self._above)
+        )
+        return Estimate(self.seconds, max(0.0, self.seconds - below), self.seconds + above)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Estimates of a part's stages: see ``capture.STAGES``."""
+
+    before: Estimate
+    forward: Estimate
+    to_rows: Estimate
+    rest: Estimate
+
+
+class Amounts:
+    """The times of a machine's operators, lookups and overheads."""
+
+    def __init__(self, profile: MachineProfile) -> None:
+        self.kernels = KernelModels.of(profile)
+        self.threads = profile.host.threads
+        self._lookups = {
+            kind: Linear.fit(found, lookup_features)
+            for kind in ("lookup forward", "lookup update")
+            if (found := [s for s in profile.samples.get("lookups", ()) if s.kind == kind])
+        }
+        self._limits = Machine.of(profile.samples.get("limits", ()), 64, self.threads)
+
+    def overhead(self, kind: str, times: float = 1.0) -> Estimate:
+        """An overhead of ``bench.overheads`` that does not depend on sizes."""
+        return self.kernels.seconds(kind, {}).times(times)
+
+    def operator(self, operator: Operator, threads: float) -> Estimate:
+        """The time of an operator."""
+        return self.kernels.seconds(operator.kind, {**operator.at, "threads": threads})
+
+    def stages(self, part: Part) -> Stages:
+        """The times of a part's stages, with autograd's and Python's in proportion to the operators."""
+        totals = [Total() for _ in part.operators]
+        forward = sum(map(len, part.operators[:2])) or 1
+        backward = sum(map(len, part.operators[2:])) or 1
+        for number, (total, operators) in enumerate(zip(totals, part.operators, strict=True)):
+            for operator in operators:
+                total.add(operator.kind, self.operator(operator, part.threads))
+            if number < 2:
+                share = len(operators) / forward
+                total.add(CALL, self.overhead(CALL, share * part.calls[0]))
+                total.add(RECORDED, self.overhead(RECORDED, share * part.recorded))
+            else:
+                share = len(operators) / backward
+                total.add(CALL, self.overhead(CALL, share * part.calls[1]))
+                total.add(NODE, self.overhead(NODE, share * part.nodes))
+                total.add(FUNCTION, self.overhead(FUNCTION, share * part.functions))
+        return Stages(*(total.estimate for total in totals))
+
+    def lookups(self, groups: Iterable[GroupLookups], kind: str) -> Estimate:
+        """``lookup forward`` or ``lookup update`` of all groups."""
+        total = Total()
+        for group in groups:
+            if group.lookups or group.tables:
+                total.add(kind, self._lookup(group, kind))
+        return total.estimate
+
+    def _lookup(self, group: GroupLookups, kind: str) -> Estimate:
+        model = self._lookups.get(kind)
+        if model is None:
+            return self._by_limits(group, kind)
+        seconds = float(_work(group) @ model.coefficients)
+        spread = float(np.exp(1.28 * model.spread))
+        return Estimate(seconds, seconds / spread, seconds * spread)
+
+    def _by_limits(self, group: GroupLookups, kind: str) -> Estimate:
+        """By the rate of random rows, for a profile without lookups."""
+        if self._limits is None:
+            return self.overhead("step", 0.0)
+        ways = 1 if kind == "lookup forward" else 3
+        moved = 4.0 * ways * (group.dim * sum(table.distinct for table in group.tables) + group.handed_out)
+        seconds = moved / self._limits.gather_bytes_per_s_one_thread
+        return Estimate(seconds, seconds / 2, seconds * 2)
+
+    def optimizer(self, name: str, sizes: At, threads: float) -> Estimate:
+        """A step of the dense optimizer; of one that was not measured, as Adam's."""
+        kind = f"optimizer {name}"
+        at = {**sizes, "threads": threads}
+        return self.kernels.seconds(kind if self.kernels.knows(kind, at) else "optimizer Adam", at)
+
+
+def _work(group: GroupLookups) -> Vector:
+    tables = [
+        LookupWork(table.rows, group.dim, table.bags, table.lookups, table.distinct) for table in group.tables
+    ]
+    footprint = sum(table.bytes for table in tables)
+    features: Vector = np.concatenate([[1.0], sum(table.features(footprint) for table in tables)])
+    return features
+
+
+def copied(values: float, runs: float = 0.0) -> Operator:
+    """A copy of so many float32 values, which were just made."""
+    at = {"bytes": 8.0 * values, "footprint": 8.0 * values, "elements": values, "runs": runs}
+    at["reuse"] = 2 * at["footprint"]
+    return Operator("elementwise", {**at, "dtype": "float32"}, "copy_")
+
+
+def added(values: float) -> Operator:
+    """A sum of two tensors of so many float32 values, in new memory."""
+    at = {"bytes": 12.0 * values, "footprint": 12.0 * values, "elements": values, "runs": 0.0}
+    at["reuse"] = FAR
+    return Operator("elementwise", {**at, "dtype": "float32"}, "add")
+
+
+def together(estimates: Sequence[Estimate]) -> Estimate:
+    """The sum of estimates whose errors are independent."""
+    total = Total()
+    for number, estimate in enumerate(estimates):
+        total.add(str(number), estimate)
+    return total.estimate
+
+
+def keeping(captured: Captured, part: Part) -> Operator:
+    """The copy of a core's gradients of rows to those of the whole batch."""
+    share = part.samples / captured.samples
+    values = share * sum(group.handed_out for group in captured.groups)
+    return copied(values, 2.0 * part.samples)

@@ -1,0 +1,257 @@
+"""Operators of torch as kernel models know them: a kind and sizes, from the arguments of a call.
+
+Micro-benchmarks describe what they run by the same function as the capture of a model, so that both mean the
+same by a kind and its sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log2, prod
+from typing import Any
+
+import torch
+
+from recpipe.seams import TorchDispatchMode
+
+GEMMS = ("addmm", "linear", "mm nn", "mm nt", "mm tn", "bmm nn", "bmm nt", "bmm tn")
+"""Products of matrices; ``n`` and ``t`` say how each of the two lies in memory, by rows or by columns.
+``linear`` is oneDNN's own operator."""
+UNTOUCHED = float(2**28)
+"""Bytes since memory was touched that was not touched before."""
+FREE = ("view", "empty")
+"""What touches no values: its time is that of a call."""
+_MATH = (
+    *("sigmoid", "tanh", "exp", "log", "log1p", "sqrt", "rsqrt", "pow", "erf", "gelu", "silu", "softplus"),
+    *("_softmax", "_log_softmax", "log_sigmoid_forward", "gelu_backward", "silu_backward", "mish"),
+)
+_BCE = ("binary_cross_entropy_with_logits", "binary_cross_entropy", "mse_loss", "_softmax_backward_data")
+_FILLS = ("zeros", "new_zeros", "zeros_like", "full", "full_like", "ones", "ones_like", "zero_", "fill_")
+_SPREADS = ("slice_backward", "select_backward", "embedding_dense_backward")
+_ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_SUMS = ("sum", "mean", "amax", "amin", "max", "norm", "var", "var_mean", "native_layer_norm", "any", "all")
+_TAKES = ("index_select", "gather", "index", "embedding")
+_ELEMENTWISE = (
+    *("add", "sub", "mul", "div", "neg", "relu", "threshold_backward", "leaky_relu", "leaky_relu_backward"),
+    *("clone", "copy_", "where", "clamp", "abs", "sigmoid_backward", "tanh_backward", "rsub", "addcmul"),
+    *("minimum", "maximum", "eq", "gt", "lt", "ge", "le", "masked_fill", "sign", "reciprocal", "lerp"),
+    *("native_dropout_backward", "hardtanh", "hardtanh_backward", "elu", "elu_backward"),
+)
+_NOTHING = ("_is_mkldnn_bf16_supported",)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A call of an operator."""
+
+    kind: str
+    at: Mapping[str, float | str]
+    """Of products ``b`` (how many), ``m``, ``n`` and ``k``; of others ``bytes`` (read and written),
+    ``elements`` and ``runs`` (pieces of memory, if values do not lie one after the other). Of both
+    ``footprint`` (bytes of distinct memory), ``dtype``, and ``reuse``: how many bytes are touched until the
+    operator's memory is touched again, as a geometric mean over its bytes."""
+    name: str
+    """torch's name for it."""
+    known: bool = True
+    """Whether there is a model for it, and not only one for passes over so many bytes."""
+
+
+def described(func: Any, args: Sequence[Any], out: Any) -> Operator | None:
+    """The call ``func(*args)``, below autograd, with the result ``out``; None if it is no work."""
+    name = func._schema.name.partition("::")[2]
+    plain = name.rstrip("_") if name != "copy_" and name not in _FILLS else name
+    if plain in _NOTHING:
+        return None
+    if func.is_view or plain in ("detach", "alias", "_unsafe_view", "lift_fresh"):
+        return Operator("view", {}, name)
+    if plain in _ALLOCATES:
+        return Operator("empty", {}, name)
+    if plain in ("mm", "addmm", "bmm", "baddbmm", "_linear_pointwise"):
+        return _product(plain, args)
+    tensors = [*_tensors(args), *_tensors([out])]
+    if not tensors:
+        return Operator("view", {}, name)
+    return _pass(plain, args, out, tensors, name)
+
+
+def _product(name: str, args: Sequence[Any]) -> Operator:
+    if name == "_linear_pointwise":
+        x, weight = args[:2]
+        at = {"b": 1.0, "m": float(len(x)), "n": float(len(weight)), "k": float(x.shape[1])}
+        return Operator("linear", {**at, "dtype": _dtype(x)}, name)
+    left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
+    batch = left.shape[0] if left.ndim == 3 else 1
+    (m, k), n = left.shape[-2:], right.shape[-1]
+    at = {"b": float(batch), "m": float(m), "n": float(n), "k": float(k), "dtype": _dtype(left)}
+    if name == "addmm":
+        return Operator("addmm", at, name)
+    layout = _layout(left) + _layout(right)
+    kind = name if name == "mm" else "bmm"
+    return Operator(f"{kind} {'tn' if layout == 'tt' else layout}", at, name)
+
+
+def _layout(matrix: torch.Tensor) -> str:
+    rows, columns = matrix.shape[-2:]
+    return "t" if rows > 1 and columns > 1 and matrix.stride(-1) != 1 and matrix.stride(-2) == 1 else "n"
+
+
+def _pass(name: str, args: Sequence[Any], out: Any, tensors: list[torch.Tensor], full: str) -> Operator:
+    outs = _tensors([out])
+    widest = max(tensors, key=lambda tensor: tensor.numel())
+    results = sum(tensor.numel() for tensor in outs)
+    moved = sum(map(_bytes, tensors))
+    runs = sum(map(_runs, tensors))
+    kind, known, elements = "elementwise", True, widest.numel()
+    if name in ("cat", "stack"):
+        kind, elements = "cat", results
+        runs = _pieces(args, name)
+    elif name in _FILLS or name in _SPREADS:
+        kind, elements = "fill", results
+        moved = sum(map(_bytes, outs))
+    elif name in _TAKES:
+        kind, elements = f"take {name}", results
+        moved = 2 * sum(map(_bytes, outs))
+    elif name == "index_put":
+        kind = "put"
+        elements = args[2].numel()
+    elif name in _SUMS:
+        kind = _sum_kind(args, widest)
+    elif name in _BCE:
+        kind = "loss"
+    elif name in _MATH:
+        kind = "math"
+    elif name == "_to_copy" and outs and outs[0].dtype != args[0].dtype:
+        kind = f"cast to {_dtype(outs[0])}"
+    elif name in ("copy_", "clone", "_to_copy") and _turned(args, outs):
+        kind = "transpose"
+    elif name not in _ELEMENTWISE and name != "_to_copy":
+        known = False
+    at = {
+        "bytes": float(moved),
+        "elements": float(elements),
+        "runs": float(runs),
+        "dtype": _dtype(outs[0] if outs else widest),
+    }
+    return Operator(kind, at, full, known)
+
+
+def _sum_kind(args: Sequence[Any], widest: torch.Tensor) -> str:
+    """``sum 0`` over the first dimension, as for a bias; ``sum 1`` over the last; ``sum`` over all."""
+    dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple | int) else None
+    if dims is None or widest.ndim < 2:
+        return "sum"
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    if not dims or len(dims) == widest.ndim:
+        return "sum"
+    return "sum 0" if 0 in dims or -widest.ndim in dims else "sum 1"
+
+
+def _turned(args: Sequence[Any], outs: Sequence[torch.Tensor]) -> bool:
+    """Whether a copy changes the order of the values."""
+    pairs = [tensor for tensor in _tensors(args) if tensor.numel() > 1] + list(outs)
+    inner = {_inner_dimension(tensor) for tensor in pairs if min(tensor.shape, default=1) > 1}
+    return len(inner) > 1
+
+
+def _inner_dimension(tensor: torch.Tensor) -> int:
+    return min(range(tensor.ndim), key=lambda dim: (tensor.stride(dim) or 1 << 60, -dim), default=0)
+
+
+def _pieces(args: Sequence[Any], name: str) -> float:
+    """How many pieces of memory a ``cat`` copies, one after the other."""
+    parts = _tensors(args[:1])
+    dim = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
+    if not parts:
+        return 0
+    dim %= parts[0].ndim + (name == "stack")
+    return float(sum(tensor.numel() / max(1, prod(tensor.shape[dim:])) for tensor in parts))
+
+
+def _runs(tensor: torch.Tensor) -> float:
+    """Pieces of memory of a tensor whose values do not lie one after the other; 0 for one whose do."""
+    size = inner = 1
+    for length, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if length == 1 or stride == 0:
+            continue
+        if stride != size:
+            break
+        size, inner = size * length, inner * length
+    values = prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return 0.0 if inner >= values else values / inner
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """The bytes of its values, without those that an expanded tensor repeats."""
+    values = prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 1)
+    return values * tensor.element_size()
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return []
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In a with block, collects the operators that run below autograd in this thread.
+
+    Memory is known by its address, which an allocator gives out again, so that the new memory of a result may
+    have been touched a moment ago.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[Operator] = []
+        self._touched = 0.0
+        self._last: dict[int, float] = {}
+        """How many bytes had been touched when each address was touched last."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        operator = described(func, args, out)
+        if operator is not None:
+            if operator.kind not in FREE:
+                reuse = self._reuse([*_tensors(args), *_tensors([out])])
+                operator = replace(operator, at={**operator.at, **reuse})
+            self.note(operator)
+        return out
+
+    def _reuse(self, tensors: Sequence[torch.Tensor]) -> dict[str, float]:
+        """The footprint of a call with these tensors, and the bytes touched since they were touched last."""
+        sizes: dict[int, int] = {}
+        for tensor in tensors:
+            address = tensor.untyped_storage().data_ptr()
+            sizes[address] = max(sizes.get(address, 0), _bytes(tensor))
+        whole = sum(sizes.values())
+        apart = 0.0
+        for address, size in sizes.items():
+            since = self._touched - self._last.get(address, -UNTOUCHED)
+            apart += size * log2(max(since, 1.0))
+        self._touched += whole
+        self._last.update(dict.fromkeys(sizes, self._touched - whole))
+        return {"footprint": float(whole), "reuse": 2 ** (apart / whole) if whole else 1.0}
+
+    def touch(self, tensors: Sequence[torch.Tensor], others: float = 0.0) -> None:
+        """Note that something else touches ``tensors``, and so many bytes of other memory before."""
+        self._touched += others
+        self._reuse(tensors)
+
+    def note(self, operator: Operator) -> None:
+        """Keep one more operator."""
+        self.found.append(operator)
+
+
+def watched(run: Any) -> Iterator[Operator]:
+    """The operators of one call of ``run``."""
+    with Watch() as watch:
+        run()
+    yield from watch.found
