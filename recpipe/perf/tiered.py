@@ -68,6 +68,22 @@ class Tiered:
         samples = max(1, round(self.statement.kept * self.facts.batch_size))
         return [*self._loader(), *self._io(), *self._main(samples)]
 
+    def resident_tasks(self) -> list[Task]:
+        """The step's tasks if nothing is moved: all rows are resident, or sharded over the trainers."""
+        facts, statement = self.facts, self.statement
+        samples = max(1, round(statement.kept * facts.batch_size))
+        ranks = facts.trainers if statement.spread < 1 else 1
+        step, whole = self.resident(-(-samples // ranks)), self.resident(samples)
+        tasks = [self._work(work) for work in statement.works if work.place == "main"]
+        for task in step.tasks:
+            more = 0.0
+            if ranks > 1 and task.name == LOOK_UP:
+                more = statement.spread * whole.look_up - step.look_up
+            elif ranks > 1 and task.name == UPDATE:
+                more = statement.spread * whole.update - step.update
+            tasks.append(replace(task, busy=max(0.0, task.busy + more)))
+        return tasks
+
     # -- the threads -------------------------------------------------------------------------
 
     def _loader(self) -> list[Task]:
