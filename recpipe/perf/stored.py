@@ -87,6 +87,8 @@ class Store:
     times: Times
     cold_bytes: float = 0.0
     """Bytes of a record in the store, if it is not float32 there."""
+    codec: str = ""
+    """The codec of records, as ``Statement.codec``."""
 
     @property
     def width(self) -> int:
@@ -112,17 +114,12 @@ class Store:
             at |= {"blocks": moved.blocks, "requests": moved.requests}
         elapsed = self.times.seconds(f"{kind} {what}", at)
         busy = min(elapsed, self.times.seconds(f"{kind} {what} busy", at))
-        coding = Spent() if not self.cold_bytes else self._coding(what, rows)
+        coding = self._coding(what, rows) if self.codec else Spent()
         return Spent(busy, elapsed - busy) + coding + Spent(0.0, self._network(rows))
 
     def _coding(self, what: str, rows: float) -> Spent:
         at: At = {"rows": rows, "width": float(self.group.width)}
-        return Spent(self.times.seconds(f"{'decode' if what == 'read' else 'encode'} {self._codec}", at))
-
-    @property
-    def _codec(self) -> str:
-        """The built-in codec whose records have about as many bytes."""
-        return "int8" if self.cold_bytes < 1.5 * self.group.dim + 8 else "bf16"
+        return Spent(self.times.seconds(f"{'decode' if what == 'read' else 'encode'} {self.codec}", at))
 
     def _network(self, rows: float) -> float:
         """What an emulated link adds in a run of one process, or the messages of a round between ranks."""

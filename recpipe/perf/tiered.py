@@ -215,7 +215,7 @@ class Tiered:
     def _stores(self) -> list[tuple[Store, Moved]]:
         sizes = self.statement.cold_bytes or [0.0] * len(self.facts.groups)
         return [
-            (Store(self.facts, group, self.times, size), moved)
+            (Store(self.facts, group, self.times, size, self.statement.codec), moved)
             for (group, moved), size in zip(self._groups, sizes, strict=True)
         ]
 

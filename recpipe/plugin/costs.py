@@ -85,6 +85,9 @@ class Statement:
     """How many batches' rows are read by one request."""
     cold_bytes: Sequence[float] = ()
     """For each group the bytes of a record in the cold store, if it is not float32 there."""
+    codec: str = ""
+    """The built-in codec (int8, fp16, bf16) that takes about as long to code such a record; empty: none is
+    coded."""
     works: Sequence[Work] = ()
     """Work that it adds."""
     spread: float = 1.0

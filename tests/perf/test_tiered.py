@@ -240,7 +240,7 @@ def test_cold_rows_are_spread_as_lookups_are_until_a_table_is_full() -> None:
 
 def test_coded_rows_are_smaller_and_take_time_to_code() -> None:
     machine = Machine({"decode int8": 1e-6})
-    plain, coded = Store(facts(), group(), machine), Store(facts(), group(), machine, cold_bytes=20.0)
+    plain, coded = Store(facts(), group(), machine), Store(facts(), group(), machine, 20.0, "int8")
     assert (plain.width, coded.width) == (17, 5)
     assert plain.read(1000.0, 0.1).busy == 0
     assert coded.read(1000.0, 0.1).busy == pytest.approx(1 * MS)
