@@ -51,7 +51,7 @@ class Work:
     name: str
     """What it does; unique in a statement."""
     kind: str
-    """Which benchmark, by the ``kind`` of its samples (docs/guide/advise.md lists them)."""
+    """Which benchmark, by the ``kind`` of its samples (docs/plugins.md lists them)."""
     at: Mapping[str, float | str] = field(default_factory=dict)
     """Its sizes, by the benchmark's names."""
     times: float = 1.0
