@@ -47,7 +47,7 @@ def test_every_kind_is_measured_with_the_sizes_that_its_model_needs(measured: li
 
 
 def test_sizes_of_the_benchmark_are_those_that_are_predicted() -> None:
-    """Rows drawn from a whole table: the benchmark counts blocks and requests, the prediction expects them."""
+    """Of rows drawn from a whole table the benchmark counts what the prediction expects."""
     table = group(rows=100_000)
     layout = stores.StoreLayout(("rows",), table.table_rows, 17)
     rows = np.random.default_rng(0).choice(100_000, 2_000, replace=False)
