@@ -1,6 +1,6 @@
 """How well the performance model predicts: kernels that it was not fitted to, and steps of whole recipes.
 
-    python benchmarks/perf_model.py [--profile FILE] [--only WORD] [--steps 30] [--tasks]
+    python benchmarks/perf_model.py [--profile FILE] [--only WORD] [--steps 30] [--steps-only] [--tasks]
 
 Kernels: each fifth of the machine's samples, predicted by models of the others. Steps: recipes and models of
 others, each captured on its first batch, predicted, and then trained for so many steps in this process. Its
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
@@ -39,11 +39,12 @@ import recpipe  # noqa: E402
 from recpipe.common.quiet import quiet_libraries  # noqa: E402
 from recpipe.perf.amounts import Amounts  # noqa: E402
 from recpipe.perf.capture import captured  # noqa: E402
-from recpipe.perf.models import Errors, KernelModels  # noqa: E402
+from recpipe.perf.models import Errors  # noqa: E402
 from recpipe.perf.predict import Prediction, predict_resident  # noqa: E402
 from recpipe.perf.profile import Host, MachineProfile, profile_path  # noqa: E402
 from recpipe.perf.reading import reading  # noqa: E402
 from recpipe.perf.resident import Step  # noqa: E402
+from recpipe.perf.show import held_out  # noqa: E402
 
 WARM = 6
 """Steps that do not count."""
@@ -223,8 +224,8 @@ class Predicts(L.Callback):
             trainer.should_stop = True
 
 
-def run(case: Case, steps: int) -> tuple[Prediction, float]:
-    """The prediction for a case, and the median seconds of its steps."""
+def run(case: Case, steps: int) -> tuple[Prediction, float, float]:
+    """The prediction for a case, and the median seconds of its steps and those of the fastest quarter."""
     words = (
         *("trainer.progress=false", "trainer.logger=null", f"trainer.backend={case.backend}"),
         *(f"trainer.max_steps={steps + WARM}", "trainer.max_epochs=1000"),
@@ -240,15 +241,8 @@ def run(case: Case, steps: int) -> tuple[Prediction, float]:
         given = batches(case, max(8, min(40, 60_000 // case.batch)))
         recpipe.train(MODELS[case.model](case), given, *words, quiet=True).close()
     found = Predicts.last
-    return found.prediction, median(found.times[WARM:])
-
-
-def kernels(models: KernelModels) -> None:
-    """Print the held-out errors by kind."""
-    print(f"{'kernels, held out':24}{'samples':>8}{'GMAE':>8}{'MAPE':>8}{'p90':>8}")
-    for kind, errors in models.held_out().items():
-        print(f"{kind:24}{errors.count:8}{errors.gmae:8.1%}{errors.mape:8.1%}{errors.p90:8.1%}")
-    print(flush=True)
+    counted = found.times[WARM:]
+    return found.prediction, median(counted), quantiles(counted, n=4)[0]
 
 
 def main() -> None:
@@ -258,6 +252,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="by default this machine's")
     parser.add_argument("--only", default="", help="cases whose name has this word")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps-only", action="store_true", help="no kernels")
     parser.add_argument("--tasks", action="store_true", help="show each prediction's tasks")
     options = parser.parse_args()
     quiet_libraries()
@@ -265,20 +260,24 @@ def main() -> None:
     profile = MachineProfile.load(options.profile or profile_path(host))
     print(f"{host.processor}, {host.instruction_set}, {host.threads} threads\n")
     Predicts.amounts = Amounts(profile)
-    if not options.only:
-        kernels(Predicts.amounts.kernels)
-    print(f"{'step':64}{'batch':>6} {'back end':9}{'predicted':>10}{'measured':>9}{'error':>8}")
-    predicted, measured = [], []
+    if not (options.only or options.steps_only):
+        print("\n".join(held_out(Predicts.amounts.kernels)), flush=True)
+        print()
+    print(f"{'step':64}{'batch':>6} {'back end':9}{'predicted':>10}{'measured':>9}{'error':>8}  quartile")
+    predicted: list[float] = []
+    measured: list[float] = []
+    quiet: list[float] = []
     for case in CASES:
         if options.only not in case.name:
             continue
-        found, seconds = run(case, options.steps)
+        found, seconds, least = run(case, options.steps)
+        quiet.append(least)
         predicted.append(found.step.seconds)
         measured.append(seconds)
         shared = " shared" if found.shared else ""
         print(
             f"{case.name:64}{case.batch:6} {case.backend + shared:12}{1e3 * found.step.seconds:7.2f}"
-            f"{1e3 * seconds:9.2f}{found.step.seconds / seconds - 1:+8.1%}",
+            f"{1e3 * seconds:9.2f}{found.step.seconds / seconds - 1:+8.1%}{1e3 * least:10.2f}",
             flush=True,
         )
         if options.tasks:

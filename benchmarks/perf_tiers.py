@@ -1,18 +1,18 @@
 """Predicted against measured: steps of runs whose tables are in tiers, with and without plugins.
 
-    python benchmarks/perf_tiers.py [--data all] [--repetitions 2] [--resident measured] [--criteo FILE]
+    python benchmarks/perf_tiers.py [--data WORD] [--repetitions 2] [--resident measured] [--criteo FILE]
 
 Each run is short and trained in this process, resident ones among the others; the later half of its steps
-counts, when caches have filled. The machine's profile is that of ``recpipe perf calibrate``. What is
-predicted knows the data's statistics, the profile and, with ``--resident measured``, the time of the resident
-step; by default that is predicted too.
+counts, when caches have filled. The machine's profile is that of ``recpipe perf calibrate``. A prediction
+knows the profile, the data's statistics and the model's operators. With ``--resident measured`` it also knows
+the time of the resident step, so that the error is that of the tiers alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,20 +20,27 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import lightning as L
 import numpy as np
+import torch
 
 import recpipe
 from recpipe.common.quiet import quieted
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.data.make import open_dataset
+from recpipe.data.select import between
+from recpipe.perf.amounts import Amounts
 from recpipe.perf.calibrate import calibrate
+from recpipe.perf.capture import captured
 from recpipe.perf.facts import Facts, collect
 from recpipe.perf.moves import MoveTimes
-from recpipe.perf.predict_tiered import TieredPrediction, predict_tiered
-from recpipe.perf.profile import Host, profile_path
-from recpipe.perf.statements import of_policy
-from recpipe.perf.tiered import LOOK_UP, UPDATE, ResidentStep
+from recpipe.perf.predict_tiered import TieredPrediction, predict_tiered, resident_steps
+from recpipe.perf.profile import Host, MachineProfile, profile_path
+from recpipe.perf.reading import reading
+from recpipe.perf.resident import Step
+from recpipe.perf.statements import RESIDENT, of_policy
+from recpipe.perf.tiered import LOOK_UP, UPDATE, Resident, ResidentStep
 from recpipe.perf.walk import Task
 from recpipe.plugin.costs import Statement
 from recpipe.plugin.load import activate
@@ -47,8 +54,6 @@ COMMON = (
 POLICIES = ("nocache", "lru", "lfu")
 SLOW = 1.05
 """A gain or a loss counts from here on."""
-FAMILIES = ("lookups", "tiers", "stores")
-"""What is measured of the machine."""
 BATCHES = 100
 """Batches that are read for statistics at most."""
 
@@ -66,14 +71,14 @@ class Setting:
 
 def settings(criteo: Path | None) -> list[Setting]:
     """All of them."""
-    generated = ("data=synthetic", "data.samples=245000", "data.batch_size=2048")
-    wide = ("data=synthetic", "data.samples=130000", "data.batch_size=1024", "model.embedding_dim=64",
+    generated = ("data=synthetic", "data.samples=170000", "data.batch_size=2048")
+    wide = ("data=synthetic", "data.samples=82000", "data.batch_size=1024", "model.embedding_dim=64",
             "data.table_scale=0.5")  # fmt: skip
     everything = (*POLICIES, "hotline", "bagpipe", "fae", "slipstream")
     found = [
         Setting("generated", generated, "host", (0.1,), (*POLICIES, "hotline", "fae", "slipstream")),
         Setting("generated", generated, "ssd", (0.1,), everything),
-        Setting("generated, dim 64", wide, "ssd", (0.02, 0.3), ("lru", "lfu", "hotline", "bagpipe")),
+        Setting("generated, dim 64", wide, "ssd", (0.02, 0.3), ("lru", "hotline", "bagpipe")),
     ]
     if criteo is not None:
         real = ("data=criteo", f"data.path={criteo}", "data.batch_size=512")
@@ -100,16 +105,17 @@ def main() -> None:
     parser.add_argument("--data", default="", help="settings whose names contain this")
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--criteo", type=Path, help="a file of Criteo rows; left out without")
-    parser.add_argument("--resident", choices=("measured",), default="measured")
+    parser.add_argument("--resident", choices=("measured", "predicted"), default="predicted")
     parser.add_argument("--profile", type=Path, help="another profile than this machine's own")
     parser.add_argument("--keep", type=Path, help="a folder in which measured times are kept, and found")
     parser.add_argument("--json", type=Path, help="where the table goes too")
     arguments = parser.parse_args()
-    times = MoveTimes.of(calibrate(arguments.profile or profile_path(Host.current()), False, FAMILIES))
+    profile = calibrate(arguments.profile or profile_path(Host.current()), False)
     lines: list[dict[str, Any]] = []
     for setting in settings(arguments.criteo):
         if arguments.data in setting.name or arguments.data in setting.store:
-            lines += judged(setting, times, measured(setting, arguments.repetitions, arguments.keep))
+            runs = measured(setting, arguments.repetitions, arguments.keep)
+            lines += judged(setting, profile, runs, arguments.resident == "measured")
     show(lines)
     if arguments.json:
         arguments.json.write_text(json.dumps(lines, indent=1))
@@ -133,21 +139,71 @@ def measured(setting: Setting, repetitions: int, keep: Path | None) -> dict[tupl
 
 
 def judged(
-    setting: Setting, times: MoveTimes, runs: Mapping[tuple[str, float], Measured]
+    setting: Setting, profile: MachineProfile, runs: Mapping[tuple[str, float], Measured], known: bool
 ) -> list[dict[str, Any]]:
-    """Predict what was measured in one setting."""
-    facts, reading = statistics(setting)
-    resident = median(runs["resident", setting.shares[0]].seconds)
+    """Predict what was measured in one setting; ``known``: from the measured resident step."""
+    facts, read = statistics(setting)
+    times = MoveTimes.of(profile)
+    seconds = median(runs["resident", setting.shares[0]].seconds)
+    if known:
+        return compared(setting, facts, times, runs, partial(as_measured, facts, times, seconds, read))
+    Captures.amounts, Captures.found = Amounts(profile), []
+    Captures.use = partial(compared, setting, facts, times, runs)
+    callback = "trainer.callbacks=[{_target_: __main__.Captures}]"
+    recpipe.train(
+        None,
+        None,
+        *words(setting, "resident", setting.shares[0]),
+        callback,
+        "trainer.max_steps=1",
+        quiet=True,
+    ).close()
+    return Captures.found
+
+
+class Captures(L.Callback):
+    """Hands the resident step of a run, of any number of samples, to ``use`` before the first step."""
+
+    amounts: Amounts
+    use: Callable[[Resident], list[dict[str, Any]]]
+    found: list[dict[str, Any]]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        model, source, backend = pl_module.model, pl_module.loader.source, pl_module.backend
+        batch = next(source.dataset.batches("train", source.batch_size))
+        read = reading(source.dataset, source.batch_size, model.inputs)
+
+        def step(samples: int) -> Step:
+            shares = [] if backend.cores is None else backend.cores.shares(samples)
+            taken = captured(model, between(batch, 0, samples), shares)
+            name = type(trainer.optimizers[0]).__name__
+            return Step(taken, name, read, backend.beside is not None, len(shares) > 1)
+
+        Captures.found = type(self).use(resident_steps(step, self.amounts))
+
+
+def compared(
+    setting: Setting,
+    facts: Facts,
+    times: MoveTimes,
+    runs: Mapping[tuple[str, float], Measured],
+    resident: Resident,
+) -> list[dict[str, Any]]:
+    """The lines of one setting's table."""
+    measured_ms = 1e3 * median(runs["resident", setting.shares[0]].seconds)
+    told = predict_tiered(facts, {}, RESIDENT, times, resident, cores=torch.get_num_threads())
+    predicted_ms = 1e3 * told.step_seconds
     found = []
     for (row, share), run in runs.items():
         if row == "resident":
             continue
         at = facts.at(share=share, store=setting.store)
-        prediction = predicted(at, row, setting, times, resident, reading)
+        prediction = predicted(at, row, setting, times, resident)
         found.append(
             {
                 "data": setting.name, "store": setting.store, "share": share, "row": row,
-                "resident_ms": 1e3 * resident, "measured_ms": 1e3 * median(run.seconds),
+                "resident_ms": measured_ms, "resident_told_ms": predicted_ms,
+                "measured_ms": 1e3 * median(run.seconds),
                 "predicted_ms": 1e3 * prediction.step_seconds,
                 "tried_ms": [1e3 * each for each in prediction.tried],
                 "missed": run.missed,
@@ -228,7 +284,7 @@ def statistics(setting: Setting) -> tuple[Facts, float]:
 
 
 def predicted(
-    facts: Facts, row: str, setting: Setting, times: MoveTimes, resident: float, reading: float
+    facts: Facts, row: str, setting: Setting, times: MoveTimes, resident: Resident
 ) -> TieredPrediction:
     """The step of one run."""
     base = of_policy(row if row in POLICIES else "resident", facts)
@@ -239,23 +295,21 @@ def predicted(
             statement = plugin.costs(facts)
             assert statement is not None, f"{origin} states nothing"
             stated[origin.plugin] = statement
+    return predict_tiered(facts, stated, base, times, resident, cores=torch.get_num_threads())
 
-    def step(samples: int) -> ResidentStep:
-        look_up, update = tables(facts, times)
-        dense = max(0.2 * resident, resident - look_up - update) * samples / facts.batch_size
-        return ResidentStep(
-            [
-                Task("read", "loader", reading),
-                Task(LOOK_UP, "main", look_up, after={"read": 0}),
-                Task("forward and backward", "main", dense, cores=2),
-                Task(UPDATE, "main", update),
-                Task("loop", "main"),
-            ],
-            look_up,
-            update,
-        )
 
-    return predict_tiered(facts, stated, base, times, step, cores=2)
+def as_measured(facts: Facts, times: MoveTimes, whole: float, reading: float, samples: int) -> ResidentStep:
+    """The resident step from its measured time; all that is not lookups is taken as the samples' work."""
+    look_up, update = tables(facts, times)
+    dense = max(0.2 * whole, whole - look_up - update) * samples / facts.batch_size
+    tasks = [
+        Task("read", "loader", reading),
+        Task(LOOK_UP, "main", look_up, after={"read": 0}),
+        Task("forward and backward", "main", dense, cores=torch.get_num_threads()),
+        Task(UPDATE, "main", update),
+        Task("loop", "main"),
+    ]
+    return ResidentStep(tasks, look_up, update)
 
 
 def tables(facts: Facts, times: MoveTimes) -> tuple[float, float]:
@@ -279,7 +333,8 @@ def show(lines: Sequence[Mapping[str, Any]]) -> None:
     for line in lines:
         error = line["predicted_ms"] / line["measured_ms"] - 1
         errors.append(error)
-        gain, told = (line["resident_ms"] / line[key] for key in ("measured_ms", "predicted_ms"))
+        gain = line["resident_ms"] / line["measured_ms"]
+        told = line["resident_told_ms"] / line["predicted_ms"]
         if gain > SLOW or gain < 1 / SLOW:
             judged += 1
             right += (gain > 1) == (told > 1)

@@ -37,5 +37,5 @@ def _moved(facts: Facts, number: int, policy: str, bound: int) -> Moved:
     return Moved(
         read=misses.rows + min(held, stale),
         evicted=misses.rows + again,
-        placed=misses.rows,
+        placed=misses.rows + min(held, stale),
     )

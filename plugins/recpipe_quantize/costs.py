@@ -19,4 +19,5 @@ def statement(facts: Facts, cold: str, codecs: Mapping[str, Callable[[RecordLayo
     return Statement(
         why=f"cold rows in {cold} take {after / before:.0%} of their bytes; each is coded when it moves",
         cold_bytes=sizes,
+        codec=cold,
     )

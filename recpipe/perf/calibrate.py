@@ -8,11 +8,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from recpipe.backend.matmul import vector_units
 from recpipe.common.console import Meter, log
 from recpipe.errors import UserError, nearest_or_all
-from recpipe.perf.bench import gemm, limits, lookups, overheads, pointwise, stores, tiers
+from recpipe.perf.bench import (
+    collectives,
+    copies,
+    gemm,
+    limits,
+    lookups,
+    overheads,
+    pointwise,
+    stores,
+    tiers,
+)
 from recpipe.perf.profile import Host, MachineProfile, Sample
 
 Measure = Callable[[bool], Iterator[Sample]]
@@ -26,6 +37,7 @@ FAMILIES: dict[str, Measure] = {
     "lookups": lookups.measure,
     "tiers": tiers.measure,
     "stores": stores.measure,
+    "copies": copies.measure,
 }
 """The one set of micro-benchmarks, in the order in which they run."""
 SECONDS = {
@@ -36,6 +48,7 @@ SECONDS = {
     "lookups": 40.0,
     "tiers": 30.0,
     "stores": 30.0,
+    "copies": 2.0,
 }
 """About how long a family takes in full, for the progress bar."""
 
@@ -73,6 +86,22 @@ def calibrate(
             profile.save(path)
             log.info("measured %s: %d samples", name, len(samples))
     return profile
+
+
+def calibrate_ranks(path: Path, quick: bool) -> None:
+    """Measure collectives between the processes of a run, all of which call this. Rank 0 adds them to the
+    profile at ``path``, beside those of other numbers of ranks."""
+    dist.init_process_group("gloo")
+    try:
+        found = tuple(collectives.measure(quick))
+        if dist.get_rank() == 0:
+            profile, ranks = _begun(path, quick), float(dist.get_world_size())
+            others = [s for s in profile.samples.get(collectives.FAMILY, ()) if s.at["ranks"] != ranks]
+            samples = {**profile.samples, collectives.FAMILY: (*others, *found)}
+            replace(profile, quick=profile.quick or quick, samples=samples).save(path)
+            log.info("measured collectives between %d ranks: %d samples", ranks, len(found))
+    finally:
+        dist.destroy_process_group()
 
 
 def _begun(path: Path, quick: bool) -> MachineProfile:

@@ -13,7 +13,8 @@ USAGE = "say recpipe perf calibrate [--quick], or recpipe perf show"
 
 
 def perf(words: Sequence[str]) -> int:
-    """``calibrate [--quick]``: measure what is not known yet. ``show``: what is known, in one screen."""
+    """``calibrate [--quick]``: measure what is not known yet; under torchrun, collectives between its
+    processes. ``show``: what is known, in one screen."""
     match list(words):
         case ["calibrate"] | ["calibrate", "--quick"]:
             return _calibrate("--quick" in words)
@@ -27,13 +28,19 @@ def _calibrate(quick: bool) -> int:
     calm_threads()
     tune_allocator()
     bound_kernel_caches()
-    from recpipe.perf.calibrate import calibrate
+    from recpipe.distributed.launch import Process
+    from recpipe.perf.calibrate import calibrate, calibrate_ranks
     from recpipe.perf.profile import Host, profile_path
 
     path = profile_path(Host.current())
-    with heard(None):
-        calibrate(path, quick)
-    print(f"this machine's profile: {path}")
+    process = Process.current()
+    with heard(None, screen=process.rank == 0):
+        if process.world > 1:
+            calibrate_ranks(path, quick)
+        else:
+            calibrate(path, quick)
+    if process.rank == 0:
+        print(f"this machine's profile: {path}")
     return 0
 
 

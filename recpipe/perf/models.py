@@ -8,7 +8,7 @@ linear model alone speaks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 
 from recpipe.errors import UserError
 from recpipe.perf.linear import At, Features, Vector, fitted, hats
-from recpipe.perf.operators import GEMMS
+from recpipe.perf.operators import FREE, GEMMS
 from recpipe.perf.profile import MachineProfile, Sample
 
 CACHES = np.log2([2.0**17, 2.0**20, 2.0**22, 2.0**24, 2.0**26])
@@ -26,17 +26,22 @@ GRAIN = 32768
 """Values from which on torch lets several threads share a pass."""
 VECTOR = 16
 """Rows and columns that a product's kernels take at a time."""
-LENGTHS = (1.0, 2.0, 4.0, 8.0)
+TINY = 16.0**3
+"""Multiplications up to which torch does not call oneDNN (``mkldnn_gemm_min_size``)."""
+LENGTHS = (1.0, 2.0, 4.0)
 """Distances, in powers of two, over which a correction fades; the best is chosen by leaving samples out."""
-FACTORS = (0.25, 0.5, 2.0)
-"""By which the distances along one size are then tried longer or shorter."""
-NOISES = (0.05, 0.2, 1.0)
+FACTORS = (0.5,)
+"""By which the distances along one size are then tried shorter."""
+NOISES = (0.1, 0.5)
 """The share of noise in the corrections, chosen in the same way."""
 FEWEST = 4
 """Samples that a correction needs; with fewer, the linear model speaks alone."""
 FOLDS = 5
 FLOOR = 4e-4
 """Added to each relative error before its logarithm, so that one lucky prediction does not make the mean."""
+LONG = 20e-6
+"""Seconds from which on an operator's errors are also told apart: of shorter ones, what is measured is mostly
+the call."""
 Key = tuple[str, float, str]
 """Kind, threads, type of values."""
 
@@ -64,16 +69,21 @@ def product_work(at: At) -> Vector:
     """The amounts of work of a product of matrices."""
     b, m, n, k = (float(at.get(name, 1)) for name in "bmnk")
     padded = b * _padded(m) * _padded(n) * _padded(k)
-    amounts = [1.0, b, b * m * n * k, padded, b * m * n, b * m * k, b * k * n]
-    levels = _levels(at)
-    return np.concatenate([levels, amounts, float(at.get("footprint", 0)) * levels])
+    tiny, levels = _is_tiny(at), _levels(at)
+    amounts = [float(tiny), b, b * m * n * k, padded, b * m * n, b * m * k, b * k * n]
+    return np.concatenate([levels * (not tiny), amounts, float(at.get("footprint", 0)) * levels])
 
 
 def product_place(at: At) -> Vector:
     """Where a product lies among others: the logarithms of its sizes, and how well they fill vectors."""
     b, m, n, k = (float(at.get(name, 1)) for name in "bmnk")
     fill = [2 * np.log2(_padded(size) / size) for size in (n, k)]
-    return np.array([*np.log2([b, m, n, k]), *fill, _depth(at)])
+    return np.array([*np.log2([b, m, n, k]), *fill, _depth(at), 8.0 * _is_tiny(at)])
+
+
+def _is_tiny(at: At) -> bool:
+    """Whether torch multiplies by its own loops, since oneDNN's kernels take longer to be called."""
+    return bool(np.prod([float(at.get(name, 1)) for name in "bmnk"]) <= TINY)
 
 
 def pass_work(at: At) -> Vector:
@@ -120,7 +130,8 @@ class KernelModel:
         self._features, self._place = features, place
         self._coefficients = fitted(amounts, seconds)
         self._places = np.array([place(sample.at) for sample in samples])
-        left = np.log(seconds / np.maximum(amounts @ self._coefficients, 1e-9))
+        self._least = float(seconds.min()) / 2
+        left = np.log(seconds / np.maximum(amounts @ self._coefficients, self._least))
         self._correct(left)
 
     def _correct(self, left: Vector) -> None:
@@ -155,7 +166,7 @@ class KernelModel:
 
     def estimate(self, at: At) -> Estimate:
         """The time of work of these sizes."""
-        linear = max(float(self._features(at) @ self._coefficients), 1e-9)
+        linear = max(float(self._features(at) @ self._coefficients), self._least)
         apart = _apart((self._place(at) * self._scale)[None], self._places * self._scale)[0]
         shift = self._mean + float(np.exp(-apart / 2) @ self._weights)
         seconds = linear * float(np.exp(shift))
@@ -235,27 +246,32 @@ class KernelModels:
         return KernelModel(self.samples[key], *_form(key[0]))
 
     def held_out(self) -> dict[str, Errors]:
-        """The errors, by kind, of predictions by models that have not seen a fifth of the samples, for each
-        fifth; operators that take no work are left out."""
-        found: dict[str, tuple[list[float], list[float]]] = {}
+        """The errors, by kind and of all, of predictions by models that have not seen a fifth of the samples,
+        for each fifth. Kinds with few samples and operators that take no work are left out."""
+        found: dict[str, list[tuple[float, float]]] = {}
         for key, samples in self.samples.items():
-            if len(samples) < 2 * FOLDS or key[0] in SINGLE:
-                continue
-            for fold in range(FOLDS):
-                model = KernelModel(
-                    [s for number, s in enumerate(samples) if number % FOLDS != fold], *_form(key[0])
-                )
-                own = samples[fold::FOLDS]
-                predicted, measured = found.setdefault(key[0], ([], []))
-                predicted += [model.estimate(sample.at).seconds for sample in own]
-                measured += [sample.seconds for sample in own]
-        return {kind: Errors.of(*each) for kind, each in sorted(found.items())}
+            if len(samples) >= 2 * FOLDS and key[0] not in FREE:
+                pairs = _predicted_by_others(samples, *_form(key[0]))
+                found.setdefault(key[0], []).extend(pairs)
+        every = [pair for pairs in found.values() for pair in pairs]
+        long = [pair for pair in every if pair[1] >= LONG]
+        named = dict(sorted(found.items())) | {"all": every, f"all from {1e6 * LONG:.0f} us": long}
+        return {kind: Errors.of(*zip(*pairs, strict=True)) for kind, pairs in named.items() if pairs}
+
+
+def _predicted_by_others(
+    samples: Sequence[Sample], features: Features, place: Features
+) -> Iterator[tuple[float, float]]:
+    """Predicted and measured seconds of each sample."""
+    for fold in range(FOLDS):
+        others = [sample for number, sample in enumerate(samples) if number % FOLDS != fold]
+        model = KernelModel(others, features, place)
+        for sample in samples[fold::FOLDS]:
+            yield model.estimate(sample.at).seconds, sample.seconds
 
 
 FAMILIES = ("gemm", "pointwise", "overheads")
 """The families that ``KernelModels`` are made of."""
-SINGLE = ("view", "empty")
-"""Kinds whose time does not depend on sizes."""
 
 
 def _form(kind: str) -> tuple[Features, Features]:

@@ -15,9 +15,10 @@ from recpipe.perf.linear import At, Features, Linear, Vector, hats
 from recpipe.perf.lookup_work import lookup_features
 from recpipe.perf.profile import MachineProfile, Sample
 
-MAPS = np.log2([2.0**18, 2.0**21, 2.0**24, 2.0**27])
-"""Knots, in bytes of the map from rows to tiers, which decide whether planning finds it in a cache."""
-SLOTS = np.log2([2.0**18, 2.0**22, 2.0**25, 2.0**28])
+MAPS = np.log2([2.0**18, 2.0**23])
+"""Knots, in bytes of the map from rows to tiers, which decide whether planning finds it in a cache. They are
+where the benchmark has samples."""
+SLOTS = np.log2([2.0**17, 2.0**21, 2.0**25])
 """Knots, in bytes of the slots."""
 
 
@@ -73,7 +74,13 @@ def _ssd(at: At) -> Vector:
 
 
 def _collective(at: At) -> Vector:
-    return np.array([1.0, float(at["bytes"])])
+    size, ranks = _of(("bytes", "ranks"), at)
+    return np.array([1.0, ranks, size, size * ranks])
+
+
+def _copy(at: At) -> Vector:
+    size, pinned = _of(("bytes", "pinned"), at)
+    return np.array([1.0, size, size * (1 - pinned)])
 
 
 _COPIES = ("read", "write")
@@ -89,6 +96,7 @@ FEATURES: Mapping[str, Features] = {
     **{f"host {what}{busy}": _host for what in _COPIES for busy in ("", " busy")},
     **{f"ssd {what}{busy}": _ssd for what in (*_COPIES, "rewrite") for busy in ("", " busy")},
     **{f"{what} {codec}": _host for what in ("encode", "decode") for codec in ("int8", "fp16", "bf16")},
+    **dict.fromkeys(("copy to device", "copy to host"), _copy),
     **dict.fromkeys(("all_to_all", "reduce_scatter", "all_gather", "all_reduce"), _collective),
 }
 """What the time of each kind depends on."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
+from recpipe.perf.amounts import Amounts
 from recpipe.perf.facts import Facts
 from recpipe.perf.moves import Times
+from recpipe.perf.resident import Step, resident_tasks
 from recpipe.perf.statements import choices
-from recpipe.perf.tiered import Resident, Tiered
+from recpipe.perf.tiered import Resident, ResidentStep, Tiered
 from recpipe.perf.walk import Task, Walked, walk
 from recpipe.plugin.costs import Phase, Statement
 
@@ -46,6 +49,27 @@ class TieredPrediction:
         return self.samples / self.step_seconds
 
 
+def resident_steps(step: Callable[[int], Step], amounts: Amounts) -> Resident:
+    """The resident step of any number of samples; ``step`` captures it, once for each number."""
+
+    @cache
+    def made(samples: int) -> ResidentStep:
+        captured = step(samples)
+        groups = captured.captured.groups
+        tasks, _ = resident_tasks(captured, amounts)
+        look_up, update = (
+            amounts.lookups(groups, kind).seconds for kind in ("lookup forward", "lookup update")
+        )
+        part = next(iter(captured.captured.shares), captured.captured.whole)
+        python = amounts.overhead("call", part.calls[0]).seconds + amounts.overhead("step").seconds
+        busy = {task.name: task.busy for task in tasks}
+        return ResidentStep(
+            tasks, look_up, update, min(1.0, python / max(1e-9, busy["look up"] + busy["forward"]))
+        )
+
+    return made
+
+
 def predict_tiered(
     facts: Facts,
     stated: Mapping[str, Statement],
@@ -68,11 +92,8 @@ def _predicted(
 ) -> TieredPrediction:
     kinds = []
     for phase in statement.phases or (Phase(),):
-        tasks = (
-            Tiered(facts, statement, phase, times, resident).tasks()
-            if statement.phases
-            else list(resident(round(statement.kept * facts.batch_size)).tasks)
-        )
+        tiered = Tiered(facts, statement, phase, times, resident)
+        tasks = tiered.tasks() if statement.phases else tiered.resident_tasks()
         kinds.append(Kind(phase, tasks, walk(tasks, cores)))
     mean = sum(kind.phase.share * kind.walked.step_seconds for kind in kinds)
     read = sum(kind.phase.share * moved.read for kind in kinds for moved in kind.phase.moved)

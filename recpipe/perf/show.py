@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from recpipe.perf.machine import Machine
+from recpipe.perf.models import FAMILIES, KernelModels
 from recpipe.perf.profile import MachineProfile
 
 GIGA = 1e9
 
 
 def shown(profile: MachineProfile) -> str:
-    """One screen: the host, the limits, and how many samples there are of each family."""
+    """One screen: the host, the limits, how many samples there are of each family, and how well kernels are
+    predicted."""
     host = profile.host
     lines = [
         f"{host.processor}, {host.cores} cores, {host.threads} threads, {host.instruction_set}, "
@@ -30,4 +32,14 @@ def shown(profile: MachineProfile) -> str:
             "",
         ]
     lines += [f"{name:<14}{len(samples):>6} samples" for name, samples in profile.samples.items()]
+    if set(FAMILIES) <= profile.samples.keys():
+        lines += ["", *held_out(KernelModels.of(profile))]
     return "\n".join(lines)
+
+
+def held_out(models: KernelModels) -> list[str]:
+    """The errors of kernel models on samples that they were not fitted to, a line for each kind."""
+    lines = [f"{'kernels, held out':<24}{'samples':>8}{'GMAE':>8}{'MAPE':>8}{'p90':>8}"]
+    for kind, found in models.held_out().items():
+        lines.append(f"{kind:<24}{found.count:>8}{found.gmae:>8.1%}{found.mape:>8.1%}{found.p90:>8.1%}")
+    return lines

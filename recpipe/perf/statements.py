@@ -57,6 +57,7 @@ def _over(under: Statement, statement: Statement) -> Statement:
         ahead=statement.ahead if statement.ahead != 1 else under.ahead,
         together=max(statement.together, under.together),
         cold_bytes=statement.cold_bytes or under.cold_bytes,
+        codec=statement.codec or under.codec,
         works=(*under.works, *statement.works),
         spread=min(statement.spread, under.spread),
         memory=statement.memory + under.memory,

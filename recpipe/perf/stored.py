@@ -9,8 +9,9 @@ import numpy as np
 from recpipe.perf.facts import Facts, GroupFacts
 from recpipe.perf.linear import At
 from recpipe.perf.moves import Times
+from recpipe.tables.build import staging_bytes
 from recpipe.tables.stores.base import StoreLayout
-from recpipe.tables.stores.blocks import BLOCK_BYTES, MAX_RUN_BYTES, BlockMap
+from recpipe.tables.stores.blocks import BLOCK_BYTES, BlockMap
 
 WORD = 4
 
@@ -53,7 +54,7 @@ def touched(group: GroupFacts, width: int, rows: float, share: float, bridged: b
         begins = count * dense * (1 - dense) ** (2 if bridged else 1)
         per = layout.block_bytes / BLOCK_BYTES
         blocks += per * found
-        requests += max(begins, found * layout.block_bytes / MAX_RUN_BYTES, min(1.0, wanted))
+        requests += max(begins, min(1.0, wanted))
     return Touched(blocks, requests)
 
 
@@ -87,6 +88,8 @@ class Store:
     times: Times
     cold_bytes: float = 0.0
     """Bytes of a record in the store, if it is not float32 there."""
+    codec: str = ""
+    """The codec of records, as ``Statement.codec``."""
 
     @property
     def width(self) -> int:
@@ -97,10 +100,26 @@ class Store:
         """Read so many distinct rows."""
         return self._request("read", rows, share)
 
-    def write(self, rows: float, share: float, staged: bool) -> Spent:
-        """Write them. ``staged``: they were read one batch ago, so that an ssd store still has the blocks
-        around them."""
-        return self._request("write" if staged or self.facts.store != "ssd" else "rewrite", rows, share)
+    def write(self, rows: float, share: float, staged: float) -> Spent:
+        """Write them. ``staged``: the share of them around which an ssd store still has the blocks, so that
+        it need not read these first."""
+        if self.facts.store != "ssd":
+            return self._request("write", rows, share)
+        known = self._request("write", rows, share).times(staged)
+        return known + self._request("rewrite", rows, share).times(1 - staged)
+
+    def staged(self, read: float, written: float, share: float) -> float:
+        """The share of so many rows ``written`` whose blocks are in an ssd store's staging area when they are
+        written, one batch after they were read: between the two, the next batch's blocks have come, and those
+        of rows written before that were not there."""
+        lookups = self.facts.batch_size * self.group.features
+        room = staging_bytes(lookups) / BLOCK_BYTES
+        reads = touched(self.group, self.width, read, share, bridged=True).blocks
+        writes = touched(self.group, self.width, written, share, bridged=False).blocks
+        found = 1.0
+        for _ in range(50):
+            found = min(1.0, max(0.0, (room - reads - (1 - found) * writes) / max(1.0, reads)))
+        return found
 
     def _request(self, what: str, rows: float, share: float) -> Spent:
         if rows < 0.5:
@@ -112,17 +131,12 @@ class Store:
             at |= {"blocks": moved.blocks, "requests": moved.requests}
         elapsed = self.times.seconds(f"{kind} {what}", at)
         busy = min(elapsed, self.times.seconds(f"{kind} {what} busy", at))
-        coding = Spent() if not self.cold_bytes else self._coding(what, rows)
+        coding = self._coding(what, rows) if self.codec else Spent()
         return Spent(busy, elapsed - busy) + coding + Spent(0.0, self._network(rows))
 
     def _coding(self, what: str, rows: float) -> Spent:
         at: At = {"rows": rows, "width": float(self.group.width)}
-        return Spent(self.times.seconds(f"{'decode' if what == 'read' else 'encode'} {self._codec}", at))
-
-    @property
-    def _codec(self) -> str:
-        """The built-in codec whose records have about as many bytes."""
-        return "int8" if self.cold_bytes < 1.5 * self.group.dim + 8 else "bf16"
+        return Spent(self.times.seconds(f"{'decode' if what == 'read' else 'encode'} {self.codec}", at))
 
     def _network(self, rows: float) -> float:
         """What an emulated link adds in a run of one process, or the messages of a round between ranks."""

@@ -39,6 +39,8 @@ class ResidentStep:
     tasks: Sequence[Task]
     look_up: float
     update: float
+    python: float = 0.0
+    """The share of the time from ``look up`` to the end of the forward pass in which main runs Python."""
 
 
 Resident = Callable[[int], ResidentStep]
@@ -67,6 +69,22 @@ class Tiered:
         """The step's tasks, in the order in which each place has them."""
         samples = max(1, round(self.statement.kept * self.facts.batch_size))
         return [*self._loader(), *self._io(), *self._main(samples)]
+
+    def resident_tasks(self) -> list[Task]:
+        """The step's tasks if nothing is moved: all rows are resident, or sharded over the trainers."""
+        facts, statement = self.facts, self.statement
+        samples = max(1, round(statement.kept * facts.batch_size))
+        ranks = facts.trainers if statement.spread < 1 else 1
+        step, whole = self.resident(-(-samples // ranks)), self.resident(samples)
+        tasks = [self._work(work) for work in statement.works if work.place == "main"]
+        for task in step.tasks:
+            more = 0.0
+            if ranks > 1 and task.name == LOOK_UP:
+                more = statement.spread * whole.look_up - step.look_up
+            elif ranks > 1 and task.name == UPDATE:
+                more = statement.spread * whole.update - step.update
+            tasks.append(replace(task, busy=max(0.0, task.busy + more)))
+        return tasks
 
     # -- the threads -------------------------------------------------------------------------
 
@@ -101,13 +119,14 @@ class Tiered:
         """Advance, then the resident step with its rows in two tiers."""
         own = self._trained(samples)
         arrive = Task("arrive", "main", self._sum("arrive"), after={"fetch": 0})
+        stalled = Task("wait for the interpreter", "main", waits=self._stalled(samples))
         begin = [
             Task("advance", "main", self._sum("advance"), after={"plan": 0, "write": PENDING, "loop": 1}),
             *(self._work(work) for work in self.statement.works if work.place == "main"),
         ]
         early = int(self.statement.early * samples)
         if not 0 < early < samples or not self._read_rows:
-            return [*begin, arrive, *own]
+            return [*begin, arrive, stalled, *own]
         before = [task for task in own if task.name == LOOK_UP]
         first = self._part(early, "popular", LOOK_UP)
         second = self._part(samples - early, "others", arrive.name)
@@ -117,7 +136,13 @@ class Tiered:
             for task in own
             if task.name in ONCE and task.name != LOOK_UP
         ]
-        return [*begin, *before, *first, arrive, *second, *once]
+        return [*begin, stalled, *before, *first, arrive, *second, *once]
+
+    def _stalled(self, samples: int) -> float:
+        """How long main waits for the loader's thread to let go of the interpreter: the two begin at the same
+        time, and the loader's work on arrays of ids hardly lets go of it."""
+        loader = sum(task.busy for task in self._loader() if task.place == "loader")
+        return self.resident(samples).python * loader
 
     def _part(self, samples: int, name: str, since: str) -> list[Task]:
         """The dense part of a micro-batch, which begins after task ``since``."""
@@ -179,12 +204,12 @@ class Tiered:
     @property
     def _written(self) -> Spent:
         """With bulk reads, rows wait until the blocks around them are read for a group: those are staged."""
-        batches = self.statement.together
-        found = [
-            store.write(batches * moved.returned, self.facts.share, staged=True)
-            + store.write(batches * moved.evicted, self.facts.share, staged=self._bulk)
-            for store, moved in self._stores
-        ]
+        batches, share = self.statement.together, self.facts.share
+        found = []
+        for store, moved in self._stores:
+            staged = 1.0 if self._bulk else store.staged(moved.read, moved.returned, share)
+            found.append(store.write(batches * moved.returned, share, staged))
+            found.append(store.write(batches * moved.evicted, share, float(self._bulk)))
         return _sum(spent.times(1 / batches) for spent in found)
 
     @property
@@ -199,7 +224,7 @@ class Tiered:
     def _stores(self) -> list[tuple[Store, Moved]]:
         sizes = self.statement.cold_bytes or [0.0] * len(self.facts.groups)
         return [
-            (Store(self.facts, group, self.times, size), moved)
+            (Store(self.facts, group, self.times, size, self.statement.codec), moved)
             for (group, moved), size in zip(self._groups, sizes, strict=True)
         ]
 

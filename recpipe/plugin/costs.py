@@ -51,7 +51,7 @@ class Work:
     name: str
     """What it does; unique in a statement."""
     kind: str
-    """Which benchmark, by the ``kind`` of its samples (docs/guide/advise.md lists them)."""
+    """Which benchmark, by the ``kind`` of its samples (docs/plugins.md lists them)."""
     at: Mapping[str, float | str] = field(default_factory=dict)
     """Its sizes, by the benchmark's names."""
     times: float = 1.0
@@ -85,6 +85,9 @@ class Statement:
     """How many batches' rows are read by one request."""
     cold_bytes: Sequence[float] = ()
     """For each group the bytes of a record in the cold store, if it is not float32 there."""
+    codec: str = ""
+    """The built-in codec (int8, fp16, bf16) that takes about as long to code such a record; empty: none is
+    coded."""
     works: Sequence[Work] = ()
     """Work that it adds."""
     spread: float = 1.0

@@ -38,7 +38,7 @@ def kinds(found: Captured, stage: int) -> Counter[str]:
 
 
 def test_each_layer_is_there_forward_and_back() -> None:
-    """Four layers: two before the rows are needed; back, the top's gradients come before those of the rows."""
+    """Four layers: two before the rows are needed; back, the top's gradients come before the rows'."""
     found = captured(dlrm(), BATCH)
     before, forward, to_rows, rest = (kinds(found, stage) for stage in range(4))
     assert before["addmm"] == forward["addmm"] == 2

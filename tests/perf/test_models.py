@@ -4,12 +4,14 @@ wild."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from recpipe.errors import UserError
 from recpipe.perf.amounts import Amounts, Total
+from recpipe.perf.bench.overheads import optimizer_sizes
 from recpipe.perf.models import Errors, Estimate, KernelModels
 from recpipe.perf.profile import Sample
 from tests.perf.synthetic import BYTES, CALL, FLOPS, OVERHEADS, passed, product, profile
@@ -34,7 +36,7 @@ def test_larger_products_take_longer_also_beyond_all_samples() -> None:
     times = [
         MODELS.seconds("mm nn", product("mm nn", m, 512, 512, 1.0).at).seconds for m in 2 ** np.arange(5, 20)
     ]
-    assert all(after > before for before, after in zip(times, times[1:], strict=False))
+    assert all(after > before for before, after in pairwise(times))
     largest = 2.0 * 2**19 * 512 * 512 / FLOPS
     assert times[-1] == pytest.approx(CALL + largest, rel=0.3)
 
@@ -102,7 +104,7 @@ def test_overheads_and_optimizers() -> None:
     amounts = Amounts(profile())
     for kind, seconds in OVERHEADS.items():
         assert amounts.overhead(kind).seconds == pytest.approx(seconds)
-    at = {"bytes": 1e6, "footprint": 1e6, "elements": 5e4, "runs": 4.0, "reuse": 2.0**24, "dtype": "float32"}
+    at = optimizer_sizes("Adam", 10, 100_000)
     adam = amounts.optimizer("Adam", at, 1)
     assert amounts.optimizer("LBFGS", at, 1) == adam
-    assert adam.seconds == pytest.approx(CALL + 1e6 / BYTES, rel=0.5)
+    assert adam.seconds == pytest.approx(CALL + float(at["bytes"]) / BYTES, rel=0.5)

@@ -87,7 +87,7 @@ def test_a_short_update_does_not_go_to_another_thread() -> None:
 
 
 def test_reading_is_hidden_until_it_takes_longer_than_what_it_is_behind() -> None:
-    assert milliseconds(Step(CAPTURED, reading=exactly(3.0)), Fixed()) == pytest.approx(8.5)
+    assert milliseconds(Step(CAPTURED, reading=exactly(2.0)), Fixed()) == pytest.approx(8.5)
     slow = predict_resident(Step(CAPTURED, reading=exactly(30.0)), Fixed())
     assert slow.step.seconds / MS > 30
     assert slow.walked.critical["read"] > 0.9 * slow.step.seconds * 30 / 33

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from recpipe.perf.bench.lookups import Clock
 from recpipe.perf.profile import Sample
 
+FAMILY = "collectives"
 NAMES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 BYTES = (2**12, 2**16, 2**19, 2**22, 2**24)
 

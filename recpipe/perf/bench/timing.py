@@ -25,18 +25,18 @@ from recpipe.common.threads import keep_to_one_core, one_thread
 from recpipe.perf.operators import FREE, Operator, watched
 from recpipe.perf.profile import Sample
 
-SPREADS = (0.0, 2.0**20, 2.0**22, 2.0**24, 2.0**25, 2.0**26)
+SPREADS = (0.0, 2.0**20, 2.0**22, 2.0**24, 2.0**25)
 """Bytes that are touched between two calls, of which one number is drawn for each sample."""
-ROUNDS = (5, 30)
+ROUNDS = (7, 25)
 """The least and the most calls that are timed."""
-LEAST_SECONDS = 0.002
+LEAST_SECONDS = 0.003
 """Calls are timed until they took so long together."""
 SHORT = 50e-6
 """A call that takes less is timed while other cores multiply matrices, and not while they make the same short
 call, since that would measure how they wait for Python's lock."""
 BACKGROUND = 256
 """Rows and columns of those matrices."""
-CHUNK = 60
+CHUNK = 400
 """Calls that are timed one after the other before each is timed again."""
 SETS = 4
 """Sets of operands that the other cores take in turn."""
