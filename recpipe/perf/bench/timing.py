@@ -73,8 +73,9 @@ class Clock:
         while chunk := list(islice(made, CHUNK)):
             wanted = [each for make in chunk for each in self._wanted(make)]
             first = [self._seconds(*each) for each in wanted]
-            for (operator, *call), seconds in zip(wanted, first, strict=True):
-                yield Sample(operator.kind, operator.at, min(seconds, self._seconds(operator, *call)))
+            for (operator, make, spread), seconds in zip(wanted, first, strict=True):
+                again = self._seconds(operator, make, spread)
+                yield Sample(operator.kind, operator.at, min(seconds, again))
 
     def _wanted(self, make: Make) -> Iterator[tuple[Operator, Make, float]]:
         """What a made call runs in each of the modes, and the bytes that are touched between two calls."""
@@ -94,8 +95,8 @@ class Clock:
 
     def timed(self, operator: Operator, make: Make) -> Iterator[Sample]:
         """The times of ``operator``, which a made call runs, in each of the modes."""
-        for each, *call in self.wanted(operator, make):
-            yield Sample(each.kind, each.at, self._seconds(each, *call))
+        for each, made, spread in self.wanted(operator, make):
+            yield Sample(each.kind, each.at, self._seconds(each, made, spread))
 
     def _seconds(self, operator: Operator, make: Make, spread: float) -> float:
         if operator.at["threads"] != 1 or self.threads == 1:
