@@ -265,8 +265,8 @@ def _optimizers(timer: Clock, sizes: Sequence[tuple[int, int]]) -> Iterator[Samp
             yield from timer.timed(Operator(f"optimizer {name}", at, name), make)
 
 
-REST = 2.0**24
-"""Bytes that the rest of a step touches."""
+REST = 2.0**25
+"""Bytes that the rest of a step touches, at least."""
 STATE = {"SGD": 0, "Adagrad": 1, "RMSprop": 1}
 """Values of state for each parameter's value; two for others."""
 
