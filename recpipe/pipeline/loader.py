@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from recpipe.common.device import Aside, threads_for
 from recpipe.common.phases import phase
 from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, SplitName
@@ -65,6 +66,7 @@ class TrainLoader:
         self.splitting = splitting
         self.accesses = accesses
         """Keeps some batches' ids."""
+        self._aside = Aside(device)
         self.first = 0
         self.handed_out = 0
         """How many batches training has got over all epochs, including those before a resume."""
@@ -96,7 +98,7 @@ class TrainLoader:
             self.splitting.begin_epoch(self.handed_out)
         try:
             with self.source.epoch(first, self._part) as batches:
-                with ThreadPoolExecutor(1, "recpipe-loader") as worker:
+                with threads_for(self.device, 1, "recpipe-loader") as worker:
                     ready = (self._linked if self.sends_ahead else self._planned)(worker, batches)
                     for staged in ready if self.splitting is None else _timed(ready, self.splitting):
                         assert staged.ids is not None, "staged with its ids"
@@ -143,10 +145,17 @@ class TrainLoader:
             staged = staged.upcoming
 
     def _stage(self, batches: Iterator[Batch]) -> StagedBatch | None:
-        """The next batch, ready to train; None at the epoch's end. Runs in the worker thread."""
+        """The next batch, ready to train; None at the epoch's end. Runs in the worker thread, and on a GPU on
+        a stream of its own."""
         batch = next(batches, None)
         if batch is None:
             return None
+        with self._aside.stream():
+            staged = self._staged(batch)
+            staged.copied = self._aside.mark()
+        return staged
+
+    def _staged(self, batch: Any) -> StagedBatch:
         if isinstance(batch, BatchShare):
             each = self.inputs.each(batch)
             self.inputs.require_ids(each)

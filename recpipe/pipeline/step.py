@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from recpipe.common.device import arrived
 from recpipe.common.phases import phase
-from recpipe.data.parts import batch_size
+from recpipe.data.parts import batch_size, leaves, tensors_in
 from recpipe.data.select import between
 from recpipe.errors import UserError
 from recpipe.pipeline.cores import Cores
@@ -62,11 +63,22 @@ class StagedBatch:
     ahead."""
     size: int = 0
     """Number of samples of ``batch`` (0: not counted yet)."""
+    copied: torch.cuda.Event | None = None
+    """The end of its copy to a GPU, on the loader's stream; None: there is nothing to wait for."""
 
     def __post_init__(self) -> None:
         self.size = self.size or batch_size(self.batch)
         self.total = self.total or self.size
         self.consumed = self.consumed or self.total
+
+    def arrive(self) -> None:
+        """Let this thread's stream wait until the batch is on the GPU; call it before anything uses the
+        batch."""
+        copied, self.copied = self.copied, None
+        if copied is not None:
+            parts = [tensor for leaf in leaves((self.batch, self.ids)) for tensor in tensors_in(leaf)]
+            on_gpu = [tensor for tensor in parts if tensor.is_cuda]
+            arrived(copied, on_gpu[0].device, on_gpu)
 
 
 @dataclass
@@ -95,6 +107,7 @@ def accumulate(
     Every tier is looked up once, before any update. Micro-batches follow one another; with ``cores``, each is
     shared among them. ``lookups``: the batch's lookups if they are in other tables than the model's own.
     """
+    staged.arrive()
     if lookups is None:
         lookups = model.lookups(staged.batch, staged.plan, staged.sent, staged.ids)
     return _Step(model, staged, times, cores, lookups, beside).run()
@@ -156,6 +169,7 @@ class _Step:
         self.lookups.look_up(wait, shared, self.beside)
         self.looked_up = True
         if staged.upcoming is not None:
+            staged.upcoming.arrive()
             staged.upcoming.sent = self.model.send(staged.upcoming.batch, staged.upcoming.ids)
 
     def _cold_comes(self, started: float) -> float:

@@ -96,6 +96,10 @@ def tbe_count(
     return min(count, len(tables.tables))
 
 
+SLAB_BYTES = 512 << 20
+"""The most memory that a slab takes on a GPU before a batch needs more."""
+
+
 @dataclass(frozen=True)
 class _Tier:
     """One group of tables to put in tiers."""
@@ -143,7 +147,7 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
     policy = POLICIES[name](space) if cache is None else cache.part.policy(space)
     brought = None if cache is None else cache.origin
     return TieredEmbeddingBagCollection(
-        tables, policy, store, place.device, prefetch, ranks, trainers, brought
+        tables, policy, store, place.device, prefetch, ranks, trainers, brought, slab_rows(tables, place)
     )
 
 
@@ -184,7 +188,6 @@ def opens_store(place: Place, kind: str, directory: Path, staging: int) -> MakeL
             layout,
             fill,
             directory=directory,
-            pinned=place.device.type == "cuda",
             staging_bytes=staging,
             scratch=not place.config.dir,
         )
@@ -196,6 +199,19 @@ def opens_store(place: Place, kind: str, directory: Path, staging: int) -> MakeL
         return store
 
     return local
+
+
+def slab_rows(tables: TableSet, place: Place) -> int:
+    """For how many rows a slab has room at first.
+
+    On a GPU it is what a batch of one id for each feature can need at most, within ``SLAB_BYTES``: a larger
+    slab, made during training, would stop the GPU and leave a hole in its memory. On a CPU one row: what is
+    needed is known with the first batch, and making it costs nothing.
+    """
+    if place.device.type != "cuda":
+        return 1
+    wanted = min(place.batch_size * len(tables.features), tables.layout.total_rows)
+    return max(1, min(wanted, SLAB_BYTES // tables.record_bytes))
 
 
 def staging_bytes(lookups: int) -> int:

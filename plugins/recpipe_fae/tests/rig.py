@@ -77,7 +77,7 @@ class Run(Rig):
             else next(iter(self.assembly.caches.values())).part.policy(space)
         )
         store = make_store(
-            "host", self.tables.layout, self.tables.fill, directory=folder / "store", pinned=False
+            "host", self.tables.layout, self.tables.fill, directory=folder / "store"
         )
         self.embeddings = TieredEmbeddingBagCollection(self.tables, policy, store, self.device, True)
         sizes = ModelConfig("dlrm", 8, [16], [16])

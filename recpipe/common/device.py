@@ -1,0 +1,79 @@
+"""The current GPU of each thread, and copies to a GPU beside the training's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def use_device(device: torch.device) -> None:
+    """Make ``device`` the current GPU of this thread; nothing for a CPU.
+
+    The current GPU belongs to a thread and is GPU 0 in a new one. Page-locked memory, events, planners and
+    NCCL use it, so that without this call every rank would also take memory of GPU 0.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def threads_for(device: torch.device, count: int, name: str) -> ThreadPoolExecutor:
+    """``count`` threads whose current GPU is ``device``."""
+    return ThreadPoolExecutor(count, name, initializer=use_device, initargs=(device,))
+
+
+class Aside:
+    """Work for ``device`` that runs on a stream of its own, beside the training's. On a CPU it does nothing.
+
+    A thread begins the work in ``stream`` and then takes the event of ``mark``. Before another stream uses
+    the results it waits for that event (``arrived``).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def stream(self, after: bool = False) -> Iterator[None]:
+        """In the block, this thread's work for the GPU goes to this stream; with ``after``, it begins when
+        what the thread's stream has been given so far is done."""
+        if self._stream is None:
+            yield
+            return
+        if after:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event after all work that the stream has been given so far; None on a CPU."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, whose memory is not given to others before this stream has passed this point."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+        return tensor
+
+
+def arrived(event: torch.cuda.Event | None, device: torch.device, parts: Iterable[Any]) -> None:
+    """Let this thread's stream wait for ``event``, after which it may use ``parts``; None: nothing to wait
+    for.
+
+    ``parts``, tensors or anything else with ``record_stream``, were made on another stream. Their memory is
+    not given to others before this thread's stream has passed this point.
+    """
+    if event is None:
+        return
+    stream = torch.cuda.current_stream(device)
+    stream.wait_event(event)
+    for part in parts:
+        part.record_stream(stream)
