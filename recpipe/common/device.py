@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +19,31 @@ def use_device(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+@contextmanager
+def same_bits(wanted: bool, device: torch.device) -> Iterator[None]:
+    """In the block, if ``wanted``, a GPU uses only algorithms that give the same bits each time; torch raises
+    an error where there is none.
+
+    FBGEMM's update then adds a row's gradients in the order of its lookups. Otherwise it shares out those of
+    a row that is looked up more than 1,024 times, and adds the parts as they come. A CPU gives the same bits
+    anyway, and nothing is changed.
+    """
+    if not wanted or device.type != "cuda":
+        yield
+        return
+    # cuBLAS reads it when it is first used; without it torch refuses matrix products.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # all memory is written before it is read
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def threads_for(device: torch.device, count: int, name: str) -> ThreadPoolExecutor:

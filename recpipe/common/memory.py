@@ -13,6 +13,8 @@ from recpipe.errors import UserError
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
+RESERVE = 0.1
+"""The share of a GPU's memory that no table is planned for."""
 
 
 def there(device: torch.device) -> int:
@@ -25,6 +27,14 @@ def there(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     free, whole = _host()
     return min(free, whole // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def plannable(device: torch.device) -> int:
+    """Bytes of a GPU's memory that tables may be planned for: what is free and what this process has kept
+    for later, without ``RESERVE`` of the whole, for activations, workspaces and messages."""
+    free, whole = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(0, free + kept - int(RESERVE * whole))
 
 
 def free_memory() -> int:

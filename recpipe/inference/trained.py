@@ -40,7 +40,7 @@ from recpipe.inference.recipe import scoring_recipe
 from recpipe.model.call import Called
 from recpipe.model.config import UserModel
 from recpipe.model.make import make_called
-from recpipe.pipeline.loader import EvalLoader, on_device
+from recpipe.pipeline.loader import EvalLoader
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins, choose_device, closing_tiers

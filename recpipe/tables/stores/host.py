@@ -1,4 +1,5 @@
-"""The cold tier in DRAM: one array of records. What goes to a GPU passes through the caller's page-locked buffer."""
+"""The cold tier in DRAM: one array of records. Those for a GPU pass through the caller's page-locked
+buffer."""
 
 from __future__ import annotations
 
@@ -67,6 +68,6 @@ def _allocate(layout: StoreLayout) -> torch.Tensor:
     except (RuntimeError, MemoryError) as error:
         need = 4 * layout.total_rows * layout.width
         raise StoreError(
-            f"tiers.store=host: the cold rows need {need / 2**30:.2f} GiB of memory and it cannot be had: use "
-            "tiers.store=ssd"
+            f"tiers.store=host: the cold rows need {need / 2**30:.2f} GiB of memory and it cannot be had: "
+            "use tiers.store=ssd"
         ) from error

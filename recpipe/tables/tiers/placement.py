@@ -77,7 +77,7 @@ class TierPlan:
     fetched: Future[Landed] | None = None
     """The fetch of ``fetch``'s rows, once it has been started."""
     sent: Sent | None = None
-    """The lookups on their way to a GPU: the indices and offsets of both tiers, then their weights, if any."""
+    """The lookups on their way to a GPU: indices and offsets of both tiers, then their weights, if any."""
 
     @property
     def arrivals(self) -> RowIds:

@@ -46,9 +46,8 @@ from recpipe.tables.tiers.policies import policy_bytes
 from recpipe.tables.tiers.slots import filter_slots, make_slots, put, take, views
 from recpipe.tables.tiers.store_thread import StoreThread, TierTimes
 
-
 _Bags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Indices int64 [L], offsets int64 [F * B + 1] and, if ids have weights, these, float32 [L]; on the device."""
+"""Indices int64 [L], offsets int64 [F * B + 1] and, if ids have weights, these, float32 [L]."""
 
 
 @dataclass(frozen=True)
