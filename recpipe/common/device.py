@@ -36,14 +36,15 @@ def same_bits(wanted: bool, device: torch.device) -> Iterator[None]:
     # cuBLAS reads it when it is first used; without it torch refuses matrix products.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # all memory is written before it is read
+    memory.fill_uninitialized_memory = False  # all memory is written before it is read
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        memory.fill_uninitialized_memory = filled
 
 
 def threads_for(device: torch.device, count: int, name: str) -> ThreadPoolExecutor:
@@ -90,7 +91,7 @@ class Aside:
         return tensor
 
 
-def arrived(event: torch.cuda.Event | None, device: torch.device, parts: Iterable[Any]) -> None:
+def arrived(event: torch.cuda.Event | None, parts: Iterable[Any]) -> None:
     """Let this thread's stream wait for ``event``, after which it may use ``parts``; None: nothing to wait
     for.
 
@@ -99,7 +100,7 @@ def arrived(event: torch.cuda.Event | None, device: torch.device, parts: Iterabl
     """
     if event is None:
         return
-    stream = torch.cuda.current_stream(device)
+    stream = torch.cuda.current_stream()
     stream.wait_event(event)
     for part in parts:
         part.record_stream(stream)

@@ -31,6 +31,7 @@ from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset, Schema, SplitName
 from recpipe.data.given import Batches, GivenBatches
 from recpipe.data.make import open_dataset
+from recpipe.data.parts import on_device
 from recpipe.data.preparation import Preparation, require_alike
 from recpipe.distributed.launch import Process
 from recpipe.distributed.ranks import Ranks

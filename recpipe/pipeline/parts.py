@@ -90,5 +90,5 @@ def undone(model: PlacedModel) -> Iterator[None]:
 
 def _random_states() -> list[torch.Tensor]:
     """The states of torch's generators: the CPU's and, once CUDA is in use, every GPU's."""
-    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return [torch.get_rng_state(), *of_gpus]

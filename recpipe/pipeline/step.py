@@ -77,8 +77,7 @@ class StagedBatch:
         copied, self.copied = self.copied, None
         if copied is not None:
             parts = [tensor for leaf in leaves((self.batch, self.ids)) for tensor in tensors_in(leaf)]
-            on_gpu = [tensor for tensor in parts if tensor.is_cuda]
-            arrived(copied, on_gpu[0].device, on_gpu)
+            arrived(copied, [tensor for tensor in parts if tensor.is_cuda])
 
 
 class StepTimes:

@@ -88,11 +88,14 @@ def _resident(group: Group, place: Place) -> TableCollection:
 def tbe_count(
     config: TierConfig, tables: TableSet, ids_per_bag: Callable[[], float], device: torch.device
 ) -> int:
-    """How many TBEs resident tables are spread over (``tiers.tbes``), at most one for each table."""
+    """How many TBEs resident tables are spread over (``tiers.tbes``), at most one for each table; one on a
+    GPU, whose kernels use all of it."""
+    if device.type != "cpu":
+        return 1
     if config.tbes != "auto":
         count = int(config.tbes)
     else:
-        count = torch.get_num_threads() if device.type == "cpu" and ids_per_bag() >= MANY_IDS else 1
+        count = torch.get_num_threads() if ids_per_bag() >= MANY_IDS else 1
     return min(count, len(tables.tables))
 
 

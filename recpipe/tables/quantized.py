@@ -90,6 +90,6 @@ def _check_rounding(tables: ModelTables, device: torch.device) -> None:
             )
         if group.tables.storage is DataType.FP32:
             raise UserError(
-                f"{which}, but its weights are stored in fp32 and not rounded; leave it false, or store them in "
-                "16 bits (+plugin=quantize)"
+                f"{which}, but its weights are stored in fp32 and not rounded; leave it false, or store "
+                "them in 16 bits (+plugin=quantize)"
             )

@@ -15,6 +15,7 @@ from recpipe.errors import DataError
 from recpipe.pipeline.share import in_steps
 from recpipe.plugin.api import Link
 from recpipe.plugin.splitter import Split, micro_batch_step
+from tests.fake_gpu import GPU, FakeGpu, gpu
 from tests.pipeline.samples import (
     SIZE,
     Listed,
@@ -24,6 +25,8 @@ from tests.pipeline.samples import (
     parameters_after,
 )
 from tests.tables.samples import FEATURES
+
+__all__ = ["gpu"]
 
 
 def same(left, right) -> bool:
@@ -249,3 +252,14 @@ def test_an_id_that_is_not_in_its_table_is_an_error(tmp_path, wrong) -> None:
         next(batches)
         with pytest.raises(DataError, match=expected):
             next(batches)
+
+
+def test_a_batch_for_a_gpu_is_copied_beside_the_training_and_waited_for(gpu: FakeGpu) -> None:
+    dataset = Listed(count=4)
+    loader = loader_of(dataset, device=GPU)
+    for staged, own in zip(loader, dataset.lists["train"], strict=True):
+        assert not torch.equal(staged.batch.labels, own.labels), "the control: nobody has waited"
+        staged.arrive()
+        assert same(staged.batch, own)
+        assert staged.copied is None
+    assert {thread for thread, _ in gpu.set} == {"recpipe-loader_0"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torchrec.modules.embedding_configs import DataType
 
 from recpipe.distributed.ranks import Ranks
+from recpipe.errors import UserError
 from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.errors import PluginConflict
@@ -20,7 +22,7 @@ from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import group_owners
 from recpipe.tables.quantized import check_quantized, quantized
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.specs import TableSet
+from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.stores import ColdStore, Fill, StoreLayout, make_store
 from recpipe.tables.stores.codecs import COLD, Fp16Rows, Int8Rows
 from recpipe.tables.stores.coded import Coding, local_store
@@ -41,6 +43,7 @@ from tests.tables.samples import (
 )
 
 BATCHES = 16
+RANDOM_ROUNDING = TableOptimizer("sgd", 0.1, stochastic_rounding=True)
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 TIERS = TierConfig("lru", "host", "25%", None, prefetch=True, sharded=False)
 
@@ -223,3 +226,28 @@ def test_what_could_not_be_carried_out_is_refused(wants, config, trainers, said)
         check_quantized(assembly.quantizing, tables, owners, False, CPU, ranks)
     fine, other = grouped(Wants("*", "fp32", Fp16Rows))
     check_quantized(other.quantizing, fine, group_owners(TIERS, other, fine), False, CPU, ranks)
+
+
+@pytest.mark.parametrize(
+    ("storage", "device", "said"),
+    [
+        ("fp16", "cpu", "FBGEMM's CPU kernels round to the nearest value"),
+        ("fp32", "cuda", "its weights are stored in fp32 and not rounded"),
+        ("fp16", "cuda", None),
+        ("bf16", "cuda", None),
+    ],
+)
+def test_stochastic_rounding_is_a_choice_for_16_bits_on_a_gpu(storage, device, said) -> None:
+    tables, assembly = grouped(Wants("*", storage))
+    owners = group_owners(TIERS, assembly, tables)
+    check = partial(check_quantized, assembly.quantizing, device=torch.device(device), ranks=Ranks())
+    if device == "cuda":
+        check(tables, owners, False)  # not asked for
+    asked = ModelTables(
+        tuple(replace(g, tables=replace(g.tables, optimizer=RANDOM_ROUNDING)) for g in tables.groups)
+    )
+    if said is None:
+        check(asked, owners, False)
+    else:
+        with pytest.raises(UserError, match=f"optimizer of table 'a': stochastic_rounding=true, but {said}"):
+            check(asked, owners, False)

@@ -13,6 +13,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CommOp, KeyValueParams
 from torchrec.modules.embedding_configs import DataType
 
+from recpipe.common.memory import RESERVE
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.plugin.api import Context, Contribution, Origin, Plugin, TableInfo
@@ -107,6 +108,20 @@ def test_limits_without_effect_are_refused(limits: Mapping[str, Any], field: str
     assert "plugin acme" in str(refused.value)
     assert "constrain() of table 'a'" in str(refused.value)
     assert field in str(refused.value)
+
+
+def test_a_part_of_a_gpu_is_left_to_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 of 100 GiB are free, and 4 of the 6 that this process has are in no use."""
+    gib = 1 << 30
+    for name, value in {
+        "mem_get_info": (80 * gib, 100 * gib),
+        "memory_reserved": 6 * gib,
+        "memory_allocated": 2 * gib,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    (device,) = sharding(device=GPU).topology().devices
+    assert device.storage.hbm == 84 * gib - int(RESERVE * 100 * gib)
+    assert 0 < RESERVE < 0.5
 
 
 def test_a_gpu_has_what_a_cpu_would_ignore() -> None:

@@ -32,7 +32,7 @@ class Landed:
 
     def use(self) -> torch.Tensor:
         """The records, float32 [n, width]; the current stream waits until they have arrived."""
-        arrived(self.ready, self.records.device, (self.records,))
+        arrived(self.ready, (self.records,))
         return self.records
 
 
@@ -45,8 +45,7 @@ class Sent:
 
     def use(self) -> list[torch.Tensor]:
         """A tensor for each array; the current stream waits until they have arrived."""
-        for tensor in self.tensors[:1]:  # the others lie in the same memory
-            arrived(self.ready, tensor.device, (tensor,))
+        arrived(self.ready, self.tensors[:1])  # the others lie in the same memory
         return self.tensors
 
 
