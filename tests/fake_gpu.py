@@ -28,12 +28,24 @@ class Stream:
         self.late: list[Callable[[], None]] = []
         self.made = 0
         """How many copies were ever made."""
+        self._one_at_a_time = threading.RLock()
+
+    def add(self, copy: Callable[[], None]) -> None:
+        """Make ``copy`` later."""
+        with self._one_at_a_time:
+            self.late.append(copy)
+
+    def end(self) -> int:
+        """How many copies will have been made when all so far are."""
+        with self._one_at_a_time:
+            return self.made + len(self.late)
 
     def catch_up(self, count: int | None = None) -> None:
         """Make the first copies, all of them if ``count`` is None."""
-        while self.late and (count is None or self.made < count):
-            self.late.pop(0)()
-            self.made += 1
+        with self._one_at_a_time:
+            while self.late and (count is None or self.made < count):
+                self.late.pop(0)()
+                self.made += 1
 
     def wait_stream(self, other: Stream) -> None:
         other.catch_up()
@@ -49,7 +61,7 @@ class Event:
         self.stream, self.count = Stream(), 0
 
     def record(self, stream: Stream) -> None:
-        self.stream, self.count = stream, stream.made + len(stream.late)
+        self.stream, self.count = stream, stream.end()
 
     def synchronize(self) -> None:
         self.stream.catch_up(self.count)
@@ -87,7 +99,7 @@ class FakeGpu:
             return
         if target.numel():
             target.view(-1).view(torch.uint8).fill_(RUBBISH)
-        stream.late.append(lambda: _COPY(target, source))
+        stream.add(lambda: _COPY(target, source))
 
 
 _TO, _EMPTY, _COPY = torch.Tensor.to, torch.empty, torch.Tensor.copy_

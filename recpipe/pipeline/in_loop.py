@@ -47,7 +47,6 @@ class InLoop:
     def begin(self, staged: StagedBatch) -> None:
         """From now on the model is called with the batch ``staged``."""
         self.staged = staged
-        staged.arrive()
         self._lookups = lookups = self.model.lookups(staged.batch, staged.plan, staged.sent, staged.ids)
         cut = len(staged.bounds) > 1
         lookups.look_up(wait=staged.plan is not None and not (cut and staged.cold_from))

@@ -105,6 +105,7 @@ class TrainLoader:
                         assert staged.ids is not None, "staged with its ids"
                         self.lookups += count_ids(staged.ids)
                         self.handed_out += 1
+                        staged.arrive()
                         yield staged
                 self.end_epoch()
         finally:

@@ -121,7 +121,6 @@ def accumulate(
     Every tier is looked up once, before any update. Micro-batches follow one another; with ``cores``, each is
     shared among them. ``lookups``: the batch's lookups if they are in other tables than the model's own.
     """
-    staged.arrive()
     if lookups is None:
         lookups = model.lookups(staged.batch, staged.plan, staged.sent, staged.ids)
     return _Step(model, staged, times, cores, lookups, beside).run()

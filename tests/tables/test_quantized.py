@@ -34,6 +34,7 @@ from tests.tables.samples import (
     DIM,
     MAKERS,
     dump,
+    here,
     identical,
     stream,
     table_set,
@@ -137,14 +138,14 @@ def test_weights_of_16_bits_and_state_of_32(optimizer: str, tmp_path: Path) -> N
     assert tables.record_bytes == tables.cold_record_bytes == 2 * DIM + 4 * state
     assert tables.codec is not None
     assert tables.total_bytes == tables.layout.total_rows * tables.record_bytes
-    whole = ResidentCollection(tables, CPU)
+    whole = ResidentCollection(tables, here())
     weights, states = whole._storage["b"]
     assert (weights.dtype, states.dtype) == (torch.float16, torch.float32)
     train(whole, stream(BATCHES, True))
     expected = dump(whole)
     for records in expected.values():
         assert np.array_equal(records[:, :DIM], records[:, :DIM].astype(np.float16))
-    exact = ResidentCollection(table_set(optimizer), CPU)
+    exact = ResidentCollection(table_set(optimizer), here())
     train(exact, stream(BATCHES, True))
     other = dump(exact)
     assert not identical(other, expected)
@@ -158,7 +159,7 @@ def test_weights_of_16_bits_and_state_of_32(optimizer: str, tmp_path: Path) -> N
 
 
 def test_rows_of_16_bits_are_read_and_written_whole() -> None:
-    whole = ResidentCollection(replace(table_set("adagrad"), storage=DataType.FP16), CPU)
+    whole = ResidentCollection(replace(table_set("adagrad"), storage=DataType.FP16), here())
     rows = np.array([3, 600, 650])
     before = whole.records_of(rows)
     assert before.dtype == torch.float32
