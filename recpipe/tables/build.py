@@ -207,13 +207,14 @@ def opens_store(place: Place, kind: str, directory: Path, staging: int) -> MakeL
 def slab_rows(tables: TableSet, place: Place) -> int:
     """For how many rows a slab has room at first.
 
-    On a GPU it is what a batch of one id for each feature can need at most, within ``SLAB_BYTES``: a larger
-    slab, made during training, would stop the GPU and leave a hole in its memory. On a CPU one row: what is
-    needed is known with the first batch, and making it costs nothing.
+    On a GPU it is a quarter of what a batch of one id for each feature can need at most, since ids repeat and
+    many of their rows are resident. A larger slab, made during training, stops the GPU and leaves a hole in
+    its memory; it is made twice as large, so that this ends within the first steps. On a CPU one row: making
+    it costs nothing.
     """
     if place.device.type != "cuda":
         return 1
-    wanted = min(place.batch_size * len(tables.features), tables.layout.total_rows)
+    wanted = min(place.batch_size * len(tables.features) // 4, tables.layout.total_rows)
     return max(1, min(wanted, SLAB_BYTES // tables.record_bytes))
 
 

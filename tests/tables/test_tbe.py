@@ -61,7 +61,7 @@ def test_room_for_a_batch_in_the_slab() -> None:
         device, batch_size = GPU, 32
 
     tables = table_set()
-    assert slab_rows(tables, Place()) == len(FEATURES) * 32  # type: ignore[arg-type]
+    assert slab_rows(tables, Place()) == len(FEATURES) * 32 // 4  # type: ignore[arg-type]
     Place.batch_size = 10**6
     assert slab_rows(tables, Place()) == tables.layout.total_rows  # type: ignore[arg-type]
     Place.device = CPU

@@ -392,6 +392,11 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         return self.cold.counters.plus(self.store.background())
 
     @property
+    def slab_room(self) -> int:
+        """For how many rows the slab has room."""
+        return int(views(self.slab)[0].shape[0])
+
+    @property
     def resident_bytes(self) -> int:
         """Device memory of resident rows and their optimizer state."""
         return self.planner.space.slots * self.tables.record_bytes
@@ -439,7 +444,6 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
 
     def _reserve_slab(self, rows: int) -> None:
         """Make room for ``rows`` slab rows; ``advance`` has taken out what it held."""
-        have = views(self.slab)[0].shape[0]
-        if rows > have:
+        if rows > self.slab_room:
             self.slab = make_slots(self.tables, 1 << (rows - 1).bit_length(), self.device, self._trainers)
             self._filter_slab()
