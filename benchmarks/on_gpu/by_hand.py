@@ -53,8 +53,7 @@ def train(size: Size, device: torch.device, cached: float | None = None) -> dict
     optimizer = KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adagrad(p, lr=LEARNING_RATE, fused=True))
     kind = TrainPipelineSparseDist if cached is None else PrefetchTrainPipelineSparseDist
     pipeline = kind(sharded, optimizer, device, execute_all_batches=True)
-    samples = [batch.pin_memory() if on_gpu else batch for batch in batches(size)]
-    return timed(pipeline, samples, device)
+    return timed(pipeline, batches(size, on_gpu), device)
 
 
 def timed(pipeline: Any, samples: list[Samples], device: torch.device) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def train(size: Size, device: torch.device, policy: str, share: float = 1.0, *mo
     budget = max(1, int(share * size.table_bytes))
     words = (*COMMON, *POLICIES[policy], f"tiers.resident_bytes={budget}", f"trainer.device={device.type}")
     model = make_model(size, torch.device("cpu"))
-    with recpipe.train(model, batches(size), *words, *more, quiet=True) as done:
+    with recpipe.train(model, batches(size, on_gpu), *words, *more, quiet=True) as done:
         report = done.report
         rows = list(_device_rows(done.model))
     speeds, io = report["throughput"], report["io"]
@@ -138,9 +138,7 @@ def beside(events: list[dict[str, Any]]) -> dict[str, Any]:
     kernels = sorted(
         (e["ts"], e["ts"] + e["dur"], e["args"]["stream"]) for e in spans if e["cat"] == "kernel"
     )
-    moved = [
-        e for e in spans if e["cat"] == "gpu_memcpy" and "Device" in e["name"] and "to" in e["name"].lower()
-    ]
+    moved = [e for e in spans if e["cat"] == "gpu_memcpy" and ("HtoD" in e["name"] or "DtoH" in e["name"])]
     total = hidden = 0.0
     first = 0
     for copy in sorted(moved, key=lambda e: e["ts"]):

@@ -84,15 +84,16 @@ def _shares(rows: int) -> np.ndarray:
 _made: tuple[Size, list[Samples]] | None = None
 
 
-def batches(size: Size) -> list[Samples]:
-    """The batches of a size; those of the latest one are kept."""
+def batches(size: Size, pinned: bool = False) -> list[Samples]:
+    """The batches of a size, on a GPU machine in page-locked memory; those of the latest one are kept."""
     global _made
     if _made is None or (_made[0].batch, _made[0].steps, _made[0].tables) != (
         size.batch, size.steps, size.tables
     ):  # fmt: skip
         rng = np.random.default_rng(1)
         places = [rng.permutation(rows) for rows in size.tables.values()]
-        _made = size, [_batch(rng, size, places) for _ in range(size.steps)]
+        drawn = (_batch(rng, size, places) for _ in range(size.steps))
+        _made = size, [batch.pin_memory() if pinned else batch for batch in drawn]
     return _made[1]
 
 

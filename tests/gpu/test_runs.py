@@ -81,13 +81,8 @@ def test_a_plan_takes_no_memory(tmp_path: Path, sharded: str) -> None:
 
 def test_a_comparison_ends_with_a_table(cli: Cli, tmp_path: Path) -> None:
     words = [word for word in SMALL if not word.startswith(("trainer.checkpoint", "trainer.logger"))]
-    done = cli(
-        *words,
-        "task=compare",
-        "compare.plugins=[resident,lru,hotline]",
-        "compare.repetitions=1",
-        "compare.precision=null",
-    )
+    settings = ("compare.plugins=[resident,lru,hotline]", "compare.repetitions=1", "compare.precision=null")
+    done = cli(*words, "task=compare", *settings)
     assert done.returncode == 0, done.stderr
     (found,) = (tmp_path / "cli").glob("outputs/*/*/compare.json")
     rows = json.loads(found.read_text())["rows"]
@@ -98,8 +93,9 @@ def test_a_comparison_ends_with_a_table(cli: Cli, tmp_path: Path) -> None:
 def test_answers_from_a_checkpoint(finished: Path, tmp_path: Path) -> None:
     """Evaluated where it was trained and, from the same checkpoint, with tables in fewer bits on the CPU."""
     report = json.loads((finished / "report.json").read_text())
-    found = recpipe.evaluate(finished, quiet=True, output=tmp_path / "evaluated")
-    assert found["quality"]["logloss"] == pytest.approx(report["quality"]["logloss"], abs=1e-5)
+    found = recpipe.evaluate(finished, None, "split=eval", quiet=True)
+    loss = found["tasks"]["score"]["figures"]["logloss"]["value"]
+    assert loss == pytest.approx(report["quality"]["logloss"], abs=1e-5)
     small = recpipe.quantize(finished, None, "+plugin=low_precision", output=tmp_path / "quantized")
     assert small["bytes"]["ratio"] > 1
 
