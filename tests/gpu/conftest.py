@@ -27,7 +27,7 @@ WHERE = os.environ.get("RECPIPE_GPU_SUITE", "cuda")
 WORDS = (f"trainer.device={WHERE}", "trainer.deterministic=true")
 """Words of every recipe here."""
 ELSEWHERE = {
-    "het": "het keeps its caches in host memory and refuses a GPU (test_refused.py)",
+    "het": "het keeps its caches in host memory and refuses a GPU (test_runs.py)",
 }
 """Techniques of the shared bodies that have no part on a GPU."""
 
