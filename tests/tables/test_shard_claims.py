@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CommOp, KeyValueParams
@@ -24,6 +26,7 @@ from recpipe.plugin.quantizer import Quantizer
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
+from recpipe.tables.sharding.files import load_shards, save_shards
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import ShardedTables, join_group
 from tests.tables.samples import CPU
@@ -73,6 +76,34 @@ def sharding(
 def built(made: Sharding) -> ShardedCollection:
     (tables,) = ShardedTables(made, made.plan(join_group(CPU, Ranks())), Ranks()).collections
     return tables
+
+
+@pytest.mark.parametrize("caches", [True, False], ids=["uvm_caching", "another kernel"])
+def test_a_gpus_cache_is_written_back_before_its_rows_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caches: bool
+) -> None:
+    """And emptied before they are replaced, in which order the newest values stay."""
+    done: list[str] = []
+    for name in ("flush", "reset_cache_states"):
+        monkeypatch.setattr(
+            SplitTableBatchedEmbeddingBagsCodegen, name, lambda _, name=name: done.append(name)
+        )
+    planner = Placed({"*": "table_wise"})
+    tables = built(sharding(planner=planner))
+    tables.whole.prefetches = caches
+    works = {
+        "read": lambda: tables.read(next(tables.regions())),
+        "save": lambda: save_shards(tables, tmp_path),
+        "write": lambda: tables.write(next(tables.regions()), tables.read(next(tables.regions()))),
+        "load": lambda: load_shards(tables, tmp_path),
+    }
+    for name, work in works.items():
+        done.clear()
+        work()
+        assert ("flush" in done) == caches
+        assert ("reset_cache_states" in done) == (caches and name in ("write", "load"))
+        if name in ("write", "load") and caches:
+            assert done[-2:] == ["flush", "reset_cache_states"]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
