@@ -16,6 +16,8 @@ import pytest
 from recpipe.common.quiet import calm_threads
 
 calm_threads()  # before torch is imported, as the command line does
+# Every index into a table is checked: FBGEMM raises an error instead of reading foreign memory (0: FATAL).
+os.environ.setdefault("FBGEMM_TBE_BOUNDS_CHECK_MODE", "0")
 
 import torch  # noqa: E402
 

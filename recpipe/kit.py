@@ -18,7 +18,7 @@ from recpipe.data.config import DataConfig, SamplesConfig
 from recpipe.data.dataset import Dataset, NumberedDataset, Schema, SparseFeature
 from recpipe.data.given import GivenBatches
 from recpipe.data.make import open_dataset
-from recpipe.data.parts import batch_size, leaves, tensors_in
+from recpipe.data.parts import batch_size, leaves, on_device, tensors_in
 from recpipe.data.select import join, select
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.inference.layers import (
@@ -56,7 +56,6 @@ from recpipe.perf.bench.lookups import pools as id_pools
 from recpipe.perf.facts import Facts, GroupFacts, Misses
 from recpipe.perf.linear import fitted, nnls
 from recpipe.perf.lookup_work import LookupWork
-from recpipe.pipeline.loader import on_device
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import module_name
 from recpipe.seams.int8 import LARGEST as LARGEST_WEIGHT_CODE

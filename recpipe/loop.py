@@ -18,6 +18,7 @@ from recpipe.common.run_dir import hold
 from recpipe.config.recipe import Recipe
 from recpipe.data.cache import default_cache_dir
 from recpipe.data.given import GivenBatches
+from recpipe.data.parts import on_device
 from recpipe.distributed.launch import Process
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
@@ -103,7 +104,7 @@ def place(
         placed = unplaced.over(embeddings, assembly.skipper)
         splitter = assembly.splitter
         if splitter is not None:
-            placed.parts = find_out(placed, unplaced.first_batch)
+            placed.parts = find_out(placed, on_device(unplaced.first_batch, device))
             if placed.parts.refused is not None:
                 splitter = None
         stack.callback(revert, model)

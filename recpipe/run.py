@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import lightning as L
@@ -24,9 +23,11 @@ from recpipe.checkpoint.table_io import TableCheckpointIO
 from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.clock import run_start
 from recpipe.common.console import heard, log
+from recpipe.common.device import same_bits
 from recpipe.common.quiet import quieted
 from recpipe.common.run_dir import RunDir, hold
 from recpipe.common.sizes import readable_bytes
+from recpipe.common.spans import settled
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import AdviseTask, InstalledTask, MissesConfig, PlanConfig, ProfileConfig
 from recpipe.data.cache import default_cache_dir
@@ -115,7 +116,7 @@ def _run_task(cfg: Recipe, run_dir: RunDir, given: Given, command_line: Sequence
     device = choose_device(cfg.trainer.device)
     cfg = replace(cfg, tiers=cfg.tiers.on(device))
     try_out(cfg.optim.dense, device)
-    with vector_units(device):
+    with vector_units(device), same_bits(cfg.trainer.deterministic, device):
         if cfg.compare is not None:
             from recpipe.tasks.compare import compare
 
@@ -263,7 +264,7 @@ def run_on(
         stopped = fit(trainer, module, loader, evaluation, recorder, resume, files.late)
 
         embeddings.write_back()
-        written_back = perf_counter()
+        written_back = settled(device)
 
         # 8. The report: figures first, since what comes after them can fail.
         report = summarize(
@@ -308,6 +309,6 @@ def run_on(
         files.check()
         if stopped is not None:
             raise KeyboardInterrupt
-        checkpoint = saved_last(trainer) if recorder.step_seconds else resume
+        checkpoint = saved_last(trainer) if recorder.steps else resume
         model.eval()
         return Outcome(content, called.module, model.predict, checkpoint, open_tiers.pop_all())

@@ -21,6 +21,7 @@ from recpipe.backend.convert import convert, revert, roomy_paths
 from recpipe.backend.host import checked
 from recpipe.backend.sharing import measured_sharing
 from recpipe.common.saved import entries
+from recpipe.data.parts import on_device
 from recpipe.distributed.ranks import Channel
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.parts import find_out
@@ -115,7 +116,7 @@ def equip(
     shares = kind != "plain" and threads > 1 and not several and _alone(model)
     if splitter or several or shares:
         # Sharded tables are built for a rank's share of a batch.
-        model.parts = find_out(model, batch, -(-batch_size // trainers.size))
+        model.parts = find_out(model, on_device(batch, device), -(-batch_size // trainers.size))
     refused = model.parts.refused
     if refused is not None and splitter is not None:
         raise PluginError(

@@ -13,6 +13,8 @@ from recpipe.errors import UserError
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
+RESERVE = 0.1
+"""The share of a GPU's memory that no table is planned for."""
 
 
 def there(device: torch.device) -> int:
@@ -22,14 +24,28 @@ def there(device: torch.device) -> int:
     others may not have taken their share yet.
     """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return _of_gpu(device)[0]
     free, whole = _host()
     return min(free, whole // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def plannable(device: torch.device) -> int:
+    """Bytes of a GPU's memory that tables may be planned for: what is there without ``RESERVE`` of the whole,
+    for activations, workspaces and messages."""
+    free, whole = _of_gpu(device)
+    return max(0, free - int(RESERVE * whole))
 
 
 def free_memory() -> int:
     """Bytes of host memory that this process could allocate."""
     return there(torch.device("cpu"))
+
+
+def _of_gpu(device: torch.device) -> tuple[int, int]:
+    """Free and total memory; torch's allocator has kept some of the free memory for this process."""
+    free, whole = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + kept, whole
 
 
 def _host() -> tuple[int, int]:

@@ -54,15 +54,15 @@ class RowChecks:
 
 
 def require_ids(sparse: KeyedJaggedTensor, rows: Sequence[int]) -> None:
-    """Raise ``DataError`` for an id in ``sparse`` (in host memory) that is not in its table. ``rows``: the
-    number of rows of each feature's table, in the features' order.
+    """Raise ``DataError`` for an id in ``sparse`` that is not in its table. ``rows``: the number of rows of
+    each feature's table, in the features' order. Ids on a GPU are copied, which waits for it.
 
     FBGEMM would either look up row 0 instead or read foreign memory.
     """
-    ids, batch = sparse.values().numpy(), sparse.stride()
+    ids, batch = sparse.values().cpu().numpy(), sparse.stride()
     if not len(ids):
         return
-    bounds = sparse.offsets().numpy()[::batch]
+    bounds = sparse.offsets().cpu().numpy()[::batch]
     used = np.flatnonzero(np.diff(bounds))
     lowest, highest = (f.reduceat(ids, bounds[used]) for f in (np.minimum, np.maximum))
     for feature, low, high in zip(used.tolist(), lowest, highest, strict=True):

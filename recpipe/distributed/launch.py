@@ -24,7 +24,7 @@ from annotated_types import MinLen
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from recpipe.common.validation import Count
-from recpipe.distributed.ranks import Emulation, Ranks
+from recpipe.distributed.ranks import Emulation, Ranks, backends
 from recpipe.errors import UserError
 
 JOINING = timedelta(minutes=5)
@@ -187,7 +187,7 @@ def joined(topology: Topology, emulation: Emulation, device: torch.device) -> It
             "processes anew, or call torch.distributed.destroy_process_group() first"
         )
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        backends(device),
         store=_run_store(),
         rank=process.rank,
         world_size=process.world,

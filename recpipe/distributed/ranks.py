@@ -1,8 +1,21 @@
 """The processes of a run: who trains, who holds embedding rows, and the channels between them.
 
 A single process is a group of one, so that callers need not ask how many there are. Several are started by
-``torchrun --nproc-per-node=N -m recpipe ...``; they talk through torch.distributed, gloo on CPUs and
-NCCL on GPUs.
+``torchrun --nproc-per-node=N -m recpipe ...``; they talk through torch.distributed: arrays in host memory and
+tensors on a CPU by gloo, tensors on a GPU by NCCL.
+
+Why ranks cannot wait for each other in a circle, though several threads use channels at a time:
+
+* Each channel has a group of its own and is used by one thread at a time, in the same order on all ranks.
+  A gloo group has its own connections, and its messages block only the thread that sends them.
+* NCCL's kernels hold parts of a GPU while they wait for other ranks, so that kernels of two communicators
+  that start in different orders on two ranks can block each other. Therefore only the training thread calls
+  NCCL (or autograd's thread, while the training thread waits for it). What it calls is the same on all ranks
+  in the same order, over all communicators, TorchRec's included. Threads that read batches or move cold rows
+  send arrays alone, and these never pass through a GPU.
+* A thread waits for what was begun before: the store's thread for copies of the step that asked for them, the
+  training thread for the store's answer to an earlier request. So the earliest unfinished call has nothing
+  left to wait for but the same call on the other ranks.
 """
 
 from __future__ import annotations
@@ -67,7 +80,7 @@ class Ranks:
     holders: tuple[int, ...] = (0,)
     emulation: Emulation = field(default_factory=Emulation)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """The device of payloads: the CPU for gloo, this rank's GPU for NCCL."""
+    """The device that this rank trains on. With a GPU, channels can also send tensors on it."""
     channels: list[Channel] = field(default_factory=list, compare=False, repr=False)
     """All channels that were made, for the report."""
 
@@ -95,14 +108,14 @@ class Ranks:
         """Make a new channel between ``members`` (None: all ranks).
 
         Every rank of the run must call this in the same order, whether it is a member or not. Different
-        channels can be used from different threads at the same time.
+        channels can be used from different threads at the same time, but tensors on a GPU are sent from the
+        training thread alone (see the module's docstring).
         """
         chosen = tuple(range(self.world)) if members is None else tuple(members)
         group = None
         if self.world > 1:
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
-            group = dist.new_group(list(chosen), backend=backend)
-        made = Channel(chosen, self.rank, group, self.device, self.emulation)
+            group = dist.new_group(list(chosen), backend=backends(self.device))
+        made = Channel(chosen, self.rank, group, self.emulation)
         self.channels.append(made)
         return made
 
@@ -118,6 +131,12 @@ class Ranks:
         """Cut [low, high) into one part for each trainer, in their order; sizes differ by at most 1."""
         count = len(self.trainers)
         return [part_of(low, high, (index, count)) for index in range(count)]
+
+
+def backends(device: torch.device) -> str:
+    """torch.distributed's backends for ranks that train on ``device``. A communicator of NCCL is made when
+    the first tensor on a GPU is sent, so that channels for arrays alone have none."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def part_of(low: int, high: int, part: tuple[int, int]) -> slice:
@@ -141,7 +160,6 @@ class Channel:
         members: tuple[int, ...],
         rank: int,
         group: Any,
-        device: torch.device,
         emulation: Emulation,
     ) -> None:
         self.members = members
@@ -149,7 +167,6 @@ class Channel:
         """This rank's position among the members."""
         self.traffic = Traffic()
         self._group = group
-        self._device = device
         self._emulation = emulation
 
     @property
@@ -175,21 +192,21 @@ class Channel:
         start = time.perf_counter()
         row = parts[0].shape[1:]
         width = int(np.prod(row, dtype=np.int64))
-        out = torch.from_numpy(np.concatenate(parts).reshape(-1)).to(self._device)
-        into = torch.empty(sum(sizes) * width, dtype=out.dtype, device=self._device)
+        out = torch.from_numpy(np.concatenate(parts).reshape(-1))
+        into = torch.empty(sum(sizes) * width, dtype=out.dtype)
         with self._peers():
             dist.all_to_all_single(
                 into, out, [n * width for n in sizes], [len(part) * width for part in parts], self._group
             )
-        received = into.cpu().numpy().reshape(-1, *row)
+        received = into.numpy().reshape(-1, *row)
         own = parts[self.index].nbytes
         self._account(out.nbytes - own, into.nbytes - own, start)
         ends = np.cumsum(sizes)
         return [received[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
 
     def ordered_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of the members' ``values`` (float [n]), added in the members' order, so that every member gets
-        the same bits."""
+        """Sum of the members' ``values`` (float [n], on a CPU or on this rank's GPU), added in the members'
+        order, so that every member gets the same bits. Only the training thread calls it for a GPU's."""
         if self.size == 1:
             return values
         start = time.perf_counter()

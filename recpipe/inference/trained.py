@@ -31,6 +31,7 @@ from recpipe.data.batch import Batch
 from recpipe.data.dataset import Dataset, Schema, SplitName
 from recpipe.data.given import Batches, GivenBatches
 from recpipe.data.make import open_dataset
+from recpipe.data.parts import on_device
 from recpipe.data.preparation import Preparation, require_alike
 from recpipe.distributed.launch import Process
 from recpipe.distributed.ranks import Ranks
@@ -40,7 +41,7 @@ from recpipe.inference.recipe import scoring_recipe
 from recpipe.model.call import Called
 from recpipe.model.config import UserModel
 from recpipe.model.make import make_called
-from recpipe.pipeline.loader import EvalLoader, on_device
+from recpipe.pipeline.loader import EvalLoader
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import assemble_plugins, choose_device, closing_tiers

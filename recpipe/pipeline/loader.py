@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from recpipe.common.device import Aside, threads_for
 from recpipe.common.phases import phase
+from recpipe.common.spans import settled
 from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, SplitName
-from recpipe.data.parts import batch_size
+from recpipe.data.parts import batch_size, on_device
 from recpipe.data.select import between, select
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import DataError
@@ -65,6 +67,7 @@ class TrainLoader:
         self.splitting = splitting
         self.accesses = accesses
         """Keeps some batches' ids."""
+        self._aside = Aside(device)
         self.first = 0
         self.handed_out = 0
         """How many batches training has got over all epochs, including those before a resume."""
@@ -96,12 +99,13 @@ class TrainLoader:
             self.splitting.begin_epoch(self.handed_out)
         try:
             with self.source.epoch(first, self._part) as batches:
-                with ThreadPoolExecutor(1, "recpipe-loader") as worker:
+                with threads_for(self.device, 1, "recpipe-loader") as worker:
                     ready = (self._linked if self.sends_ahead else self._planned)(worker, batches)
-                    for staged in ready if self.splitting is None else _timed(ready, self.splitting):
+                    for staged in ready if self.splitting is None else self._timed(ready, self.splitting):
                         assert staged.ids is not None, "staged with its ids"
                         self.lookups += count_ids(staged.ids)
                         self.handed_out += 1
+                        staged.arrive()
                         yield staged
                 self.end_epoch()
         finally:
@@ -143,10 +147,17 @@ class TrainLoader:
             staged = staged.upcoming
 
     def _stage(self, batches: Iterator[Batch]) -> StagedBatch | None:
-        """The next batch, ready to train; None at the epoch's end. Runs in the worker thread."""
+        """The next batch, ready to train; None at the epoch's end. Runs in the worker thread, and on a GPU on
+        a stream of its own."""
         batch = next(batches, None)
         if batch is None:
             return None
+        with self._aside.stream():
+            staged = self._staged(batch)
+            staged.copied = self._aside.mark()
+        return staged
+
+    def _staged(self, batch: Any) -> StagedBatch:
         if isinstance(batch, BatchShare):
             each = self.inputs.each(batch)
             self.inputs.require_ids(each)
@@ -180,6 +191,17 @@ class TrainLoader:
         staged.ids = each if staged.batch is batch else self.inputs.each(staged.batch)
         return staged
 
+    def _timed(self, ready: Iterator[StagedBatch], splitting: Splitting) -> Iterator[StagedBatch]:
+        """``ready``, telling ``splitting`` how long each batch took until the next one. A GPU is waited for
+        while steps are compared, since it works later than it is asked to."""
+        started = 0.0
+        for staged in ready:
+            ended = settled(self.device) if splitting.compares else perf_counter()
+            if started:
+                splitting.trained(ended - started)
+            started = perf_counter()
+            yield staged
+
     def _share(self, batch: Any, size: int, plan: BatchPlan | None) -> StagedBatch:
         """What this rank trains of ``batch``, in micro-batches if there is a splitter."""
         alone, splitting = len(self.ranks.trainers) == 1, self.splitting
@@ -202,16 +224,6 @@ class TrainLoader:
             total=size,
             alone=alone,
         )
-
-
-def _timed(ready: Iterator[StagedBatch], splitting: Splitting) -> Iterator[StagedBatch]:
-    """``ready``, telling ``splitting`` how long each batch took until the next one."""
-    started = 0.0
-    for staged in ready:
-        if started:
-            splitting.trained(perf_counter() - started)
-        started = perf_counter()
-        yield staged
 
 
 def _waited(pending: Future[StagedBatch | None]) -> StagedBatch | None:
@@ -249,12 +261,3 @@ class EvalLoader:
                 batch = between(batch, own.start, own.stop)
             self.inputs.require_ids(self.inputs.each(batch))
             yield on_device(batch, self.device)
-
-
-def on_device(batch: Any, device: torch.device) -> Any:
-    """The batch, which must be ``Pipelineable``, on ``device``. The copy to a GPU goes through page-locked
-    memory and is not waited for."""
-    if device.type == "cpu":
-        return batch
-    pinned = batch.pin_memory() if hasattr(batch, "pin_memory") else batch
-    return pinned.to(device, non_blocking=True)

@@ -35,12 +35,12 @@ def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
     halves = between(tried, 0, count // 2), between(tried, count // 2, count)
     watches = {front: _Watch(front, model.ids_of(front, tried)) for front in model.bound}
     with undone(model), torch.no_grad():
-        before = torch.get_rng_state()
+        before = _random_states()
         buffers = [buffer.clone() for buffer in model.module.buffers()]
         with handing_out(watches):
             whole = float(model.called(tried)[0])
         first, second = (float(model.called(half)[0]) for half in halves)
-        if not torch.equal(before, torch.get_rng_state()):
+        if any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True)):
             return Parts(refused="the model draws random numbers (dropout), other ones for each part")
         changed = any(not torch.equal(a, b) for a, b in zip(buffers, model.module.buffers(), strict=True))
         if changed:
@@ -76,11 +76,19 @@ class _Watch:
 @contextmanager
 def undone(model: PlacedModel) -> Iterator[None]:
     """Restore after the block what a forward pass changes."""
-    state, buffers = torch.get_rng_state(), [buffer.clone() for buffer in model.module.buffers()]
+    (state, *of_gpus), buffers = _random_states(), [buffer.clone() for buffer in model.module.buffers()]
     try:
         yield
     finally:
         torch.set_rng_state(state)
+        if of_gpus:
+            torch.cuda.set_rng_state_all(of_gpus)
         with torch.no_grad():
             for buffer, value in zip(model.module.buffers(), buffers, strict=True):
                 buffer.copy_(value)
+
+
+def _random_states() -> list[torch.Tensor]:
+    """The states of torch's generators: the CPU's and, once CUDA is in use, every GPU's."""
+    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *of_gpus]

@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.phases import phase
 from recpipe.common.saved import tensor
+from recpipe.data.parts import on_device
 from recpipe.errors import UserError
 from recpipe.model.call import Called
 from recpipe.tables.capabilities import SendsAhead
@@ -117,8 +118,10 @@ class PlacedModel(nn.Module):
         return self.called.predict(batch)
 
     def predict(self, batch: Any) -> torch.Tensor:
-        """``forward`` without gradients, to use a trained model; ``DataError`` for an unknown id."""
+        """``forward`` without gradients, to use a trained model, on its device; ``DataError`` for an unknown
+        id."""
         self.inputs.require_ids(self.inputs.each(batch))
+        batch = on_device(batch, self.dense[0].device) if self.dense else batch
         with torch.no_grad():
             scores: torch.Tensor = self(batch)
         return scores

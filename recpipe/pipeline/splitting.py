@@ -92,6 +92,11 @@ class Splitting:
         self._early.clear()
         self._waited_before = self._waited()
 
+    @property
+    def compares(self) -> bool:
+        """Whether steps with and without it are being compared, so that their times must be exact."""
+        return self.mode == "auto" and self._trial.compares
+
     def cut(self, batch: Batch, needs_cold: NDArray[np.bool_]) -> Split | None:
         """How to cut the next batch, whose samples need cold rows or not, bool [B]; None: not at all."""
         number, self._next = self._next, self._next + 1

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
 
+from recpipe.common.device import arrived
 from recpipe.common.phases import phase
-from recpipe.data.parts import batch_size
+from recpipe.common.spans import Mark, Spans, mark
+from recpipe.data.parts import batch_size, leaves, tensors_in
 from recpipe.data.select import between
 from recpipe.errors import UserError
 from recpipe.pipeline.cores import Cores
@@ -62,19 +63,44 @@ class StagedBatch:
     ahead."""
     size: int = 0
     """Number of samples of ``batch`` (0: not counted yet)."""
+    copied: torch.cuda.Event | None = None
+    """The end of its copy to a GPU, on the loader's stream; None: there is nothing to wait for."""
 
     def __post_init__(self) -> None:
         self.size = self.size or batch_size(self.batch)
         self.total = self.total or self.size
         self.consumed = self.consumed or self.total
 
+    def arrive(self) -> None:
+        """Let this thread's stream wait until the batch is on the GPU; call it before anything uses the
+        batch."""
+        copied, self.copied = self.copied, None
+        if copied is not None:
+            parts = [tensor for leaf in leaves((self.batch, self.ids)) for tensor in tensors_in(leaf)]
+            arrived(copied, [tensor for tensor in parts if tensor.is_cuda])
 
-@dataclass
+
 class StepTimes:
-    """Seconds of host time in micro-batches before and after the wait for cold rows."""
+    """Seconds in micro-batches before and after the wait for cold rows. On a GPU it is the time of its
+    kernels, and reading it waits for them."""
 
-    before_cold: float = 0.0
-    after_cold: float = 0.0
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
+        self.before, self.after = Spans(), Spans()
+
+    @property
+    def before_cold(self) -> float:
+        """Seconds before the wait."""
+        return self.before.total()
+
+    @property
+    def after_cold(self) -> float:
+        """Seconds after it."""
+        return self.after.total()
+
+    def now(self) -> Mark:
+        """The point that training has reached."""
+        return mark(self.device)
 
 
 def accumulate(
@@ -120,7 +146,7 @@ class _Step:
 
     def run(self) -> torch.Tensor:
         staged, bounds = self.staged, self.staged.bounds or (self.staged.size,)
-        started, low, losses = perf_counter(), 0, []
+        started, low, losses = self.times.now(), 0, []
         for number, high in enumerate(bounds):
             if self.looked_up and not self.lookups.cold_is_here and number >= staged.cold_from:
                 started = self._cold_comes(started)
@@ -156,23 +182,21 @@ class _Step:
         self.lookups.look_up(wait, shared, self.beside)
         self.looked_up = True
         if staged.upcoming is not None:
+            staged.upcoming.arrive()
             staged.upcoming.sent = self.model.send(staged.upcoming.batch, staged.upcoming.ids)
 
-    def _cold_comes(self, started: float) -> float:
+    def _cold_comes(self, started: Mark) -> Mark:
         if self.staged.plan is None:
             return started
-        self.times.before_cold += perf_counter() - started
+        self.times.before.add(started, self.times.now())
         self.lookups.wait_for_cold()
-        return perf_counter()
+        return self.times.now()
 
-    def _count(self, started: float) -> None:
-        """Add host time to the figures, if there are micro-batches."""
+    def _count(self, started: Mark) -> None:
+        """Add the time to the figures, if there are micro-batches."""
         if self.staged.bounds:
-            elapsed = perf_counter() - started
-            if self.lookups.cold_is_here:
-                self.times.after_cold += elapsed
-            else:
-                self.times.before_cold += elapsed
+            spans = self.times.after if self.lookups.cold_is_here else self.times.before
+            spans.add(started, self.times.now())
 
     def _go_on(self) -> None:
         """After a forward pass: the next batch's ids go out, their rows are fetched, and a slow one is read,

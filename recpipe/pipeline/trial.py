@@ -64,6 +64,11 @@ class Trial:
         self._block: list[float] = []
         self._blocks = 0
 
+    @property
+    def compares(self) -> bool:
+        """Whether it trains with and without the mechanism in turn."""
+        return self._phase is Phase.TRIAL
+
     def step(self, seconds: float, saving: float) -> None:
         """Note a trained step: its ``seconds``, and the most of them that the mechanism could have saved (if
         it was off)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 
 from recpipe.checkpoint.table_io import holds_checkpoint, newest
+from recpipe.common.device import use_device
 from recpipe.common.run_dir import RunDir
 from recpipe.config.recipe import Recipe
 from recpipe.data.cache import default_cache_dir
@@ -57,17 +59,38 @@ def remove_left_stores(tiers: TierConfig, run_dir: RunDir, resume: str | None) -
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of ``trainer.device``; ``auto`` takes a GPU if there is one, a different one for each local
-    rank."""
-    if name == "auto":
-        own = Process.current().local_rank % max(1, torch.cuda.device_count())
-        return torch.device("cuda", own) if torch.cuda.is_available() else torch.device("cpu")
+    """The device of ``trainer.device``, which becomes the current GPU of this thread.
+
+    ``auto`` takes a GPU if there is one. Each of several processes on this machine takes the GPU of its local
+    rank. ``UserError`` if torch does not see that GPU, or if a name would give one GPU to several processes,
+    which NCCL refuses.
+    """
+    device = _device(name)
+    use_device(device)
+    return device
+
+
+def _device(name: str) -> torch.device:
     kind, _, index = name.partition(":")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cpu" or (kind == "auto" and not there):
+        return torch.device("cpu")
+    process = Process.current()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if here > 1 and index:
         raise UserError(
-            f"trainer.device={name}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
+            f"trainer.device={name}: {here} processes on this machine cannot share one GPU; use "
+            "trainer.device=cuda, which gives each its own, or cpu"
         )
-    return torch.device("cuda", int(index or 0)) if kind == "cuda" else torch.device("cpu")
+    if here > there > 0:
+        raise UserError(
+            f"trainer.device={name}: torchrun started {here} processes on this machine, and torch sees "
+            f"{there} CUDA devices; use --nproc-per-node={there}, or trainer.device=cpu"
+        )
+    number = int(index or (process.local_rank if here > 1 else 0))
+    if number >= there:
+        raise UserError(f"trainer.device={name}: torch sees {there} CUDA devices; use cpu")
+    return torch.device("cuda", number)
 
 
 def assemble_plugins(

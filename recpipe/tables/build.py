@@ -88,12 +88,19 @@ def _resident(group: Group, place: Place) -> TableCollection:
 def tbe_count(
     config: TierConfig, tables: TableSet, ids_per_bag: Callable[[], float], device: torch.device
 ) -> int:
-    """How many TBEs resident tables are spread over (``tiers.tbes``), at most one for each table."""
+    """How many TBEs resident tables are spread over (``tiers.tbes``), at most one for each table; one on a
+    GPU, whose kernels use all of it."""
+    if device.type != "cpu":
+        return 1
     if config.tbes != "auto":
         count = int(config.tbes)
     else:
-        count = torch.get_num_threads() if device.type == "cpu" and ids_per_bag() >= MANY_IDS else 1
+        count = torch.get_num_threads() if ids_per_bag() >= MANY_IDS else 1
     return min(count, len(tables.tables))
+
+
+SLAB_BYTES = 512 << 20
+"""The most memory that a slab takes on a GPU before a batch needs more."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +150,7 @@ def _tiered(tier: _Tier, place: Place) -> TableCollection:
     policy = POLICIES[name](space) if cache is None else cache.part.policy(space)
     brought = None if cache is None else cache.origin
     return TieredEmbeddingBagCollection(
-        tables, policy, store, place.device, prefetch, ranks, trainers, brought
+        tables, policy, store, place.device, prefetch, ranks, trainers, brought, slab_rows(tables, place)
     )
 
 
@@ -184,7 +191,6 @@ def opens_store(place: Place, kind: str, directory: Path, staging: int) -> MakeL
             layout,
             fill,
             directory=directory,
-            pinned=place.device.type == "cuda",
             staging_bytes=staging,
             scratch=not place.config.dir,
         )
@@ -196,6 +202,20 @@ def opens_store(place: Place, kind: str, directory: Path, staging: int) -> MakeL
         return store
 
     return local
+
+
+def slab_rows(tables: TableSet, place: Place) -> int:
+    """For how many rows a slab has room at first.
+
+    On a GPU it is a quarter of what a batch of one id for each feature can need at most, since ids repeat and
+    many of their rows are resident. A larger slab, made during training, stops the GPU and leaves a hole in
+    its memory; it is made twice as large, so that this ends within the first steps. On a CPU one row: making
+    it costs nothing.
+    """
+    if place.device.type != "cuda":
+        return 1
+    wanted = min(place.batch_size * len(tables.features) // 4, tables.layout.total_rows)
+    return max(1, min(wanted, SLAB_BYTES // tables.record_bytes))
 
 
 def staging_bytes(lookups: int) -> int:

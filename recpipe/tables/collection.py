@@ -259,6 +259,16 @@ def make_tbe(tables: TableSet, rows: int, device: torch.device) -> SplitTableBat
     return tbe
 
 
+def bounds_check(device: torch.device) -> BoundsCheckMode:
+    """What FBGEMM does about an index that is not in its table.
+
+    The loaders have checked the ids and raised an error, so that only a mistake of recpipe or of a plugin can
+    lead to one. On a CPU nothing is done, since a check would slow every lookup down. On a GPU the update
+    would change foreign memory unnoticed, and the check is one short kernel: the run ends there.
+    """
+    return BoundsCheckMode.FATAL if device.type == "cuda" else BoundsCheckMode.NONE
+
+
 def fused_tbe(
     tables: TableSet, rows: Sequence[int], table_of: Sequence[int], device: torch.device, pooled: bool
 ) -> SplitTableBatchedEmbeddingBagsCodegen:
@@ -278,7 +288,7 @@ def fused_tbe(
         pooling_mode=PoolingMode.SUM if pooled else PoolingMode.NONE,
         weights_precision=data_type_to_sparse_type(tables.storage),
         output_dtype=SparseType.FP32,
-        # The loaders check the ids and raise an error; FBGEMM would look up row 0 instead.
-        bounds_check_mode=BoundsCheckMode.NONE,
+        stochastic_rounding=tables.optimizer.stochastic_rounding,
+        bounds_check_mode=bounds_check(device),
         device=device,
     )

@@ -10,6 +10,7 @@ import torch
 from torchrec.modules.embedding_configs import DataType
 
 from recpipe.distributed.ranks import Ranks
+from recpipe.errors import UserError
 from recpipe.plugin.errors import PluginConflict
 from recpipe.plugin.quantizer import RecordLayout
 from recpipe.plugin.quantizing import Quantizing
@@ -51,7 +52,9 @@ def check_quantized(
     device: torch.device,
     ranks: Ranks,
 ) -> None:
-    """``PluginConflict`` for a request that cannot be carried out or would have no effect."""
+    """``PluginConflict``, or ``UserError`` for the recipe's own, if a request cannot be carried out or would
+    have no effect."""
+    _check_rounding(tables, device)
     for table, stored in quantizing.storage.items():
         if stored.part == "bf16" and device.type == "cpu":
             raise PluginConflict(
@@ -72,4 +75,21 @@ def check_quantized(
                 f"plugin {origin} is to quantize cold rows, but all rows of its tables are resident in this "
                 "run: put them in tiers, for example by tiers.policy=lru or +plugin=[hotline,"
                 f"{origin.plugin}], or set its cold rows to fp32"
+            )
+
+
+def _check_rounding(tables: ModelTables, device: torch.device) -> None:
+    for group in tables.groups:
+        if not group.tables.optimizer.stochastic_rounding:
+            continue
+        which = f"optimizer of table '{group.tables.layout.tables[0]}': stochastic_rounding=true"
+        if device.type == "cpu":
+            raise UserError(
+                f"{which}, but FBGEMM's CPU kernels round to the nearest value; leave it false, or train on "
+                "a GPU"
+            )
+        if group.tables.storage is DataType.FP32:
+            raise UserError(
+                f"{which}, but its weights are stored in fp32 and not rounded; leave it false, or store "
+                "them in 16 bits (+plugin=quantize)"
             )

@@ -36,6 +36,8 @@ class TableOptimizer:
     name: Annotated[str, one_of(*OPTIMIZERS)]
     lr: Annotated[float, Gt(0)]
     eps: Annotated[float, Gt(0)] = 1e-8
+    stochastic_rounding: bool = False
+    """Whether a GPU's update rounds weights of 16 bits up or down at random; False: to the nearest value."""
 
     @property
     def kind(self) -> EmbOptimType:

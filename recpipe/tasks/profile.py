@@ -92,7 +92,7 @@ class StepProfiler(L.Callback):
         """Time the step from the end of the one before."""
         if len(self.batches) < COUNTED_BATCHES:
             self.batches.append(batch.batch)
-        done = len(self.recorder.step_seconds)
+        done = self.recorder.steps
         self._end_step()
         if done == self.config.warmup + self.config.steps:
             self.profiler.start()

@@ -44,7 +44,7 @@ def summarize(
     io = _io(tiers, str(described["tiers"]["store"]))
     splitting = module.loader.splitting
     run = RunFigures(
-        steps=len(recorder.step_seconds),
+        steps=recorder.steps,
         samples=recorder.samples,
         lookups=module.loader.lookups,
         io=io,
@@ -76,7 +76,7 @@ def summarize(
         history=recorder.history,
         ranks=_ranks(ranks, embeddings.collectives),
         resumed=_resumed(resumed_from, module, recorder),
-        series=recorder.intervals.series(),
+        series=recorder.intervals.series(recorder.step_seconds),
         calibration=module.quality.calibration,
         skew=_skew(module.loader.accesses, tables),
     )
@@ -92,7 +92,7 @@ def _skew(accesses: AccessSample | None, tables: ModelTables) -> Skew | None:
 def _resumed(checkpoint: Path | None, module: RankingModule, recorder: Recorder) -> Resumed | None:
     if checkpoint is None:
         return None
-    steps, total = len(recorder.step_seconds), module.samples
+    steps, total = recorder.steps, module.samples
     return Resumed(
         checkpoint=str(checkpoint),
         step=module.global_step - steps,

@@ -61,6 +61,8 @@ class TrainerConfig:
     """Whether the model's dense part uses ``recpipe.backend`` on a CPU."""
     split: Annotated[str, one_of("auto", "always", "never")] = "auto"
     """Whether batches are cut into micro-batches by a plugin's splitter."""
+    deterministic: bool = False
+    """Whether a GPU uses only algorithms that give the same bits each time."""
 
     def interval(self, every: int | float, steps_per_epoch: int) -> int:
         """``every`` as a number of steps, at most an epoch's. A share refers to an epoch, or to the run if it

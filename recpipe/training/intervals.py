@@ -26,8 +26,8 @@ class _Sum:
     seconds: float
     trained: int
     """Samples of this part."""
-    busy: float
-    """Seconds of this part's steps."""
+    done: int
+    """Steps of this part."""
     loss: torch.Tensor
     """The sum of the steps' losses; on a GPU it is read when the run is over."""
     moved: tuple[int, int] | None
@@ -49,7 +49,7 @@ class Intervals:
     def begin(self, step: int, samples: int, seconds: float, loss: torch.Tensor) -> None:
         """Start before the first step of this part."""
         self._steps, self._sums = 0, []
-        self.note(step, samples, seconds, 0, 0.0, loss)
+        self.note(step, samples, seconds, 0, loss)
 
     def due(self) -> bool:
         """Count a step; whether its sums are to be noted."""
@@ -61,19 +61,17 @@ class Intervals:
         """Whether the sums after the last step are noted."""
         return self._noted == self._steps
 
-    def note(
-        self, step: int, samples: int, seconds: float, trained: int, busy: float, loss: torch.Tensor
-    ) -> None:
+    def note(self, step: int, samples: int, seconds: float, trained: int, loss: torch.Tensor) -> None:
         """Note the sums after this step."""
         self._noted = self._steps
         moved, found = _of_tiers(self.tables.tier_figures())
-        self._sums.append(_Sum(step, samples, seconds, trained, busy, loss, moved, found))
+        self._sums.append(_Sum(step, samples, seconds, trained, self._steps, loss, moved, found))
         if len(self._sums) > INTERVALS + 1 and self._steps % self.every == 0:
             self._sums = self._sums[::2]  # without the latest
             self.every, self._noted = 2 * self.every, -1
 
-    def series(self) -> Series:
-        """The differences between neighbouring sums."""
+    def series(self, step_seconds: Sequence[float]) -> Series:
+        """The differences between neighbouring sums; ``step_seconds``: of each step of this part."""
         sums, pairs = self._sums[1:], list(pairwise(self._sums))
         found = Series(
             step=[s.step for s in sums],
@@ -81,7 +79,8 @@ class Intervals:
             samples=[s.samples for s in sums],
             seconds=[_short(s.seconds) for s in sums],
             samples_per_second=[
-                _short(rate(new.trained - old.trained, new.busy - old.busy)) for old, new in pairs
+                _short(rate(new.trained - old.trained, sum(step_seconds[old.done : new.done])))
+                for old, new in pairs
             ],
             loss=[_short(float(new.loss - old.loss) / (new.step - old.step)) for old, new in pairs],
         )

@@ -81,7 +81,7 @@ class RankingModule(L.LightningModule):
         self.quality = BackgroundQuality(model.called.kind)
         self.figures: Quality | None = None
         """The quality of the latest complete evaluation; the same on all trainers."""
-        self.step_times = StepTimes()
+        self.step_times = StepTimes(loader.device)
         self.backend = backend
         self._loss_sum = torch.zeros((), dtype=torch.float64)
         self._losses = 0

@@ -66,7 +66,8 @@ def _attached(name: str, weights: torch.Tensor) -> TableOptimizer | None:
         )
     defaults = {n: p.default for n, p in signature(kind).parameters.items()}
     values = {key: knobs.get(key, defaults.get(key)) for key in ("lr", "eps")}
-    return TableOptimizer(ATTACHED[kind], **{k: float(v) for k, v in values.items() if v is not None})
+    given: dict[str, Any] = {k: float(v) for k, v in values.items() if v is not None}
+    return TableOptimizer(ATTACHED[kind], **given)
 
 
 def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -11,6 +11,7 @@ import lightning as L
 
 from recpipe.common.console import log
 from recpipe.common.load import Load, used_by_others
+from recpipe.common.spans import Mark, Spans, mark, settled
 from recpipe.model.metrics import Quality
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.step import StagedBatch
@@ -29,7 +30,7 @@ class Recorder(L.Callback):
         self.started = started
         self.first_step_seconds = math.nan
         """Seconds from ``started`` to the end of the first step; NaN before that."""
-        self.step_seconds: list[float] = []
+        self._spans = Spans()
         self.step_samples: list[int] = []
         self.skipped_samples = 0
         """How many of those samples a skipper has left out."""
@@ -45,10 +46,20 @@ class Recorder(L.Callback):
         self._before = 0.0
         """Seconds of the parts before this one."""
         self._trained = 0
-        self._busy = 0.0
-        self._last = 0.0
+        self._last: Mark = 0.0
         self._reported = 0
         self._loss = LossTotal()
+
+    @property
+    def steps(self) -> int:
+        """Steps trained so far in this process."""
+        return len(self.step_samples)
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Seconds of each of them. On a GPU they are those between events on the training's stream, and this
+        waits for it."""
+        return self._spans.each()
 
     @property
     def samples(self) -> int:
@@ -60,14 +71,14 @@ class Recorder(L.Callback):
         """Start the clock of the first step; in a run resumed inside an epoch, no epoch starts."""
         assert isinstance(pl_module, RankingModule)
         self._load = Load.now()
-        self.began = self._last = perf_counter()
+        self.began, self._last = perf_counter(), mark(self.loader.device)
         self._before = pl_module.seconds
         samples = pl_module.samples or 0
         self.intervals.begin(trainer.global_step, samples, self._seconds(self.began), pl_module.loss_sum)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock of an epoch's first step."""
-        self._last = perf_counter()
+        self._last = mark(self.loader.device)
 
     def on_train_batch_end(
         self,
@@ -79,18 +90,17 @@ class Recorder(L.Callback):
     ) -> None:
         """Time the step from the end of the one before, so that waiting for data counts."""
         assert isinstance(pl_module, RankingModule)
-        now = perf_counter()
-        if not self.step_seconds:
-            self.first_step_seconds = now - self.started
-        self.step_seconds.append(now - self._last)
+        ended = mark(self.loader.device)
+        if not self.steps:
+            self.first_step_seconds = settled(self.loader.device) - self.started
+        self._spans.add(self._last, ended)
         self.step_samples.append(batch.consumed)
         self.skipped_samples += batch.skipped
         self._trained += batch.consumed
-        self._busy += now - self._last
-        pl_module.seconds = self._seconds(now)
+        pl_module.seconds = self._seconds(ended if isinstance(ended, float) else perf_counter())
         if self.intervals.due():
             self._note(trainer, pl_module)
-        self._last = perf_counter()
+        self._last = mark(self.loader.device)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Close the last interval."""
@@ -101,7 +111,7 @@ class Recorder(L.Callback):
     def _note(self, trainer: L.Trainer, module: RankingModule) -> None:
         samples = self._trained if module.samples is None else module.samples
         step = trainer.global_step
-        self.intervals.note(step, samples, module.seconds, self._trained, self._busy, module.loss_sum)
+        self.intervals.note(step, samples, module.seconds, self._trained, module.loss_sum)
 
     def _seconds(self, now: float) -> float:
         """Seconds from the process's start to ``now`` without evaluations, and those of the parts before."""
@@ -109,7 +119,7 @@ class Recorder(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock of an evaluation."""
-        self._evaluating = perf_counter()
+        self._evaluating = settled(self.loader.device)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Add a point to the learning curve and print its line."""
@@ -118,7 +128,7 @@ class Recorder(L.Callback):
         assert quality is not None
         loss, self._loss = total.mean_since(self._loss), total
         speed = self.speed_since(self._reported)
-        self._reported = len(self.step_seconds)
+        self._reported = self.steps
         step, self.evaluated_at = trainer.global_step, trainer.global_step
         samples = self.samples if pl_module.samples is None else pl_module.samples
         self.quality = quality
@@ -139,8 +149,8 @@ class Recorder(L.Callback):
             f"step {step:>6,}  {samples:>11,} samples  train loss {loss:.4f}  {held_out}  "
             f"{speed:,.0f} samples/s"
         )
-        self._last = perf_counter()
-        self.evaluation_seconds += self._last - self._evaluating
+        self._last = mark(self.loader.device)
+        self.evaluation_seconds += settled(self.loader.device) - self._evaluating
 
     def throughput(self, written_back: float) -> Throughput:
         """Speeds and times of the steps; ``written_back``: the time of ``perf_counter`` when all rows were in

@@ -129,7 +129,7 @@ def fit(
             raise
         stop.teardown(trainer, module, "fit")
         late.append(fault)
-    if not recorder.step_seconds:
+    if not recorder.steps:
         log.info(
             f"no step is left to train after step {trainer.global_step:,}; to go on, raise trainer.max_steps "
             "or trainer.max_epochs"

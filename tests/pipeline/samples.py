@@ -149,10 +149,12 @@ def loader_of(
     ranks: Ranks | None = None,
     batch_size: int = SIZE,
     view: RowView | None = None,
+    device: torch.device = CPU,
     **parts: object,
 ) -> TrainLoader:
     tiers = None if embeddings is None else tiers_of(embeddings, dataset)
-    return loader_over(dataset, inputs_of(dataset, embeddings), tiers, ranks, batch_size, view, **parts)
+    inputs = inputs_of(dataset, embeddings)
+    return loader_over(dataset, inputs, tiers, ranks, batch_size, view, device, **parts)
 
 
 def loader_over(
@@ -162,6 +164,7 @@ def loader_over(
     ranks: Ranks | None = None,
     batch_size: int = SIZE,
     view: RowView | None = None,
+    device: torch.device = CPU,
     **parts: object,
 ) -> TrainLoader:
     """The loader of a run with a plugin of these ``parts``; a skipper among them is shown ``view``."""
@@ -169,7 +172,7 @@ def loader_over(
     source = BatchSource(dataset, batch_size, assembly.feed)
     filtered = SampleFilter.of(assembly.skipper, view)  # type: ignore[arg-type]
     splitting = Splitting.of(assembly.splitter, "always", batch_size, tiers, Ranks().channel())
-    return TrainLoader(source, inputs, tiers, CPU, ranks, sample_filter=filtered, splitting=splitting)
+    return TrainLoader(source, inputs, tiers, device, ranks, sample_filter=filtered, splitting=splitting)
 
 
 def eval_loader_of(dataset: Dataset, ranks: Ranks | None = None) -> EvalLoader:

@@ -13,8 +13,10 @@ import torch
 from recpipe.data.select import select
 from recpipe.errors import DataError
 from recpipe.pipeline.share import in_steps
+from recpipe.pipeline.step import StagedBatch
 from recpipe.plugin.api import Link
 from recpipe.plugin.splitter import Split, micro_batch_step
+from tests.fake_gpu import GPU, FakeGpu, gpu
 from tests.pipeline.samples import (
     SIZE,
     Listed,
@@ -24,6 +26,8 @@ from tests.pipeline.samples import (
     parameters_after,
 )
 from tests.tables.samples import FEATURES
+
+__all__ = ["gpu"]
 
 
 def same(left, right) -> bool:
@@ -249,3 +253,14 @@ def test_an_id_that_is_not_in_its_table_is_an_error(tmp_path, wrong) -> None:
         next(batches)
         with pytest.raises(DataError, match=expected):
             next(batches)
+
+
+def test_a_batch_for_a_gpu_is_copied_beside_the_training_and_waited_for(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = Listed(count=4)
+    loader = loader_of(dataset, device=GPU)
+    assert all(map(same, (staged.batch for staged in loader), dataset.lists["train"]))
+    assert {thread for thread, _ in gpu.set} == {"recpipe-loader_0"}
+    monkeypatch.setattr(StagedBatch, "arrive", lambda staged: None)
+    assert not any(map(same, (staged.batch for staged in loader), dataset.lists["train"])), "the control"

@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpipe.tables.collection import RowCollection
 from recpipe.tables.specs import Table, TableOptimizer, TableSet
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
-from tests.tables.samples import DIM
+from tests.tables.samples import CPU, DIM, here
 
 TABLES = (
     Table("goods", 600, ("clicked", "carted", "seen")),
@@ -73,7 +73,7 @@ def batches(count: int = BATCHES, size: int = SIZE, seed: int = 5) -> list[Keyed
                 torch.from_numpy(ids),
                 weights=torch.from_numpy(rng.uniform(-1.5, 1.5, len(rows)).astype(np.float32)),
                 lengths=torch.from_numpy(lengths),
-            )
+            ).to(here())
         )
     return made
 
@@ -83,8 +83,8 @@ def loss_of(kind: Kind) -> Loss:
 
     def loss(rows: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
         if not kind.pooled:
-            return (rows * sparse.weights()[:, None] * torch.linspace(0.5, 1.5, DIM)).sum()
-        columns = torch.linspace(0.5, 1.5, rows.shape[1])
+            return (rows * sparse.weights()[:, None] * torch.linspace(0.5, 1.5, DIM).to(rows.device)).sum()
+        columns = torch.linspace(0.5, 1.5, rows.shape[1]).to(rows.device)
         scale = sparse.lengths().view(len(FEATURES), -1).sum(0)[:, None].to(rows.dtype)
         return (rows * columns * (scale - 8)).sum()
 
@@ -155,8 +155,8 @@ def trained_plainly(
 
 @cache
 def expected(kind: Kind, optimizer: str) -> Records:
-    """What ``batches`` leave in plain TorchRec; not to be changed."""
-    return trained_plainly(kind, optimizer, batches())
+    """What ``batches`` leave in plain TorchRec, on the CPU; not to be changed."""
+    return trained_plainly(kind, optimizer, [sparse.to(CPU) for sparse in batches()])
 
 
 # -- recpipe's collections -----------------------------------------------------------------------

@@ -20,6 +20,8 @@ from recpipe.tables.tiers.policies import POLICIES, HotSet
 from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 CPU = torch.device("cpu")
+HERE = CPU
+"""What ``here`` returns; ``tests/gpu`` sets it."""
 FEATURES = (SparseFeature("a", 10), SparseFeature("b", 600), SparseFeature("c", 90))
 DIM = 8
 SLOTS = 120
@@ -40,7 +42,12 @@ def jagged(rng: np.random.Generator, size: int, multi: bool) -> KeyedJaggedTenso
     names = [f.name for f in FEATURES]
     return KeyedJaggedTensor(
         names, torch.from_numpy(np.concatenate(values)), lengths=torch.from_numpy(lengths)
-    )
+    ).to(here())
+
+
+def here() -> torch.device:
+    """The device of tables and batches of the tests that a GPU passes too."""
+    return HERE
 
 
 def stream(count: int, multi: bool, size: int = 32, seed: int = 5) -> list[KeyedJaggedTensor]:
@@ -85,7 +92,7 @@ def tiers(
         make_store(store, tables.layout, tables.fill, directory=folder) if isinstance(store, str) else store
     )
     chosen = MAKERS[policy](RowSpace(tables.layout.bases, slots))
-    return TieredEmbeddingBagCollection(tables, chosen, cold, CPU, prefetch)
+    return TieredEmbeddingBagCollection(tables, chosen, cold, here(), prefetch)
 
 
 def dump(storage: Collection) -> dict[str, np.ndarray]:
@@ -98,7 +105,8 @@ def dump(storage: Collection) -> dict[str, np.ndarray]:
 
 def gradients(count: int, size: int = 32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn((size, len(FEATURES) * DIM), generator=generator) for _ in range(count)]
+    drawn = (torch.randn((size, len(FEATURES) * DIM), generator=generator) for _ in range(count))
+    return [gradient.to(here()) for gradient in drawn]
 
 
 def pooled_now(collection: Collection, sparse: KeyedJaggedTensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torchrec.modules.embedding_configs import DataType
 
 from recpipe.distributed.ranks import Ranks
+from recpipe.errors import UserError
 from recpipe.plugin.api import Contribution
 from recpipe.plugin.assembly import Assembly, assemble
 from recpipe.plugin.errors import PluginConflict
@@ -20,7 +22,7 @@ from recpipe.tables.groups import ModelTables
 from recpipe.tables.owners import group_owners
 from recpipe.tables.quantized import check_quantized, quantized
 from recpipe.tables.resident import ResidentCollection
-from recpipe.tables.specs import TableSet
+from recpipe.tables.specs import TableOptimizer, TableSet
 from recpipe.tables.stores import ColdStore, Fill, StoreLayout, make_store
 from recpipe.tables.stores.codecs import COLD, Fp16Rows, Int8Rows
 from recpipe.tables.stores.coded import Coding, local_store
@@ -32,6 +34,7 @@ from tests.tables.samples import (
     DIM,
     MAKERS,
     dump,
+    here,
     identical,
     stream,
     table_set,
@@ -41,6 +44,7 @@ from tests.tables.samples import (
 )
 
 BATCHES = 16
+RANDOM_ROUNDING = TableOptimizer("sgd", 0.1, stochastic_rounding=True)
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 TIERS = TierConfig("lru", "host", "25%", None, prefetch=True, sharded=False)
 
@@ -134,14 +138,14 @@ def test_weights_of_16_bits_and_state_of_32(optimizer: str, tmp_path: Path) -> N
     assert tables.record_bytes == tables.cold_record_bytes == 2 * DIM + 4 * state
     assert tables.codec is not None
     assert tables.total_bytes == tables.layout.total_rows * tables.record_bytes
-    whole = ResidentCollection(tables, CPU)
+    whole = ResidentCollection(tables, here())
     weights, states = whole._storage["b"]
     assert (weights.dtype, states.dtype) == (torch.float16, torch.float32)
     train(whole, stream(BATCHES, True))
     expected = dump(whole)
     for records in expected.values():
         assert np.array_equal(records[:, :DIM], records[:, :DIM].astype(np.float16))
-    exact = ResidentCollection(table_set(optimizer), CPU)
+    exact = ResidentCollection(table_set(optimizer), here())
     train(exact, stream(BATCHES, True))
     other = dump(exact)
     assert not identical(other, expected)
@@ -155,7 +159,7 @@ def test_weights_of_16_bits_and_state_of_32(optimizer: str, tmp_path: Path) -> N
 
 
 def test_rows_of_16_bits_are_read_and_written_whole() -> None:
-    whole = ResidentCollection(replace(table_set("adagrad"), storage=DataType.FP16), CPU)
+    whole = ResidentCollection(replace(table_set("adagrad"), storage=DataType.FP16), here())
     rows = np.array([3, 600, 650])
     before = whole.records_of(rows)
     assert before.dtype == torch.float32
@@ -223,3 +227,28 @@ def test_what_could_not_be_carried_out_is_refused(wants, config, trainers, said)
         check_quantized(assembly.quantizing, tables, owners, False, CPU, ranks)
     fine, other = grouped(Wants("*", "fp32", Fp16Rows))
     check_quantized(other.quantizing, fine, group_owners(TIERS, other, fine), False, CPU, ranks)
+
+
+@pytest.mark.parametrize(
+    ("storage", "device", "said"),
+    [
+        ("fp16", "cpu", "FBGEMM's CPU kernels round to the nearest value"),
+        ("fp32", "cuda", "its weights are stored in fp32 and not rounded"),
+        ("fp16", "cuda", None),
+        ("bf16", "cuda", None),
+    ],
+)
+def test_stochastic_rounding_is_a_choice_for_16_bits_on_a_gpu(storage, device, said) -> None:
+    tables, assembly = grouped(Wants("*", storage))
+    owners = group_owners(TIERS, assembly, tables)
+    check = partial(check_quantized, assembly.quantizing, device=torch.device(device), ranks=Ranks())
+    if device == "cuda":
+        check(tables, owners, False)  # not asked for
+    asked = ModelTables(
+        tuple(replace(g, tables=replace(g.tables, optimizer=RANDOM_ROUNDING)) for g in tables.groups)
+    )
+    if said is None:
+        check(asked, owners, False)
+    else:
+        with pytest.raises(UserError, match=f"optimizer of table 'a': stochastic_rounding=true, but {said}"):
+            check(asked, owners, False)

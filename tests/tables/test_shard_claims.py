@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CommOp, KeyValueParams
 from torchrec.modules.embedding_configs import DataType
 
+from recpipe.common.memory import RESERVE
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
 from recpipe.plugin.api import Context, Contribution, Origin, Plugin, TableInfo
@@ -23,6 +26,7 @@ from recpipe.plugin.quantizer import Quantizer
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.sharding.claims import ShardClaims
 from recpipe.tables.sharding.collection import ShardedCollection
+from recpipe.tables.sharding.files import load_shards, save_shards
 from recpipe.tables.sharding.planning import Sharding
 from recpipe.tables.sharding.tables import ShardedTables, join_group
 from tests.tables.samples import CPU
@@ -74,6 +78,34 @@ def built(made: Sharding) -> ShardedCollection:
     return tables
 
 
+@pytest.mark.parametrize("caches", [True, False], ids=["uvm_caching", "another kernel"])
+def test_a_gpus_cache_is_written_back_before_its_rows_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caches: bool
+) -> None:
+    """And emptied before they are replaced, in which order the newest values stay."""
+    done: list[str] = []
+    for name in ("flush", "reset_cache_states"):
+        monkeypatch.setattr(
+            SplitTableBatchedEmbeddingBagsCodegen, name, lambda _, name=name: done.append(name)
+        )
+    planner = Placed({"*": "table_wise"})
+    tables = built(sharding(planner=planner))
+    tables.whole.prefetches = caches
+    works = {
+        "read": lambda: tables.read(next(tables.regions())),
+        "save": lambda: save_shards(tables, tmp_path),
+        "write": lambda: tables.write(next(tables.regions()), tables.read(next(tables.regions()))),
+        "load": lambda: load_shards(tables, tmp_path),
+    }
+    for name, work in works.items():
+        done.clear()
+        work()
+        assert ("flush" in done) == caches
+        assert ("reset_cache_states" in done) == (caches and name in ("write", "load"))
+        if name in ("write", "load") and caches:
+            assert done[-2:] == ["flush", "reset_cache_states"]
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
 def test_tables_are_stored_in_their_type(optimizer: str) -> None:
     """Whatever the planner chooses, the optimizer's state stays float32."""
@@ -107,6 +139,20 @@ def test_limits_without_effect_are_refused(limits: Mapping[str, Any], field: str
     assert "plugin acme" in str(refused.value)
     assert "constrain() of table 'a'" in str(refused.value)
     assert field in str(refused.value)
+
+
+def test_a_part_of_a_gpu_is_left_to_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 of 100 GiB are free, and 4 of the 6 that this process has are in no use."""
+    gib = 1 << 30
+    for name, value in {
+        "mem_get_info": (80 * gib, 100 * gib),
+        "memory_reserved": 6 * gib,
+        "memory_allocated": 2 * gib,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    (device,) = sharding(device=GPU).topology().devices
+    assert device.storage.hbm == 84 * gib - int(RESERVE * 100 * gib)
+    assert 0 < RESERVE < 0.5
 
 
 def test_a_gpu_has_what_a_cpu_would_ignore() -> None:

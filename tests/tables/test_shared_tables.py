@@ -31,7 +31,7 @@ from tests.tables.reference import (
     train,
     train_ahead,
 )
-from tests.tables.samples import CPU, MAKERS, difference, dump, identical, stream, table_set, tiers
+from tests.tables.samples import CPU, MAKERS, difference, dump, here, identical, stream, table_set, tiers
 
 OPTIMIZERS = tuple(TOLERANCE)
 POOLED = (SUMS, WEIGHTED)
@@ -52,7 +52,7 @@ def test_features_of_a_table_look_up_the_same_rows() -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("groups", [1, 2, len(TABLES)])
 def test_resident_tables_are_plain_ones(kind: Kind, optimizer: str, groups: int) -> None:
-    collection = ResidentCollection(kind.tables(optimizer), CPU, groups)
+    collection = ResidentCollection(kind.tables(optimizer), here(), groups)
     train(collection, kind, batches())
     assert difference(dump(collection), expected(kind, optimizer)) <= TOLERANCE[optimizer]
     collection.close()

@@ -13,12 +13,12 @@ from recpipe.errors import DataError
 from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.tiers import tiered
 from tests.tables.samples import (
-    CPU,
     DIM,
     FEATURES,
     MAKERS,
     difference,
     dump,
+    here,
     identical,
     jagged,
     pooled_now,
@@ -40,7 +40,7 @@ def expected():
 
     def of(optimizer: str, multi: bool):
         if (optimizer, multi) not in known:
-            collection = ResidentCollection(table_set(optimizer), CPU)
+            collection = ResidentCollection(table_set(optimizer), here())
             seen = train(collection, stream(BATCHES, multi), eval_every=7)
             known[optimizer, multi] = (dump(collection), seen)
         return known[optimizer, multi]
@@ -122,14 +122,14 @@ def test_tiny_batches(tmp_path, policy, size) -> None:
         [f.name for f in FEATURES],
         torch.empty(0, dtype=torch.int64),
         lengths=torch.zeros(len(FEATURES) * size, dtype=torch.int64),
-    )
+    ).to(here())
     batches = [
         empty,
         *(jagged(rng, size, True) for _ in range(10)),
         empty,
         *(jagged(rng, size, True) for _ in range(3)),
     ]
-    both = ResidentCollection(table_set("sgd"), CPU), tiers(table_set("sgd"), policy, tmp_path)
+    both = ResidentCollection(table_set("sgd"), here()), tiers(table_set("sgd"), policy, tmp_path)
     for collection in both:
         for index, batch in enumerate(batches):
             pooled = collection(batch).values()
@@ -146,7 +146,7 @@ def test_features_are_found_by_name(tmp_path) -> None:
     batch = stream(1, True)[0]
     turned = batch.permute([2, 0, 1])
     assert turned.keys() == ["c", "a", "b"]
-    resident = ResidentCollection(table_set("sgd"), CPU)
+    resident = ResidentCollection(table_set("sgd"), here())
     collection = tiers(table_set("sgd"), "lru", tmp_path)
     for sparse in (batch, turned):
         expected = resident(sparse)

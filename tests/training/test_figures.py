@@ -188,7 +188,7 @@ class Pair(Channel):
     """Two trainers of which this one is the first; the other sends ``other``."""
 
     def __init__(self, other: np.ndarray) -> None:
-        super().__init__((0, 1), 0, None, CPU, Ranks().emulation)
+        super().__init__((0, 1), 0, None, Ranks().emulation)
         self.other = other
 
     def gather(self, part: np.ndarray) -> list[np.ndarray]:

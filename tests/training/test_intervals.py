@@ -36,7 +36,7 @@ def test_intervals_are_few_and_add_up(steps: int) -> None:
             note(intervals, step)
     if not intervals.complete:
         note(intervals, steps)
-    series = intervals.series()
+    series = intervals.series([0.5] * steps)
     assert min(steps, INTERVALS // 2) <= len(series.step) <= INTERVALS + 1
     assert tables.asked < 10 * INTERVALS
     assert (sum(series.steps), series.step[-1], series.samples[-1]) == (steps, steps + 7, 10 * steps + 70)
@@ -51,7 +51,7 @@ def test_intervals_are_few_and_add_up(steps: int) -> None:
 
 def note(intervals: Intervals, step: int) -> None:
     loss = torch.tensor(0.5 * step)
-    intervals.note(step + 7, 10 * step + 70, 2.0 + step, 10 * step, 0.5 * step, loss)
+    intervals.note(step + 7, 10 * step + 70, 2.0 + step, 10 * step, loss)
 
 
 def test_all_rows_resident_have_no_tiers_in_their_series() -> None:
@@ -63,6 +63,6 @@ def test_all_rows_resident_have_no_tiers_in_their_series() -> None:
     intervals.begin(0, 0, 0.0, torch.tensor(0.0))
     assert intervals.due()
     note(intervals, 1)
-    series = intervals.series()
+    series = intervals.series([0.5])
     assert series.lookups == series.bytes_read == []
     assert len(series.loss) == 1

@@ -74,7 +74,7 @@ class Run:
         context = context_of(self.tables, slots, data, batch_size=BATCH, steps=STEPS)
         plugins = {} if knobs is None else {"bagpipe": {"increase": 1, "decrease": 2} | knobs}
         self.assembly = assemble(gather(activate(plugins), context), context.tables)
-        cold = make_store(store, layout, self.tables.fill, directory=folder / "store", pinned=False)
+        cold = make_store(store, layout, self.tables.fill, directory=folder / "store")
         space = RowSpace(layout.bases, slots)
         policy: Any = NoCache(space)
         if knobs is not None:

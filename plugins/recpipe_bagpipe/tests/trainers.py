@@ -232,7 +232,7 @@ class ThreadChannel(Channel):
 
     def __init__(self, meeting: Meeting, index: int) -> None:
         members = tuple(range(len(meeting.brought)))
-        super().__init__(members, index, None, CPU, Emulation())
+        super().__init__(members, index, None, Emulation())
         self.meeting = meeting
 
     def exchange(self, parts: Sequence[Any], sizes: Sequence[int] | None = None) -> list[Any]:

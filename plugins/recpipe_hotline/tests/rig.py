@@ -120,7 +120,6 @@ class Rig:
             self.tables.layout,
             self.tables.fill,
             directory=folder / "store",
-            pinned=setting.device != "cpu",
         )
         return TieredEmbeddingBagCollection(self.tables, policy, store, self.device, setting.prefetch)
 

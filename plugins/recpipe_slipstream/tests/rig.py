@@ -73,7 +73,7 @@ class Rig:
         assembly = assemble(gather(activate(plugins), self.context), self.context.tables)
         space = RowSpace(self.tables.layout.bases, slots)
         make = setting.policy or next(iter(assembly.caches.values())).part.policy
-        store = make_store("host", self.tables.layout, self.tables.fill, directory=folder, pinned=False)
+        store = make_store("host", self.tables.layout, self.tables.fill, directory=folder)
         self.tiers = TieredEmbeddingBagCollection(
             self.tables, make(space), store, torch.device("cpu"), setting.prefetch
         )

@@ -212,6 +212,7 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
         columns; the state of the whole row would be the same.
         """
         replicated, rank = self.shards[region.table].replicated, self.whole.rank
+        self.empty_cache(forget=False)
         readers = (rank,) if replicated else tuple(range(self.whole.plan.world))
         mine = []
         for shard, rows in self.pieces(region, rank):
@@ -249,12 +250,26 @@ class ShardedCollection(TableCollection, SendsAhead, SavedByRanks, SavesPlacemen
     def write(self, region: Region, values: Values) -> None:
         """Replace this rank's part of the weights and optimizer state of ``region``."""
         row_wise = self.tables.optimizer.name == "rowwise_adagrad"
+        self.empty_cache(forget=True)
         for shard, rows in self.pieces(region, self.whole.rank):
             here = slice(rows.start - region.start, rows.stop - region.start)
             columns = slice(shard.column, shard.column + shard.columns)
             local, low, high = self._part(region.table, shard, rows)
             state = values[1][here] if row_wise else values[1][here, columns]
             local.write(low, high, (values[0][here, columns], state))
+
+    def empty_cache(self, forget: bool) -> None:
+        """Write back what a GPU's cache (``tiers.kernel=uvm_caching``) has of rows in host memory, before
+        these are read; ``forget``: also empty it, before they are replaced.
+
+        The cache must not be emptied between a batch's fetch and its update, which would be lost.
+        """
+        if not self.whole.prefetches:
+            return
+        for lookup in seams.fused_lookups(self.sharded):
+            lookup.tbe.flush()
+            if forget:
+                lookup.tbe.reset_cache_states()
 
     # -- tiers -------------------------------------------------------------------------------
 

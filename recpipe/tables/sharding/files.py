@@ -56,6 +56,7 @@ def _parts(collection: ShardedCollection) -> Iterator[Part]:
     Row-wise Adagrad has one value per row. If a shard does not have all columns, the value is repeated over
     its columns: other columns' shards have other values, and a plan with a different cut takes their mean.
     """
+    collection.empty_cache(forget=False)
     for name, table in collection.shards.items():
         if table.replicated and collection.whole.rank:
             continue
@@ -86,6 +87,7 @@ def load_shards(collection: ShardedCollection, directory: Path) -> None:
     The library reads directly into memory that has the files' layout; other rows pass through regions.
     """
     files, tables = TensorFiles.sharded(directory), collection.tables
+    collection.empty_cache(forget=True)
     width = tables.layout.width - tables.dim
     states = {state_name(name): _state_columns(collection, name) for name in collection.shards if width}
     if collection.in_tiers or any(files.shape(name)[1] != columns for name, columns in states.items()):

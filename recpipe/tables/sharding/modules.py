@@ -23,7 +23,12 @@ from recpipe.tables.specs import TableOptimizer, TableSet
 
 def fused(optimizer: TableOptimizer) -> dict[str, object]:
     """FBGEMM's arguments for an optimizer fused into the backward pass."""
-    return {"optimizer": optimizer.kind, "learning_rate": optimizer.lr, "eps": optimizer.eps}
+    return {
+        "optimizer": optimizer.kind,
+        "learning_rate": optimizer.lr,
+        "eps": optimizer.eps,
+        "stochastic_rounding": optimizer.stochastic_rounding,
+    }
 
 
 def module_paths(tables: ModelTables) -> list[str]:

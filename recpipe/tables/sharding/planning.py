@@ -25,6 +25,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from recpipe.common.memory import plannable
 from recpipe.errors import UserError
 from recpipe.seams import module_name
 from recpipe.tables.groups import ModelTables
@@ -125,7 +126,7 @@ class Sharding:
         """The ranks as TorchRec's planner sees them, with this machine's memory shared among its ranks."""
         local = min(int(os.environ.get("LOCAL_WORLD_SIZE", self.world)), self.world)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
-        hbm = torch.cuda.get_device_properties(self.device).total_memory if self._on_gpu else None
+        hbm = plannable(self.device) if self._on_gpu else None
         # A planner counts rows in tiers as rows in memory, and would find no place for them.
         shapes = self.tables.shapes()
         tiered = sum(shapes[name][0] * self.group_of[name].record_bytes for name in self.tiered)

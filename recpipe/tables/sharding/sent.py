@@ -26,9 +26,11 @@ class Sent:
         self.context = self.module.create_context()
         self._ids: Any = None
         self._here: Any = None
-        if self.whole.stream is not None:
-            self.whole.stream.wait_stream(torch.cuda.current_stream())  # which copies the batch
-        with torch.cuda.stream(self.whole.stream):
+        stream = self.whole.stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))  # which has the batch
+            sparse.record_stream(stream)
+        with torch.cuda.stream(stream):
             ids = self.whole.given(sparse, collection.tables.weighted)
             self._lengths = self.module.input_dist(self.context, ids)
 
@@ -39,11 +41,13 @@ class Sent:
         """
         if self._ids is not None:
             return
-        with torch.cuda.stream(self.whole.stream):
+        stream = self.whole.stream
+        training = None if stream is None else torch.cuda.current_stream(stream.device)
+        with torch.cuda.stream(stream):
             self._ids = self._lengths.wait()
             if self.whole.prefetches:
                 self._here = self._ids.wait()
-                self.module.prefetch(self._here, torch.cuda.default_stream(), self.context)
+                self.module.prefetch(self._here, training, self.context)
 
     def fetch_rows(self) -> None:
         """Wait for what the other ranks sent here and start to fetch its rows, where they lie in tiers.
@@ -63,7 +67,7 @@ class Sent:
         with torch.cuda.stream(stream):
             self._here = self._ids.wait() if self._here is None else self._here
         if stream is not None:
-            current = torch.cuda.current_stream()
+            current = torch.cuda.current_stream(stream.device)
             current.wait_stream(stream)
             self._here.record_stream(current)
             self.context.record_stream(current)

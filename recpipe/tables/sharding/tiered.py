@@ -25,7 +25,7 @@ from recpipe.common.saved import entries
 from recpipe.distributed.ranks import Channel
 from recpipe.plugin.policy import RowIds, RowSpace
 from recpipe.seams import LocalPart, OwnLookup, given_to_own, module_name
-from recpipe.tables.build import Place, no_row, opens_store, staging_bytes
+from recpipe.tables.build import Place, no_row, opens_store, slab_rows, staging_bytes
 from recpipe.tables.collection import TierFigures
 from recpipe.tables.owners import NOCACHE, GroupOwner
 from recpipe.tables.skipping import RowFilter
@@ -81,7 +81,13 @@ class ShardTiers:
             store, policy = cache.part.store(store), cache.part.policy(space)
         origin = None if cache is None else cache.origin
         return TieredEmbeddingBagCollection(
-            local, policy, store, place.device, place.config.prefetch, owner=origin
+            local,
+            policy,
+            store,
+            place.device,
+            place.config.prefetch,
+            owner=origin,
+            slab_rows=slab_rows(local, place),
         )
 
 

@@ -37,19 +37,18 @@ def make_store(
     fill: Fill,
     *,
     directory: str | os.PathLike[str] | None = None,
-    pinned: bool = False,
     staging_bytes: int = STAGING_BYTES,
     scratch: bool = False,
 ) -> ColdStore:
     """The cold store ``tiers.store=kind``, holding what ``fill`` gives.
 
     ``directory`` (``tiers.dir``) is where an ``ssd`` store puts its files, which ``close`` removes if
-    they are ``scratch``; ``pinned`` page-locks a ``host`` store for a GPU; ``staging_bytes`` bounds the
-    blocks that an ``ssd`` store keeps between a fetch and the write-back of its rows. Raises UserError for an
-    unknown kind or a missing directory, and StoreError if memory or disk cannot hold the rows.
+    they are ``scratch``; ``staging_bytes`` bounds the blocks that an ``ssd`` store keeps between a fetch and
+    the write-back of its rows. Raises UserError for an unknown kind or a missing directory, and StoreError if
+    memory or disk cannot hold the rows.
     """
     if kind == "host":
-        return HostStore(layout, fill, pinned)
+        return HostStore(layout, fill)
     if kind == "ssd":
         if directory is None:
             raise UserError("tiers.store=ssd needs a directory for its files: set tiers.dir=DIRECTORY")

@@ -1,4 +1,5 @@
-"""The cold tier in DRAM: one array of records, page-locked if a GPU copies from it."""
+"""The cold tier in DRAM: one array of records. Those for a GPU pass through the caller's page-locked
+buffer."""
 
 from __future__ import annotations
 
@@ -12,19 +13,15 @@ from recpipe.tables.stores.filling import filled_chunks
 
 
 class HostStore(ColdStore):
-    """Records in host memory, float32 [total_rows, width], moved by torch's parallel index kernels.
-
-    ``pinned`` page-locks the array when CUDA is there, so that copies to the device can be
-    asynchronous; without CUDA it changes nothing. ``records`` is the array itself.
-    """
+    """Records in host memory, float32 [total_rows, width], moved by torch's parallel index kernels;
+    ``records`` is the array itself."""
 
     direct = None
 
-    def __init__(self, layout: StoreLayout, fill: Fill, pinned: bool = False) -> None:
+    def __init__(self, layout: StoreLayout, fill: Fill) -> None:
         self.layout = layout
         self.io = IoCounters()
-        self.pinned = pinned and torch.cuda.is_available()
-        self.records = _allocate(layout, self.pinned)
+        self.records = _allocate(layout)
         for table, base in enumerate(layout.bases[:-1].tolist()):
             for start, records in filled_chunks(layout, fill, table):
                 self.records[base + start : base + start + len(records)] = torch.from_numpy(records)
@@ -65,12 +62,12 @@ class HostStore(ColdStore):
         return 0
 
 
-def _allocate(layout: StoreLayout, pinned: bool) -> torch.Tensor:
+def _allocate(layout: StoreLayout) -> torch.Tensor:
     try:
-        return torch.empty((layout.total_rows, layout.width), dtype=torch.float32, pin_memory=pinned)
+        return torch.empty((layout.total_rows, layout.width), dtype=torch.float32)
     except (RuntimeError, MemoryError) as error:
         need = 4 * layout.total_rows * layout.width
         raise StoreError(
-            f"tiers.store=host: the cold rows need {need / 2**30:.2f} GiB of "
-            f"{'page-locked ' if pinned else ''}memory and it cannot be had: use tiers.store=ssd"
+            f"tiers.store=host: the cold rows need {need / 2**30:.2f} GiB of memory and it cannot be had: "
+            "use tiers.store=ssd"
         ) from error

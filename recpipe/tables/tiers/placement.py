@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from recpipe.tables.specs import TableSet
     from recpipe.tables.tiers.shared_rows import SharedLookups
-    from recpipe.tables.tiers.transfer import Landed
+    from recpipe.tables.tiers.transfer import Landed, Sent
 
 Offsets = NDArray[np.int64]
 Weights = NDArray[np.float32]
@@ -76,6 +76,8 @@ class TierPlan:
     """This trainer's share of the lookups, if several train."""
     fetched: Future[Landed] | None = None
     """The fetch of ``fetch``'s rows, once it has been started."""
+    sent: Sent | None = None
+    """The lookups on their way to a GPU: indices and offsets of both tiers, then their weights, if any."""
 
     @property
     def arrivals(self) -> RowIds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from time import perf_counter
@@ -11,6 +11,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from recpipe.common.device import threads_for
 from recpipe.distributed.ranks import Ranks
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records
@@ -46,8 +47,8 @@ class StoreThread:
         self.times = times
         self.ranks = ranks
         self.counters = IoCounters()
-        self._transfer = Transfer(device)
-        self._thread = ThreadPoolExecutor(1, "recpipe-io")
+        self.transfer = Transfer(device)
+        self._thread = threads_for(device, 1, "recpipe-io")
         self._writes: list[Future[None]] = []
 
     def fetch(self, rows: RowIds) -> Future[Landed]:
@@ -58,7 +59,7 @@ class StoreThread:
         """Queue a write of ``records`` (float32 [n, width] on the device, not changed later)."""
         mine = self._share(len(rows))
         if len(rows):
-            to_host = self._transfer.to_host(records[mine])
+            to_host = self.transfer.to_host(records[mine])
             self._writes.append(self._thread.submit(self._counted_write, rows[mine], to_host))
 
     def check_writes(self) -> None:
@@ -104,9 +105,9 @@ class StoreThread:
             self.store.close()
 
     def _fetch(self, rows: RowIds) -> Landed:
-        host = self._transfer.host_buffer(len(rows), self.store.layout.width)
+        host = self.transfer.host_buffer(len(rows), self.store.layout.width)
         self.store.gather(rows, host.numpy())
-        return self._transfer.to_device(host)
+        return self.transfer.to_device(host)
 
     def _counted_fetch(self, rows: RowIds) -> Landed:
         start = perf_counter()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -38,11 +39,26 @@ from recpipe.tables.skipping import RowFilter
 from recpipe.tables.specs import Region, TableSet, Values
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records
 from recpipe.tables.tiers import saved_placement
+from recpipe.tables.tiers.moves import Moves
 from recpipe.tables.tiers.occupied import Occupied
-from recpipe.tables.tiers.placement import IndexBags, TierPlan, TierPlanner, Weights, table_bags
+from recpipe.tables.tiers.placement import IndexBags, TierPlan, TierPlanner, table_bags
 from recpipe.tables.tiers.policies import policy_bytes
 from recpipe.tables.tiers.slots import filter_slots, make_slots, put, take, views
 from recpipe.tables.tiers.store_thread import StoreThread, TierTimes
+
+_Bags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Indices int64 [L], offsets int64 [F * B + 1] and, if ids have weights, these, float32 [L]."""
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """A batch that ``advance`` has begun, until its rows are in their places."""
+
+    plan: TierPlan
+    carried: torch.Tensor
+    """Records of the rows that stay in the slab."""
+    places: list[torch.Tensor]
+    """The last three of ``Moves.positions``."""
 
 
 class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, ShowsRows):
@@ -57,6 +73,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         ranks: the processes. Several trainers make the same plans; each holds a replica of resident rows and
             slab and looks up its own samples; ``trainers`` is the channel over which gradients are added.
         owner: the plugin that brought ``policy``, for messages.
+        slab_rows: for how many rows the slab has room at first; a batch that needs more makes it larger.
     """
 
     def __init__(
@@ -69,6 +86,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         ranks: Ranks | None = None,
         trainers: Channel | None = None,
         owner: Origin | None = None,
+        slab_rows: int = 1,
     ) -> None:
         super().__init__(tables)
         self.store = store
@@ -81,14 +99,14 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self.replicated = self._trainers is not None
         self.cold = StoreThread(store, device, self.times, self.ranks)
         self.resident = make_slots(tables, max(1, policy.space.slots), device, self._trainers)
-        self.slab = make_slots(tables, 1, device, self._trainers)
+        self.slab = make_slots(tables, slab_rows, device, self._trainers)
         self._planning = threading.RLock()
         self.slots = policy.space.slots
         self._occupied = Occupied(self.slots)
         self._slab_rows: RowIds = np.empty(0, np.int64)
         self._slab_written = True
         self._looked_up = self._hits = 0
-        self._arriving: tuple[TierPlan, torch.Tensor] | None = None
+        self._arriving: _Arriving | None = None
         self._ahead: RowIds = np.empty(0, np.int64)
         """The rows of the latest fetch."""
         self._rewritten: list[RowIds] = []
@@ -110,9 +128,14 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         return plan
 
     def prefetch(self, plan: TierPlan) -> None:
-        """Start fetching the plan's rows, once ``advance`` of the batch before it has been called."""
+        """Start fetching the plan's rows, once ``advance`` of the batch before it has been called. A GPU also
+        gets the numbers of the slots and slab rows to look up."""
         self._ahead = plan.fetch
         plan.fetched = self.cold.fetch(self._ahead)
+        if self.cold.transfer.on_gpu and plan.shared is None:
+            parts = (plan.indices, plan.offsets, plan.slab_indices, plan.slab_offsets)
+            weights = (plan.weights, plan.slab_weights)
+            plan.sent = self.cold.transfer.send([*parts, *(w for w in weights if w is not None)])
 
     def forget(self) -> None:
         """Undo a plan whose batch will not be trained because the epoch was left early."""
@@ -126,55 +149,37 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self.cold.check_writes()
         with self._planning:
             self.planner.commit()
-        left = np.flatnonzero(plan.evicted >= 0)
-        departing = torch.cat((self._slab_records(), take(self.resident, self._index(plan.vacated[left]))))
-        rows = np.concatenate((self._slab_rows, plan.evicted[left]))
-        # ``carried_from`` counts empty slots among the departures; they were left out of ``departing``.
-        position = np.full(len(self._slab_rows) + len(plan.evicted), -1)
-        position[: len(self._slab_rows)] = np.arange(len(self._slab_rows))
-        position[len(self._slab_rows) + left] = len(self._slab_rows) + np.arange(len(left))
-        carried = position[plan.carried_from[plan.carried_from >= 0]]
-        carried_records = self.cold.as_stored(departing[self._index(carried)])
-        leaving = np.ones(len(rows), bool)
-        leaving[carried] = False
-        if self._slab_written:
-            leaving[: len(self._slab_rows)] = False
-        self.cold.write(
-            rows[leaving], departing if leaving.all() else departing[self._index(np.flatnonzero(leaving))]
-        )
+        moves = Moves.of(plan, self._slab_rows, self._slab_written)
+        vacated, carried, leaving, promoted, *places = self.cold.transfer.send(moves.positions).use()
+        departing = torch.cat((self._slab_records(), take(self.resident, vacated)))
+        carried_records = self.cold.as_stored(departing[carried])
+        self.cold.write(moves.written, departing if moves.all_leave else departing[leaving])
         if plan.fetched is None:
             self.prefetch(plan)
         self._slab_rows, self._slab_written = plan.slab, True
         self._occupied.carry_out(plan)
         self._looked_up += plan.looked_up
         self._hits += plan.hits
-        self._arriving = (plan, self._promote(plan, carried_records))
+        # Carried rows that get a slot are there at once.
+        put(self.resident, promoted, carried_records[: len(promoted)])
+        self._arriving = _Arriving(plan, carried_records[len(promoted) :], places)
         self.times.advance += perf_counter() - start
-
-    def _promote(self, plan: TierPlan, carried: torch.Tensor) -> torch.Tensor:
-        """Put carried rows that get a slot into it at once; returns the carried rows that go to the slab."""
-        promoted = np.flatnonzero(plan.carried_from[: len(plan.placed)] >= 0)
-        put(self.resident, self._index(plan.slots[promoted]), carried[: len(promoted)])
-        return carried[len(promoted) :]
 
     def arrive(self) -> None:
         """Wait for the batch's rows, if they have not arrived, and put them into their slots and the slab."""
         if self._arriving is None:
             return
-        plan, carried = self._arriving
-        self._arriving = None
+        arriving, self._arriving = self._arriving, None
+        plan, (slots, fetched_places, carried_places) = arriving.plan, arriving.places
         start = perf_counter()
         assert plan.fetched is not None, "advance has started the fetch"
         fetched = self._not_stale(plan.fetch, plan.fetched.result().use())
         plan.fetched = None
         self.times.wait += perf_counter() - start
-        from_store = plan.carried_from < 0
-        fetched_slots = plan.slots[from_store[: len(plan.placed)]]
-        put(self.resident, self._index(fetched_slots), fetched[: len(fetched_slots)])
+        put(self.resident, slots, fetched[: len(slots)])
         self._reserve_slab(len(plan.slab))
-        slab_fetched = from_store[len(plan.placed) :]
-        put(self.slab, self._index(np.flatnonzero(slab_fetched)), fetched[len(fetched_slots) :])
-        put(self.slab, self._index(np.flatnonzero(~slab_fetched)), carried)
+        put(self.slab, fetched_places, fetched[len(slots) :])
+        put(self.slab, carried_places, arriving.carried)
         self._slab_written = False
 
     def _not_stale(self, rows: RowIds, fetched: torch.Tensor) -> torch.Tensor:
@@ -189,7 +194,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
 
     def _index(self, positions: NDArray[np.integer[Any]]) -> torch.Tensor:
         """Positions as torch needs them: int64 on the device."""
-        return torch.from_numpy(positions.astype(np.int64)).to(self.device)
+        return self.cold.transfer.send([positions.astype(np.int64)]).use()[0]
 
     # -- lookups -----------------------------------------------------------------------------
 
@@ -200,7 +205,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         """
         if plan.shared is not None:
             return self._shared_lookup(self.resident, *plan.shared.resident)
-        return self._lookup(self.resident, plan.indices, plan.offsets, plan.weights)
+        return self._lookup(self.resident, self._on_device(plan)[0])
 
     def lookup_slab(self, plan: TierPlan) -> torch.Tensor:
         """Pooled slab rows of samples ``plan.cold_first ..``, float32 [B - cold_first, F * D].
@@ -210,7 +215,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         if plan.shared is not None:
             rows = self._shared_lookup(self.slab, *plan.shared.slab)
         else:
-            rows = self._lookup(self.slab, plan.slab_indices, plan.slab_offsets, plan.slab_weights)
+            rows = self._lookup(self.slab, self._on_device(plan)[1])
         if rows.requires_grad:
             rows.register_hook(self._slab_changes)  # type: ignore[no-untyped-call]
         return rows
@@ -219,14 +224,19 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         """Note that the slab will change, so that an earlier write-back of it is not the last one."""
         self._slab_written = False
 
-    def _lookup(
-        self, tbe: nn.Module, indices: RowIds, offsets: RowIds, weights: Weights | None
-    ) -> torch.Tensor:
-        rows: torch.Tensor = tbe(
-            torch.from_numpy(indices).to(self.device),
-            torch.from_numpy(offsets).to(self.device),
-            None if weights is None else torch.from_numpy(weights).to(self.device),
-        )
+    def _on_device(self, plan: TierPlan) -> tuple[_Bags, _Bags]:
+        """What to look up in the resident slots and in the slab."""
+        if plan.sent is not None:
+            indices, offsets, slab_indices, slab_offsets, *weights = plan.sent.use()
+        else:
+            parts = (plan.indices, plan.offsets, plan.slab_indices, plan.slab_offsets)
+            indices, offsets, slab_indices, slab_offsets = map(torch.from_numpy, parts)
+            weights = [torch.from_numpy(w) for w in (plan.weights, plan.slab_weights) if w is not None]
+        own, slab = weights or (None, None)
+        return (indices, offsets, own), (slab_indices, slab_offsets, slab)
+
+    def _lookup(self, tbe: nn.Module, bags: _Bags) -> torch.Tensor:
+        rows: torch.Tensor = tbe(*bags)
         return rows
 
     def _shared_lookup(self, table: nn.Module, bags: RowBags, touched: RowIds) -> torch.Tensor:
@@ -382,6 +392,11 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         return self.cold.counters.plus(self.store.background())
 
     @property
+    def slab_room(self) -> int:
+        """For how many rows the slab has room."""
+        return int(views(self.slab)[0].shape[0])
+
+    @property
     def resident_bytes(self) -> int:
         """Device memory of resident rows and their optimizer state."""
         return self.planner.space.slots * self.tables.record_bytes
@@ -429,7 +444,6 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
 
     def _reserve_slab(self, rows: int) -> None:
         """Make room for ``rows`` slab rows; ``advance`` has taken out what it held."""
-        have = views(self.slab)[0].shape[0]
-        if rows > have:
+        if rows > self.slab_room:
             self.slab = make_slots(self.tables, 1 << (rows - 1).bit_length(), self.device, self._trainers)
             self._filter_slab()

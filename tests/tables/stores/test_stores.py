@@ -128,7 +128,7 @@ def test_counters(store, layout):
 
 def test_host_is_not_a_file(fill_for):
     layout = LAYOUTS["width one"]
-    store = HostStore(layout, fill_for(layout), pinned=True)
+    store = HostStore(layout, fill_for(layout))
     assert store.direct is None
     assert store.overhead_bytes == 0
     assert store.cold_bytes == 4 * layout.total_rows

@@ -1,0 +1,184 @@
+"""The same module and the same batches through ``recpipe.train``."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from work import EPSILON, LEARNING_RATE, Size, batches, make_model
+
+import recpipe
+from recpipe.tables.front import Front
+from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
+
+COMMON = (
+    "optim=rowwise_adagrad",
+    f"optim.tables.lr={LEARNING_RATE}",
+    f"optim.tables.eps={EPSILON}",
+    "optim.dense.name=Adagrad",
+    f"optim.dense.lr={LEARNING_RATE}",
+    "trainer.progress=false",
+    "trainer.logger=null",
+    "trainer.checkpoint_every=null",
+    "trainer.eval_every=1.0",
+    "task.page=false",
+)
+POLICIES = {
+    "resident": ("tiers.policy=resident",),
+    "lru": ("tiers.policy=lru", "tiers.store=host"),
+    "hotline": ("+plugin=hotline", "tiers.store=host"),
+    "bagpipe": ("+plugin=bagpipe", "tiers.store=host"),
+}
+
+
+def train(size: Size, device: torch.device, policy: str, share: float = 1.0, *more: str) -> dict[str, Any]:
+    """Train all batches of ``size``, of whose rows a ``share`` is resident; the run's figures."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    budget = max(1, int(share * size.table_bytes))
+    words = (*COMMON, *POLICIES[policy], f"tiers.resident_bytes={budget}", f"trainer.device={device.type}")
+    model = make_model(size, torch.device("cpu"))
+    with recpipe.train(model, batches(size, on_gpu), *words, *more, quiet=True) as done:
+        report = done.report
+        rows = list(_device_rows(done.model))
+    speeds, io = report["throughput"], report["io"]
+    return {
+        "samples_per_second": speeds["samples_per_second"],
+        "steady_samples_per_second": speeds["steady_samples_per_second"],
+        "end_to_end_samples_per_second": speeds["end_to_end_samples_per_second"],
+        "step_ms": speeds["step_ms"],
+        "steps": len(batches(size)),
+        "rows_read": io["rows_read"],
+        "rows_written": io["rows_written"],
+        "wait_seconds": io["wait_seconds"],
+        "cold_start": io["cold_start"],
+        "device_rows": sum(rows),
+        "splitting": {n: p.get("splitting") for n, p in report["plugins"].items() if "splitting" in p},
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+    }
+
+
+def _device_rows(model: torch.nn.Module) -> Iterator[int]:
+    """Rows for which each collection has room in device memory."""
+    for front in model.modules():
+        if isinstance(front, Front):
+            for collection in front.collections:
+                if isinstance(collection, TieredEmbeddingBagCollection):
+                    yield collection.slots + collection.slab_room
+                else:
+                    yield sum(group.tables.layout.total_rows for group in front.groups)
+
+
+def memory(size: Size, device: torch.device, steps: int) -> dict[str, Any]:
+    """Device memory in use over ``steps`` steps under LRU, sampled all the time: growth from the second
+    quarter of the samples to the last."""
+    epochs = -(-steps // size.steps)
+    with _sampled(_allocated(device)) as seen:
+        found = train(size, device, "lru", 0.1, f"trainer.max_epochs={epochs}", f"trainer.max_steps={steps}")
+    trained = [value for value in seen if value > max(seen) / 2]
+    quarter = max(1, len(trained) // 4)
+    before, after = max(trained[quarter : 2 * quarter] or trained), max(trained[-quarter:])
+    return found | {"steps": steps, "samples": len(trained), "before": before, "after": after}
+
+
+def _allocated(device: torch.device) -> Callable[[], int]:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated
+    return lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@contextmanager
+def _sampled(value: Callable[[], int]) -> Iterator[list[int]]:
+    """Call ``value`` every 50 ms during the block."""
+    seen, stop = [value()], threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(0.05):
+            seen.append(value())
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        thread.join()
+
+
+def overlap(size: Size, device: torch.device, policy: str, keep: Path) -> dict[str, Any]:
+    """How much of the copies' time lies beside kernels, from a trace of the whole run, which is kept."""
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds[: 2 if device.type == "cuda" else 1]) as profiler:
+        train(size, device, policy, 0.1)
+    trace = keep / f"trace-{policy}.json"
+    profiler.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    with trace.open("rb") as source, gzip.open(f"{trace}.gz", "wb") as target:
+        shutil.copyfileobj(source, target)
+    trace.unlink()
+    return beside(events)
+
+
+def beside(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a trace's events: the copies between host and device, and the part of their time in which a kernel
+    runs on another stream."""
+    spans = [e for e in events if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy")]
+    kernels = sorted(
+        (e["ts"], e["ts"] + e["dur"], e["args"]["stream"]) for e in spans if e["cat"] == "kernel"
+    )
+    moved = [e for e in spans if e["cat"] == "gpu_memcpy" and ("HtoD" in e["name"] or "DtoH" in e["name"])]
+    total = hidden = 0.0
+    first = 0
+    for copy in sorted(moved, key=lambda e: e["ts"]):
+        low, high, stream = copy["ts"], copy["ts"] + copy["dur"], copy["args"]["stream"]
+        total += high - low
+        while first < len(kernels) and kernels[first][1] <= low:
+            first += 1
+        covered, at = 0.0, low
+        for start, end, other in kernels[first:]:
+            if start >= high:
+                break
+            if other != stream and end > at:
+                covered += min(end, high) - max(start, at)
+                at = max(at, min(end, high))
+        hidden += covered
+    return {
+        "copies": len(moved),
+        "copy_ms": total / 1e3,
+        "beside_kernels_ms": hidden / 1e3,
+        "share": hidden / total if total else None,
+        "copy_streams": sorted({str(e["args"]["stream"]) for e in moved}),
+        "kernel_streams": sorted({str(stream) for _, _, stream in kernels}),
+    }
+
+
+def sanitized(seconds: float) -> dict[str, Any]:
+    """compute-sanitizer's memcheck over a short run in tiers; its errors."""
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        return {"ran": False, "why": "compute-sanitizer is not installed"}
+    words = (
+        *("data.samples=600", "data.batch_size=64", "data.table_scale=0.001", "model.embedding_dim=16"),
+        *("tiers.policy=lru", "tiers.store=host", "trainer.progress=false", "trainer.logger=null"),
+        *("trainer.checkpoint_every=null", "task.page=false", "trainer.max_steps=4"),
+    )
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "recpipe", *words]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return {"ran": False, "why": f"not done within {seconds:.0f} s"}
+    said = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("=========")]
+    return {"ran": True, "status": done.returncode, "said": said[-20:]}

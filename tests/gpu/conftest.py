@@ -1,0 +1,79 @@
+"""The suite for a GPU: bodies of the CPU's tests with the device changed, and what only a GPU can show.
+
+``RECPIPE_GPU_SUITE=cpu`` runs it on a CPU, without what only a GPU can show, so that a GPU's time is not
+spent on mistakes that have nothing to do with CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from recpipe.common.device import same_bits, use_device
+from recpipe.data.config import SyntheticConfig
+from recpipe.data.dataset import Dataset
+from recpipe.data.make import open_dataset
+from tests.any_model import test_matrix, zoo
+from tests.tables import samples
+from tests.training import test_trainer
+
+HERE = Path(__file__).parent
+WHERE = os.environ.get("RECPIPE_GPU_SUITE", "cuda")
+"""cuda, or cpu to try the suite itself."""
+WORDS = (f"trainer.device={WHERE}", "trainer.deterministic=true")
+"""Words of every recipe here."""
+ELSEWHERE = {
+    "het": "het keeps its caches in host memory and refuses a GPU (test_runs.py)",
+}
+"""Techniques of the shared bodies that have no part on a GPU."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cuda: shows what only a GPU can show")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the suite, and say why a test of it cannot run here."""
+    absent = WHERE != "cpu" and not torch.cuda.is_available()
+    for item in items:
+        if not item.path.is_relative_to(HERE):
+            continue
+        item.add_marker(pytest.mark.gpu)
+        technique = getattr(item, "callspec", None) and item.callspec.params.get("technique")
+        if absent:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        elif WHERE == "cpu" and item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="only a GPU can show it"))
+        elif technique in ELSEWHERE:
+            item.add_marker(pytest.mark.skip(reason=ELSEWHERE[technique]))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the suite runs."""
+    return torch.device("cpu") if WHERE == "cpu" else torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _there(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tables, batches and recipes of the shared bodies are on ``device``, with bits that do not change from
+    run to run."""
+    use_device(device)
+    monkeypatch.setattr(samples, "HERE", device)
+    monkeypatch.setattr(test_trainer, "SMALL", (*test_trainer.SMALL, *WORDS))
+    for name, words in zoo.OVERRIDES.items():
+        monkeypatch.setitem(zoo.OVERRIDES, name, (*words, *WORDS))
+    # A loop by hand on a CPU adds in another order than a GPU's matrix products do.
+    monkeypatch.setattr(test_matrix, "BOUND", dict.fromkeys(test_matrix.BOUND, 2e-5))
+    with same_bits(True, device):
+        yield
+
+
+@pytest.fixture(scope="session")
+def criteo() -> Dataset:
+    """Generated clicks with 26 features, in place of real rows, which a GPU machine may lack."""
+    return open_dataset(SyntheticConfig(samples=6000, table_scale=0.02), seed=1)

@@ -1,0 +1,156 @@
+"""Whole runs and tasks: every report, a comparison, a profile, a plan, low precision, answers, mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import recpipe
+from recpipe.config.compose import compose
+from recpipe.errors import UserError
+from recpipe.run import run
+from tests.gpu.conftest import WHERE, WORDS
+from tests.processes import Cli
+from tests.training.test_trainer import KINDS, furthest, parameters
+
+SMALL = (
+    "data.samples=3000",
+    "data.batch_size=128",
+    "data.tables={a: 50, b: 3000, c: 900}",
+    "model.embedding_dim=16",
+    "model.bottom=[16]",
+    "model.top=[16]",
+    "trainer.progress=false",
+    "trainer.logger=null",
+    "trainer.checkpoint_every=1.0",
+    "trainer.eval_every=1.0",
+    "tiers.resident_bytes=30%",
+    *WORDS,
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run in tiers."""
+    folder = tmp_path_factory.mktemp("finished")
+    run(compose([*SMALL, "tiers.policy=lru", "tiers.store=host"]), folder)
+    return folder
+
+
+@pytest.mark.parametrize("store", ["host", "ssd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_technique_ends_with_the_parameters_of_the_plain_run(tmp_path: Path, kind: str, store: str) -> None:
+    left = {}
+    for name, words in {"plain": (), kind: (*KINDS[kind], f"tiers.store={store}")}.items():
+        folder = tmp_path / name
+        exported = f"task.export_parameters={folder}/parameters"
+        report = run(compose([*SMALL, "optim=sgd", "task.page=false", *words, exported]), folder)
+        left[name] = parameters(folder / "parameters")
+        assert report["throughput"]["samples_per_second"] > 0
+        assert len(report["series"]["samples_per_second"]) == len(report["series"]["loss"]) > 0
+        assert report["throughput"]["step_ms"]["p50"] > 0
+    assert furthest(left["plain"], left[kind]) < 1e-5
+
+
+def test_the_report_names_the_gpu_and_has_its_pages(finished: Path) -> None:
+    report = json.loads((finished / "report.json").read_text())
+    assert (finished / "report.html").is_file()
+    assert report["io"]["rows_read"] > 0
+    assert bool(report["environment"]["gpu"]) == torch.cuda.is_available()
+
+
+def test_a_profile_has_phases(tmp_path: Path) -> None:
+    report = run(
+        compose([*SMALL, "task=profile", "task.warmup=2", "task.steps=4", "tiers.policy=lru"]), tmp_path
+    )
+    phases = report["profile"]["phases"]
+    assert phases["embedding forward"]["ms"] > 0
+    assert report["profile"]["step_ms"] > 0
+    assert (tmp_path / "trace.json.gz").is_file()
+
+
+@pytest.mark.parametrize("sharded", ["true", "false"])
+def test_a_plan_takes_no_memory(tmp_path: Path, sharded: str) -> None:
+    described = run(compose([*SMALL, "task=plan", "tiers.policy=lru", f"tiers.sharded={sharded}"]), tmp_path)
+    assert described["tiers"]["groups"]
+    assert bool(described["shards"]) == (sharded == "true")
+
+
+def test_a_comparison_ends_with_a_table(cli: Cli, tmp_path: Path) -> None:
+    words = [word for word in SMALL if not word.startswith(("trainer.checkpoint", "trainer.logger"))]
+    settings = ("compare.plugins=[resident,lru,hotline]", "compare.repetitions=1", "compare.precision=null")
+    done = cli(*words, "task=compare", *settings)
+    assert done.returncode == 0, done.stderr
+    (found,) = (tmp_path / "cli").glob("outputs/*/*/compare.json")
+    rows = json.loads(found.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["resident", "lru", "hotline"]
+    assert all(row["samples_per_second"]["median"] > 0 for row in rows)
+
+
+def test_answers_from_a_checkpoint(finished: Path, tmp_path: Path) -> None:
+    """Evaluated where it was trained and, from the same checkpoint, with tables in fewer bits on the CPU."""
+    report = json.loads((finished / "report.json").read_text())
+    found = recpipe.evaluate(finished, None, "split=eval", quiet=True)
+    loss = found["tasks"]["score"]["figures"]["logloss"]["value"]
+    assert loss == pytest.approx(report["quality"]["logloss"], abs=1e-5)
+    small = recpipe.quantize(finished, None, "+plugin=low_precision", output=tmp_path / "quantized")
+    assert small["bytes"]["ratio"] > 1
+
+
+def test_a_kept_model_scores_batches_of_the_host(tmp_path: Path) -> None:
+    from recpipe.data.make import open_dataset
+
+    with recpipe.train(None, None, *SMALL, output=tmp_path, quiet=True) as done:
+        dataset = open_dataset({"name": "synthetic", **_data()}, seed=1)
+        batch = next(dataset.batches("eval", 100))
+        scores = done.predict(batch)
+    assert scores.shape == (100,)
+    assert bool(torch.isfinite(scores).all())
+
+
+def _data() -> dict[str, object]:
+    return {"samples": 3000, "tables": {"a": 50, "b": 3000, "c": 900}}
+
+
+# -- mistakes ------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the loss is not finite at step"):
+        run(compose([*SMALL, "optim=sgd", "optim.dense.lr=1e30", "trainer.max_epochs=9"]), tmp_path)
+
+
+@pytest.mark.cuda
+def test_tables_that_do_not_fit_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.cuda.mem_get_info()[1]
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: ((64 << 10) - kept, whole))
+    with pytest.raises(UserError, match=r"of cuda:0 \(.*\), and .* are there"):
+        run(compose([*SMALL, "tiers.policy=resident"]), tmp_path)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("+plugin=het",), "het keeps its caches in host memory"),
+        (("optim.tables.stochastic_rounding=true",), "weights are stored in fp32 and not rounded"),
+        (("trainer.device=cuda:99",), "torch sees"),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_refused(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        run(compose([*SMALL, *words]), tmp_path)
+
+
+@pytest.mark.cuda
+def test_a_run_uses_the_gpu() -> None:
+    assert WHERE == "cuda"
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    with recpipe.train(None, None, *SMALL, quiet=True) as done:
+        assert next(done.model.parameters()).is_cuda
+    assert torch.cuda.max_memory_allocated() > before

@@ -1,0 +1,85 @@
+"""Copies to and from a GPU: the same rows arrive, and nothing is read before it has arrived."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from recpipe.tables.tiers import transfer
+from recpipe.tables.tiers.transfer import Transfer
+from tests.fake_gpu import GPU, FakeGpu, gpu
+from tests.tables.samples import MAKERS, Collection, dump, identical, stream, table_set, tiers, train_ahead
+
+__all__ = ["gpu"]
+ARRAYS = (
+    np.arange(7, dtype=np.int64),
+    np.empty(0, np.int64),
+    np.linspace(0, 1, 3, dtype=np.float32),
+    np.arange(12, dtype=np.int64).reshape(3, 4)[:, ::2],
+    np.array([5], np.int64),
+)
+
+
+def test_arrays_of_any_kind_in_one_copy(gpu: FakeGpu) -> None:
+    sent = Transfer(GPU).send(ARRAYS)
+    assert gpu.copies == 1
+    assert not np.array_equal(sent.tensors[0].numpy(), ARRAYS[0]), "the control: not waited for"
+    for found, array in zip(sent.use(), ARRAYS, strict=True):
+        assert found.numpy().dtype == array.dtype
+        np.testing.assert_array_equal(found.numpy(), array)
+    assert [stream for _, stream in gpu.lent] == [gpu.default], "its memory, once"
+    assert Transfer(GPU).send([]).use() == []
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    own = np.arange(3)
+    (found,) = Transfer(torch.device("cpu")).send([own]).use()
+    own[0] = 9
+    assert found[0] == 9
+
+
+def test_records_go_to_the_host_as_they_were(gpu: FakeGpu) -> None:
+    moves = Transfer(GPU)
+    records = torch.arange(6.0).view(3, 2)
+    landed = moves.to_host(records)
+    ((memory, lent),) = gpu.lent
+    assert (memory, lent is gpu.default) == (records.untyped_storage().data_ptr(), False)
+    np.testing.assert_array_equal(landed(), records.numpy())
+
+
+def on_fake_gpu(collection: Collection) -> Collection:
+    """The collection, which moves its rows as it would with a GPU; the rows themselves stay here."""
+    collection.cold.transfer = Transfer(GPU)
+    return collection
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("policy", MAKERS)
+def test_tiers_wait_for_every_copy(gpu: FakeGpu, tmp_path: Path, policy: str, prefetch: bool) -> None:
+    batches, found = stream(12, multi=True), []
+    for number, place in enumerate((lambda made: made, on_fake_gpu)):
+        made = place(tiers(table_set(), policy, tmp_path / str(number), "host", prefetch))
+        train_ahead(made, batches, 5)
+        found.append(dump(made))
+        made.close()
+    assert gpu.copies > 2 * len(batches)
+    assert identical(*found)
+
+
+@pytest.mark.parametrize("forgotten", ["Landed", "Sent"])
+def test_a_forgotten_wait_shows(
+    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
+) -> None:
+    kind = getattr(transfer, forgotten)
+    monkeypatch.setattr(kind, "use", lambda own: own.records if forgotten == "Landed" else own.tensors)
+    expected = tiers(table_set(), "lru", tmp_path / "cpu")
+    wrong = on_fake_gpu(tiers(table_set(), "lru", tmp_path / "gpu"))
+    train_ahead(expected, stream(6, multi=False), 0)
+    try:
+        train_ahead(wrong, stream(6, multi=False), 0)
+        assert not identical(dump(wrong), dump(expected))
+    except (RuntimeError, IndexError):
+        pass  # an index of rubbish

@@ -1,0 +1,68 @@
+"""What benchmarks/gpu.py reads out of a trace, and what it does again."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def module(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS / "on_gpu"), *sys.path])
+    for name in ("work", "by_recpipe", "by_hand"):  # other folders have such names too
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    spec = importlib.util.spec_from_file_location(Path(path).stem, BENCHMARKS / path)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, made)  # its dataclasses look there
+    spec.loader.exec_module(made)
+    return made
+
+
+def event(kind: str, name: str, start: float, end: float, stream: int) -> dict[str, Any]:
+    where = {"stream": stream}
+    return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": end - start, "args": where}
+
+
+def test_copies_beside_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [
+        event("kernel", "k", 0, 10, 7),
+        event("kernel", "k", 12, 20, 7),
+        event("kernel", "k", 13, 15, 8),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 5, 14, 9),  # 5..10 and 12..14
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 16, 18, 7),  # on the kernels' own stream
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 0, 20, 9),
+        event("cpu_op", "aten::copy_", 0, 20, 0),
+        {"ph": "M", "name": "process_name"},
+    ]
+    found = module("on_gpu/by_recpipe.py", monkeypatch).beside(events)
+    assert (found["copies"], found["copy_ms"], found["beside_kernels_ms"]) == (2, 0.011, 0.007)
+    assert found["kernel_streams"] == ["7", "8"]
+    assert module("on_gpu/by_recpipe.py", monkeypatch).beside([])["share"] is None
+
+
+def test_what_is_done_is_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = module("gpu.py", monkeypatch)
+    assert bench._is_left(None)
+    assert bench._is_left({"error": "killed", "tries": 1})
+    assert not bench._is_left({"error": "killed", "tries": 2})
+    assert not bench._is_left({"samples_per_second": 1.0, "tries": 1})
+
+
+def test_jobs_have_names_of_their_own_and_all_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = module("gpu.py", monkeypatch)
+    names = [job.name for job in bench.jobs(None, True, Path())]
+    assert len(set(names)) == len(names)
+    for dim in (64, 128):
+        for batch in (8192, 65536):
+            assert sum(name.startswith(f"tiers/{dim}/{batch}/") for name in names) == 3 * 4
+            assert sum(name.startswith(f"resident/{dim}/{batch}/") for name in names) == 2 * bench.ROUNDS
+    for lru in (name for name in names if name.endswith("/lru") and name.startswith("tiers")):
+        assert names.index(lru) < names.index(lru.replace("lru", "uvm")), "uvm takes its budget from lru"
