@@ -68,6 +68,12 @@ class Metrics:
         self._package = package
         self._model.labels(self._name, package).set(1)
 
+    def answered(self, status: int, seconds: float, waiting: int) -> None:
+        """Count an answer; ``waiting``: the requests that wait now."""
+        self.answers.labels(str(status)).inc()
+        self.seconds.observe(seconds)
+        self.queue.set(waiting)
+
     def saw(self, requests: int, samples: int) -> None:
         """Count a batch."""
         self.batch.observe(samples)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from recpipe.errors import shown
 from recpipe.inference.serving.errors import bad
 
-HEADER_LENGTH = "inference-header-content-length"
+HEADER_LENGTH = b"inference-header-content-length"
 Array = NDArray[Any]
 TYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"),

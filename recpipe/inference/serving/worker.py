@@ -111,6 +111,7 @@ class Worker:
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_graceful_shutdown=max(1, round(config.stop_seconds)),
             )
         )
