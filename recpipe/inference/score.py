@@ -168,8 +168,9 @@ class Program:
         dense = dense.contiguous()
         if dense.data_ptr() % ALIGNMENT:
             dense = dense.clone()  # MKL rounds differently from other addresses
-        scores: torch.Tensor = self.run(dense, found)
-        return scores
+        # What calling self.run does, without its reading of the arguments' structure, which takes 13 us.
+        (scores,) = self.run.loader.boxed_run([dense, *found])
+        return scores  # type: ignore[no-any-return]
 
 
 class Tables:

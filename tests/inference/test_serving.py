@@ -18,7 +18,7 @@ import torch
 
 from recpipe.inference.serving.batcher import Batcher, Limits
 from recpipe.inference.serving.errors import Refused
-from recpipe.inference.serving.features import Asked, Bags
+from recpipe.inference.serving.forms import Asked, Form
 from recpipe.inference.serving.shared import Side
 from tests.inference.clients import damaged_requests
 from tests.inference.test_protocol import DENSE, A, B, body, tensor
@@ -246,9 +246,8 @@ def test_a_stopping_server_answers_what_it_has() -> None:
 
 
 def one(a: int, samples: int = 1) -> Asked:
-    ids = np.full(samples, a, np.int64)
-    bags = [Bags(ids, 1, samples), Bags(0 * ids, 1, samples)]
-    return Asked(np.zeros((samples, 2), np.float32), bags, samples)
+    ids = np.repeat([a, 0], samples)
+    return Asked(np.zeros((samples, 2), np.float32), ids, Form(samples, (samples, samples), (1, 1)))
 
 
 class Held:

@@ -22,9 +22,10 @@ from recpipe.errors import StoreError, shown
 from recpipe.inference.serving.batcher import Batcher, Limits, Score
 from recpipe.inference.serving.errors import Refused, WrongIds, bad
 from recpipe.inference.serving.features import Features
+from recpipe.inference.serving.heads import Heads
 from recpipe.inference.serving.metrics import Metrics
 from recpipe.inference.serving.monitor import Monitor, Watch
-from recpipe.inference.serving.protocol import HEADER_LENGTH, answer, chosen, parse
+from recpipe.inference.serving.protocol import HEADER_LENGTH, answer, chosen
 
 log = logging.getLogger("recpipe")
 VERSION = "1"
@@ -68,6 +69,7 @@ class Server:
         self.manifest, self.name, self.bounds = manifest, name, bounds
         self.outputs = [output["name"] for output in manifest["outputs"]]
         self.features = Features(manifest, bounds.samples)
+        self.heads = Heads(self.features)
         self.batcher = Batcher(score, limits)
         self.metrics = Metrics(name, lambda: self.monitor.compared(), several)
         self.batcher.saw = self.metrics.saw
@@ -178,10 +180,12 @@ class Server:
 
     async def _unknown(self, request: Request) -> Response:
         """A request for scores of another model, or version."""
+        began = perf_counter()
         try:
             self._known(request)
         except Refused as refused:
             self.metrics.refused.labels(refused.reason).inc()
+            self.metrics.answered(refused.status, perf_counter() - began, self.batcher.waiting)
             return _error(refused)
         raise AssertionError("the application answers it")
 
@@ -217,9 +221,8 @@ class Server:
     async def _scored(self, headers: Headers, receive: Receive) -> Answer:
         length = headers.get(HEADER_LENGTH)
         body = await self._body(headers, receive)
-        asked = parse(body, None if length is None else length.decode("latin-1"))
+        asked, inputs = self.heads.read(body, None if length is None else length.decode("latin-1"))
         names = chosen(asked, self.outputs)
-        inputs = self.features.asked(asked.inputs)
         scores = await self.batcher.scores(inputs, asked.timeout)
         columns = scores.reshape(len(scores), -1)
         if asked.id is not None:

@@ -18,7 +18,7 @@ import torch
 
 from recpipe.common.threads import keep_to_one_core
 from recpipe.inference.serving.errors import Refused
-from recpipe.inference.serving.features import Asked, together
+from recpipe.inference.serving.forms import Asked, together
 from recpipe.inference.serving.protocol import Array
 from recpipe.inference.serving.shared import Side
 

@@ -29,6 +29,7 @@ class Metrics:
         self.answers = Counter(
             "recpipe_requests", "Inference requests by HTTP status", ["status"], registry=into
         )
+        self._statuses: dict[int, Counter] = {}
         self.refused = Counter(
             "recpipe_refused", "Requests that were not scored, by reason", ["reason"], registry=into
         )
@@ -70,7 +71,9 @@ class Metrics:
 
     def answered(self, status: int, seconds: float, waiting: int) -> None:
         """Count an answer; ``waiting``: the requests that wait now."""
-        self.answers.labels(str(status)).inc()
+        if status not in self._statuses:
+            self._statuses[status] = self.answers.labels(str(status))
+        self._statuses[status].inc()
         self.seconds.observe(seconds)
         self.queue.set(waiting)
 
