@@ -286,6 +286,32 @@ def test_requests_that_wait_are_scored_together_each_with_its_own_scores() -> No
     assert model.batches == [1, 6, 1, 9]
 
 
+@pytest.mark.parametrize(("soon", "own"), [(3600.0, True), (0.0, False)])
+def test_short_batches_are_scored_by_the_loops_thread_once_it_is_known_that_they_are(
+    soon: float, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+
+    def model(dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
+        threads.append(threading.current_thread() is threading.main_thread())
+        if len(threads) == 3:
+            raise RuntimeError
+        return score(dense, sides)
+
+    async def four() -> list[Any]:
+        batcher = Batcher(model, Limits())
+        batcher.start()
+        found = [await asyncio.gather(batcher.scores(one(a)), return_exceptions=True) for a in range(4)]
+        await batcher.close()
+        return [each[0] for each in found]
+
+    monkeypatch.setattr("recpipe.inference.serving.batcher.SOON", soon)
+    first, second, fault, last = asyncio.run(four())
+    assert [first.tolist(), second.tolist(), last.tolist()] == [[0], [1], [3]]
+    assert isinstance(fault, RuntimeError)
+    assert threads == [False, own, own, own]
+
+
 def test_a_full_queue_refuses_and_a_deadline_passes_in_it() -> None:
     model = Held()
     found = asyncio.run(behind(model, Limits(queue=2), one(2), one(3), one(4)))

@@ -24,8 +24,8 @@ from recpipe.inference.serving.shared import Side
 
 log = logging.getLogger("recpipe")
 SOON = 5e-3
-"""Seconds: a batch that is expected to be scored within them is scored by the event loop's thread, since two
-hand-overs between threads take as long. Others do not keep it from reading requests."""
+"""Seconds: a batch that is expected to take no longer is scored by the thread of the event loop, which other
+requests then wait for. A hand-over to another thread and back costs a tenth of a millisecond and more."""
 Score = Callable[[torch.Tensor, Sequence[Side]], torch.Tensor]
 """Scores float32 [B] or [B, T] of dense features and ids (``RequestScorer``); it may have an ``ahead``."""
 
@@ -58,7 +58,7 @@ class _Waiting:
 
 @dataclass
 class Batcher:
-    """A queue of requests, and the one thread that scores them.
+    """A queue of requests, and the one thread that scores those that take long.
 
     ``saw``: called with the number of requests and samples of each batch.
     """
@@ -73,7 +73,7 @@ class Batcher:
     _busy: bool = False
     """Whether a batch is being scored."""
     _each: float = float("inf")
-    """Seconds that a sample of the latest batches took."""
+    """Seconds that a sample of the latest batches took, rather less than more."""
 
     def start(self) -> None:
         """Begin to score, in the running event loop."""
@@ -224,10 +224,11 @@ class Batcher:
         dense, sides = together(asked)
         scores = self.score(dense, sides).numpy()
         each = (perf_counter() - began) / len(dense)
-        self._each = min(each, self._each + (each - self._each) / 8) if self._each < float("inf") else each
+        self._each = each if each < self._each else self._each + (each - self._each) / 8
         return sides, scores
 
     def _soon(self, samples: int) -> bool:
+        """Whether a batch of so many is expected to be scored within ``SOON``."""
         return self._each * samples <= SOON and getattr(self.score, "ahead", None) is None
 
 

@@ -110,21 +110,19 @@ def _of_singles(asked: Sequence[Asked], shared: int) -> list[Side]:
     """The same of requests with one id in each bag, of which the first ``shared`` features are shared."""
     order, sides = asked[0].form.order, []
     if shared:
-        ids = np.stack([one.ids[:shared] for one in asked], axis=1)
-        sides.append(_single(order[:shared], ids, _places(asked)))
+        ids = np.stack([one.ids[:shared] for one in asked], axis=1).reshape(-1)
+        sides.append(Side(order[:shared], torch.from_numpy(ids), None, len(asked), _places(asked)))
     if shared < len(order):
-        ids = np.concatenate([one.ids[shared:].reshape(-1, one.samples) for one in asked], axis=1)
-        sides.append(_single(order[shared:], ids))
+        blocks = [one.ids[shared:].reshape(-1, one.samples) for one in asked]
+        ids = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
+        sides.append(Side(order[shared:], torch.from_numpy(ids.reshape(-1)), None, ids.shape[1]))
     return sides
-
-
-def _single(features: tuple[int, ...], ids: Array, of_sample: torch.Tensor | None = None) -> Side:
-    lengths = torch.ones(ids.size, dtype=torch.int64)
-    return Side(features, torch.from_numpy(ids.reshape(-1)), lengths, ids.shape[1], of_sample, single=True)
 
 
 def _places(asked: Sequence[Asked]) -> torch.Tensor:
     """The request of each sample."""
+    if len(asked) == 1:
+        return torch.zeros(asked[0].samples, dtype=torch.int64)
     return torch.from_numpy(np.repeat(np.arange(len(asked)), [one.samples for one in asked]))
 
 

@@ -79,7 +79,7 @@ class Monitor:
         """Take in a batch: its ids, and its scores [B] or [B, T]."""
         each, first = np.zeros(self._features), np.zeros(self._features)
         for side in sides:
-            if side.single:
+            if side.given_lengths is None:
                 missing = (side.ids.numpy() == 0).reshape(len(side.features), -1)
                 features = list(side.features)
                 each[features] = len(scores)

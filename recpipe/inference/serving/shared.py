@@ -25,18 +25,23 @@ class Side:
     """Their places among the model's sparse features, ascending."""
     ids: torch.Tensor
     """int64, by feature and then by bag."""
-    lengths: torch.Tensor
-    """int64 [features * bags]."""
+    given_lengths: torch.Tensor | None
+    """Of each bag, int64 [features * bags]; None: each has one id."""
     bags: int
     of_sample: torch.Tensor | None = None
     """The bag of each sample, int64 [B]; None: each sample has its own."""
-    single: bool = False
-    """Whether it is known that each bag has one id."""
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """Of each bag, int64 [features * bags]."""
+        given = self.given_lengths
+        return torch.ones(len(self.ids), dtype=torch.int64) if given is None else given
 
     @cached_property
     def offsets(self) -> torch.Tensor:
         """Where each bag begins, and where the last one ends: int64 [features * bags + 1]."""
-        return torch.arange(len(self.lengths) + 1) if self.single else offsets_of(self.lengths)
+        given = self.given_lengths
+        return torch.arange(len(self.ids) + 1) if given is None else offsets_of(given)
 
 
 @dataclass(frozen=True)
