@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -122,3 +123,32 @@ def test_memory_is_bounded(parsed: Parsed) -> None:
     assert len(reader._known) <= MOST
     reader.read(*request(*tensors(0), parameters={"other": "x" * 20_000}))
     assert max(map(len, reader._known)) < 20_000
+
+
+def outcome(reader: Heads, sent: tuple[bytes, str]) -> Any:
+    """What came of reading a request: its inputs, or why it was refused."""
+    try:
+        _, found = reader.read(*sent)
+    except Refused as refused:
+        return refused.status, str(refused)
+    return found.samples, found.dense.tolist(), found.ids.tolist()
+
+
+def test_damaged_requests_are_refused_or_understood_as_if_each_was_the_first() -> None:
+    draw = random.Random(0)
+    whole, header = request(*tensors(0))
+    reader, kinds = Heads(FEATURES), {"scored": 0, "refused": 0, "kept": 0}
+    for _ in range(3000):
+        damaged, given = bytearray(whole), header
+        for _ in range(draw.randint(0, 2)):
+            place = draw.randrange(len(damaged) if draw.random() < 0.3 else int(header), len(damaged) + 1)
+            what = draw.randrange(3)
+            damaged[place : place + (what != 0)] = b"" if what == 1 else bytes([draw.choice([0, 1, 7, 200])])
+        if draw.random() < 0.05:
+            given = str(int(header) + draw.randrange(-3, 4))
+        sent = bytes(damaged), given
+        kinds["kept"] += bytes(damaged[: int(header)]) in reader._known
+        found = outcome(reader, sent)
+        assert found == outcome(Heads(FEATURES), sent)
+        kinds["scored" if len(found) == 3 else "refused"] += 1
+    assert min(kinds.values()) > 500
