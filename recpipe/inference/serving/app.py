@@ -90,8 +90,8 @@ class Server:
     def app(self) -> ASGIApp:
         """The application for an ASGI server.
 
-        Requests to this model for scores do not go through Starlette, whose routes and middleware would take
-        a third of the time that they cost beside the model.
+        Requests to this model for scores do not go through Starlette's routes and middleware, which would be
+        a good part of their time beside the model.
         """
         model = "/v2/models/{model}"
         routes = [Route("/metrics", self._metrics), Route("/v2", self._server)]
