@@ -169,8 +169,8 @@ class Program:
         if dense.data_ptr() % ALIGNMENT:
             dense = dense.clone()  # MKL rounds differently from other addresses
         # What calling self.run does, without its reading of the arguments' structure, which takes 13 us.
-        (scores,) = self.run.loader.boxed_run([dense, *found])
-        return scores  # type: ignore[no-any-return]
+        scores: torch.Tensor = self.run.loader.boxed_run([dense, *found])[0]
+        return scores
 
 
 class Tables:

@@ -110,8 +110,10 @@ def _of_singles(asked: Sequence[Asked], shared: int) -> list[Side]:
     """The same of requests with one id in each bag, of which the first ``shared`` features are shared."""
     order, sides = asked[0].form.order, []
     if shared:
-        ids = np.stack([one.ids[:shared] for one in asked], axis=1).reshape(-1)
-        sides.append(Side(order[:shared], torch.from_numpy(ids), None, len(asked), _places(asked)))
+        users = np.stack([one.ids[:shared] for one in asked], axis=1)
+        sides.append(
+            Side(order[:shared], torch.from_numpy(users.reshape(-1)), None, len(asked), _places(asked))
+        )
     if shared < len(order):
         blocks = [one.ids[shared:].reshape(-1, one.samples) for one in asked]
         ids = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
