@@ -5,7 +5,9 @@
 A request is one user, with half of the sparse features, and 64 candidates with dense values and the other
 half. Each round asks all servers in turn, the others are stopped (SIGSTOP) meanwhile: as fast as 16
 connections go, one connection alone, and at half of the fastest rate with random arrivals. "nothing" is the
-same server around a model that answers zeros at once. Without ``--package`` the default recipe is trained for
+same server around a model that answers zeros at once. The client is native (serving_client.c). "Ideal" is
+the p99 of a simulated server with nothing beside it that takes these arrivals, all that wait in one batch, at
+the speed measured alone and at 16 connections. Without ``--package`` the default recipe is trained for
 some steps and packaged, which needs a C++ compiler. ``--litserve``: where ``pip install --target DIRECTORY
 litserve`` has put it, if it is not installed.
 """
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,11 +37,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from serving_load import Load, arrivals, closed_loop, open_loop, run
+from serving_load import Load, arrivals
+from serving_native import batch_server, closed_loop, open_loop
 
 CANDIDATES, CONNECTIONS, DIFFERENT = 64, 16, 32
 NAME = "model"
 PORT = 8750
+STARTING = 120.0
+"""Seconds in which a server must be ready."""
 GROWTH = 4.0
 """MiB by which a server's memory may grow from the second quarter of the time to the last."""
 
@@ -52,25 +58,37 @@ class Side:
     port: int
     requests: list[bytes]
     environment: dict[str, str] = field(default_factory=dict)
+    ready: str = "/v2/health/ready"
+    """The address that answers 200 when requests are answered."""
+    says: str = ""
+    """What its output has when all of its processes answer."""
     process: Any = None
     rates: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
     half: list[Load] = field(default_factory=list)
+    ideal: list[float] = field(default_factory=list)
+    """p99 in milliseconds."""
+    busy: list[float] = field(default_factory=list)
+    """Share of a core that the server took at half load."""
 
     def ask(self, seconds: float, number: int, open_too: bool) -> None:
         """One round."""
-        run(closed_loop(self.port, self.requests, CONNECTIONS, 0.3))
+        closed_loop(self.port, self.requests, CONNECTIONS, 0.3)
         before = self.processor_seconds()
-        load = run(closed_loop(self.port, self.requests, CONNECTIONS, seconds))
+        load = closed_loop(self.port, self.requests, CONNECTIONS, seconds)
         self.cpu.append((self.processor_seconds() - before) / len(load.times))
         self.rates.append(load.rate)
         failed = load.failed
         if open_too:
-            load = run(closed_loop(self.port, self.requests, 1, seconds / 2))
+            load = closed_loop(self.port, self.requests, 1, seconds / 2)
             self.alone.append(load.percentile(50))
             when = arrivals(median(self.rates) / 2, seconds, number)
-            self.half.append(run(open_loop(self.port, self.requests, when)))
+            before = self.processor_seconds()
+            self.half.append(open_loop(self.port, self.requests, when))
+            self.busy.append((self.processor_seconds() - before) / self.half[-1].seconds)
+            ideal = batch_server(self.alone[-1] / 1e3, self.rates[-1], CONNECTIONS, when)
+            self.ideal.append(1e3 * float(np.percentile(ideal, 99)))
             failed += self.half[-1].failed
         if failed:
             sys.exit(f"{self.name}: {failed} requests failed")
@@ -155,7 +173,7 @@ def _sides(package: Path, options: argparse.Namespace) -> list[Side]:
     for workers in options.workers:
         words = [str(package), f"workers={workers}", f"port={PORT + len(sides)}", f"name={NAME}"]
         command = [sys.executable, "-m", "recpipe", "serve", *words]
-        sides.append(Side(f"recpipe, workers={workers}", command, PORT + len(sides), recpipe))
+        sides.append(Side(f"recpipe, workers={workers}", command, PORT + len(sides), recpipe, says="serving"))
     port = PORT + len(sides)
     words = ["--role", "nothing", "--port", str(port), "--package", str(package)]
     sides.append(Side("nothing", [sys.executable, __file__, *words], port, recpipe))
@@ -168,7 +186,7 @@ def _sides(package: Path, options: argparse.Namespace) -> list[Side]:
     command = [sys.executable, str(script), str(package), str(port + 1), str(int(options.fast_queue))]
     found = os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])
     requests = [_http("/predict", _litserve(one), {}) for one in inputs]
-    sides.append(Side("litserve", command, port + 1, requests, {"PYTHONPATH": found}))
+    sides.append(Side("litserve", command, port + 1, requests, {"PYTHONPATH": found}, "/health"))
     return sides
 
 
@@ -223,6 +241,7 @@ def _running(sides: Sequence[Side], folder: Path) -> Iterator[None]:
                 side.command, stdout=log, stderr=log, env=environment, start_new_session=True
             )
             _wait_for(side, Path(log.name))
+        for side in sides:  # not before all are ready: one that is stopped may hold a lock of torch's
             side.signal(signal.SIGSTOP)
         yield
     finally:
@@ -236,20 +255,25 @@ def _running(sides: Sequence[Side], folder: Path) -> Iterator[None]:
 
 
 def _wait_for(side: Side, log: Path) -> None:
-    for _ in range(1200):
+    until = time.monotonic() + STARTING
+    while side.process.poll() is None and time.monotonic() < until:
         try:
-            run(closed_loop(side.port, side.requests, 1, 0.01))
-            return
+            # LitServe takes connections, and answers 503 here, before it can answer requests.
+            with urllib.request.urlopen(f"http://127.0.0.1:{side.port}{side.ready}", timeout=2):
+                if side.says in log.read_text():
+                    return
         except OSError:
-            time.sleep(0.1)
-        if side.process.poll() is not None:
-            break
+            pass
+        time.sleep(0.1)
     sys.exit(f"{side.name} does not answer: {log.read_text()[-2000:]}")
 
 
 def _print(sides: Sequence[Side]) -> None:
-    print("| server | requests/s, 16 connections | server CPU a request | alone | half load: median | p99 |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| server | requests/s, 16 connections | server CPU a request | alone | half load: median | p99 "
+        "| ideal | of a core |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for side in sides:
         spread = f"{median(side.rates):,.0f} ({min(side.rates):,.0f}-{max(side.rates):,.0f})"
         row = f"| {side.name} | {spread} | {1e3 * median(side.cpu):.2f} ms |"
@@ -258,7 +282,8 @@ def _print(sides: Sequence[Side]) -> None:
             times = f"{median(load.percentile(50) for load in side.half):.2f} ms"
             ratio = median(p99) / median(side.alone)
             spread = f"{median(p99):.2f} ms ({min(p99):.2f}-{max(p99):.2f}), {ratio:.1f} x alone"
-            row += f" {median(side.alone):.2f} ms | {times} | {spread} |"
+            row += f" {median(side.alone):.2f} ms | {times} | {spread} | {median(side.ideal):.2f} ms |"
+            row += f" {median(side.busy):.2f} |"
         print(row, flush=True)
     other = next((side for side in sides if side.name == "litserve"), None)
     for side in sides[:-1] if other else []:
@@ -279,7 +304,7 @@ def _reload(side: Side, seconds: float) -> None:
         "print(time.monotonic() - began)"
     )
     hang_up = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    load = run(open_loop(side.port, side.requests, when))
+    load = open_loop(side.port, side.requests, when)
     took = float(hang_up.communicate()[0])
     during = (load.begins >= seconds / 2) & (load.begins < seconds / 2 + took + 0.1)
     inside, outside = 1e3 * load.times[during], 1e3 * load.times[~during]
@@ -293,10 +318,10 @@ def _reload(side: Side, seconds: float) -> None:
 def _soak(side: Side, minutes: float, rate: float | None) -> int:
     """Prints the memory of the server's processes while it answers; 1 if it grows."""
     side.signal(signal.SIGCONT)
-    rate = rate or run(closed_loop(side.port, side.requests, CONNECTIONS, 3)).rate / 2
+    rate = rate or closed_loop(side.port, side.requests, CONNECTIONS, 3).rate / 2
     sizes, failed, times = [], 0, []
     for number in range(max(8, round(6 * minutes))):
-        load = run(open_loop(side.port, side.requests, arrivals(rate, 10, number)))
+        load = open_loop(side.port, side.requests, arrivals(rate, 10, number))
         failed, times = failed + load.failed, [*times, load.percentile(99)]
         sizes.append(side.memory() / 2**20)
         if number % 6 == 5:
@@ -324,16 +349,14 @@ def _packaged(folder: Path) -> Path:
 
 def serve_nothing(package: Path, port: int) -> None:
     """The server around a model that takes no time."""
-    import torch
-    import uvicorn
+    from recpipe.inference.serving import worker
+    from recpipe.inference.serving.config import ServeConfig
+    from recpipe.tasks.process import prepare_process
 
-    from recpipe.inference.serving.app import Bounds, Server
-    from recpipe.inference.serving.batcher import Limits
-
-    torch.set_num_threads(1)
-    manifest = json.loads((package / "manifest.json").read_text())
-    server = Server(lambda dense, _: torch.zeros(len(dense)), manifest, NAME, Limits(), Bounds())
-    uvicorn.run(server.app(), port=port, log_level="warning", access_log=False, server_header=False)
+    prepare_process()
+    nothing = worker.Worker(package, ServeConfig(port=port), NAME)
+    nothing.server.batcher.score = lambda dense, _: dense.new_zeros(len(dense))
+    nothing.run(socket.create_server(("127.0.0.1", port)))
 
 
 if __name__ == "__main__":

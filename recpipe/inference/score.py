@@ -168,7 +168,8 @@ class Program:
         dense = dense.contiguous()
         if dense.data_ptr() % ALIGNMENT:
             dense = dense.clone()  # MKL rounds differently from other addresses
-        scores: torch.Tensor = self.run(dense, found)
+        # What calling self.run does, without its reading of the arguments' structure, which takes 13 us.
+        scores: torch.Tensor = self.run.loader.boxed_run([dense, *found])[0]
         return scores
 
 

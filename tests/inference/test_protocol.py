@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from recpipe.inference.serving.errors import Refused
-from recpipe.inference.serving.features import Features, together
+from recpipe.inference.serving.features import Features
+from recpipe.inference.serving.forms import together
 from recpipe.inference.serving.protocol import answer, parse
 
 MANIFEST = {
@@ -49,7 +50,10 @@ def test_lists_and_binary_tensors_are_the_same_request() -> None:
     for one in (plain, binary):
         assert one.samples == 2
         np.testing.assert_array_equal(one.dense, [[1, 2], [3, 4.5]])
-        assert [(own.ids.tolist(), own.lengths) for own in one.bags] == [([7, 49], 1), ([0, 8], 1)]
+        assert [(own.ids.tolist(), own.lengths) for own in map(one.bags, (0, 1))] == [
+            ([7, 49], 1),
+            ([0, 8], 1),
+        ]
 
 
 def test_bags_and_what_all_samples_share() -> None:
@@ -63,8 +67,8 @@ def test_bags_and_what_all_samples_share() -> None:
     )
     assert one.samples == 3
     assert one.dense.tolist() == [[1, 2]] * 3
-    assert [own.ids.tolist() for own in one.bags] == [[1, 2, 3], [4, 5]]
-    assert [own.samples for own in one.bags] == [3, 1]
+    assert [own.ids.tolist() for own in map(one.bags, (0, 1))] == [[1, 2, 3], [4, 5]]
+    assert [own.samples for own in map(one.bags, (0, 1))] == [3, 1]
     dense, (side,) = together([one, asked(body(DENSE, A, B))])
     assert dense.tolist() == [[1, 2]] * 3 + [[1, 2], [3, 4.5]]
     assert side.ids.tolist() == [1, 2, 3, 7, 49, 4, 5, 4, 5, 4, 5, 0, 8]

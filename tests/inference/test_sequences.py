@@ -15,7 +15,8 @@ from recpipe.inference.parts import of_checkpoint
 from recpipe.inference.quantized import open_quantized, write_quantized
 from recpipe.inference.rows import decode_rows, encode_rows
 from recpipe.inference.serving.errors import Refused
-from recpipe.inference.serving.features import Features, together
+from recpipe.inference.serving.features import Features
+from recpipe.inference.serving.forms import together
 from recpipe.inference.serving.shared import RequestScorer
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import open_trained, scored

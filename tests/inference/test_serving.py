@@ -18,7 +18,7 @@ import torch
 
 from recpipe.inference.serving.batcher import Batcher, Limits
 from recpipe.inference.serving.errors import Refused
-from recpipe.inference.serving.features import Asked, Bags
+from recpipe.inference.serving.forms import Asked, Form
 from recpipe.inference.serving.shared import Side
 from tests.inference.clients import damaged_requests
 from tests.inference.test_protocol import DENSE, A, B, body, tensor
@@ -246,9 +246,8 @@ def test_a_stopping_server_answers_what_it_has() -> None:
 
 
 def one(a: int, samples: int = 1) -> Asked:
-    ids = np.full(samples, a, np.int64)
-    bags = [Bags(ids, 1, samples), Bags(0 * ids, 1, samples)]
-    return Asked(np.zeros((samples, 2), np.float32), bags, samples)
+    ids = np.repeat([a, 0], samples)
+    return Asked(np.zeros((samples, 2), np.float32), ids, Form(samples, (samples, samples), (1, 1)))
 
 
 class Held:
@@ -285,6 +284,32 @@ def test_requests_that_wait_are_scored_together_each_with_its_own_scores() -> No
     found = asyncio.run(behind(model, Limits(batch=6), one(2), one(3, 3), one(4, 2), one(5), one(6, 9)))
     assert [scores.tolist() for scores in found] == [[1], [2], [3] * 3, [4] * 2, [5], [6] * 9]
     assert model.batches == [1, 6, 1, 9]
+
+
+@pytest.mark.parametrize(("soon", "own"), [(3600.0, True), (0.0, False)])
+def test_short_batches_are_scored_by_the_loops_thread_once_it_is_known_that_they_are(
+    soon: float, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+
+    def model(dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
+        threads.append(threading.current_thread() is threading.main_thread())
+        if len(threads) == 3:
+            raise RuntimeError
+        return score(dense, sides)
+
+    async def four() -> list[Any]:
+        batcher = Batcher(model, Limits())
+        batcher.start()
+        found = [await asyncio.gather(batcher.scores(one(a)), return_exceptions=True) for a in range(4)]
+        await batcher.close()
+        return [each[0] for each in found]
+
+    monkeypatch.setattr("recpipe.inference.serving.batcher.SOON", soon)
+    first, second, fault, last = asyncio.run(four())
+    assert [first.tolist(), second.tolist(), last.tolist()] == [[0], [1], [3]]
+    assert isinstance(fault, RuntimeError)
+    assert threads == [False, own, own, own]
 
 
 def test_a_full_queue_refuses_and_a_deadline_passes_in_it() -> None:

@@ -15,19 +15,25 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from recpipe.common.versions import installed_version
 from recpipe.errors import StoreError, shown
 from recpipe.inference.serving.batcher import Batcher, Limits, Score
 from recpipe.inference.serving.errors import Refused, WrongIds, bad
 from recpipe.inference.serving.features import Features
+from recpipe.inference.serving.heads import Heads
 from recpipe.inference.serving.metrics import Metrics
 from recpipe.inference.serving.monitor import Monitor, Watch
-from recpipe.inference.serving.protocol import HEADER_LENGTH, answer, chosen, parse
+from recpipe.inference.serving.protocol import HEADER_LENGTH, answer, chosen
 
 log = logging.getLogger("recpipe")
 VERSION = "1"
 _JSON = {"content-type": "application/json"}
+Headers = Mapping[bytes, bytes]
+"""Of a request, by name in small letters."""
+Answer = tuple[int, bytes, dict[str, str]]
+"""Status, body, and headers without the body's length."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,7 @@ class Server:
         self.manifest, self.name, self.bounds = manifest, name, bounds
         self.outputs = [output["name"] for output in manifest["outputs"]]
         self.features = Features(manifest, bounds.samples)
+        self.heads = Heads(self.features)
         self.batcher = Batcher(score, limits)
         self.metrics = Metrics(name, lambda: self.monitor.compared(), several)
         self.batcher.saw = self.metrics.saw
@@ -80,8 +87,12 @@ class Server:
         self.batcher.score = score
         self.metrics.serves(package)
 
-    def app(self) -> Starlette:
-        """The application for an ASGI server."""
+    def app(self) -> ASGIApp:
+        """The application for an ASGI server.
+
+        Requests to this model for scores do not go through Starlette's routes and middleware, which would be
+        a good part of their time beside the model.
+        """
         model = "/v2/models/{model}"
         routes = [Route("/metrics", self._metrics), Route("/v2", self._server)]
         routes += [Route(f"/v2/health/{what}", self._health) for what in ("live", "ready")]
@@ -89,11 +100,21 @@ class Server:
             routes += [
                 Route(path, self._model),
                 Route(f"{path}/ready", self._model_ready),
-                Route(f"{path}/infer", self._infer, methods=["POST"]),
+                Route(f"{path}/infer", self._unknown, methods=["POST"]),
                 Route(f"{path}/labels", self._labels, methods=["POST"]),
                 Route(f"{path}/monitor", self._monitor),
             ]
-        return Starlette(routes=routes, lifespan=self._lifespan)
+        others = Starlette(routes=routes, lifespan=self._lifespan)
+        own = f"/v2/models/{self.name}"
+        infer = {f"{own}/infer", f"{own}/versions/{VERSION}/infer"}
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and scope["path"] in infer and scope["method"] == "POST":
+                await self._infer(scope, receive, send)
+            else:
+                await others(scope, receive, send)
+
+        return app
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -117,7 +138,8 @@ class Server:
         """Labels of requests that were answered before."""
         try:
             self._known(request)
-            return _json(await self.monitor.labelled(await self._body(request)))
+            headers = dict(request.scope["headers"])
+            return _json(await self.monitor.labelled(await self._body(headers, request.receive)))
         except Refused as refused:
             self.monitor.refused()
             return _error(refused)
@@ -156,57 +178,67 @@ class Server:
                 404, "unknown_model", f"no model {what} here; there is '{self.name}' of version {VERSION}"
             )
 
-    async def _infer(self, request: Request) -> Response:
+    async def _unknown(self, request: Request) -> Response:
+        """A request for scores of another model, or version."""
+        began = perf_counter()
+        try:
+            self._known(request)
+        except Refused as refused:
+            self.metrics.refused.labels(refused.reason).inc()
+            self.metrics.answered(refused.status, perf_counter() - began, self.batcher.waiting)
+            return _error(refused)
+        raise AssertionError("the application answers it")
+
+    async def _infer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Score a request; whatever is wrong with it is an answer of one line."""
         began = perf_counter()
         try:
-            response = await self._scored(request)
+            answered = await self._scored(dict(scope["headers"]), receive)
         except Refused as refused:
             self.metrics.refused.labels(refused.reason).inc()
             if isinstance(refused, WrongIds):
                 self.monitor.wrong_ids(refused.counts)
-            response = _error(refused)
+            answered = _refusal(refused)
         except ClientDisconnect:
             self.metrics.refused.labels("client_gone").inc()
-            response = Response(status_code=499)
+            answered = 499, b"", {}
         except StoreError as fault:
             log.error("a request failed: %s", fault)
             self.metrics.refused.labels("rows").inc()
             lacking = "rows that the request looks up cannot be read; the server's log names them"
-            response = _error(Refused(500, "rows", lacking))
+            answered = _refusal(Refused(500, "rows", lacking))
         except Exception:
             log.exception("a request failed")
             self.metrics.refused.labels("fault").inc()
-            response = _error(Refused(500, "fault", "the server failed; its log says why"))
-        self.metrics.answers.labels(str(response.status_code)).inc()
-        self.metrics.seconds.observe(perf_counter() - began)
-        self.metrics.queue.set(self.batcher.waiting)
-        return response
+            answered = _refusal(Refused(500, "fault", "the server failed; its log says why"))
+        status, content, headers = answered
+        raw = [(key.encode(), value.encode()) for key, value in headers.items()]
+        raw.append((b"content-length", str(len(content)).encode()))
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+        await send({"type": "http.response.body", "body": content})
+        self.metrics.answered(status, perf_counter() - began, self.batcher.waiting)
 
-    async def _scored(self, request: Request) -> Response:
-        self._known(request)
-        body = await self._body(request)
-        asked = parse(body, request.headers.get(HEADER_LENGTH))
+    async def _scored(self, headers: Headers, receive: Receive) -> Answer:
+        length = headers.get(HEADER_LENGTH)
+        body = await self._body(headers, receive)
+        asked, inputs = self.heads.read(body, None if length is None else length.decode("latin-1"))
         names = chosen(asked, self.outputs)
-        inputs = self.features.asked(asked.inputs)
         scores = await self.batcher.scores(inputs, asked.timeout)
         columns = scores.reshape(len(scores), -1)
         if asked.id is not None:
             self.monitor.keep(asked.id, columns)
         found = {name: columns[:, self.outputs.index(name)] for name in names}
-        content, headers = answer(asked, self.name, VERSION, found)
-        return Response(content, headers=headers)
+        return 200, *answer(asked, self.name, VERSION, found)
 
-    async def _body(self, request: Request) -> bytes:
-        """The request's body; ``Refused`` if it is too large, compressed, or comes too slowly."""
-        encoding = request.headers.get("content-encoding", "identity")
-        if encoding != "identity":
-            raise Refused(
-                415, "encoding", f"Content-Encoding {shown(encoding)} is not taken; send it as it is"
-            )
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        """A request's body; ``Refused`` if it is too large, compressed, or comes too slowly."""
+        encoding = headers.get(b"content-encoding", b"identity")
+        if encoding != b"identity":
+            told = shown(encoding.decode("latin-1"))
+            raise Refused(415, "encoding", f"Content-Encoding {told} is not taken; send it as it is")
         most = self.bounds.body
-        declared = request.headers.get("content-length", "0")
-        if not (declared.isascii() and declared.isdecimal()):
+        declared = headers.get(b"content-length", b"0")
+        if not declared.isdigit():
             raise bad("Content-Length is no number")
         if len(declared) > 18 or int(declared) > most:
             raise _too_large(most)
@@ -214,7 +246,12 @@ class Server:
         size = 0
         try:
             async with asyncio.timeout(self.bounds.reading):
-                async for part in request.stream():
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
                     if size > most:
                         raise _too_large(most)
@@ -233,5 +270,10 @@ def _json(content: Mapping[str, Any], status: int = 200) -> Response:
 
 
 def _error(refused: Refused) -> Response:
+    status, content, headers = _refusal(refused)
+    return Response(content, status, headers)
+
+
+def _refusal(refused: Refused) -> Answer:
     headers = {"retry-after": "1"} if refused.status == 503 else {}
-    return Response(json.dumps({"error": str(refused)}), refused.status, _JSON | headers)
+    return refused.status, json.dumps({"error": str(refused)}).encode(), _JSON | headers

@@ -11,18 +11,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, perf_counter
 
 import numpy as np
 import torch
 
 from recpipe.common.threads import keep_to_one_core
 from recpipe.inference.serving.errors import Refused
-from recpipe.inference.serving.features import Asked, together
+from recpipe.inference.serving.forms import Asked, together
 from recpipe.inference.serving.protocol import Array
 from recpipe.inference.serving.shared import Side
 
 log = logging.getLogger("recpipe")
+SOON = 5e-3
+"""Seconds: a batch that is expected to take no longer is scored by the thread of the event loop, which other
+requests then wait for. A hand-over to another thread and back costs a tenth of a millisecond and more."""
 Score = Callable[[torch.Tensor, Sequence[Side]], torch.Tensor]
 """Scores float32 [B] or [B, T] of dense features and ids (``RequestScorer``); it may have an ``ahead``."""
 
@@ -55,7 +58,7 @@ class _Waiting:
 
 @dataclass
 class Batcher:
-    """A queue of requests, and the one thread that scores them.
+    """A queue of requests, and the one thread that scores those that take long.
 
     ``saw``: called with the number of requests and samples of each batch.
     """
@@ -69,6 +72,8 @@ class Batcher:
     _closing: bool = False
     _busy: bool = False
     """Whether a batch is being scored."""
+    _each: float = float("inf")
+    """Seconds that a sample of the latest batches took, rather less than more."""
 
     def start(self) -> None:
         """Begin to score, in the running event loop."""
@@ -124,13 +129,17 @@ class Batcher:
             self._waits.set()
             await self._answer(batch)
             self._busy = False
+            await asyncio.sleep(0)  # requests that have come meanwhile are read before the next batch
 
     async def _answer(self, batch: list[_Waiting]) -> None:
         """Score a batch; if that fails, each of its requests, so that one's fault is not another's."""
         loop = asyncio.get_running_loop()
         asked = [one.asked for one in batch]
         try:
-            sides, scores = await loop.run_in_executor(self._thread, self._scored, asked)
+            if self._soon(sum(one.samples for one in asked)):
+                sides, scores = self._scored(asked)
+            else:
+                sides, scores = await loop.run_in_executor(self._thread, self._scored, asked)
         except Exception as fault:
             if len(batch) == 1:
                 _fail(batch[0], fault)
@@ -211,8 +220,16 @@ class Batcher:
         return batch
 
     def _scored(self, asked: list[Asked]) -> tuple[list[Side], Array]:
+        began = perf_counter()
         dense, sides = together(asked)
-        return sides, self.score(dense, sides).numpy()
+        scores = self.score(dense, sides).numpy()
+        each = (perf_counter() - began) / len(dense)
+        self._each = each if each < self._each else self._each + (each - self._each) / 8
+        return sides, scores
+
+    def _soon(self, samples: int) -> bool:
+        """Whether a batch of so many is expected to be scored within ``SOON``."""
+        return self._each * samples <= SOON and getattr(self.score, "ahead", None) is None
 
 
 def _fail(one: _Waiting, fault: Exception) -> None:

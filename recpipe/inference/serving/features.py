@@ -1,18 +1,17 @@
-"""From a request's tensors to a model's inputs, checked; and several requests put together."""
+"""From a request's tensors to a model's inputs, checked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
-import torch
 
 from recpipe.errors import did_you_mean, shown
 from recpipe.inference.serving.errors import WrongIds, bad
+from recpipe.inference.serving.forms import Asked, Bags, Form
 from recpipe.inference.serving.protocol import Array
-from recpipe.inference.serving.shared import Side
 
 DENSE = "dense"
 LENGTHS = ".lengths"
@@ -20,35 +19,8 @@ LENGTHS = ".lengths"
 
 MOST_IDS = 1024
 """Most ids of a request, for each sample that one may have."""
-
-
-class Bags(NamedTuple):
-    """What a request has of one feature."""
-
-    ids: Array
-    """int64, one sample's after the other's."""
-    lengths: Array | int
-    """How many ids each sample has, or all of them."""
-    samples: int
-
-    def of(self, samples: int) -> Bags:
-        """One for each of ``samples``, if there is one for all."""
-        if self.samples == samples:
-            return self
-        lengths = self.lengths if isinstance(self.lengths, int) else np.tile(self.lengths, samples)
-        return Bags(np.tile(self.ids, samples), lengths, samples)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The inputs of one request of N samples."""
-
-    dense: Array
-    """float32 [N, D]."""
-    bags: list[Bags]
-    """Of each feature: N, or one that all samples share."""
-    samples: int
-    """N."""
+FORMS = 1024
+"""Forms of requests that are kept."""
 
 
 class Features:
@@ -63,7 +35,7 @@ class Features:
         self.dense: list[str] = manifest["dense"]["names"]
         self.rows: dict[str, int] = {feature["name"]: feature["rows"] for feature in manifest["sparse"]}
         self.most_samples = most_samples
-        self._limits = np.array(list(self.rows.values()))
+        self._limits = np.array(list(self.rows.values()), np.uint64)
         places = {name: place for place, name in enumerate(self.rows)}
         sequences = manifest.get("sequences", {"single": [], "aligned": []})
         self._single = [places[name] for name in sequences["single"]]
@@ -71,6 +43,7 @@ class Features:
         self._known = {name + end for name in self.rows for end in ("", LENGTHS)}
         if self.dense:
             self._known.add(DENSE)
+        self._kept = lru_cache(FORMS)(self._form)
 
     def described(self) -> list[dict[str, Any]]:
         """The inputs in the protocol's words."""
@@ -84,19 +57,33 @@ class Features:
             unknown = next(name for name in inputs if name not in self._known)
             raise bad(f"the model has no input '{shown(unknown)}'.{did_you_mean(unknown, self._known)}")
         bags = [self._bags(name, inputs) for name in self.rows]
-        self._require_rows(bags)
         dense = self._dense(inputs)
-        samples = self._samples(bags, dense)
-        self._require_numbers(bags)
-        if len(dense) != samples:
-            dense = np.broadcast_to(dense, (samples, dense.shape[1]))
-        return Asked(dense, bags, samples)
+        of_each, lengths = tuple(own.samples for own in bags), tuple(own.lengths for own in bags)
+        known = all(isinstance(own, int) for own in lengths)
+        form = (self._kept if known else self._form)(len(dense), of_each, lengths)
+        return self.checked(dense, np.concatenate([bags[f].ids for f in form.order]), form)
 
-    def _samples(self, bags: Sequence[Bags], dense: Array) -> int:
-        """N; ``Refused`` if inputs differ in it, or if it or the number of ids is too large."""
-        counts = dict(zip(self.rows, (own.samples for own in bags), strict=True))
+    def checked(self, dense: Array, ids: Array, form: Form) -> Asked:
+        """The values of a request of this ``form``: ``dense`` float32 [N, D] or [1, D], and its ``ids``
+        int64. ``Refused`` names the one that is wrong."""
+        # Taken as a number without a sign, a negative id is larger than any table.
+        wrong = ids.view(np.uint64) >= np.repeat(self._limits[list(form.order)], form.counts)
+        if wrong.any():
+            raise self._wrong(ids, wrong, form)
+        finite = np.isfinite(dense)
+        if not finite.all():
+            sample, place = np.argwhere(~finite)[0]
+            raise bad(f"'{shown(self.dense[place])}' of sample {sample} is not a finite number of FP32")
+        if len(dense) != form.samples:
+            dense = np.broadcast_to(dense, (form.samples, dense.shape[1]))
+        return Asked(dense, ids, form)
+
+    def _form(self, dense: int, bags: Sequence[int], lengths: Sequence[Array | int]) -> Form:
+        """The form of a request with so many rows of dense features and bags of each feature. ``Refused`` if
+        inputs differ in it, if it is too large, or if the model needs other numbers of ids."""
+        counts = dict(zip(self.rows, bags, strict=True))
         if self.dense:
-            counts[DENSE] = len(dense)
+            counts[DENSE] = dense
         samples = max(counts.values())
         if samples > self.most_samples:
             raise bad(f"the request has {samples} samples, and {self.most_samples} is the most")
@@ -105,33 +92,32 @@ class Features:
                 raise bad(f"input '{shown(name)}' has {count} samples, and another one has {samples}")
         if not samples:
             raise bad("the request has 0 samples")
-        total = sum(len(own.ids) * (samples // own.samples) for own in bags)
+        form = Form(samples, bags, lengths)
+        total = sum(int(n) * (samples // bags[f]) for f, n in zip(form.order, form.counts, strict=True))
         if total > self.most_samples * MOST_IDS:
             raise bad(f"the request has {total} ids, and {self.most_samples * MOST_IDS} is the most")
-        return samples
+        self._require_numbers(lengths)
+        return form
 
-    def _require_numbers(self, bags: Sequence[Bags]) -> None:
+    def _require_numbers(self, lengths: Sequence[Array | int]) -> None:
         """``Refused`` for another number of ids than the model needs of a feature."""
         names = list(self.rows)
         for place in self._single:
-            if np.any(np.asarray(bags[place].lengths) != 1):
+            if np.any(np.asarray(lengths[place]) != 1):
                 raise bad(f"'{shown(names[place])}' has not one id for each sample, as the model needs")
         for first, *others in self._aligned:
             for other in others:
-                if np.any(np.asarray(bags[first].lengths) != np.asarray(bags[other].lengths)):
+                if np.any(np.asarray(lengths[first]) != np.asarray(lengths[other])):
                     mine, theirs = shown(names[other]), shown(names[first])
                     raise bad(f"'{mine}' has not as many ids as '{theirs}' for each sample")
 
-    def _require_rows(self, bags: Sequence[Bags]) -> None:
-        """``Refused`` for an id that is not in its table; all of them are compared at once."""
-        ids = np.concatenate([own.ids for own in bags])
-        features = np.repeat(np.arange(len(bags)), [len(own.ids) for own in bags])
-        wrong = (ids < 0) | (ids >= self._limits[features])
-        if wrong.any():
-            place = int(wrong.argmax())
-            name = list(self.rows)[features[place]]
-            counts = np.bincount(features[wrong], minlength=len(bags))
-            raise WrongIds(f"id {ids[place]} of '{shown(name)}' is not in [0, {self.rows[name]})", counts)
+    def _wrong(self, ids: Array, wrong: Array, form: Form) -> WrongIds:
+        """Names the first of the ids that are not in their table."""
+        features = np.repeat(form.order, form.counts)
+        place = int(wrong.argmax())
+        name = list(self.rows)[features[place]]
+        counts = np.bincount(features[wrong], minlength=len(self.rows))
+        return WrongIds(f"id {ids[place]} of '{shown(name)}' is not in [0, {self.rows[name]})", counts)
 
     def _dense(self, inputs: Mapping[str, Array]) -> Array:
         if not self.dense:
@@ -144,12 +130,7 @@ class Features:
                 f"input '{DENSE}' is {found.dtype} {list(found.shape)}, not FP32 [N, {len(self.dense)}]"
             )
         with np.errstate(over="ignore"):
-            dense = found.astype(np.float32, copy=False)
-        finite = np.isfinite(dense)
-        if not finite.all():
-            sample, place = np.argwhere(~finite)[0]
-            raise bad(f"'{shown(self.dense[place])}' of sample {sample} is not a finite number of FP32")
-        return dense
+            return found.astype(np.float32, copy=False)
 
     def _bags(self, name: str, inputs: Mapping[str, Array]) -> Bags:
         """The ids of a feature; ``Refused`` if there are none, or of another shape or type."""
@@ -169,36 +150,3 @@ class Features:
         if (lengths.size and int(lengths.min()) < 0) or int(lengths.sum(dtype=object)) != len(ids):
             raise bad(f"'{shown(name)}{LENGTHS}' does not add up to the {len(ids)} ids of '{shown(name)}'")
         return Bags(ids, lengths.astype(np.int64, copy=False), len(lengths))
-
-
-def together(asked: Sequence[Asked]) -> tuple[torch.Tensor, list[Side]]:
-    """All samples of these requests in their order: dense float32 [B, D], and the ids.
-
-    Features that the samples of every request share make a side with one bag a request.
-    """
-    dense = torch.from_numpy(np.concatenate([one.dense for one in asked]))
-    every = range(len(asked[0].bags))
-    shared = [f for f in every if all(one.bags[f].samples == 1 for one in asked)]
-    if all(one.samples == 1 for one in asked):
-        shared = []  # a bag a request is a bag a sample
-    own = [f for f in every if f not in shared]
-    sides = []
-    if shared:
-        counts = torch.tensor([one.samples for one in asked])
-        of_sample = torch.arange(len(asked)).repeat_interleave(counts)
-        sides.append(_side(shared, [one.bags[f] for f in shared for one in asked], len(asked), of_sample))
-    if own:
-        sides.append(_side(own, [one.bags[f].of(one.samples) for f in own for one in asked], len(dense)))
-    return dense, sides
-
-
-def _side(
-    features: Sequence[int], bags: Sequence[Bags], count: int, of_sample: torch.Tensor | None = None
-) -> Side:
-    ids = np.concatenate([own.ids for own in bags])
-    lengths = np.empty(len(features) * count, np.int64)
-    end = 0
-    for own in bags:
-        lengths[end : end + own.samples] = own.lengths
-        end += own.samples
-    return Side(tuple(features), torch.from_numpy(ids), torch.from_numpy(lengths), count, of_sample)

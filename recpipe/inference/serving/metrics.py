@@ -29,6 +29,7 @@ class Metrics:
         self.answers = Counter(
             "recpipe_requests", "Inference requests by HTTP status", ["status"], registry=into
         )
+        self._statuses: dict[int, Counter] = {}
         self.refused = Counter(
             "recpipe_refused", "Requests that were not scored, by reason", ["reason"], registry=into
         )
@@ -67,6 +68,14 @@ class Metrics:
             self._model.labels(self._name, self._package).set(0)
         self._package = package
         self._model.labels(self._name, package).set(1)
+
+    def answered(self, status: int, seconds: float, waiting: int) -> None:
+        """Count an answer; ``waiting``: the requests that wait now."""
+        if status not in self._statuses:
+            self._statuses[status] = self.answers.labels(str(status))
+        self._statuses[status].inc()
+        self.seconds.observe(seconds)
+        self.queue.set(waiting)
 
     def saw(self, requests: int, samples: int) -> None:
         """Count a batch."""

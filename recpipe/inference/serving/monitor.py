@@ -79,6 +79,15 @@ class Monitor:
         """Take in a batch: its ids, and its scores [B] or [B, T]."""
         each, first = np.zeros(self._features), np.zeros(self._features)
         for side in sides:
+            if side.given_lengths is None:
+                missing = (side.ids.numpy() == 0).reshape(len(side.features), -1)
+                features = list(side.features)
+                each[features] = len(scores)
+                if side.of_sample is None:
+                    first[features] = missing.sum(axis=1)
+                else:
+                    first[features] = missing @ np.bincount(side.of_sample.numpy(), minlength=side.bags)
+                continue
             lengths = side.lengths.numpy()
             of_bags, features = lengths.reshape(len(side.features), -1), list(side.features)
             if side.of_sample is None:

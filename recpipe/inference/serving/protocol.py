@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from recpipe.errors import shown
 from recpipe.inference.serving.errors import bad
 
-HEADER_LENGTH = "inference-header-content-length"
+HEADER_LENGTH = b"inference-header-content-length"
 Array = NDArray[Any]
 TYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"),
@@ -45,12 +45,14 @@ class Request:
     """Whether outputs that are not named are sent in binary."""
     timeout: float | None
     """Seconds in which the client wants the answer."""
+    places: dict[str, int]
+    """Of each input with binary values, their first byte after the JSON."""
 
 
 def parse(body: bytes, header: str | None) -> Request:
     """The request in ``body``; ``header``: the value of ``Inference-Header-Content-Length``. ``Refused`` for
     anything that does not follow the protocol."""
-    length = _length(header, len(body))
+    length = json_length(header, len(body))
     asked = _json(body[:length])
     parameters = _mapping(asked.get("parameters", {}), "parameters")
     outputs = asked.get("outputs")
@@ -58,16 +60,20 @@ def parse(body: bytes, header: str | None) -> Request:
     ident = asked.get("id")
     if ident is not None and not isinstance(ident, str):
         raise bad("id is no text")
+    inputs, places = _inputs(asked.get("inputs"), memoryview(body)[length:])
     return Request(
         ident,
-        _inputs(asked.get("inputs"), memoryview(body)[length:]),
+        inputs,
         named,
         parameters.get("binary_data_output") is True,
         _timeout(parameters.get("timeout")),
+        places,
     )
 
 
-def _length(header: str | None, size: int) -> int:
+def json_length(header: str | None, size: int) -> int:
+    """How many of a body's ``size`` bytes are JSON, by the value of ``Inference-Header-Content-Length``;
+    ``Refused`` if it is none."""
     if header is None:
         return size
     if not (header.isascii() and header.isdecimal() and len(header) < 12) or int(header) > size:
@@ -113,10 +119,12 @@ def _outputs(outputs: object, binary: bool) -> dict[str, bool]:
     return found
 
 
-def _inputs(inputs: object, data: memoryview) -> dict[str, Array]:
+def _inputs(inputs: object, data: memoryview) -> tuple[dict[str, Array], dict[str, int]]:
+    """The values of each input, and the first byte of those in binary."""
     if not isinstance(inputs, list) or not inputs:
         raise bad("inputs is no list of tensors")
     found: dict[str, Array] = {}
+    places: dict[str, int] = {}
     start = 0
     for one in inputs:
         about = _mapping(one, "an input")
@@ -135,10 +143,11 @@ def _inputs(inputs: object, data: memoryview) -> dict[str, Array]:
         if start + size > len(data):
             raise bad(f"input '{shown(name)}' ends after the body's end")
         found[name] = np.frombuffer(data[start : start + size], kind).reshape(shape)
+        places[name] = start
         start += size
     if start != len(data):
         raise bad(f"{len(data) - start} bytes at the body's end belong to no input")
-    return found
+    return found, places
 
 
 def _shape(value: Any, name: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -24,11 +25,23 @@ class Side:
     """Their places among the model's sparse features, ascending."""
     ids: torch.Tensor
     """int64, by feature and then by bag."""
-    lengths: torch.Tensor
-    """int64 [features * bags]."""
+    given_lengths: torch.Tensor | None
+    """Of each bag, int64 [features * bags]; None: each has one id."""
     bags: int
     of_sample: torch.Tensor | None = None
     """The bag of each sample, int64 [B]; None: each sample has its own."""
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """Of each bag, int64 [features * bags]."""
+        given = self.given_lengths
+        return torch.ones(len(self.ids), dtype=torch.int64) if given is None else given
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """Where each bag begins, and where the last one ends: int64 [features * bags + 1]."""
+        given = self.given_lengths
+        return torch.arange(len(self.ids) + 1) if given is None else offsets_of(given)
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,7 @@ class _Part:
     widths."""
 
     lookup: Lookup
-    columns: list[int]
+    columns: tuple[int, ...]
     dims: list[int]
 
 
@@ -57,27 +70,35 @@ class RequestScorer:
         self.scorer = scorer
         self.ahead = self._ahead if isinstance(scorer, ReadsAhead) else None
         self._parts: dict[tuple[int, ...], list[_Part | None]] = {}
+        self._runs: dict[tuple[tuple[int, ...], ...], list[tuple[int, int, int]]] = {}
 
     def __call__(self, dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
         """Scores float32 [B] or [B, T] of ``dense`` float32 [B, D] and sides that have every feature once.
         Inputs are not checked."""
-        if len(sides) == 1 and sides[0].of_sample is None:
-            return self.scorer(dense, sides[0].ids, sides[0].lengths)
         calls, found = self._calls(sides)
         with torch.inference_mode():
             inputs: list[list[torch.Tensor]] = [[] for _ in self.scorer.lookups]
-            pieces: list[dict[int, torch.Tensor]] = [{} for _ in self.scorer.lookups]
+            pieces: list[list[tuple[_Part, torch.Tensor]]] = [[] for _ in self.scorer.lookups]
             for (number, part, side), call, rows in zip(found, calls, self.scorer.pooled(calls), strict=True):
                 if part.lookup.sequence:
                     lengths = part.lookup.lengths(call[2], call[3])
                     inputs[number] += _repeated(rows, lengths, side.of_sample)
                     continue
-                wide = rows if side.of_sample is None else rows[side.of_sample]
-                pieces[number] |= zip(part.columns, torch.split(wide, part.dims, dim=1), strict=True)
-            for own, columns in zip(inputs, pieces, strict=True):
-                if columns:
-                    own.append(torch.cat([columns[column] for column in sorted(columns)], dim=1))
+                pieces[number].append((part, _wide(rows, side, len(dense))))
+            for own, beside in zip(inputs, pieces, strict=True):
+                if beside:
+                    own.append(self._joined(beside))
             return self.scorer.scores(dense, [one for own in inputs for one in own])
+
+    def _joined(self, beside: Sequence[tuple[_Part, torch.Tensor]]) -> torch.Tensor:
+        """Parts of one lookup as the whole lookup gives them: columns that follow each other in a part are
+        taken at once."""
+        if len(beside) == 1:
+            return beside[0][1]
+        key = tuple(part.columns for part, _ in beside)
+        if key not in self._runs:
+            self._runs[key] = _runs([part for part, _ in beside])
+        return torch.cat([beside[n][1].narrow(1, start, width) for n, start, width in self._runs[key]], dim=1)
 
     def _ahead(self, sides: Sequence[Side]) -> None:
         assert isinstance(self.scorer, ReadsAhead)
@@ -89,10 +110,9 @@ class RequestScorer:
         calls: list[Call] = []
         found = []
         for side in sides:
-            offsets = offsets_of(side.lengths)
             for number, part in enumerate(self._of(side.features)):
                 if part is not None:
-                    calls.append((part.lookup, side.ids, offsets, side.bags))
+                    calls.append((part.lookup, side.ids, side.offsets, side.bags))
                     found.append((number, part, side))
         return calls, found
 
@@ -105,12 +125,37 @@ class RequestScorer:
         return self._parts[features]
 
     def _part(self, found: dict[str, list[list[str]]], names: list[str]) -> _Part | None:
-        columns = [i for i, (feature, _) in enumerate(found["parts"]) if feature in names]
+        columns = tuple(i for i, (feature, _) in enumerate(found["parts"]) if feature in names)
         if not columns:
             return None
         own = [found["parts"][i] for i in columns]
         dims = [self.scorer.manifest["tables"][table]["dimension"] for _, table in own]
         return _Part(self.scorer.lookup({**found, "parts": own}, names), columns, dims)
+
+
+def _wide(rows: torch.Tensor, side: Side, samples: int) -> torch.Tensor:
+    """The sums of each sample, from those of each bag."""
+    if side.of_sample is None:
+        return rows
+    return rows.expand(samples, -1) if side.bags == 1 else rows[side.of_sample]
+
+
+def _runs(parts: Sequence[_Part]) -> list[tuple[int, int, int]]:
+    """The columns of a whole lookup in their order, those of one part that follow each other together: the
+    number of the part, where they begin in it, and how wide they are."""
+    each = []
+    for number, part in enumerate(parts):
+        starts = [sum(part.dims[:i]) for i in range(len(part.dims))]
+        each += [
+            (c, number, start, dim) for c, start, dim in zip(part.columns, starts, part.dims, strict=True)
+        ]
+    runs: list[tuple[int, int, int]] = []
+    for _, number, start, dim in sorted(each):
+        if runs and runs[-1][0] == number and runs[-1][1] + runs[-1][2] == start:
+            runs[-1] = (number, runs[-1][1], runs[-1][2] + dim)
+        else:
+            runs.append((number, start, dim))
+    return runs
 
 
 def _repeated(

@@ -9,6 +9,7 @@ channel. On the channel come ``reload``, and the end of it when the worker is to
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -111,6 +112,7 @@ class Worker:
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_graceful_shutdown=max(1, round(config.stop_seconds)),
             )
         )
@@ -121,6 +123,7 @@ class Worker:
         """Answer on ``listening`` until SIGINT, SIGTERM, or the end of ``channel``. Without one, SIGHUP loads
         the package anew."""
         sys.setswitchinterval(TURN)
+        gc.freeze()  # the garbage collector would look at libraries and package again and again
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._run(listening, channel))
 
