@@ -7,9 +7,10 @@ are repeated for every candidate. Scores have the bits of samples that carry eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import cached_property
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -30,6 +31,11 @@ class Side:
     of_sample: torch.Tensor | None = None
     """The bag of each sample, int64 [B]; None: each sample has its own."""
 
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """Where each bag begins, and where the last one ends: int64 [features * bags + 1]."""
+        return offsets_of(self.lengths)
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -41,29 +47,46 @@ class _Part:
     dims: list[int]
 
 
+class _Calls(NamedTuple):
+    """The lookups of ``sides`` that were read ahead."""
+
+    sides: Sequence[Side]
+    calls: list[Call]
+    found: list[tuple[int, _Part, Side]]
+
+
 @runtime_checkable
 class ReadsAhead(Protocol):
     """A scorer that is told what the requests look up that wait, so that it can read the rows meanwhile."""
 
     def ahead(self, calls: list[Call]) -> None:
-        """Read what these lookups need. They may come later, together with others, or never. Another thread
-        than the one that scores calls it."""
+        """Begin to read what these lookups need, and return. They may come later, together with others, or
+        never."""
 
 
 class RequestScorer:
-    """Scores requests by ``scorer``. ``ahead``: reads what waiting requests look up; None: all is there."""
+    """Scores requests by ``scorer``. ``ahead``: begins to read what waiting requests look up, and returns;
+    None: all is there."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
-        self.ahead = self._ahead if isinstance(scorer, ReadsAhead) else None
+        self._reads = scorer.ahead if isinstance(scorer, ReadsAhead) else None
+        self.ahead = None if self._reads is None else self._ahead
         self._parts: dict[tuple[int, ...], list[_Part | None]] = {}
+        self._next: _Calls | None = None
 
-    def __call__(self, dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
+    def __call__(
+        self, dense: torch.Tensor, sides: Sequence[Side], between: Callable[[], None] | None = None
+    ) -> torch.Tensor:
         """Scores float32 [B] or [B, T] of ``dense`` float32 [B, D] and sides that have every feature once.
-        Inputs are not checked."""
-        if len(sides) == 1 and sides[0].of_sample is None:
+        Inputs are not checked. ``between`` is called once the lookups are done, before what takes longer."""
+        if len(sides) == 1 and sides[0].of_sample is None and between is None:
             return self.scorer(dense, sides[0].ids, sides[0].lengths)
-        calls, found = self._calls(sides)
+        next_one, self._next = self._next, None
+        if next_one is not None and next_one.sides is sides:
+            calls, found = next_one.calls, next_one.found
+        else:
+            calls, found = self._calls(sides)
         with torch.inference_mode():
             inputs: list[list[torch.Tensor]] = [[] for _ in self.scorer.lookups]
             pieces: list[dict[int, torch.Tensor]] = [{} for _ in self.scorer.lookups]
@@ -74,25 +97,26 @@ class RequestScorer:
                     continue
                 wide = rows if side.of_sample is None else rows[side.of_sample]
                 pieces[number] |= zip(part.columns, torch.split(wide, part.dims, dim=1), strict=True)
+            if between is not None:
+                between()
             for own, columns in zip(inputs, pieces, strict=True):
                 if columns:
                     own.append(torch.cat([columns[column] for column in sorted(columns)], dim=1))
             return self.scorer.scores(dense, [one for own in inputs for one in own])
 
     def _ahead(self, sides: Sequence[Side]) -> None:
-        assert isinstance(self.scorer, ReadsAhead)
-        with torch.inference_mode():
-            self.scorer.ahead(self._calls(sides)[0])
+        assert self._reads is not None
+        self._next = _Calls(sides, *self._calls(sides))
+        self._reads(self._next.calls)
 
     def _calls(self, sides: Sequence[Side]) -> tuple[list[Call], list[tuple[int, _Part, Side]]]:
         """The lookups of these sides, and for each the model's lookup that it is part of, and its side."""
         calls: list[Call] = []
         found = []
         for side in sides:
-            offsets = offsets_of(side.lengths)
             for number, part in enumerate(self._of(side.features)):
                 if part is not None:
-                    calls.append((part.lookup, side.ids, offsets, side.bags))
+                    calls.append((part.lookup, side.ids, side.offsets, side.bags))
                     found.append((number, part, side))
         return calls, found
 

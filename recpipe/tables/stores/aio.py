@@ -15,7 +15,9 @@ import os
 import platform
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -75,7 +77,7 @@ class RequestError(Exception):
 
 
 class BlockTransfer(Protocol):
-    """Moves a batch of requests; the interface of both engines."""
+    """Moves a batch of requests; the interface of both engines. A batch is in flight at a time."""
 
     engine: Engine
 
@@ -84,6 +86,12 @@ class BlockTransfer(Protocol):
 
         When this returns or raises, no request is in flight, so that the caller may use the buffer again.
         """
+
+    def start(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
+        """The first half of ``run``: begin, and return. If this raises, no request is in flight."""
+
+    def finish(self) -> None:
+        """The second half: wait for what ``start`` began."""
 
     def close(self) -> None:
         """Release the kernel's queue or the threads."""
@@ -112,6 +120,8 @@ class NativeAio:
         self._setup, self._destroy, self._getevents, self._submit = SYSCALLS[platform.machine()]
         self._depth = depth
         self._events = np.zeros(depth, IO_EVENT)
+        self._blocks = np.zeros(0, IOCB)
+        self._set_pending(np.empty(0, np.int64))
         self._open()
 
     def _open(self) -> None:
@@ -120,39 +130,51 @@ class NativeAio:
 
     def run(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
         """See ``BlockTransfer.run``."""
-        blocks = _control_blocks(requests, buffer, write)
-        pending = np.arange(len(blocks))
-        while len(pending):
-            pending = self._pass(blocks, pending)
+        self.start(requests, buffer, write=write)
+        self.finish()
 
-    def _pass(self, blocks: NDArray[np.void], pending: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Move the pending requests; return those moved only in part, reduced to what is left."""
-        pointers = (blocks.ctypes.data + pending * IOCB.itemsize).astype(np.uint64)
-        results = np.zeros(len(blocks), np.int64)
-        submitted = done = 0
+    def start(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
+        """See ``BlockTransfer.start``. Requests beyond the depth begin in ``finish``."""
+        self._blocks = _control_blocks(requests, buffer, write)
+        self._set_pending(np.arange(len(self._blocks)))
+        with self._nothing_in_flight_after_a_fault():
+            self._submit_more()
+
+    def finish(self) -> None:
+        """See ``BlockTransfer.finish``."""
+        with self._nothing_in_flight_after_a_fault():
+            while len(self._pending):
+                while self._done < len(self._pending):
+                    self._submit_more()
+                    self._done += self._reap(min(self._depth // 4 or 1, self._submitted - self._done))
+                self._set_pending(_remainders(self._blocks, self._pending, self._results))
+
+    def _set_pending(self, pending: NDArray[np.int64]) -> None:
+        """Begin a pass over these requests: all, or those that were moved only in part."""
+        self._pending = pending
+        self._pointers = (self._blocks.ctypes.data + pending * IOCB.itemsize).astype(np.uint64)
+        self._results = np.zeros(len(self._blocks), np.int64)
+        self._submitted = self._done = 0
+
+    @contextmanager
+    def _nothing_in_flight_after_a_fault(self) -> Iterator[None]:
+        """Also after Ctrl-C: the kernel owns the buffer until every request has completed."""
         try:
-            while done < len(pending):
-                room = min(self._depth - (submitted - done), len(pending) - submitted)
-                if room:
-                    submitted += self._try_submit(pointers, submitted, room, pending, idle=submitted == done)
-                done += self._reap(results, min(self._depth // 4 or 1, submitted - done))
-        # Also after Ctrl-C: the kernel owns the buffer until every request has completed.
+            yield
         except BaseException:
             self.close()  # this waits for them
+            self._set_pending(np.empty(0, np.int64))
             self._open()
             raise
-        return _remainders(blocks, pending, results)
 
-    def _try_submit(
-        self,
-        pointers: NDArray[np.uint64],
-        first: int,
-        count: int,
-        pending: NDArray[np.int64],
-        *,
-        idle: bool,
-    ) -> int:
-        address = ctypes.c_void_p(pointers.ctypes.data + 8 * first)
+    def _submit_more(self) -> None:
+        flying = self._submitted - self._done
+        room = min(self._depth - flying, len(self._pending) - self._submitted)
+        if room:
+            self._submitted += self._try_submit(self._submitted, room, idle=not flying)
+
+    def _try_submit(self, first: int, count: int, *, idle: bool) -> int:
+        address = ctypes.c_void_p(self._pointers.ctypes.data + 8 * first)
         try:
             return self._call(self._submit, self._context, ctypes.c_long(count), address)
         except OSError as error:
@@ -162,9 +184,9 @@ class NativeAio:
                 if idle:
                     time.sleep(0.001)
                 return 0
-            raise RequestError(int(pending[first]), error.errno or errno.EIO) from error
+            raise RequestError(int(self._pending[first]), error.errno or errno.EIO) from error
 
-    def _reap(self, results: NDArray[np.int64], least: int) -> int:
+    def _reap(self, least: int) -> int:
         """Wait for at least ``least`` completions; returns how many came."""
         if least == 0:
             return 0
@@ -180,7 +202,7 @@ class NativeAio:
         except InterruptedError:
             return 0
         events = self._events[:came]
-        results[events["data"].astype(np.int64)] = events["result"]
+        self._results[events["data"].astype(np.int64)] = events["result"]
         return came
 
     def _call(self, number: int, *arguments: object) -> int:
@@ -212,6 +234,8 @@ def _remainders(
     blocks: NDArray[np.void], pending: NDArray[np.int64], results: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Check the results of ``pending``; return the short transfers, reduced to their remainder."""
+    if len(pending) == len(results) and (results == blocks["bytes"]).all():
+        return pending[:0]
     moved = results[pending]
     short = moved != blocks["bytes"][pending].astype(np.int64)
     left: NDArray[np.int64] = pending[short]
@@ -235,11 +259,21 @@ class ThreadedIo:
     def __init__(self, threads: int = POOL_THREADS) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="recpipe-store")
         self._threads = threads
+        self._futures: list[Future[None]] = []
 
     def run(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
         """See ``BlockTransfer.run``."""
+        self.start(requests, buffer, write=write)
+        self.finish()
+
+    def start(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
+        """See ``BlockTransfer.start``."""
         strips = np.array_split(np.arange(len(requests)), min(self._threads, max(1, len(requests))))
-        futures = [self._pool.submit(_move, requests, strip, buffer.data, write) for strip in strips]
+        self._futures = [self._pool.submit(_move, requests, strip, buffer.data, write) for strip in strips]
+
+    def finish(self) -> None:
+        """See ``BlockTransfer.finish``."""
+        futures, self._futures = self._futures, []
         try:
             errors = [error for future in futures if (error := future.exception())]
         finally:

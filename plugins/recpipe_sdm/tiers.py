@@ -1,0 +1,81 @@
+"""``Tiers``: rows of several sizes under one index, so that one look finds all of a batch's rows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from recpipe.plugin import RowIds
+from recpipe_sdm.rows import Look, TieredRows
+
+
+class Looks(NamedTuple):
+    """What a batch looks up: of each tier, and where that is among all of it (None: it is all); ``count``: in
+    all."""
+
+    own: list[tuple[TieredRows, Look, RowIds | None]]
+    count: int
+
+    @property
+    def places(self) -> RowIds:
+        """Of all."""
+        if len(self.own) == 1:
+            return self.own[0][1].places
+        places = np.empty(self.count, np.int64)
+        for _, look, at in self.own:
+            places[at] = look.places
+        return places
+
+
+class Tiers:
+    """``tiers``, whose rows are numbered over all of them in their order, and which have one lock,
+    ``using``."""
+
+    def __init__(self, tiers: Sequence[TieredRows], using: threading.Lock) -> None:
+        self.tiers, self.using = tiers, using
+        self._ends = list(accumulate(len(tier.index) for tier in tiers))
+
+    def look(self, rows: RowIds) -> Looks:
+        """Where ``rows`` (int64 [N], with repeats) are now."""
+        if len(self.tiers) == 1:
+            return Looks([(self.tiers[0], self.tiers[0].look(rows), None)], len(rows))
+        own: list[tuple[TieredRows, Look, RowIds | None]] = []
+        start = 0
+        for tier, end in zip(self.tiers, self._ends, strict=True):
+            at = np.flatnonzero((rows >= start) & (rows < end))
+            own.append((tier, tier.look(rows[at] - start), at))
+            start = end
+        return Looks(own, len(rows))
+
+    def ahead(self, looks: Looks) -> None:
+        """Begin to read the rows that are not in DRAM, and return. Nothing has to follow. ``StoreError`` if a
+        disk fails at once."""
+        for tier, look, _ in looks.own:
+            tier.ahead(look)
+
+    @contextmanager
+    def found(self, looks: Looks) -> Iterator[RowIds]:
+        """The place in its tier's buffer of each row that a batch looks up, int64 [N]; -1 for a pruned one.
+        They are valid in the block. ``StoreError`` if a row cannot be read."""
+        for tier in self.tiers:
+            tier.land()
+        with self.using:
+            settled = [tier.settled(look) for tier, look, _ in looks.own]
+            for tier, look, _ in looks.own:
+                tier.note(look)
+            if all(settled):
+                yield looks.places
+                return
+        with ExitStack() as held:
+            for tier in self.tiers:
+                held.enter_context(tier.reading)
+            for tier, look, _ in looks.own:
+                tier.read(look)
+            held.enter_context(self.using)
+            # Places that one tier has given since the look of another are in its own ring.
+            yield looks.places
