@@ -64,11 +64,11 @@ class Reads:
 
 @dataclass
 class Look:
-    """What a batch looks up, and what the index said: ``rows`` int64 [N] with repeats, their ``places`` int64
+    """What a batch looks up, and what the index said: ``rows`` int64 [N] with repeats, their ``places`` int32
     [N], and where among them those are that have no slot, ``cold``. ``admissions``: those until then."""
 
     rows: RowIds
-    places: RowIds
+    places: Places
     cold: RowIds
     admissions: int
 
@@ -151,7 +151,7 @@ class TieredRows:
             places = self.index[rows]
             # As unsigned numbers, what has no place is above all slots.
             cold = np.flatnonzero(places.view(np.uint32) >= self.slots)
-            return Look(rows, places.astype(np.int64), cold, self.admissions)
+            return Look(rows, places, cold, self.admissions)
 
     def ahead(self, look: Look) -> None:
         """Begin to read the rows that are not in DRAM, and return. Nothing has to follow: batches find their
@@ -192,9 +192,8 @@ class TieredRows:
     def settled(self, look: Look) -> bool:
         """Bring ``look`` up to date, with ``using`` held; whether all of its rows are in DRAM then."""
         if look.admissions != self.admissions:
-            places = self.index[look.rows]
-            look.places, look.admissions = places.astype(np.int64), self.admissions
-            look.cold = np.flatnonzero(places.view(np.uint32) >= self.slots)
+            look.places, look.admissions = self.index[look.rows], self.admissions
+            look.cold = np.flatnonzero(look.places.view(np.uint32) >= self.slots)
         if not len(look.cold):
             return True
         # Other rows have kept their slots.

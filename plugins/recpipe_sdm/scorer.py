@@ -13,6 +13,7 @@ import torch
 from recpipe.kit import Lookup, LookupCall, Scorer, offsets_of
 from recpipe.plugin import RowIds, UserError
 from recpipe_sdm.pooled import Bags
+from recpipe_sdm.rows import Places
 from recpipe_sdm.tables import TieredTables, Tiering, tiered_tables
 from recpipe_sdm.tiers import Looks
 
@@ -66,10 +67,13 @@ class _Asked(NamedTuple):
         """Of ``rows``."""
         return len(self.rows)
 
-    def pooled(self, places: RowIds) -> torch.Tensor:
+    def pooled(self, places: Places) -> torch.Tensor:
         """The lookup's result, where ``rows`` have these places."""
         if self.at is None:
-            return self.lookup.pooled(torch.from_numpy(places), self.offsets)
+            # FBGEMM takes numbers of either type, but one for both. For small arrays numpy keeps Python's
+            # lock, which torch's operators leave to a server's other thread for a while.
+            offsets = torch.from_numpy(self.offsets.numpy().astype(np.int32))
+            return self.lookup.pooled(torch.from_numpy(places), offsets)
         if not len(self.at):
             return self.lookup.pooled(self.here, self.offsets)
         found = self.here.clone()

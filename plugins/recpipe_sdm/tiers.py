@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from recpipe.plugin import RowIds
-from recpipe_sdm.rows import Look, TieredRows
+from recpipe_sdm.rows import Look, Places, TieredRows
 
 
 class Looks(NamedTuple):
@@ -22,11 +22,11 @@ class Looks(NamedTuple):
     count: int
 
     @property
-    def places(self) -> RowIds:
+    def places(self) -> Places:
         """Of all."""
         if len(self.own) == 1:
             return self.own[0][1].places
-        places = np.empty(self.count, np.int64)
+        places = np.empty(self.count, np.int32)
         for _, look, at in self.own:
             places[at] = look.places
         return places
@@ -59,8 +59,8 @@ class Tiers:
             tier.ahead(look)
 
     @contextmanager
-    def found(self, looks: Looks) -> Iterator[RowIds]:
-        """The place in its tier's buffer of each row that a batch looks up, int64 [N]; -1 for a pruned one.
+    def found(self, looks: Looks) -> Iterator[Places]:
+        """The place in its tier's buffer of each row that a batch looks up, int32 [N]; -1 for a pruned one.
         They are valid in the block. ``StoreError`` if a row cannot be read."""
         for tier in self.tiers:
             tier.land()

@@ -21,7 +21,7 @@ from recpipe_sdm import tables as tables_module
 from recpipe_sdm.budget import Lookups, Size, hot_rows, index_bytes, planned
 from recpipe_sdm.plugin import SDM
 from recpipe_sdm.pooled import Bags, PooledBags
-from recpipe_sdm.rows import TieredRows, found
+from recpipe_sdm.rows import Look, TieredRows
 from recpipe_sdm.scorer import TieredScorer
 from recpipe_sdm.tables import STAGING_BYTES, Tiering
 from safetensors.torch import load_file, save_file
@@ -37,7 +37,6 @@ from recpipe.inference.quantized import write_quantized
 from recpipe.inference.score import Scorer
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import open_trained
-from recpipe.plugin import RowIds
 from recpipe.seams.compiled import compiler
 from tests.processes import Child
 
@@ -90,10 +89,10 @@ def test_a_wrong_place_changes_scores(packed: Path, tmp_path: Path, monkeypatch:
     """The negative control: missed rows are looked up a place beside theirs."""
     whole, read = Scorer(packed), TieredRows.read
 
-    def off_by_one(tier: TieredRows, rows: RowIds) -> None:
-        read(tier, rows)
-        missed = np.flatnonzero(tier.index >= tier.slots)
-        tier.index[missed] = np.roll(tier.index[missed], 1)
+    def off_by_one(tier: TieredRows, look: Look) -> None:
+        read(tier, look)
+        missed = np.flatnonzero(look.places >= tier.slots)
+        look.places[missed] = np.roll(look.places[missed], 1)
 
     scorer = TieredScorer(packed, Tiering(tmp_path, Amount(50_000, False)))
     monkeypatch.setattr(TieredRows, "read", off_by_one)
@@ -163,9 +162,9 @@ def test_popularity_of_training_chooses_the_first_rows(packed: Path, tmp_path: P
     for known in (lookups, {}):
         how = Tiering(tmp_path, Amount(60_000, False), adapts=False, counts=known)
         scorer = TieredScorer(packed, how)
-        reads = scorer.tables.groups[0].tier.reads
         for batch in SyntheticDataset(config, 1).batches("eval", 128):
             scorer(batch.dense, batch.sparse.values().long(), batch.sparse.lengths().long())
+        reads = scorer.tables.groups[0].tier.reads
         missed.append(reads.missed / reads.lookups)
         scorer.close()
     assert missed[0] < 0.6 * missed[1]
@@ -281,8 +280,9 @@ def test_a_newer_package_takes_over_row_by_row_while_batches_are_scored(
     rng = np.random.default_rng(1)
     while not done.is_set():
         rows = rng.integers(0, 3000, 200)
-        with found([group.tier], [rows + group.base["user"]], group.tier.using) as (places,):
-            now = group.tier.buffer[places]
+        tiers = scorer.tables.tiers
+        with tiers.found(tiers.look(rows + scorer.tables.bases["user"])) as places:
+            now = group.tier.buffer[torch.from_numpy(places)]
         is_old, is_new = ((now == table[rows]).all(1) for table in (old, new))
         assert bool((is_old | is_new).all()), "a row is a mix of two"
         seen |= {"old"} if bool((is_old & ~is_new).any()) else set()

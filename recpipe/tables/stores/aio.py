@@ -117,12 +117,21 @@ class NativeAio:
 
     def __init__(self, depth: int) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
+        self._at_once = ctypes.PyDLL(None, use_errno=True)
         self._setup, self._destroy, self._getevents, self._submit = SYSCALLS[platform.machine()]
         self._depth = depth
         self._events = np.zeros(depth, IO_EVENT)
-        self._blocks = np.zeros(0, IOCB)
-        self._set_pending(np.empty(0, np.int64))
+        self._wanted = ctypes.c_long(depth), ctypes.c_void_p(self._events.ctypes.data)
+        self._room = np.zeros(0, IOCB)
+        self._make_room(depth)
+        self._set_pending(np.empty(0, np.int64), self._all_pointers[:0])
         self._open()
+
+    def _make_room(self, count: int) -> None:
+        """Control blocks for so many requests, which later calls use again."""
+        self._room = np.zeros(count, IOCB)
+        self._room["data"] = self._numbers = np.arange(count)
+        self._all_pointers = (self._room.ctypes.data + self._numbers * IOCB.itemsize).astype(np.uint64)
 
     def _open(self) -> None:
         self._context = ctypes.c_ulong(0)
@@ -135,8 +144,17 @@ class NativeAio:
 
     def start(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
         """See ``BlockTransfer.start``. Requests beyond the depth begin in ``finish``."""
-        self._blocks = _control_blocks(requests, buffer, write)
-        self._set_pending(np.arange(len(self._blocks)))
+        count = len(requests)
+        if count > len(self._room):
+            self._make_room(count)
+        blocks = self._room[:count]
+        blocks["opcode"] = IOCB_CMD_PWRITE if write else IOCB_CMD_PREAD
+        blocks["fd"] = requests.fds
+        blocks["buffer"] = requests.positions + buffer.ctypes.data
+        blocks["bytes"] = requests.lengths
+        blocks["offset"] = requests.offsets
+        self._blocks, self._results = blocks, np.zeros(count, np.int64)
+        self._set_pending(self._numbers[:count], self._all_pointers[:count])
         with self._nothing_in_flight_after_a_fault():
             self._submit_more()
 
@@ -146,14 +164,14 @@ class NativeAio:
             while len(self._pending):
                 while self._done < len(self._pending):
                     self._submit_more()
+                    self._done += self._reap(0)
                     self._done += self._reap(min(self._depth // 4 or 1, self._submitted - self._done))
-                self._set_pending(_remainders(self._blocks, self._pending, self._results))
+                left = _remainders(self._blocks, self._pending, self._results)
+                self._set_pending(left, self._all_pointers[left])
 
-    def _set_pending(self, pending: NDArray[np.int64]) -> None:
+    def _set_pending(self, pending: NDArray[np.int64], pointers: NDArray[np.uint64]) -> None:
         """Begin a pass over these requests: all, or those that were moved only in part."""
-        self._pending = pending
-        self._pointers = (self._blocks.ctypes.data + pending * IOCB.itemsize).astype(np.uint64)
-        self._results = np.zeros(len(self._blocks), np.int64)
+        self._pending, self._pointers = pending, pointers
         self._submitted = self._done = 0
 
     @contextmanager
@@ -163,7 +181,7 @@ class NativeAio:
             yield
         except BaseException:
             self.close()  # this waits for them
-            self._set_pending(np.empty(0, np.int64))
+            self._set_pending(self._numbers[:0], self._all_pointers[:0])
             self._open()
             raise
 
@@ -188,16 +206,16 @@ class NativeAio:
 
     def _reap(self, least: int) -> int:
         """Wait for at least ``least`` completions; returns how many came."""
-        if least == 0:
+        if self._done == self._submitted:
             return 0
         try:
             came = self._call(
                 self._getevents,
                 self._context,
                 ctypes.c_long(least),
-                ctypes.c_long(self._depth),
-                ctypes.c_void_p(self._events.ctypes.data),
+                *self._wanted,
                 None,
+                waits=least > 0,
             )
         except InterruptedError:
             return 0
@@ -205,8 +223,10 @@ class NativeAio:
         self._results[events["data"].astype(np.int64)] = events["result"]
         return came
 
-    def _call(self, number: int, *arguments: object) -> int:
-        result = int(self._libc.syscall(ctypes.c_long(number), *arguments))
+    def _call(self, number: int, *arguments: object, waits: bool = True) -> int:
+        # What does not wait keeps Python's lock: in a server, others would have it for a while.
+        library = self._libc if waits else self._at_once
+        result = int(library.syscall(ctypes.c_long(number), *arguments))
         if result < 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
@@ -217,17 +237,6 @@ class NativeAio:
         if self._context.value:
             self._call(self._destroy, self._context)
             self._context = ctypes.c_ulong(0)
-
-
-def _control_blocks(requests: Requests, buffer: NDArray[np.uint8], write: bool) -> NDArray[np.void]:
-    blocks = np.zeros(len(requests), IOCB)
-    blocks["data"] = np.arange(len(requests))
-    blocks["opcode"] = IOCB_CMD_PWRITE if write else IOCB_CMD_PREAD
-    blocks["fd"] = requests.fds
-    blocks["buffer"] = requests.positions + buffer.ctypes.data
-    blocks["bytes"] = requests.lengths
-    blocks["offset"] = requests.offsets
-    return blocks
 
 
 def _remainders(

@@ -78,14 +78,6 @@ class BlockMap:
         alone = alone[self.tables_of(alone) == self.tables_of(alone + 2)] + 1
         return np.insert(blocks, np.searchsorted(blocks, alone), alone)
 
-    def one_by_one(
-        self, blocks: NDArray[np.int64], slots: NDArray[np.int64], fds: NDArray[np.int64]
-    ) -> Requests:
-        """Transfers between ``blocks`` and ``slots``, one for each: for a few blocks that are far apart."""
-        tables, size = self.tables_of(blocks), self.block_bytes
-        offsets = (blocks - self.first_blocks[tables]) * size
-        return Requests(fds[tables], offsets, slots * size, np.full(len(blocks), size))
-
     def requests(
         self, blocks: NDArray[np.int64], slots: NDArray[np.int64], fds: NDArray[np.int64]
     ) -> Requests:

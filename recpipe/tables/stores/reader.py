@@ -41,6 +41,10 @@ class RowReader:
         strides = (blocks.block_bytes, 4 * blocks.record_words, 4)
         self._words: NDArray[np.uint32] = np.ndarray(shape, np.uint32, self._bytes, strides=strides)
         self._slots = np.arange(capacity)
+        self._positions, self._lengths = (
+            self._slots * blocks.block_bytes,
+            np.full(capacity, blocks.block_bytes),
+        )
         self._rows: Rows = np.empty(0, np.int64)
 
     @property
@@ -82,7 +86,9 @@ class RowReader:
             first = np.append(True, ~again)
             self._which = first.cumsum() - 1
             blocks = blocks[first]
-        self._requests = self._map.one_by_one(blocks, self._slots[: len(blocks)], self._fds)
+        count, tables = len(blocks), self._map.tables_of(blocks)
+        offsets = (blocks - self._map.first_blocks[tables]) * self._map.block_bytes
+        self._requests = Requests(self._fds[tables], offsets, self._positions[:count], self._lengths[:count])
         try:
             self._transfer.start(self._requests, self._bytes, write=False)
         except RequestError as error:
