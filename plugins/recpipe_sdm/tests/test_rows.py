@@ -164,6 +164,41 @@ def test_a_row_that_is_replaced_after_it_was_read_ahead_is_the_new_one(store: Ss
     tier.close()
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_rows_that_get_slots_after_a_look_are_found_there(
+    counted: bool, store: SsdStore, table: Bytes
+) -> None:
+    """And those that lost theirs are read. Not if nobody says that slots have changed."""
+    tier = TieredRows(store, np.arange(500), BATCH)
+    tiers, rows = Tiers([tier], tier.using), np.array([3, 3, 700, 900, 499])
+    looks = tiers.look(rows)
+    tiers.ahead(looks)
+    tier._admit(np.array([700, 901]), np.array([3, 499]), np.array([3, 499]))
+    if not counted:
+        tier.admissions -= 1
+    with tiers.found(looks) as places:
+        seen = tier.buffer[torch.from_numpy(places)].numpy().copy()
+    assert np.array_equal(seen, table[rows]) == counted
+    tier.close()
+
+
+def test_rows_that_change_while_they_are_read_are_read_again(store: SsdStore, table: Bytes) -> None:
+    tier = TieredRows(store, np.arange(500), BATCH)
+    rows = np.arange(900, 1000)
+    scatter = store.scatter
+
+    def read_meanwhile(own: RowIds, records: NDArray[np.float32]) -> None:
+        tier.ahead(tier.look(rows))
+        tier.land()
+        scatter(own, records)
+
+    store.scatter = read_meanwhile  # type: ignore[method-assign]
+    assert tier.replace(rows, 255 - table[rows]) == 100
+    assert tier.reads.rows_ahead == 0
+    assert np.array_equal(bytes_of(tier, rows), 255 - table[rows])
+    tier.close()
+
+
 def test_popular_rows_get_slots(store: SsdStore) -> None:
     """The rows that are in DRAM at first are looked up by nobody."""
     tier = TieredRows(store, np.arange(ROWS - 500, ROWS), BATCH, Admission(ROWS, every=4))
