@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,11 +60,6 @@ class _Asked(NamedTuple):
     here: torch.Tensor
     at: RowIds | None
     rows: RowIds
-
-    @property
-    def count(self) -> int:
-        """Of ``rows``."""
-        return len(self.rows)
 
     def pooled(self, places: Places) -> torch.Tensor:
         """The lookup's result, where ``rows`` have these places."""
@@ -153,10 +147,11 @@ class TieredScorer(Scorer):
         if plan is None or not plan.is_of(calls, self.tables.version):
             plan = self._planned(calls)
         with self.tables.tiers.found(plan.looks) as places:
-            ends = accumulate(one.count for one in plan.asked)
-            results = [
-                one.pooled(places[end - one.count : end]) for one, end in zip(plan.asked, ends, strict=True)
-            ]
+            results, start = [], 0
+            for one in plan.asked:
+                end = start + len(one.rows)
+                results.append(one.pooled(places[start:end]))
+                start = end
             for one, known, result in zip(plan.asked, plan.kept, results, strict=True):
                 if known is not None:
                     self._keep(one.lookup, known, result)

@@ -15,18 +15,18 @@ from recpipe_sdm.rows import Look, Places, TieredRows
 
 
 class Looks(NamedTuple):
-    """What a batch looks up: of each tier, and where that is among all of it (None: it is all); ``count``: in
-    all."""
+    """What a batch looks up: of each tier, and where that is among all of it (None: it is all); ``total``: how
+    many rows."""
 
     own: list[tuple[TieredRows, Look, RowIds | None]]
-    count: int
+    total: int
 
     @property
     def places(self) -> Places:
         """Of all."""
         if len(self.own) == 1:
             return self.own[0][1].places
-        places = np.empty(self.count, np.int32)
+        places = np.empty(self.total, np.int32)
         for _, look, at in self.own:
             places[at] = look.places
         return places
