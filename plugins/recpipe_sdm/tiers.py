@@ -15,8 +15,8 @@ from recpipe_sdm.rows import Look, Places, TieredRows
 
 
 class Looks(NamedTuple):
-    """What a batch looks up: of each tier, and where that is among all of it (None: it is all); ``total``: how
-    many rows."""
+    """What a batch looks up: of each tier, and where that is among all of it (None: it is all); ``total``:
+    how many rows."""
 
     own: list[tuple[TieredRows, Look, RowIds | None]]
     total: int
