@@ -65,17 +65,21 @@ class Tiers:
         for tier in self.tiers:
             tier.land()
         with self.using:
-            settled = [tier.settled(look) for tier, look, _ in looks.own]
             for tier, look, _ in looks.own:
                 tier.note(look)
-            if all(settled):
+            if self._settled(looks):
                 yield looks.places
                 return
         with ExitStack() as held:
             for tier in self.tiers:
                 held.enter_context(tier.reading)
-            for tier, look, _ in looks.own:
-                tier.read(look)
-            held.enter_context(self.using)
-            # Places that one tier has given since the look of another are in its own ring.
-            yield looks.places
+            while True:
+                for tier, look, _ in looks.own:
+                    tier.read(look)
+                with self.using:
+                    if self._settled(looks):  # rows may have lost their slots since they were read
+                        yield looks.places
+                        return
+
+    def _settled(self, looks: Looks) -> bool:
+        return all([tier.settled(look) for tier, look, _ in looks.own])

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from recpipe_sdm.admission import Admission
 from recpipe_sdm.ring import Ring
-from recpipe_sdm.rows import TieredRows
+from recpipe_sdm.rows import Look, TieredRows
 from recpipe_sdm.tiers import Tiers
 
 from recpipe.errors import StoreError
@@ -179,6 +179,23 @@ def test_rows_that_get_slots_after_a_look_are_found_there(
     with tiers.found(looks) as places:
         seen = tier.buffer[torch.from_numpy(places)].numpy().copy()
     assert np.array_equal(seen, table[rows]) == counted
+    tier.close()
+
+
+def test_rows_that_lose_their_slots_once_others_were_read_are_read_too(
+    store: SsdStore, table: Bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, read = TieredRows(store, np.arange(500), BATCH), TieredRows.read
+    rows, exchanges = np.array([3, 700, 499]), [(np.array([900]), np.array([3]), np.array([3]))]
+
+    def read_and_exchange(own: TieredRows, look: Look) -> None:
+        read(own, look)
+        if exchanges:
+            own._admit(*exchanges.pop())
+
+    monkeypatch.setattr(TieredRows, "read", read_and_exchange)
+    assert np.array_equal(bytes_of(tier, rows), table[rows])
+    assert not exchanges
     tier.close()
 
 
