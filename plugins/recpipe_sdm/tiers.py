@@ -82,4 +82,4 @@ class Tiers:
                         return
 
     def _settled(self, looks: Looks) -> bool:
-        return all([tier.settled(look) for tier, look, _ in looks.own])
+        return all(tier.settled(look) for tier, look, _ in looks.own)
