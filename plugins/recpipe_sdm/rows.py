@@ -19,7 +19,6 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,9 +28,9 @@ from numpy.typing import NDArray
 from recpipe.kit import SsdStore, keep_to_one_core, one_thread
 from recpipe.plugin import RowIds, UserError
 from recpipe_sdm.admission import Admission
+from recpipe_sdm.looks import Look, Places, Reads
 from recpipe_sdm.ring import EMPTY, Ring
 
-Places = NDArray[np.int32]
 PRUNED = -1
 """In the index: the row is neither in DRAM nor on the SSD, and adds nothing. FBGEMM's number for that."""
 AT_A_TIME = 256
@@ -42,35 +41,6 @@ READ_AT_ONCE = 256
 """Blocks that are read at a time for batches."""
 NOTED, MOST_NOTED = 32, 1 << 16
 """Batches and lookups that are noted, at most, before they are counted: together they cost less."""
-
-
-@dataclass
-class Reads:
-    """What was looked up and moved since the tier was made."""
-
-    batches: int = 0
-    lookups: int = 0
-    missed: int = 0
-    """Lookups whose row had no slot in DRAM."""
-    rows_read: int = 0
-    """Rows that were read because they were missed, or were about to be."""
-    rows_ahead: int = 0
-    """Those of them that were read before their batch was scored."""
-    admitted: int = 0
-    """Rows that were given a slot since the tier was made."""
-    replaced: int = 0
-    """Rows that an update has changed."""
-
-
-@dataclass
-class Look:
-    """What a batch looks up, and what the index said: ``rows`` int64 [N] with repeats, their ``places`` int32
-    [N], and where among them those are that have no slot, ``cold``. ``admissions``: those until then."""
-
-    rows: RowIds
-    places: Places
-    cold: RowIds
-    admissions: int
 
 
 class _Flight(NamedTuple):

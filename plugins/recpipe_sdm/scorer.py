@@ -11,8 +11,8 @@ import torch
 
 from recpipe.kit import Lookup, LookupCall, Scorer, offsets_of
 from recpipe.plugin import RowIds, UserError
+from recpipe_sdm.looks import Places
 from recpipe_sdm.pooled import Bags
-from recpipe_sdm.rows import Places
 from recpipe_sdm.tables import TieredTables, Tiering, tiered_tables
 from recpipe_sdm.tiers import Looks
 

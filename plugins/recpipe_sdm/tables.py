@@ -22,8 +22,9 @@ from recpipe.plugin import RowIds, UserError
 from recpipe_sdm.admission import Admission
 from recpipe_sdm.budget import Counts, Plan, Size, planned
 from recpipe_sdm.files import Bytes, RowFile
+from recpipe_sdm.looks import Places
 from recpipe_sdm.pooled import PooledBags
-from recpipe_sdm.rows import PAUSE, Places, TieredRows
+from recpipe_sdm.rows import PAUSE, TieredRows
 from recpipe_sdm.tiers import Tiers
 
 log = logging.getLogger("recpipe")

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from recpipe.plugin import RowIds
-from recpipe_sdm.rows import Look, Places, TieredRows
+from recpipe_sdm.looks import Look, Places
+from recpipe_sdm.rows import TieredRows
 
 
 class Looks(NamedTuple):

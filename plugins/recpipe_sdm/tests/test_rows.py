@@ -12,8 +12,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from recpipe_sdm.admission import Admission
+from recpipe_sdm.looks import Look
 from recpipe_sdm.ring import Ring
-from recpipe_sdm.rows import Look, TieredRows
+from recpipe_sdm.rows import TieredRows
 from recpipe_sdm.tiers import Tiers
 
 from recpipe.errors import StoreError

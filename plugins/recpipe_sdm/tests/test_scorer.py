@@ -21,9 +21,10 @@ import torch
 from recpipe_sdm import tables as tables_module
 from recpipe_sdm.admission import Admission
 from recpipe_sdm.budget import Lookups, Size, hot_rows, index_bytes, planned
+from recpipe_sdm.looks import Look
 from recpipe_sdm.plugin import SDM
 from recpipe_sdm.pooled import Bags, PooledBags
-from recpipe_sdm.rows import PRUNED, Look, TieredRows
+from recpipe_sdm.rows import PRUNED, TieredRows
 from recpipe_sdm.scorer import TieredScorer
 from recpipe_sdm.tables import STAGING_BYTES, Tiering
 from safetensors.torch import load_file, save_file

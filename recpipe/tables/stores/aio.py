@@ -122,9 +122,8 @@ class NativeAio:
         self._depth = depth
         self._events = np.zeros(depth, IO_EVENT)
         self._wanted = ctypes.c_long(depth), ctypes.c_void_p(self._events.ctypes.data)
-        self._room = np.zeros(0, IOCB)
         self._make_room(depth)
-        self._set_pending(np.empty(0, np.int64), self._all_pointers[:0])
+        self._set_pending(self._numbers[:0], self._all_pointers[:0])
         self._open()
 
     def _make_room(self, count: int) -> None:
