@@ -182,7 +182,9 @@ class TieredRows:
             if len(cold) > self.room:
                 raise ValueError(f"a batch misses {len(cold)} rows, and there is room for {self.room}")
         missing.sort()
-        missing = missing[np.append(True, missing[1:] != missing[:-1])]
+        first = np.ones(len(missing), bool)
+        np.not_equal(missing[1:], missing[:-1], out=first[1:])
+        missing = missing[first]
         self.ring.grow(len(cold))
         return _Flight(missing, self.ring.take(missing, self.index), self.changes)
 
