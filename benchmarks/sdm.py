@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -32,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "plugins"))
 
 from recpipe_sdm.admission import Admission
 from recpipe_sdm.budget import index_bytes
-from recpipe_sdm.rows import TieredRows, found
+from recpipe_sdm.rows import TieredRows
+from recpipe_sdm.tiers import Tiers
 
-from recpipe.common.threads import keep_to_one_core
 from recpipe.inference.rows import encode_rows
 from recpipe.seams import SUM, NbitLayout, look_up_nbit
 from recpipe.tables.stores import SsdStore, StoreLayout
@@ -130,7 +129,6 @@ class Work:
         layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
         self.net = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
         self.items = torch.randn(TOGETHER * options.candidates, 64)
-        self.reader = ThreadPoolExecutor(1, "reads", keep_to_one_core)
 
     def batches(self) -> list[Ids]:
         """Rows that batches of users look up."""
@@ -158,15 +156,16 @@ class Work:
             yield self.score(self.rows, ids)
 
     def tiered(self, tier: TieredRows, batches: list[Ids]) -> Iterator[torch.Tensor]:
-        """With the rows of the next batch read while one is scored, as a server does: the lookup holds the
-        tier's lock, and not what follows."""
-        reading = self.reader.submit(tier.ahead, batches[0].numpy())
-        for ids, following in zip(batches, [*batches[1:], None], strict=True):
-            reading.result()
-            with found([tier], [ids.numpy()], tier.using) as (places,):
-                users = self.pooled(tier.buffer, places)
+        """With the rows of the next batch read while one is scored, as a server does."""
+        tiers = Tiers([tier], tier.using)
+        looks = tiers.look(batches[0].numpy())
+        tiers.ahead(looks)
+        for following in [*batches[1:], None]:
+            with tiers.found(looks) as places:
+                users = self.pooled(tier.buffer, torch.from_numpy(places).long())
             if following is not None:
-                reading = self.reader.submit(tier.ahead, following.numpy())
+                looks = tiers.look(following.numpy())
+                tiers.ahead(looks)
             yield self.scores(users)
 
     def measured(self, share: float, place: Path) -> Side:

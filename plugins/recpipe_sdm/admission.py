@@ -29,22 +29,22 @@ class Admission:
         self._missed: list[RowIds] = []
         self._batches = self._changes = 0
 
-    def count(self, rows: torch.Tensor, missed: RowIds) -> None:
-        """Count a batch's lookups, int64 [N], and note those of rows without a slot."""
+    def count(self, rows: torch.Tensor, missed: RowIds, batches: int = 1) -> None:
+        """Count the lookups of some batches, int64 [N], and note those of rows without a slot."""
         self._counts.index_add_(0, rows, self._ones.expand(len(rows)))
         self._missed.append(missed)
-        self._batches += 1
+        self._batches += batches
 
     @property
     def due(self) -> bool:
         """Whether it is time for a change."""
-        return self._batches % self.every == 0
+        return self._batches >= self.every
 
     def exchange(self, place: NDArray[np.int32], slots: int) -> tuple[RowIds, RowIds]:
         """Rows that should get a slot, of those that were missed since the last change, and as many rows that
         should lose theirs, since they are looked up less. ``place``: of every row; below ``slots`` it is one.
         """
-        missed, self._missed = self._missed, []
+        missed, self._missed, self._batches = self._missed, [], 0
         counts = self._counts.numpy()
         if missed:
             entering = np.unique(np.concatenate(missed))

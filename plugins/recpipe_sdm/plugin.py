@@ -91,7 +91,7 @@ class SDM(Plugin, RowServer):
         """Lookups, misses, rows that were read and changed, bytes written to the SSD, and memory."""
         if self.made is None:
             return {}
-        tiers, bags = [group.tier for group in self.made.tables.groups], self.made.tables.bags
+        tiers, bags = self.made.tables.tiers.tiers, self.made.tables.bags
         return {
             "sdm_lookups": sum(tier.reads.lookups for tier in tiers),
             "sdm_missed": sum(tier.reads.missed for tier in tiers),

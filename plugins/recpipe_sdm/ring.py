@@ -6,7 +6,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-EMPTY = -1
+EMPTY = -2
+"""The place of a row that has none."""
 MARGIN = 4
 """Places for each row that one batch looks up here: rows are read ahead while others are looked up."""
 
@@ -32,10 +33,9 @@ class Ring:
         if self._next + count > self.size:
             self._next = 0
         start = self._next
-        old = self._rows[start : start + count]
-        places = np.arange(start, start + count) + self.first
-        old, places = old[old != EMPTY], places[old != EMPTY]
-        place[old[place[old] == places]] = EMPTY
+        old = self._rows[start : start + count]  # 0 where there was none yet: row 0 is not there, then
+        here = np.arange(self.first + start, self.first + start + count)
+        place[old[place[old] == here]] = EMPTY
         self._rows[start : start + count] = rows
         self._next = start + count
         return self.first + start
@@ -46,7 +46,7 @@ class Ring:
         assert 2 * rows <= self.most, (rows, self.most)
         size = min(MARGIN * rows, self.most)
         if size > self.size:
-            self._rows = np.concatenate((self._rows, np.full(size - self.size, EMPTY, np.int64)))
+            self._rows = np.concatenate((self._rows, np.zeros(size - self.size, np.int64)))
             self.size = size
 
     @property

@@ -8,51 +8,48 @@ cache with a hash table, or one written in numpy, takes more time than the reads
 What a place holds, and what the index says of it, changes under one lock alone, which a lookup holds from its
 look into the index to the last row that it has read: it sees each row as it was before a change or after it.
 Nobody waits for the disk under this lock.
+
+Rows are read by the thread that scores: it begins to read what the next batch misses, and scores meanwhile.
+In a server, threads take turns in Python, and a second one for reads cost more than they did.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recpipe.kit import ColdStore, keep_to_one_core, one_thread
+from recpipe.kit import SsdStore, keep_to_one_core, one_thread
 from recpipe.plugin import RowIds, UserError
 from recpipe_sdm.admission import Admission
+from recpipe_sdm.looks import Look, Places, Reads
 from recpipe_sdm.ring import EMPTY, Ring
 
-Places = NDArray[np.int32]
-PRUNED = -2
-"""In the index: the row is neither in DRAM nor on the SSD, and adds nothing."""
+PRUNED = -1
+"""In the index: the row is neither in DRAM nor on the SSD, and adds nothing. FBGEMM's number for that."""
 AT_A_TIME = 256
 """Rows that change places, or are replaced, before others may use the disk."""
 PAUSE = 1e-3
 """Seconds in which they may."""
+READ_AT_ONCE = 256
+"""Blocks that are read at a time for batches."""
+NOTED, MOST_NOTED = 32, 1 << 16
+"""Batches and lookups that are noted, at most, before they are counted: together they cost less."""
 
 
-@dataclass
-class Reads:
-    """What was looked up and moved since the tier was made."""
+class _Flight(NamedTuple):
+    """Rows (distinct, ascending) that are being read into the places from ``first`` on, and the tier's
+    ``changes`` when that began."""
 
-    batches: int = 0
-    lookups: int = 0
-    missed: int = 0
-    """Lookups whose row had no slot in DRAM."""
-    rows_read: int = 0
-    """Rows that were read because they were missed, or were about to be."""
-    rows_ahead: int = 0
-    """Those of them that were read before their batch was scored."""
-    admitted: int = 0
-    """Rows that were given a slot since the tier was made."""
-    replaced: int = 0
-    """Rows that an update has changed."""
+    rows: RowIds
+    first: int
+    changes: int
 
 
 class TieredRows:
@@ -66,37 +63,50 @@ class TieredRows:
         buffer: where rows are put, uint8 [len(hot) + 2 * room, bytes of a row]; None: memory of its own.
         pruned: rows that add nothing to a lookup, int64 [n].
         using: the lock, if other tiers are looked up at the same time.
+        index: where the places of rows are written, int32 [rows]; None: memory of its own.
 
-    ``found`` gives a batch's places; ``ahead`` reads what a batch to come will miss.
+    ``Tiers`` finds a batch's places.
     """
 
     def __init__(
         self,
-        store: ColdStore,
+        store: SsdStore,
         hot: RowIds,
         room: int,
         admission: Admission | None = None,
         buffer: torch.Tensor | None = None,
         pruned: RowIds | None = None,
         using: threading.Lock | None = None,
+        index: Places | None = None,
     ) -> None:
         self.store, self.room, self.slots = store, room, len(hot)
         self.admission = admission
-        self.reads = Reads()
+        self._reads = Reads()
         self.ring = Ring(self.slots, 2 * room)
         shape = (self.slots + 2 * room, 4 * store.layout.width)
         self.buffer = torch.empty(shape, dtype=torch.uint8) if buffer is None else buffer
         """All slots, then the ring's places, uint8 [slots + 2 * room, bytes of a row]."""
-        self.index: Places = np.full(store.layout.total_rows, EMPTY, np.int32)
-        """The place of every row; -1: it is on the SSD alone, ``PRUNED``: it is nowhere."""
+        self.index: Places = np.empty(store.layout.total_rows, np.int32) if index is None else index
+        """The place of every row; ``EMPTY``: it is on the SSD alone, ``PRUNED``: it is nowhere."""
+        self.index[:] = EMPTY
         if pruned is not None:
             self.index[pruned] = PRUNED
         # A server's threads take turns in Python: numpy's operators leave it to nobody, and torch's do.
         self.using = using or threading.Lock()
         """Held while a place or the index is used."""
+        self.reading = threading.RLock()
+        """Held while rows are read for batches; taken before the other two."""
         self.disk = threading.RLock()
         """Held while the store is used; taken before ``using``, never after it."""
+        self.changes = 0
+        """Another number once rows on the SSD have changed, and an odd one while they do."""
+        self.admissions = 0
+        """Changes of the rows that have slots."""
         self._words: NDArray[np.float32] = self.buffer.numpy().view(np.float32)
+        self._reader = store.reader(READ_AT_ONCE)
+        self._flight: _Flight | None = None
+        self._noted: list[Look] = []
+        self._lookups = 0
         self._thread = ThreadPoolExecutor(1, "recpipe-sdm", keep_to_one_core)
         with one_thread():  # setting torch's number of threads also applies to all future threads
             self._thread.submit(int).result()
@@ -105,51 +115,132 @@ class TieredRows:
         for start in range(0, len(hot), 65_536):
             self._admit(hot[start : start + 65_536], np.arange(len(hot))[start : start + 65_536])
 
-    def ahead(self, rows: RowIds) -> None:
-        """Read those of ``rows`` (int64 [N], with repeats) that are not in DRAM. Nothing has to follow:
-        batches find their rows without it, later. ``StoreError`` if a row cannot be read."""
-        if not (self.index[rows] == EMPTY).any():
+    def look(self, rows: RowIds) -> Look:
+        """Where ``rows`` (int64 [N], with repeats) are now."""
+        with self.using:
+            places = self.index[rows]
+            # As unsigned numbers, what has no place is above all slots.
+            cold = np.flatnonzero(places.view(np.uint32) >= self.slots)
+            return Look(rows, places, cold, self.admissions)
+
+    def ahead(self, look: Look) -> None:
+        """Begin to read the rows that are not in DRAM, and return. Nothing has to follow: batches find their
+        rows without it, later. ``StoreError`` if the disk fails at once."""
+        with self.reading:
+            self.land()
+            with self.using:
+                flight = self._missing(look)
+            if flight is not None:
+                self._reader.start(flight.rows)
+                self._flight = flight
+
+    def land(self) -> None:
+        """Wait for the rows that ``ahead`` began to read. One that cannot be read is named by ``read``."""
+        if self._flight is None:
             return
-        with self.disk:
-            before = self.reads.rows_read
-            self.read(rows)
-            self.reads.rows_ahead += self.reads.rows_read - before
+        with self.reading:
+            flight, self._flight = self._flight, None
+            if flight is not None:
+                with suppress(UserError):
+                    self._reads.rows_ahead += self._landed(flight)
 
-    def read(self, rows: RowIds) -> None:
-        """The same, with ``disk`` held: all are in DRAM until it is released."""
+    def read(self, look: Look) -> None:
+        """Read the rows that are not in DRAM, with ``reading`` held: all are there until it is released.
+        ``StoreError`` if one cannot be read."""
+        self.land()
+        undisturbed = True
         while True:
-            with self.using:
-                places = self.index[rows]
-                if not (places == EMPTY).any():
+            # An update may write what is being read: the second time it has to wait.
+            with nullcontext() if undisturbed else self.disk:
+                with self.using:
+                    flight = None if self.settled(look) else self._missing(look)
+                if flight is None:
                     return
-                cold = np.unique(rows[self._cold(places)])
-                if len(cold) > self.room:
-                    raise ValueError(f"a batch misses {len(cold)} rows, and there is room for {self.room}")
-                self.ring.grow(len(cold))
-                missing = cold[self.index[cold] == EMPTY]
-                first = self.ring.take(missing, self.index)
-            # Nobody knows these places yet.
-            self.store.gather(missing, self._words[first : first + len(missing)])
-            with self.using:
-                self.index[missing] = np.arange(first, first + len(missing))
-            self.reads.rows_read += len(missing)
+                self._reader.start(flight.rows)
+                undisturbed = self._landed(flight) > 0
 
-    def _cold(self, places: Places) -> NDArray[np.bool_]:
-        """Which of ``places`` are no slots."""
-        cold: NDArray[np.bool_] = (places == EMPTY) | (places >= self.slots)
-        return cold
+    def settled(self, look: Look) -> bool:
+        """Bring ``look`` up to date, with ``using`` held; whether all of its rows are in DRAM then."""
+        if look.admissions != self.admissions:
+            look.places, look.admissions = self.index[look.rows], self.admissions
+            look.cold = np.flatnonzero(look.places.view(np.uint32) >= self.slots)
+        if not len(look.cold):
+            return True
+        # Other rows have kept their slots.
+        now = self.index[look.rows[look.cold]]
+        look.places[look.cold] = now
+        return bool(now.min() != EMPTY)
 
-    def looked_up(self, rows: RowIds, places: Places) -> None:
-        """Note that a batch looks up ``rows``, which had these ``places`` when it came."""
-        missed = self._cold(places)
-        self.reads.batches += 1
-        self.reads.lookups += len(rows)
-        self.reads.missed += int(missed.sum())
+    def _missing(self, look: Look) -> _Flight | None:
+        """Places for those of its rows that are not in DRAM, with ``using`` held; None if all are."""
+        cold = look.rows[look.cold]
+        missing = cold[self.index[cold] == EMPTY]
+        if not len(missing):
+            return None
+        if len(cold) > self.room:
+            cold = np.unique(cold)
+            if len(cold) > self.room:
+                raise ValueError(f"a batch misses {len(cold)} rows, and there is room for {self.room}")
+        missing.sort()
+        first = np.ones(len(missing), bool)
+        np.not_equal(missing[1:], missing[:-1], out=first[1:])
+        missing = missing[first]
+        self.ring.grow(len(cold))
+        return _Flight(missing, self.ring.take(missing, self.index), self.changes)
+
+    def _landed(self, flight: _Flight) -> int:
+        """Wait for these rows; how many can be looked up then: none if some have changed meanwhile."""
+        end = flight.first + len(flight.rows)
+        try:
+            self._reader.finish(self._words[flight.first : end])  # nobody knows these places yet
+        except UserError:
+            if self._as_it_was(flight):
+                raise
+            return 0
+        with self.using:
+            if not self._as_it_was(flight):
+                return 0
+            rows, places = flight.rows, np.arange(flight.first, end)
+            lacking = self.index[rows] == EMPTY
+            if not lacking.all():  # the others have got a slot meanwhile
+                rows, places = rows[lacking], places[lacking]
+            self.index[rows] = places
+        self._reads.rows_read += len(flight.rows)
+        return len(flight.rows)
+
+    def _as_it_was(self, flight: _Flight) -> bool:
+        return flight.changes == self.changes and not self.changes % 2
+
+    def note(self, look: Look) -> None:
+        """Note that a batch looks these rows up, with ``using`` held."""
+        self._noted.append(look)
+        self._lookups += len(look.rows)
+        if len(self._noted) >= NOTED or self._lookups >= MOST_NOTED:
+            self._count()
+
+    def _count(self) -> None:
+        """Count what is noted, with ``using`` held."""
+        noted, self._noted, self._lookups = self._noted, [], 0
+        if not noted:
+            return
+        rows = np.concatenate([look.rows for look in noted])
+        places = np.concatenate([look.places for look in noted])
+        missed = (places == EMPTY) | (places >= self.slots)
+        self._reads.batches += len(noted)
+        self._reads.lookups += len(rows)
+        self._reads.missed += int(missed.sum())
         if self.admission is None:
             return
-        self.admission.count(torch.from_numpy(rows), rows[missed])
-        if self.admission.due and (self._change is None or self._change.done()):
+        self.admission.count(torch.from_numpy(rows), rows[missed], len(noted))
+        if self.admission.due and not self.closed and (self._change is None or self._change.done()):
             self._change = self._thread.submit(self._exchange, self.admission)
+
+    @property
+    def reads(self) -> Reads:
+        """What was looked up and moved so far."""
+        with self.using:
+            self._count()
+        return self._reads
 
     def _exchange(self, admission: Admission) -> None:
         """Give slots to rows that are looked up more than those that have them."""
@@ -159,13 +250,14 @@ class TieredRows:
             with self.disk, suppress(UserError):  # a row that cannot be read is named where it is asked for
                 slots = self.index[leaving[part]].astype(np.int64)
                 self._admit(entering[part], slots, leaving[part])
-                self.reads.admitted += len(slots)
+                self._reads.admitted += len(slots)
             time.sleep(PAUSE)
 
     def _admit(self, rows: RowIds, slots: NDArray[np.int64], leaving: RowIds | None = None) -> None:
         came = np.empty((len(rows), self._words.shape[1]), np.float32)
         self.store.gather(rows, came)
         with self.using:
+            self.admissions += 1
             if leaving is not None:
                 self.index[leaving] = EMPTY
             self._words[slots] = came
@@ -183,13 +275,23 @@ class TieredRows:
             differ = (old.view(np.int32) != words.view(np.int32)).any(axis=1)
             rows, words = rows[differ], words[differ]
             if len(rows):
-                self.store.scatter(rows, words)
-                with self.using:
-                    places = self.index[rows]
-                    here = np.flatnonzero(places >= 0)
-                    self._words[places[here]] = words[here]
-                    self.reads.replaced += len(rows)
+                self._write(rows, words)
         return len(rows)
+
+    def _write(self, rows: RowIds, words: NDArray[np.float32]) -> None:
+        """Replace these rows, with ``disk`` held."""
+        with self.using:
+            self.changes += 1
+        try:
+            self.store.scatter(rows, words)
+            with self.using:
+                places = self.index[rows]
+                here = np.flatnonzero(places >= 0)
+                self._words[places[here]] = words[here]
+                self._reads.replaced += len(rows)
+        finally:
+            with self.using:
+                self.changes += 1
 
     @property
     def dram_bytes(self) -> int:
@@ -205,31 +307,8 @@ class TieredRows:
 
     def close(self) -> None:
         """Wait for reads and close the store. Calling it again does nothing."""
+        self.closed = True
         self._thread.shutdown(wait=True)
-        with self.disk:
-            self.closed = True
+        with self.reading, self.disk:
+            self._flight = None
             self.store.close()
-
-
-@contextmanager
-def found(
-    tiers: Sequence[TieredRows], rows: Sequence[RowIds], using: threading.Lock
-) -> Iterator[list[torch.Tensor]]:
-    """The place in its tier's buffer of each row that a batch looks up, int64 [N] for each tier; -1 for a
-    pruned one. They are valid in the block. ``rows``: int64 [N] for each tier, with repeats. ``using``: the
-    tiers' lock. ``StoreError`` if a row cannot be read."""
-    with ExitStack() as held:
-        at_first = held.enter_context(ExitStack())
-        at_first.enter_context(using)
-        places = [tier.index[own] for tier, own in zip(tiers, rows, strict=True)]
-        for tier, own, at in zip(tiers, rows, places, strict=True):
-            tier.looked_up(own, at)
-        if any((at == EMPTY).any() for at in places):
-            at_first.close()
-            for tier in tiers:
-                held.enter_context(tier.disk)
-            for tier, own in zip(tiers, rows, strict=True):
-                tier.read(own)
-            held.enter_context(using)
-            places = [tier.index[own] for tier, own in zip(tiers, rows, strict=True)]
-        yield [torch.from_numpy(np.maximum(at, EMPTY, dtype=np.int64)) for at in places]

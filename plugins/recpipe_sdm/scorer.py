@@ -11,9 +11,10 @@ import torch
 
 from recpipe.kit import Lookup, LookupCall, Scorer, offsets_of
 from recpipe.plugin import RowIds, UserError
+from recpipe_sdm.looks import Places
 from recpipe_sdm.pooled import Bags
-from recpipe_sdm.rows import found
 from recpipe_sdm.tables import TieredTables, Tiering, tiered_tables
+from recpipe_sdm.tiers import Looks
 
 
 class TieredLookup(Lookup):
@@ -22,52 +23,56 @@ class TieredLookup(Lookup):
     def __init__(self, found: dict[str, Any], names: list[str], tables: TieredTables) -> None:
         super().__init__(found, names, tables)
         own = [table for _, table in found["parts"]]
-        groups = [tables.group_of(table) for table in own]
-        bases = [tables.groups[g].base[name] if g >= 0 else 0 for name, g in zip(own, groups, strict=True)]
-        self.group, self.base = np.array(groups), np.array(bases)
-        """Of each part: its table's group, -1 for one in DRAM, and the number of its row 0 there."""
-        self.only = groups[0] if len(set(groups)) == 1 else None
-        """The group of all parts, if they have one."""
+        bases = [tables.bases.get(table) for table in own]
+        self.tiered = np.array([base is not None for base in bases])
+        """Of each part: whether its rows are on the SSD."""
+        self.base = np.array([base for base in bases if base is not None], np.int64)
+        """Of each such part: the number of its table's row 0."""
         dims = {tables.about[table]["dimension"] for table in own}
         self.width = dims.pop() if len(dims) == 1 and not self.sequence else None
         """Of each part's sums; None: they differ, or rows are not pooled."""
         mean = found["pooling"] == "mean"
         self.numbers = torch.tensor(
-            [
-                2 * list(tables.about).index(t) + mean if g >= 0 else -1
-                for t, g in zip(own, groups, strict=True)
-            ]
+            [2 * list(tables.about).index(t) + mean if t in tables.bases else -1 for t in own]
         )
         """Of each part: a number for its table and pooling, -1 for one in DRAM."""
 
-    def wanted(self, ids: torch.Tensor, offsets: torch.Tensor, groups: int) -> Wanted:
-        """For each group which of the ids (arranged) are of its tables, and their rows' numbers there."""
-        nothing: RowIds = np.empty(0, np.int64)
-        found: Wanted = [(nothing, nothing)] * groups
-        if self.only == -1:
-            return found
-        counts = np.diff(offsets.numpy()[:: (len(offsets) - 1) // len(self.group)])
-        rows = ids.numpy() + np.repeat(self.base, counts)
-        if self.only is not None:
-            found[self.only] = (slice(None), rows)
-            return found
-        group = np.repeat(self.group, counts)
-        for index in range(groups):
-            at = np.flatnonzero(group == index)
-            found[index] = (at, rows[at])
-        return found
-
-
-Wanted = list[tuple[RowIds | slice, RowIds]]
+    def asked(self, ids: torch.Tensor, offsets: torch.Tensor) -> _Asked:
+        """What these ids (arranged) ask for."""
+        here = self.rows_of(ids, offsets)
+        nothing = np.empty(0, np.int64)
+        if not len(self.base):
+            return _Asked(self, offsets, here, nothing, nothing)
+        ends = offsets.numpy()[:: (len(offsets) - 1) // len(self.tiered)]
+        counts = ends[1:] - ends[:-1]
+        if len(self.base) == len(self.tiered):
+            return _Asked(self, offsets, here, None, ids.numpy() + np.repeat(self.base, counts))
+        at = np.flatnonzero(np.repeat(self.tiered, counts))
+        return _Asked(self, offsets, here, at, ids.numpy()[at] + np.repeat(self.base, counts[self.tiered]))
 
 
 class _Asked(NamedTuple):
-    """What one lookup asks for: its ids arranged, their offsets, and of each group what ``wanted`` says."""
+    """What one lookup asks for. ``here``: of each id its row, if its table is in DRAM; ``at``: those whose
+    table is on the SSD, None for all; ``rows``: their numbers over all tiers."""
 
     lookup: TieredLookup
-    ids: torch.Tensor
     offsets: torch.Tensor
-    wanted: Wanted
+    here: torch.Tensor
+    at: RowIds | None
+    rows: RowIds
+
+    def pooled(self, places: Places) -> torch.Tensor:
+        """The lookup's result, where ``rows`` have these places."""
+        if self.at is None:
+            # FBGEMM takes numbers of either type, but one for both. For small arrays numpy keeps Python's
+            # lock, which torch's operators leave to a server's other thread for a while.
+            offsets = torch.from_numpy(self.offsets.numpy().astype(np.int32))
+            return self.lookup.pooled(torch.from_numpy(places), offsets)
+        if not len(self.at):
+            return self.lookup.pooled(self.here, self.offsets)
+        found = self.here.clone()
+        found.numpy()[self.at] = places
+        return self.lookup.pooled(found, self.offsets)
 
 
 class _Kept(NamedTuple):
@@ -78,10 +83,27 @@ class _Kept(NamedTuple):
     sums: torch.Tensor
 
 
+class _Plan(NamedTuple):
+    """What the lookups ``calls`` ask for but sums that are kept, and these. ``looks``: of all rows on the
+    SSD. ``version``: of the rows when it was made."""
+
+    calls: list[LookupCall]
+    version: int
+    asked: list[_Asked]
+    kept: list[_Kept | None]
+    looks: Looks
+
+    def is_of(self, calls: list[LookupCall], version: int) -> bool:
+        """Whether it is for these lookups, and for rows of this version, where sums are kept."""
+        if any(known is not None for known in self.kept) and version != self.version:
+            return False
+        return self.calls is calls
+
+
 class TieredScorer(Scorer):
     """As ``Scorer``, with the same bits, for a package whose tables are kept as ``how`` says.
 
-    One thread scores, another one may call ``ahead`` meanwhile. ``earlier``: another package's, whose rows
+    One thread scores and calls ``ahead``. ``earlier``: another package's, whose rows
     become this one's while it scores; None: new tables are made.
     """
 
@@ -89,6 +111,8 @@ class TieredScorer(Scorer):
 
     def __init__(self, directory: Path, how: Tiering, earlier: TieredScorer | None = None) -> None:
         self.how, self._earlier = how, earlier
+        self._next: _Plan | None = None
+        """Of the batch that was read ahead."""
         super().__init__(directory)
 
     def make_tables(self) -> TieredTables:
@@ -111,31 +135,30 @@ class TieredScorer(Scorer):
         return TieredLookup(found, names if features is None else features, self.tables)
 
     def ahead(self, calls: list[LookupCall]) -> None:
-        """Read the rows that these lookups will miss. Nothing has to follow."""
-        asked, _ = self._asked(calls)
-        for group, rows in zip(self.tables.groups, self._rows(asked), strict=True):
-            with suppress(UserError):  # a row that cannot be read is named when it is scored
-                group.tier.ahead(rows)
+        """Begin to read the rows that these lookups will miss, and return. Nothing has to follow."""
+        self._next = self._planned(calls)
+        with suppress(UserError):  # a row that cannot be read is named when it is scored
+            self.tables.tiers.ahead(self._next.looks)
 
     def pooled(self, calls: list[LookupCall]) -> list[torch.Tensor]:
         """What the lookups find; all rows that they miss are read together. ``StoreError`` names a row that
         cannot be read."""
-        asked, kept = self._asked(calls)
-        tiers = [group.tier for group in self.tables.groups]
-        with found(tiers, self._rows(asked), self.tables.using) as places:
-            parts = [
-                torch.split(own, [len(one.wanted[index][1]) for one in asked])
-                for index, own in enumerate(places)
-            ]
-            results = [self._pooled(one, [own[n] for own in parts]) for n, one in enumerate(asked)]
-            for one, known, result in zip(asked, kept, results, strict=True):
+        plan, self._next = self._next, None
+        if plan is None or not plan.is_of(calls, self.tables.version):
+            plan = self._planned(calls)
+        with self.tables.tiers.found(plan.looks) as places:
+            results, start = [], 0
+            for one in plan.asked:
+                end = start + len(one.rows)
+                results.append(one.pooled(places[start:end]))
+                start = end
+            for one, known, result in zip(plan.asked, plan.kept, results, strict=True):
                 if known is not None:
                     self._keep(one.lookup, known, result)
         return results
 
-    def _asked(self, calls: list[LookupCall]) -> tuple[list[_Asked], list[_Kept | None]]:
-        """What the lookups ask for but sums that are kept, and these."""
-        asked, kept = [], []
+    def _planned(self, calls: list[LookupCall]) -> _Plan:
+        version, asked, rows, kept = self.tables.version, [], [], []
         for lookup, ids, offsets, samples in calls:
             assert isinstance(lookup, TieredLookup)
             ids, offsets = lookup.arranged(ids, offsets, samples)
@@ -146,17 +169,19 @@ class TieredScorer(Scorer):
                 others[known.bags.at[known.hit]] = False
                 ids = ids[others.repeat_interleave(lengths)]
                 offsets = offsets_of(lengths * others)
-            wanted = lookup.wanted(ids, offsets, len(self.tables.groups))
-            asked.append(_Asked(lookup, ids, offsets, wanted))
+            asked.append(lookup.asked(ids, offsets))
+            rows.append(asked[-1].rows)
             kept.append(known)
-        return asked, kept
+        filled = [own for own in rows if len(own)]
+        looks = self.tables.tiers.look(filled[0] if len(filled) == 1 else np.concatenate(rows))
+        return _Plan(calls, version, asked, kept, looks)
 
     def _known(self, lookup: TieredLookup, ids: torch.Tensor, offsets: torch.Tensor) -> _Kept | None:
         if self.tables.bags is None or lookup.width is None:
             return None
         tables = lookup.numbers.repeat_interleave((len(offsets) - 1) // len(lookup.numbers))
         bags = self.tables.bags.bags(tables, ids, offsets)
-        with self.tables.using:
+        with self.tables.tiers.using:
             return _Kept(bags, *self.tables.bags.sums(bags, self.tables.version))
 
     def _keep(self, lookup: TieredLookup, known: _Kept, result: torch.Tensor) -> None:
@@ -173,30 +198,14 @@ class TieredScorer(Scorer):
         self.tables.bags.asked += len(hit)
         self.tables.bags.found += int(hit.count_nonzero())
 
-    def _rows(self, asked: list[_Asked]) -> list[RowIds]:
-        """For each group the rows that are asked for, int64 [N]."""
-        groups = range(len(self.tables.groups))
-        return [np.concatenate([one.wanted[index][1] for one in asked]) for index in groups]
-
-    def _pooled(self, asked: _Asked, places: list[torch.Tensor]) -> torch.Tensor:
-        lookup = asked.lookup
-        if lookup.only is not None and lookup.only >= 0:
-            return lookup.pooled(places[lookup.only], asked.offsets)
-        rows = lookup.rows_of(asked.ids, asked.offsets)
-        if lookup.only is None:
-            rows = rows.clone()
-            for (here, _), own in zip(asked.wanted, places, strict=True):
-                rows[torch.from_numpy(here)] = own
-        return lookup.pooled(rows, asked.offsets)
-
     @property
     def dram_bytes(self) -> int:
         """Rows in DRAM, indexes, sums of bags, and what reading takes."""
         kept = 0 if self.tables.bags is None else self.tables.bags.nbytes
-        return self.tables.whole_bytes + kept + sum(group.tier.dram_bytes for group in self.tables.groups)
+        return self.tables.whole_bytes + kept + sum(tier.dram_bytes for tier in self.tables.tiers.tiers)
 
     def close(self) -> None:
         """Wait for reads, and remove the rows from the SSD: the package has them. Calling it again does
         nothing."""
-        for group in self.tables.groups:
-            group.tier.close()
+        for tier in self.tables.tiers.tiers:
+            tier.close()

@@ -22,8 +22,10 @@ from recpipe.plugin import RowIds, UserError
 from recpipe_sdm.admission import Admission
 from recpipe_sdm.budget import Counts, Plan, Size, planned
 from recpipe_sdm.files import Bytes, RowFile
+from recpipe_sdm.looks import Places
 from recpipe_sdm.pooled import PooledBags
 from recpipe_sdm.rows import PAUSE, TieredRows
+from recpipe_sdm.tiers import Tiers
 
 log = logging.getLogger("recpipe")
 STAGING_BYTES = 1 << 20
@@ -56,16 +58,18 @@ class Tiering:
 
 @dataclass(frozen=True)
 class Group:
-    """Tables whose rows have the same size, in one tier; ``base``: the number of each one's row 0."""
+    """Tables whose rows have the same size, in one tier; ``base``: the number of each one's row 0 there, and
+    ``first``: that of its own row 0 over all tiers."""
 
     base: Mapping[str, int]
     tier: TieredRows
+    first: int
 
 
 class TieredTables(Tables):
     """What ``Lookup`` reads, and the tiers: ``rows`` are whole tables, then the places of each group,
-    ``starts`` where each table begins, or its group's places. ``using`` is held while rows are looked up or
-    changed. ``whole_bytes``: of the tables in DRAM."""
+    ``starts`` where each table begins, or its group's places. ``bases``: of each table on the SSD the number
+    of its row 0 over all tiers. ``whole_bytes``: of the tables in DRAM."""
 
     def __init__(
         self,
@@ -74,15 +78,15 @@ class TieredTables(Tables):
         starts: dict[str, int],
         files: Mapping[str, RowFile],
         groups: list[Group],
-        using: threading.Lock,
+        tiers: Tiers,
         bags: PooledBags | None,
     ) -> None:
         self.bags = bags
         self.replaced = 0
         """Rows of whole tables that updates have changed."""
-        self.about, self.rows, self.starts, self.groups, self.using = about, rows, starts, groups, using
-        on_disk = {name for group in groups for name in group.base}
-        self.whole = {name: file for name, file in files.items() if name not in on_disk}
+        self.about, self.rows, self.starts, self.groups, self.tiers = about, rows, starts, groups, tiers
+        self.bases = {name: group.first + base for group in groups for name, base in group.base.items()}
+        self.whole = {name: file for name, file in files.items() if name not in self.bases}
         self.places = {
             name: torch.from_numpy(file.places)
             for name, file in self.whole.items()
@@ -93,12 +97,8 @@ class TieredTables(Tables):
 
     @property
     def version(self) -> int:
-        """Another number once rows on the SSD were replaced; read it with ``using`` held."""
-        return sum(group.tier.reads.replaced for group in self.groups)
-
-    def group_of(self, table: str) -> int:
-        """The index of the table's group; -1 if its rows are all in DRAM."""
-        return next((i for i, group in enumerate(self.groups) if table in group.base), -1)
+        """Another number once rows on the SSD were replaced."""
+        return sum(group.tier.changes for group in self.groups)
 
     def become(self, directory: Path, about: dict[str, Any]) -> int:
         """Replace the rows that differ in the package ``directory``, while they are looked up; returns how
@@ -120,10 +120,9 @@ class TieredTables(Tables):
         return changed
 
     def _become(self, name: str, file: RowFile) -> int:
-        changed, index = 0, self.group_of(name)
-        if index < 0:
+        changed, group = 0, next((group for group in self.groups if name in group.base), None)
+        if group is None:
             return self._replace_whole(name, file)
-        group = self.groups[index]
         for start in range(0, file.ids, AT_A_TIME):
             values = file.rows(start, min(start + AT_A_TIME, file.ids))
             rows = group.base[name] + np.arange(start, start + len(values))
@@ -137,7 +136,7 @@ class TieredTables(Tables):
             values = file.stored(start, min(start + AT_A_TIME, len(own)))
             part = own[start : start + len(values)]
             differ = (part != values).any(axis=1)
-            with self.using:
+            with self.tiers.using:
                 part[differ] = values[differ]
             changed += int(differ.sum())
         self.replaced += changed
@@ -168,8 +167,11 @@ class _Part:
     def places(self) -> int:
         return self.slots + 2 * self.room
 
-    def group(self, how: Tiering, buffer: torch.Tensor, using: threading.Lock) -> Group:
-        """Put the rows on the SSD, and the first ones into ``buffer``."""
+    def group(
+        self, how: Tiering, buffer: torch.Tensor, using: threading.Lock, index: Places, start: int
+    ) -> Group:
+        """Put the rows on the SSD, and the first ones into ``buffer``. Theirs is the part of ``index`` that
+        begins at ``start``."""
         layout = self.layout
 
         def fill(table: str, start: int, stop: int) -> NDArray[np.float32]:
@@ -185,10 +187,10 @@ class _Part:
             np.flatnonzero(f.places < 0) + base[n] for n, f in self.files.items() if f.places is not None
         ]
         admission = self._admission(how, base) if how.adapts else None
-        tier = TieredRows(
-            store, first, self.room, admission, buffer, np.concatenate(pruned) if pruned else None, using
-        )
-        return Group(base, tier)
+        nowhere = np.concatenate(pruned) if pruned else None
+        own = index[start : start + layout.total_rows]
+        tier = TieredRows(store, first, self.room, admission, buffer, nowhere, using, own)
+        return Group(base, tier, start)
 
     def _admission(self, how: Tiering, base: Mapping[str, int]) -> Admission:
         counts = np.zeros(self.layout.total_rows, np.int32)
@@ -229,11 +231,14 @@ def tiered_tables(directory: Path, about: dict[str, Any], how: Tiering) -> Tiere
         for start in range(0, len(own), 1 << 16):
             own[start : start + (1 << 16)] = files[name].stored(start, min(start + (1 << 16), len(own)))
     groups, using = [], threading.Lock()
-    for part, begin in zip(parts, begins[len(whole) :], strict=False):
+    first = list(accumulate((part.layout.total_rows for part in parts), initial=0))
+    index = np.empty(first[-1], np.int32)
+    for part, begin, number in zip(parts, begins[len(whole) :], first, strict=False):
         starts |= dict.fromkeys(part.files, begin)
         places = buffer[begin:][: part.places * part.width].view(part.places, part.width)
-        groups.append(part.group(how, places, using))
-    return TieredTables(about, buffer, starts, files, groups, using, bags if bags.size else None)
+        groups.append(part.group(how, places, using, index, number))
+    tiers = Tiers([group.tier for group in groups], using)
+    return TieredTables(about, buffer, starts, files, groups, tiers, bags if bags.size else None)
 
 
 def _size(file: RowFile) -> Size:

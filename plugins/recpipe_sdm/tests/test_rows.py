@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from recpipe_sdm.admission import Admission
+from recpipe_sdm.looks import Look
 from recpipe_sdm.ring import Ring
-from recpipe_sdm.rows import TieredRows, found
+from recpipe_sdm.rows import TieredRows
+from recpipe_sdm.tiers import Tiers
 
 from recpipe.errors import StoreError
 from recpipe.plugin import RowIds
@@ -48,8 +50,16 @@ def batches(count: int, drift: int = 0) -> Iterator[RowIds]:
         yield (rng.zipf(1.2, BATCH) + drift * number) % ROWS
 
 
+@contextmanager
+def found(tier: TieredRows, rows: RowIds) -> Iterator[torch.Tensor]:
+    """Their places."""
+    tiers = Tiers([tier], tier.using)
+    with tiers.found(tiers.look(rows)) as places:
+        yield torch.from_numpy(places)
+
+
 def bytes_of(tier: TieredRows, rows: RowIds) -> Bytes:
-    with found([tier], [rows], tier.using) as (places,):
+    with found(tier, rows) as places:
         return tier.buffer[places].numpy().copy()
 
 
@@ -62,7 +72,7 @@ def wrong_batches(tier: TieredRows, table: Bytes, count: int = 60, drift: int = 
         rng = np.random.default_rng(5)
         while not ended.is_set():
             for ids in batches(count, drift):
-                tier.ahead(ids if rng.random() < 0.7 else rng.integers(0, ROWS, 50))
+                tier.ahead(tier.look(ids if rng.random() < 0.7 else rng.integers(0, ROWS, 50)))
 
     reader = threading.Thread(target=read_ahead)
     reader.start()
@@ -99,7 +109,7 @@ def test_a_place_that_is_given_away_must_be_forgotten(
 def during_a_lookup(tier: TieredRows, rows: RowIds, change: Callable[[], None]) -> Bytes:
     """What a lookup finds while another thread makes a ``change``."""
     other = threading.Thread(target=change)
-    with found([tier], [rows], tier.using) as (places,):
+    with found(tier, rows) as places:
         other.start()
         other.join(0.3)
         seen = tier.buffer[places].numpy().copy()
@@ -137,7 +147,7 @@ def test_what_was_read_ahead_and_never_scored_takes_no_more_room(store: SsdStore
     tier = TieredRows(store, np.arange(500), ROWS - 500)
     rng = np.random.default_rng(3)
     for _ in range(100):
-        tier.ahead(rng.integers(500, ROWS, 20))
+        tier.ahead(tier.look(rng.integers(500, ROWS, 20)))
     assert tier.ring.size <= 4 * 20
     assert int((tier.index >= 500).sum()) <= tier.ring.size
     at = tier.index[500:]
@@ -149,8 +159,60 @@ def test_what_was_read_ahead_and_never_scored_takes_no_more_room(store: SsdStore
 def test_a_row_that_is_replaced_after_it_was_read_ahead_is_the_new_one(store: SsdStore, table: Bytes) -> None:
     tier = TieredRows(store, np.arange(500), BATCH)
     rows = np.arange(900, 1000)
-    tier.ahead(rows)
+    tier.ahead(tier.look(rows))
     assert tier.replace(rows, 255 - table[rows]) == 100
+    assert np.array_equal(bytes_of(tier, rows), 255 - table[rows])
+    tier.close()
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_rows_that_get_slots_after_a_look_are_found_there(
+    counted: bool, store: SsdStore, table: Bytes
+) -> None:
+    """And those that lost theirs are read. Not if nobody says that slots have changed."""
+    tier = TieredRows(store, np.arange(500), BATCH)
+    tiers, rows = Tiers([tier], tier.using), np.array([3, 3, 700, 900, 499])
+    looks = tiers.look(rows)
+    tiers.ahead(looks)
+    tier._admit(np.array([700, 901]), np.array([3, 499]), np.array([3, 499]))
+    if not counted:
+        tier.admissions -= 1
+    with tiers.found(looks) as places:
+        seen = tier.buffer[torch.from_numpy(places)].numpy().copy()
+    assert np.array_equal(seen, table[rows]) == counted
+    tier.close()
+
+
+def test_rows_that_lose_their_slots_once_others_were_read_are_read_too(
+    store: SsdStore, table: Bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, read = TieredRows(store, np.arange(500), BATCH), TieredRows.read
+    rows, exchanges = np.array([3, 700, 499]), [(np.array([900]), np.array([3]), np.array([3]))]
+
+    def read_and_exchange(own: TieredRows, look: Look) -> None:
+        read(own, look)
+        if exchanges:
+            own._admit(*exchanges.pop())
+
+    monkeypatch.setattr(TieredRows, "read", read_and_exchange)
+    assert np.array_equal(bytes_of(tier, rows), table[rows])
+    assert not exchanges
+    tier.close()
+
+
+def test_rows_that_change_while_they_are_read_are_read_again(store: SsdStore, table: Bytes) -> None:
+    tier = TieredRows(store, np.arange(500), BATCH)
+    rows = np.arange(900, 1000)
+    scatter = store.scatter
+
+    def read_meanwhile(own: RowIds, records: NDArray[np.float32]) -> None:
+        tier.ahead(tier.look(rows))
+        tier.land()
+        scatter(own, records)
+
+    store.scatter = read_meanwhile  # type: ignore[method-assign]
+    assert tier.replace(rows, 255 - table[rows]) == 100
+    assert tier.reads.rows_ahead == 0
     assert np.array_equal(bytes_of(tier, rows), 255 - table[rows])
     tier.close()
 
@@ -200,7 +262,7 @@ def test_only_rows_that_differ_are_written(store: SsdStore, table: Bytes) -> Non
 def test_pruned_rows_have_no_place_and_are_never_read(store: SsdStore) -> None:
     tier = TieredRows(store, np.arange(500), BATCH, Admission(ROWS, every=1), pruned=np.arange(2500, ROWS))
     for _ in range(4):
-        with found([tier], [np.array([2600, 3, 2999])], tier.using) as (places,):
+        with found(tier, np.array([2600, 3, 2999])) as places:
             assert places.tolist() == [-1, 3, -1]
     assert (tier.reads.missed, tier.reads.rows_read, tier.reads.admitted) == (0, 0, 0)
     tier.close()

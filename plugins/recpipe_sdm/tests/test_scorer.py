@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import numpy as np
 import pytest
 import torch
 from recpipe_sdm import tables as tables_module
+from recpipe_sdm.admission import Admission
 from recpipe_sdm.budget import Lookups, Size, hot_rows, index_bytes, planned
+from recpipe_sdm.looks import Look
 from recpipe_sdm.plugin import SDM
 from recpipe_sdm.pooled import Bags, PooledBags
-from recpipe_sdm.rows import TieredRows, found
+from recpipe_sdm.rows import PRUNED, TieredRows
 from recpipe_sdm.scorer import TieredScorer
 from recpipe_sdm.tables import STAGING_BYTES, Tiering
 from safetensors.torch import load_file, save_file
@@ -35,9 +38,9 @@ from recpipe.inference.manifest import write_manifest
 from recpipe.inference.popularity import read_lookups
 from recpipe.inference.quantized import write_quantized
 from recpipe.inference.score import Scorer
+from recpipe.inference.serving.shared import RequestScorer, Side
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import open_trained
-from recpipe.plugin import RowIds
 from recpipe.seams.compiled import compiler
 from tests.processes import Child
 
@@ -90,14 +93,65 @@ def test_a_wrong_place_changes_scores(packed: Path, tmp_path: Path, monkeypatch:
     """The negative control: missed rows are looked up a place beside theirs."""
     whole, read = Scorer(packed), TieredRows.read
 
-    def off_by_one(tier: TieredRows, rows: RowIds) -> None:
-        read(tier, rows)
-        missed = np.flatnonzero(tier.index >= tier.slots)
-        tier.index[missed] = np.roll(tier.index[missed], 1)
+    def off_by_one(tier: TieredRows, look: Look) -> None:
+        read(tier, look)
+        missed = np.flatnonzero(look.places >= tier.slots)
+        look.places[missed] = np.roll(look.places[missed], 1)
 
     scorer = TieredScorer(packed, Tiering(tmp_path, Amount(50_000, False)))
     monkeypatch.setattr(TieredRows, "read", off_by_one)
     assert not all(map(torch.equal, scored(scorer), scored(whole)))
+    scorer.close()
+
+
+def in_turn(scorer: RequestScorer) -> list[torch.Tensor]:
+    """Scores of all batches, of which each is read ahead while the one before is scored; but for every fifth,
+    in the place of which others are, that do not come."""
+    given = [(dense, side_of(ids, lengths, len(dense))) for dense, ids, lengths in batches()]
+
+    def read_ahead(at: int) -> None:
+        if scorer.ahead is not None and at + 1 < len(given):
+            scorer.ahead(given[at + 1 if at % 5 else -1][1])
+
+    return [scorer(*one, partial(read_ahead, at)) for at, one in enumerate(given)]
+
+
+def side_of(ids: torch.Tensor, lengths: torch.Tensor, samples: int) -> list[Side]:
+    return [Side((0, 1, 2), ids, lengths, samples)]
+
+
+@pytest.mark.parametrize("settled", [True, False])
+@pytest.mark.parametrize("pooled", [0, 10_000])
+def test_what_was_planned_ahead_scores_with_the_same_bits(
+    settled: bool, pooled: int, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While rows change places; not if the look into the index is not brought up to date, so that rows that
+    came since then are taken for pruned ones."""
+
+    def unsettled(_: TieredRows, look: Look) -> bool:
+        look.places.clip(PRUNED, out=look.places)
+        return True
+
+    planned, plan = [], TieredScorer._planned
+
+    def counted(own: TieredScorer, calls: list[Any]) -> Any:
+        planned.append(calls)
+        return plan(own, calls)
+
+    monkeypatch.setattr(TieredScorer, "_planned", counted)
+    how = Tiering(tmp_path, Amount(40_000 + pooled, False), "[ui]*", pooled=Amount(pooled, False))
+    scorer = TieredScorer(packed, how)
+    for group in scorer.tables.groups:
+        group.tier.admission = Admission(len(group.tier.index), every=3)
+    if not settled:
+        monkeypatch.setattr(TieredRows, "settled", unsettled)
+    planned.clear()
+    rows = in_turn(RequestScorer(scorer))
+    assert len(planned) == 30 + 6, "a batch that was read ahead is not planned again"
+    assert all(map(torch.equal, rows, in_turn(RequestScorer(Scorer(packed))))) == settled
+    if settled:
+        reads = scorer.tables.groups[0].tier.reads
+        assert 0 < reads.rows_ahead < reads.rows_read
     scorer.close()
 
 
@@ -163,9 +217,9 @@ def test_popularity_of_training_chooses_the_first_rows(packed: Path, tmp_path: P
     for known in (lookups, {}):
         how = Tiering(tmp_path, Amount(60_000, False), adapts=False, counts=known)
         scorer = TieredScorer(packed, how)
-        reads = scorer.tables.groups[0].tier.reads
         for batch in SyntheticDataset(config, 1).batches("eval", 128):
             scorer(batch.dense, batch.sparse.values().long(), batch.sparse.lengths().long())
+        reads = scorer.tables.groups[0].tier.reads
         missed.append(reads.missed / reads.lookups)
         scorer.close()
     assert missed[0] < 0.6 * missed[1]
@@ -281,8 +335,9 @@ def test_a_newer_package_takes_over_row_by_row_while_batches_are_scored(
     rng = np.random.default_rng(1)
     while not done.is_set():
         rows = rng.integers(0, 3000, 200)
-        with found([group.tier], [rows + group.base["user"]], group.tier.using) as (places,):
-            now = group.tier.buffer[places]
+        tiers = scorer.tables.tiers
+        with tiers.found(tiers.look(rows + scorer.tables.bases["user"])) as places:
+            now = group.tier.buffer[torch.from_numpy(places)]
         is_old, is_new = ((now == table[rows]).all(1) for table in (old, new))
         assert bool((is_old | is_new).all()), "a row is a mix of two"
         seen |= {"old"} if bool((is_old & ~is_new).any()) else set()

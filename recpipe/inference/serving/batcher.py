@@ -1,6 +1,7 @@
 """Scores requests together: those that wait are one batch for the model, within a budget of time.
 
-A model whose rows are not all in memory is told what waits, and reads while a batch is scored.
+A model whose rows are not all in memory is told what waits for the next batch, and reads it while one is
+scored.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from recpipe.common.threads import keep_to_one_core
 from recpipe.inference.serving.errors import Refused
 from recpipe.inference.serving.forms import Asked, together
 from recpipe.inference.serving.protocol import Array
@@ -26,8 +27,9 @@ log = logging.getLogger("recpipe")
 SOON = 5e-3
 """Seconds: a batch that is expected to take no longer is scored by the thread of the event loop, which other
 requests then wait for. A hand-over to another thread and back costs a tenth of a millisecond and more."""
-Score = Callable[[torch.Tensor, Sequence[Side]], torch.Tensor]
-"""Scores float32 [B] or [B, T] of dense features and ids (``RequestScorer``); it may have an ``ahead``."""
+Score = Callable[..., torch.Tensor]
+"""Scores float32 [B] or [B, T] of dense features and ids (``RequestScorer``). If it has an ``ahead`` that is
+not None, it takes a function, too, which it calls between its lookups and the rest."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,14 @@ class _Waiting:
     scores: asyncio.Future[Array]
     since: float
     until: float
-    read: bool = False
-    """Whether its rows were read, or are being read."""
+
+
+class _Together(NamedTuple):
+    """Requests put together as the model takes them."""
+
+    asked: list[Asked]
+    dense: torch.Tensor
+    sides: list[Side]
 
 
 @dataclass
@@ -70,18 +78,16 @@ class Batcher:
     """Called with each batch's ids and scores, after its requests have been answered."""
     _queue: deque[_Waiting] = field(default_factory=deque)
     _closing: bool = False
-    _busy: bool = False
-    """Whether a batch is being scored."""
+    _next: _Together | None = None
+    """What waited for the next batch when it was read ahead; the thread that scores has it."""
     _each: float = float("inf")
     """Seconds that a sample of the latest batches took, rather less than more."""
 
     def start(self) -> None:
         """Begin to score, in the running event loop."""
-        self._arrived, self._waits = asyncio.Event(), asyncio.Event()
+        self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "scores")
-        self._reader = ThreadPoolExecutor(1, "reads", keep_to_one_core)
         self._task = asyncio.get_running_loop().create_task(self._run())
-        self._reading = asyncio.get_running_loop().create_task(self._read())
 
     @property
     def waiting(self) -> int:
@@ -105,7 +111,6 @@ class Batcher:
         found: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
         self._queue.append(_Waiting(asked, found, now, now + patience))
         self._arrived.set()
-        self._waits.set()
         return await found
 
     async def close(self) -> None:
@@ -113,9 +118,7 @@ class Batcher:
         self._closing = True
         self._arrived.set()
         await self._task
-        self._reading.cancel()
         self._thread.shutdown()
-        self._reader.shutdown()
 
     async def _run(self) -> None:
         while self._queue or not self._closing:
@@ -125,10 +128,7 @@ class Batcher:
             if not batch:
                 continue
             self.saw(len(batch), sum(one.asked.samples for one in batch))
-            self._busy = True
-            self._waits.set()
             await self._answer(batch)
-            self._busy = False
             await asyncio.sleep(0)  # requests that have come meanwhile are read before the next batch
 
     async def _answer(self, batch: list[_Waiting]) -> None:
@@ -153,38 +153,6 @@ class Batcher:
                 one.scores.set_result(own)
         if self.scored is not None:
             loop.call_soon(self.scored, sides, scores)  # after those whom set_result wakes
-
-    async def _read(self) -> None:
-        """While a batch is scored, have the rows read of the requests that wait for the next one."""
-        while True:
-            await self._waits.wait()
-            self._waits.clear()
-            while chosen := self._unread():
-                try:
-                    await asyncio.get_running_loop().run_in_executor(self._reader, self._ahead, chosen)
-                except Exception:
-                    log.exception("rows could not be read ahead")
-
-    def _ahead(self, asked: list[Asked]) -> None:
-        """Have the rows read of what these requests look up, if the model reads any."""
-        ahead = getattr(self.score, "ahead", None)
-        if ahead is not None:
-            ahead(together(asked)[1])
-
-    def _unread(self) -> list[Asked]:
-        """Requests of the next batch whose rows nobody reads yet, if there is time to."""
-        if getattr(self.score, "ahead", None) is None or not (self._busy or self.limits.wait):
-            return []
-        chosen: list[Asked] = []
-        samples, now = 0, monotonic()
-        for one in self._queue:
-            samples += one.asked.samples
-            if samples > self.limits.batch and samples > one.asked.samples:
-                break
-            if not (one.read or one.scores.done() or now > one.until):
-                one.read = True
-                chosen.append(one.asked)
-        return chosen
 
     async def _fill(self) -> None:
         """Wait until the batch is full, or its first request has waited long enough."""
@@ -220,16 +188,52 @@ class Batcher:
         return batch
 
     def _scored(self, asked: list[Asked]) -> tuple[list[Side], Array]:
+        found, self._next = self._next, None
+        if found is None or not _same(found.asked, asked):
+            found = _Together(asked, *together(asked))
         began = perf_counter()
-        dense, sides = together(asked)
-        scores = self.score(dense, sides).numpy()
-        each = (perf_counter() - began) / len(dense)
+        between = () if self._ahead is None else (self._read_ahead,)
+        scores = self.score(found.dense, found.sides, *between).numpy()
+        each = (perf_counter() - began) / len(found.dense)
         self._each = each if each < self._each else self._each + (each - self._each) / 8
-        return sides, scores
+        return found.sides, scores
 
     def _soon(self, samples: int) -> bool:
         """Whether a batch of so many is expected to be scored within ``SOON``."""
-        return self._each * samples <= SOON and getattr(self.score, "ahead", None) is None
+        return self._each * samples <= SOON and self._ahead is None
+
+    @property
+    def _ahead(self) -> Callable[[Sequence[Side]], None] | None:
+        """Reads rows ahead, if the scorer can."""
+        return getattr(self.score, "ahead", None)
+
+    def _read_ahead(self) -> None:
+        """Have the rows read of the requests that wait for the next batch, in the thread that scores. They
+        are put together once: mostly it is they who are scored next."""
+        try:
+            asked = self._waiting()
+            if asked and self._ahead is not None:
+                self._next = _Together(asked, *together(asked))
+                self._ahead(self._next.sides)
+        except Exception:
+            log.exception("rows could not be read ahead")
+
+    def _waiting(self) -> list[Asked]:
+        """The requests of the next batch, as far as they have come."""
+        found: list[Asked] = []
+        samples, now = 0, monotonic()
+        for one in self._queue.copy():  # another thread's, who goes on meanwhile
+            if one.scores.done() or now > one.until:
+                continue
+            samples += one.asked.samples
+            if found and samples > self.limits.batch:
+                break
+            found.append(one.asked)
+        return found
+
+
+def _same(one: Sequence[Asked], other: Sequence[Asked]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _fail(one: _Waiting, fault: Exception) -> None:

@@ -7,10 +7,10 @@ are repeated for every candidate. Scores have the bits of samples that carry eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -54,28 +54,45 @@ class _Part:
     dims: list[int]
 
 
+class _Calls(NamedTuple):
+    """The lookups of ``sides`` that were read ahead."""
+
+    sides: Sequence[Side]
+    calls: list[Call]
+    found: list[tuple[int, _Part, Side]]
+
+
 @runtime_checkable
 class ReadsAhead(Protocol):
     """A scorer that is told what the requests look up that wait, so that it can read the rows meanwhile."""
 
     def ahead(self, calls: list[Call]) -> None:
-        """Read what these lookups need. They may come later, together with others, or never. Another thread
-        than the one that scores calls it."""
+        """Begin to read what these lookups need, and return. They may come later, together with others, or
+        never."""
 
 
 class RequestScorer:
-    """Scores requests by ``scorer``. ``ahead``: reads what waiting requests look up; None: all is there."""
+    """Scores requests by ``scorer``. ``ahead``: begins to read what waiting requests look up, and returns;
+    None: all is there."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
-        self.ahead = self._ahead if isinstance(scorer, ReadsAhead) else None
+        self._reads = scorer.ahead if isinstance(scorer, ReadsAhead) else None
+        self.ahead = None if self._reads is None else self._ahead
         self._parts: dict[tuple[int, ...], list[_Part | None]] = {}
         self._runs: dict[tuple[tuple[int, ...], ...], list[tuple[int, int, int]]] = {}
+        self._next: _Calls | None = None
 
-    def __call__(self, dense: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
+    def __call__(
+        self, dense: torch.Tensor, sides: Sequence[Side], between: Callable[[], None] | None = None
+    ) -> torch.Tensor:
         """Scores float32 [B] or [B, T] of ``dense`` float32 [B, D] and sides that have every feature once.
-        Inputs are not checked."""
-        calls, found = self._calls(sides)
+        Inputs are not checked. ``between`` is called once the lookups are done, before what takes longer."""
+        next_one, self._next = self._next, None
+        if next_one is not None and next_one.sides is sides:
+            calls, found = next_one.calls, next_one.found
+        else:
+            calls, found = self._calls(sides)
         with torch.inference_mode():
             inputs: list[list[torch.Tensor]] = [[] for _ in self.scorer.lookups]
             pieces: list[list[tuple[_Part, torch.Tensor]]] = [[] for _ in self.scorer.lookups]
@@ -85,6 +102,8 @@ class RequestScorer:
                     inputs[number] += _repeated(rows, lengths, side.of_sample)
                     continue
                 pieces[number].append((part, _wide(rows, side, len(dense))))
+            if between is not None:
+                between()
             for own, beside in zip(inputs, pieces, strict=True):
                 if beside:
                     own.append(self._joined(beside))
@@ -101,9 +120,9 @@ class RequestScorer:
         return torch.cat([beside[n][1].narrow(1, start, width) for n, start, width in self._runs[key]], dim=1)
 
     def _ahead(self, sides: Sequence[Side]) -> None:
-        assert isinstance(self.scorer, ReadsAhead)
-        with torch.inference_mode():
-            self.scorer.ahead(self._calls(sides)[0])
+        assert self._reads is not None
+        self._next = _Calls(sides, *self._calls(sides))
+        self._reads(self._next.calls)
 
     def _calls(self, sides: Sequence[Side]) -> tuple[list[Call], list[tuple[int, _Part, Side]]]:
         """The lookups of these sides, and for each the model's lookup that it is part of, and its side."""

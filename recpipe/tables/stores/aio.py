@@ -15,7 +15,9 @@ import os
 import platform
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -75,7 +77,7 @@ class RequestError(Exception):
 
 
 class BlockTransfer(Protocol):
-    """Moves a batch of requests; the interface of both engines."""
+    """Moves a batch of requests; the interface of both engines. A batch is in flight at a time."""
 
     engine: Engine
 
@@ -84,6 +86,12 @@ class BlockTransfer(Protocol):
 
         When this returns or raises, no request is in flight, so that the caller may use the buffer again.
         """
+
+    def start(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
+        """The first half of ``run``: begin, and return. If this raises, no request is in flight."""
+
+    def finish(self) -> None:
+        """The second half: wait for what ``start`` began."""
 
     def close(self) -> None:
         """Release the kernel's queue or the threads."""
@@ -109,10 +117,20 @@ class NativeAio:
 
     def __init__(self, depth: int) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
+        self._at_once = ctypes.PyDLL(None, use_errno=True)
         self._setup, self._destroy, self._getevents, self._submit = SYSCALLS[platform.machine()]
         self._depth = depth
         self._events = np.zeros(depth, IO_EVENT)
+        self._wanted = ctypes.c_long(depth), ctypes.c_void_p(self._events.ctypes.data)
+        self._make_room(depth)
+        self._set_pending(self._numbers[:0], self._all_pointers[:0])
         self._open()
+
+    def _make_room(self, count: int) -> None:
+        """Control blocks for so many requests, which later calls use again."""
+        self._room = np.zeros(count, IOCB)
+        self._room["data"] = self._numbers = np.arange(count)
+        self._all_pointers = (self._room.ctypes.data + self._numbers * IOCB.itemsize).astype(np.uint64)
 
     def _open(self) -> None:
         self._context = ctypes.c_ulong(0)
@@ -120,39 +138,60 @@ class NativeAio:
 
     def run(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
         """See ``BlockTransfer.run``."""
-        blocks = _control_blocks(requests, buffer, write)
-        pending = np.arange(len(blocks))
-        while len(pending):
-            pending = self._pass(blocks, pending)
+        self.start(requests, buffer, write=write)
+        self.finish()
 
-    def _pass(self, blocks: NDArray[np.void], pending: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Move the pending requests; return those moved only in part, reduced to what is left."""
-        pointers = (blocks.ctypes.data + pending * IOCB.itemsize).astype(np.uint64)
-        results = np.zeros(len(blocks), np.int64)
-        submitted = done = 0
+    def start(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
+        """See ``BlockTransfer.start``. Requests beyond the depth begin in ``finish``."""
+        count = len(requests)
+        if count > len(self._room):
+            self._make_room(count)
+        blocks = self._room[:count]
+        blocks["opcode"] = IOCB_CMD_PWRITE if write else IOCB_CMD_PREAD
+        blocks["fd"] = requests.fds
+        blocks["buffer"] = requests.positions + buffer.ctypes.data
+        blocks["bytes"] = requests.lengths
+        blocks["offset"] = requests.offsets
+        self._blocks, self._results = blocks, np.zeros(count, np.int64)
+        self._set_pending(self._numbers[:count], self._all_pointers[:count])
+        with self._nothing_in_flight_after_a_fault():
+            self._submit_more()
+
+    def finish(self) -> None:
+        """See ``BlockTransfer.finish``."""
+        with self._nothing_in_flight_after_a_fault():
+            while len(self._pending):
+                while self._done < len(self._pending):
+                    self._submit_more()
+                    self._done += self._reap(0)
+                    self._done += self._reap(min(self._depth // 4 or 1, self._submitted - self._done))
+                left = _remainders(self._blocks, self._pending, self._results)
+                self._set_pending(left, self._all_pointers[left])
+
+    def _set_pending(self, pending: NDArray[np.int64], pointers: NDArray[np.uint64]) -> None:
+        """Begin a pass over these requests: all, or those that were moved only in part."""
+        self._pending, self._pointers = pending, pointers
+        self._submitted = self._done = 0
+
+    @contextmanager
+    def _nothing_in_flight_after_a_fault(self) -> Iterator[None]:
+        """Also after Ctrl-C: the kernel owns the buffer until every request has completed."""
         try:
-            while done < len(pending):
-                room = min(self._depth - (submitted - done), len(pending) - submitted)
-                if room:
-                    submitted += self._try_submit(pointers, submitted, room, pending, idle=submitted == done)
-                done += self._reap(results, min(self._depth // 4 or 1, submitted - done))
-        # Also after Ctrl-C: the kernel owns the buffer until every request has completed.
+            yield
         except BaseException:
             self.close()  # this waits for them
+            self._set_pending(self._numbers[:0], self._all_pointers[:0])
             self._open()
             raise
-        return _remainders(blocks, pending, results)
 
-    def _try_submit(
-        self,
-        pointers: NDArray[np.uint64],
-        first: int,
-        count: int,
-        pending: NDArray[np.int64],
-        *,
-        idle: bool,
-    ) -> int:
-        address = ctypes.c_void_p(pointers.ctypes.data + 8 * first)
+    def _submit_more(self) -> None:
+        flying = self._submitted - self._done
+        room = min(self._depth - flying, len(self._pending) - self._submitted)
+        if room:
+            self._submitted += self._try_submit(self._submitted, room, idle=not flying)
+
+    def _try_submit(self, first: int, count: int, *, idle: bool) -> int:
+        address = ctypes.c_void_p(self._pointers.ctypes.data + 8 * first)
         try:
             return self._call(self._submit, self._context, ctypes.c_long(count), address)
         except OSError as error:
@@ -162,29 +201,31 @@ class NativeAio:
                 if idle:
                     time.sleep(0.001)
                 return 0
-            raise RequestError(int(pending[first]), error.errno or errno.EIO) from error
+            raise RequestError(int(self._pending[first]), error.errno or errno.EIO) from error
 
-    def _reap(self, results: NDArray[np.int64], least: int) -> int:
+    def _reap(self, least: int) -> int:
         """Wait for at least ``least`` completions; returns how many came."""
-        if least == 0:
+        if self._done == self._submitted:
             return 0
         try:
             came = self._call(
                 self._getevents,
                 self._context,
                 ctypes.c_long(least),
-                ctypes.c_long(self._depth),
-                ctypes.c_void_p(self._events.ctypes.data),
+                *self._wanted,
                 None,
+                waits=least > 0,
             )
         except InterruptedError:
             return 0
         events = self._events[:came]
-        results[events["data"].astype(np.int64)] = events["result"]
+        self._results[events["data"].astype(np.int64)] = events["result"]
         return came
 
-    def _call(self, number: int, *arguments: object) -> int:
-        result = int(self._libc.syscall(ctypes.c_long(number), *arguments))
+    def _call(self, number: int, *arguments: object, waits: bool = True) -> int:
+        # What does not wait keeps Python's lock: in a server, others would have it for a while.
+        library = self._libc if waits else self._at_once
+        result = int(library.syscall(ctypes.c_long(number), *arguments))
         if result < 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
@@ -197,21 +238,12 @@ class NativeAio:
             self._context = ctypes.c_ulong(0)
 
 
-def _control_blocks(requests: Requests, buffer: NDArray[np.uint8], write: bool) -> NDArray[np.void]:
-    blocks = np.zeros(len(requests), IOCB)
-    blocks["data"] = np.arange(len(requests))
-    blocks["opcode"] = IOCB_CMD_PWRITE if write else IOCB_CMD_PREAD
-    blocks["fd"] = requests.fds
-    blocks["buffer"] = requests.positions + buffer.ctypes.data
-    blocks["bytes"] = requests.lengths
-    blocks["offset"] = requests.offsets
-    return blocks
-
-
 def _remainders(
     blocks: NDArray[np.void], pending: NDArray[np.int64], results: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Check the results of ``pending``; return the short transfers, reduced to their remainder."""
+    if len(pending) == len(results) and (results == blocks["bytes"]).all():
+        return pending[:0]
     moved = results[pending]
     short = moved != blocks["bytes"][pending].astype(np.int64)
     left: NDArray[np.int64] = pending[short]
@@ -235,11 +267,21 @@ class ThreadedIo:
     def __init__(self, threads: int = POOL_THREADS) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="recpipe-store")
         self._threads = threads
+        self._futures: list[Future[None]] = []
 
     def run(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
         """See ``BlockTransfer.run``."""
+        self.start(requests, buffer, write=write)
+        self.finish()
+
+    def start(self, requests: Requests, buffer: NDArray[np.uint8], *, write: bool) -> None:
+        """See ``BlockTransfer.start``."""
         strips = np.array_split(np.arange(len(requests)), min(self._threads, max(1, len(requests))))
-        futures = [self._pool.submit(_move, requests, strip, buffer.data, write) for strip in strips]
+        self._futures = [self._pool.submit(_move, requests, strip, buffer.data, write) for strip in strips]
+
+    def finish(self) -> None:
+        """See ``BlockTransfer.finish``."""
+        futures, self._futures = self._futures, []
         try:
             errors = [error for future in futures if (error := future.exception())]
         finally:

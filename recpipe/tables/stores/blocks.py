@@ -51,7 +51,7 @@ class BlockMap:
         """Block and lane of global row numbers; IndexError for one outside the layout."""
         if len(rows) and (rows.min() < 0 or rows.max() >= self._bases[-1]):
             raise IndexError(f"row outside 0..{self._bases[-1] - 1}")
-        tables = np.searchsorted(self._bases, rows, "right") - 1
+        tables = self._bases.searchsorted(rows, "right") - 1
         within, lanes = np.divmod(rows - self._bases[tables], self.rows_per_block)
         return Places(within + self.first_blocks[tables], lanes)
 
@@ -64,7 +64,7 @@ class BlockMap:
 
     def tables_of(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Index of the table that each block belongs to."""
-        return np.searchsorted(self.first_blocks, blocks, "right") - 1
+        return self.first_blocks.searchsorted(blocks, "right") - 1
 
     def table_and_row(self, row: int) -> tuple[int, int]:
         """Index of the table, and the row within it, of a global row number."""

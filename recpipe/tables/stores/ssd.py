@@ -17,6 +17,7 @@ from recpipe.tables.stores.checksum import RowChecksum
 from recpipe.tables.stores.faults import store_error
 from recpipe.tables.stores.filling import filled_chunks
 from recpipe.tables.stores.home import StoreHome, StoreState, file_names
+from recpipe.tables.stores.reader import RowReader
 from recpipe.tables.stores.rowfiles import make_files, open_files
 from recpipe.tables.stores.staging import Staging
 
@@ -64,6 +65,7 @@ class SsdStore(ColdStore):
             self._map.record_words,
         )
         self._overhead_bytes = self._staging.overhead_bytes
+        self._readers: list[RowReader] = []
 
     @classmethod
     def create(
@@ -157,6 +159,21 @@ class SsdStore(ColdStore):
         self.io.rows_read += len(rows)
         self.io.read_seconds += time.perf_counter() - began
 
+    def reader(self, blocks: int = QUEUE_DEPTH) -> RowReader:
+        """Reads rows while its caller does something else, ``blocks`` at a time; ``close`` closes it too."""
+        reader = RowReader(
+            self._map,
+            self._checksum,
+            self._fds,
+            open_transfer(blocks, direct=self.direct),
+            blocks,
+            lambda requests, error: self._move_error(requests, error, "read"),
+            self._torn_error,
+        )
+        self._readers.append(reader)
+        self._overhead_bytes += reader.nbytes
+        return reader
+
     def scatter(self, rows: Rows, records: Records) -> None:
         """Write records; StoreError if the disk fails; IndexError outside the layout.
 
@@ -224,7 +241,7 @@ class SsdStore(ColdStore):
 
     @property
     def overhead_bytes(self) -> int:
-        """DRAM of the staging area and its tables."""
+        """DRAM of the staging area and its tables, and of readers."""
         return self._overhead_bytes
 
     def _pieces(self, places: Places) -> list[NDArray[np.int64] | slice]:
@@ -338,6 +355,8 @@ class SsdStore(ColdStore):
         self.io = IoCounters()
 
     def _release(self) -> None:
+        for reader in self._readers:
+            reader.close()
         self._transfer.close()
         for fd in self._fds.tolist():
             os.close(fd)

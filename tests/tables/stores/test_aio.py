@@ -96,11 +96,11 @@ def test_busy_kernel_is_asked_again(file, monkeypatch):
     os.pwrite(file, bytes(range(200)), 0)
     call, refusals = transfer._call, iter([errno.EAGAIN, errno.EINTR] * 5)
 
-    def sometimes_busy(number, *arguments):
+    def sometimes_busy(number, *arguments, **how):
         code = next(refusals, None)
         if code and (number == transfer._submit or code == errno.EINTR):
             raise OSError(code, os.strerror(code))
-        return call(number, *arguments)
+        return call(number, *arguments, **how)
 
     monkeypatch.setattr(transfer, "_call", sometimes_busy)
     data, here = np.zeros(200, np.uint8), np.arange(20) * 10
