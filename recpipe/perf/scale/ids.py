@@ -4,6 +4,7 @@ rows up to 10^12 and more. ``skew`` 0 is uniform."""
 from __future__ import annotations
 
 from functools import lru_cache
+from math import log, pow
 
 import numpy as np
 
@@ -22,10 +23,10 @@ def _integral(after: float, until: float, skew: float) -> float:
     """The sum from ``after`` + 1 to ``until``, by Euler's and Maclaurin's formula."""
     if until <= after:
         return 0.0
-    ends = 0.5 * (until**-skew - after**-skew)
+    ends = 0.5 * (pow(until, -skew) - pow(after, -skew))
     if abs(skew - 1) < 1e-9:
-        return float(np.log(until / after)) + ends
-    return float((until ** (1 - skew) - after ** (1 - skew)) / (1 - skew)) + ends
+        return log(until / after) + ends
+    return (pow(until, 1 - skew) - pow(after, 1 - skew)) / (1 - skew) + ends
 
 
 def covered(rows: float, skew: float, share: float) -> float:
@@ -33,7 +34,7 @@ def covered(rows: float, skew: float, share: float) -> float:
     if share >= 1:
         return 1.0
     kept = share * rows
-    return weight(kept, skew) / weight(rows, skew) if kept >= 1 else kept / weight(rows, skew)
+    return (weight(kept, skew) if kept >= 1 else kept) / weight(rows, skew)
 
 
 @lru_cache(maxsize=65536)

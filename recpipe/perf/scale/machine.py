@@ -1,11 +1,12 @@
 """A machine of hosts with GPUs, on paper: its constants, each with its source, from a yaml file.
 
-A constant is ``name: [value, source]``; the source is one of the file's ``sources``, or ``assumed``. Files for
-public machines lie in ``machines/``.
+A constant is ``name: [value, source]``; the source is one of the file's ``sources``, or ``assumed``. Files
+for public machines lie in ``machines/``.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from math import exp, log
@@ -177,9 +178,7 @@ def parsed(reader: Reader, name: str) -> Machine:
         "alltoall": Curve(((1.0, constants.link_us * MICRO),), constants.link_gb_s * GIGA),
         # A ring moves the buffer twice.
         "allreduce": Curve(((1.0, constants.link_us * MICRO),), constants.link_gb_s * GIGA / 2),
-        "network": Curve(
-            ((1.0, constants.nic_us * MICRO),), constants.nic_gb_s * constants.nic_share * GIGA
-        ),
+        "network": Curve(((1.0, constants.nic_us * MICRO),), constants.nic_gb_s * constants.nic_share * GIGA),
     }
     measured = reader.part("curves", {})
     measured.only(set(curves))
@@ -204,7 +203,7 @@ def _curve(reader: Reader, rate: float | None) -> Curve:
     ``rate``."""
     reader.only({"points", "source"})
     points = reader.pairs("points")
-    if len(points) < 2 or any(a[0] >= b[0] or a[1] > b[1] for a, b in zip(points, points[1:], strict=False)):
+    if len(points) < 2 or any(a[0] >= b[0] or a[1] > b[1] for a, b in itertools.pairwise(points)):
         raise reader.wrong("points", "must be two or more [bytes, microseconds] that ascend")
     seconds = tuple((size, micro * MICRO) for size, micro in points)
     (before, early), (last, late) = seconds[-2:]

@@ -179,8 +179,8 @@ def _tables(reader: Reader, before: int) -> list[Table]:
 
 
 def dense_part(reader: Reader, tables: list[Table]) -> Dense:
-    """``inputs``, ``bottom``, ``interaction`` (dot, cat or cross with layers and rank) and ``top``; or ``flops``
-    of a sample's forward pass, and the ``width`` of square layers that have them."""
+    """``inputs``, ``bottom``, ``interaction`` (dot, cat or cross with layers and rank) and ``top``; or
+    ``flops`` of a sample's forward pass, and the ``width`` of square layers that have them."""
     reader.only({"inputs", "bottom", "top", "interaction", "layers", "rank", "flops", "width"})
     inputs = reader.whole("inputs", 0, 0)
     if "flops" in reader.values:
@@ -192,15 +192,15 @@ def dense_part(reader: Reader, tables: list[Table]) -> Dense:
     kind = reader.text("interaction", "dot")
     if kind not in ("dot", "cat", "cross"):
         raise reader.wrong("interaction", f"must be dot, cat or cross, not {shown(kind)}")
-    layers, rank = reader.whole("layers", 3), reader.whole("rank", 512)
-    return dense_of([t.dim for t in tables], inputs, bottom, kind, (layers, rank), top)
+    cross = reader.whole("layers", 3), reader.whole("rank", 512)
+    return dense_of([t.dim for t in tables], inputs, bottom, kind, cross, top)
 
 
 def dense_of(
     dims: list[int], inputs: int, bottom: list[int], kind: str, cross: tuple[int, int], top: list[int]
 ) -> Dense:
-    """The dense part of a DLRM: ``bottom`` over the dense features, ``kind`` of interaction between its result
-    and the tables' vectors, ``top``. ``cross``: layers and rank of a low-rank cross network."""
+    """The dense part of a DLRM: ``bottom`` over the dense features, ``kind`` of interaction between its
+    result and the tables' vectors, ``top``. ``cross``: layers and rank of a low-rank cross network."""
     last = bottom[-1] if bottom else 0
     vectors, joined = len(dims) + bool(last), sum(dims) + last
     below = _chain([inputs, *bottom])
@@ -213,8 +213,8 @@ def dense_of(
     layers, rank = cross
     crossing = (Product(joined, rank, False), Product(rank, joined, False)) * layers
     # x0 * y + x: three vectors are read, one is written.
-    values = layers * 4.0 * joined
-    return Dense(inputs, below, (*crossing, *_chain([joined, *top], True)), 0.0, values, 17 * 2 * layers)
+    moved, operators = layers * 4.0 * joined, 17 * 2 * layers
+    return Dense(inputs, below, (*crossing, *_chain([joined, *top], True)), 0.0, moved, operators)
 
 
 def _chain(sizes: list[int], ends: bool = False) -> tuple[Product, ...]:
@@ -231,4 +231,3 @@ def _target(reader: Reader) -> Target:
         raise reader.wrong("epochs", "must be [batch size, epochs] with ascending batch sizes")
     every = reader.number("evaluations", 1.0) * epoch
     return Target(reader.text("quality"), found, reader.number("evaluated", 0), every)
-

@@ -1,10 +1,10 @@
 """A plan for tables that are not there: each whole on a GPU, in parts of columns or rows, or on every GPU.
 
-The search begins with whole tables, with all in parts within a host, and with all in parts on every GPU. Tables
-go, the most expensive first, to where least is asked; then the one with the most expensive part is cut in two
-and all are placed anew, until that brings nothing more. Neo (Mudigere et
-al., ISCA 2022) and the planner of NVIDIA's MLPerf submissions (training_results_v3.0, sharding/planner.py) go
-about it in this way. The plan with the least seconds for rows and messages is kept.
+The search begins with whole tables, with all in parts within a host, and with all in parts on every GPU.
+Tables go, the most expensive first, to where least is asked; then the one with the most expensive part is cut
+in two and all are placed anew, until that brings nothing more. Neo (Mudigere et al., ISCA 2022) and the
+planner of NVIDIA's MLPerf submissions (training_results_v3.0, sharding/planner.py) go about it in this way.
+The plan with the least seconds for rows and messages is kept.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from recpipe.perf.scale.work import COLUMNS, REPLICATED, ROWS, WHOLE, Load, Trai
 LEAST_COLUMNS = 128
 """Fewest columns of a part: TorchRec's own limit."""
 ROUNDS, PATIENCE, MOST_PATIENCE = 200, 12, 64
-"""Cuts that are tried, and how many in a row without gain end it: so many more than there are tables, since all
-may have to be cut before the busiest GPU has less to do, and at most."""
+"""Cuts that are tried, and how many in a row without gain end it: so many more than there are tables, since
+all may have to be cut before the busiest GPU has less to do, and at most."""
 Array = npt.NDArray[np.float64]
 
 
@@ -236,10 +236,10 @@ def _too_large(training: Training, room: Room, table: Table | None = None) -> Us
     needs, record = table.rows * model.record_bytes(table), model.record_bytes(table)
     enough = int(np.ceil(whole / max(1.0, room.total)))
     fits = int((room.total * gpus - (whole - needs)) / record)
-    within = f"with at most {fits:,} rows" if fits > 0 else "without the other tables' rows"
+    also = f" (or it would with at most {fits:,} rows)" if fits > 0 else ""
     return UserError(
-        f"table '{table.name}' ({table.rows:,} rows x {table.dim}, {readable_bytes(needs)} with the state of "
-        f"{model.optimizer}) does not fit on {gpus} GPUs of {training.machine.name}, which have "
-        f"{readable_bytes(room.total * gpus)} for rows of {readable_bytes(whole)}; all would fit on {enough:,} "
-        f"GPUs, or it would {within}; more: rows in fp16, or scale.tiers"
+        f"table '{table.name}' ({table.rows:,} rows x {table.dim}, {readable_bytes(needs)} with the state "
+        f"of {model.optimizer}) does not fit on {gpus} GPUs of {training.machine.name}, which have "
+        f"{readable_bytes(room.total * gpus)} for {readable_bytes(whole)} of rows; all would fit on "
+        f"{enough:,} GPUs{also}; a slower memory: scale.tiers"
     )

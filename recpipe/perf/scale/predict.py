@@ -100,8 +100,8 @@ def check(training: Training) -> None:
     within = int(training.machine.constants.gpus_per_host)
     if training.gpus > within and training.gpus % within:
         raise UserError(
-            f"scale.gpus={training.gpus}: a host of {training.machine.name} has {within}; say at most {within}, "
-            f"or a multiple of it"
+            f"scale.gpus={training.gpus}: a host of {training.machine.name} has {within}; say at most "
+            f"{within}, or a multiple of it"
         )
     if training.batch < training.gpus:
         raise UserError(

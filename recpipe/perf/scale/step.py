@@ -1,8 +1,8 @@
 """A training step on paper, as tasks for the walk: the busiest GPU of all, which the others wait for.
 
-The tasks run as in TorchRec's TrainPipelineSparseDist: the input of a later batch is copied, and its ids go to
-the GPUs that have the rows, while this batch trains; the bottom layers run while vectors are on their way, and
-the dense gradients are added up while rows are updated.
+The tasks run as in TorchRec's TrainPipelineSparseDist: the input of a later batch is copied, and its ids go
+to the GPUs that have the rows, while this batch trains; the bottom layers run while vectors are on their way,
+and the dense gradients are added up while rows are updated.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from recpipe.perf.walk import Task, Walked, walk
 
 PARTS = {
     "copy": "input",
-    "ids": "messages: ids",
-    "lookup": "rows: lookups",
-    "vectors": "messages: rows",
+    "ids": "id messages",
+    "lookup": "lookups",
+    "vectors": "row messages",
     "bottom": "dense math",
     "top": "dense math",
     "top backward": "dense math",
-    "row gradients": "messages: rows",
+    "row gradients": "row messages",
     "bottom backward": "dense math",
-    "all-reduce": "messages: dense gradients",
-    "update": "rows: update",
+    "all-reduce": "all-reduce",
+    "update": "row update",
     "dense update": "dense math",
-    "fetch": "rows from DRAM and SSD",
-    "launch": "the host's operators",
+    "fetch": "slower tiers",
+    "launch": "host",
 }
 """What each task is for."""
 
@@ -99,8 +99,8 @@ def task_seconds(training: Training, plan: Plan, rows: Tiered) -> dict[str, floa
 
 
 def _tasks(seconds: Mapping[str, float]) -> list[Task]:
-    """In the order in which each place runs them. "ids" and "fetch" of a step are for the next batch, "copy" for
-    that after it."""
+    """In the order in which each place runs them. "ids" and "fetch" of a step are for the next batch, "copy"
+    for that after it."""
 
     def task(name: str, place: str, **after: int) -> Task:
         waited = {key.replace("_", " "): ago for key, ago in after.items()}

@@ -50,7 +50,8 @@ def tiered(training: Training, parts: Sequence[tuple[Table, Load]], room: Room) 
     whole = sum(load.memory for _, load in parts)
     if whole <= room.hbm:
         return Tiered(whole, 0.0, 0.0, 0.0, 0.0)
-    left, rest = room.hbm, []
+    left = room.hbm
+    rest: list[tuple[Table, Load]] = []
     for table, load in sorted(parts, key=lambda part: -part[1].lookups / max(1.0, part[1].memory)):
         if not rest and load.memory <= left:
             left -= load.memory

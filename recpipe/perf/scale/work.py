@@ -1,9 +1,10 @@
 """What one step asks of a GPU, on paper: bytes of rows, messages and products, for a way to place each table.
 
 A GPU takes ``batch / gpus`` samples. A table lies whole on one GPU, in parts of its columns or of its rows on
-several, or on every GPU (data parallel). Who has a part looks its rows up for the whole batch, adds those of a
-sample, and sends each GPU the vectors of its samples. A table's row parts within one host add up their vectors
-there before they are sent to other hosts, as TorchRec's table_row_wise and HugeCTR's hierarchical plans do.
+several, or on every GPU (data parallel). Who has a part looks its rows up for the whole batch, adds those of
+a sample, and sends each GPU the vectors of its samples. A table's row parts within one host add up their
+vectors there before they are sent to other hosts, as TorchRec's table_row_wise and HugeCTR's hierarchical
+plans do.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ SECTOR = 32
 SORT_BITS, PAIR = 8, 12
 """Bits that one pass of a radix sort orders, and bytes of an id with its position: a table's update sorts
 its ids, to add up the gradients of a row."""
+COPIES = 4
+"""Times that eager code reads or writes the vectors of the tables before it can use them: TorchRec puts them
+in the tables' order after they have come, and models join them."""
 WHOLE, COLUMNS, ROWS, REPLICATED = "table_wise", "column_wise", "row_wise", "data_parallel"
 BASE_OPERATORS = 246
 """Eager operators of one step of TorchRec 1.8's TrainPipelineSparseDist beside one for each table: counted by
@@ -189,7 +193,8 @@ def backward_seconds(training: Training, layers: tuple[Product, ...], first: boo
 
 def interaction_seconds(training: Training, dense: Dense) -> tuple[float, float]:
     """The times of the interaction beside its products with weights, forward and backward."""
-    values = training.samples * dense.interaction_values
+    joined = sum(table.dim for table in training.model.tables)
+    values = training.samples * (dense.interaction_values + (COPIES * joined if training.eager else 0))
     busy = training.samples * dense.interaction_flops / training.peak()
     seconds = max(_pointwise(training, values), busy)
     return seconds, 2 * seconds
