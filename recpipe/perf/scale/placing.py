@@ -19,7 +19,7 @@ from recpipe.common.sizes import readable_bytes
 from recpipe.errors import UserError
 from recpipe.perf.scale.messages import all_reduce, all_to_all
 from recpipe.perf.scale.model import FLOAT, Table
-from recpipe.perf.scale.tiers import Room
+from recpipe.perf.scale.tiers import Room, tiered
 from recpipe.perf.scale.work import COLUMNS, REPLICATED, ROWS, WHOLE, Load, Training, part_load
 
 LEAST_COLUMNS = 128
@@ -73,7 +73,7 @@ def make_plan(training: Training, room: Room) -> Plan:
     for parts in sorted({1, training.host_gpus, training.gpus}):
         kinds = {t.name: _begun(training, t, parts) for t in tables} | small
         found = _improved(training, room, kinds, known)
-        if best is None or row_seconds(training, found) < row_seconds(training, best):
+        if best is None or _seconds(training, found, room) < _seconds(training, best, room):
             best = found
     assert best is not None
     return best
@@ -103,17 +103,25 @@ def _improved(
                 break
             kinds[placed.name] = cut
             continue
-        seconds = row_seconds(training, placed)
+        seconds = _seconds(training, placed, room)
         waited = 0 if seconds < least else waited + 1
         if seconds < least:
             best, least = placed, seconds
-        hot = _hottest(training, placed, kinds)
+        hot = _hottest(training, placed, kinds, room)
         if hot is None or waited >= min(MOST_PATIENCE, PATIENCE + len(tables)):
             break
         kinds[hot[0]] = hot[1]
     if best is None:
         raise _too_large(training, room, table=placed if isinstance(placed, Table) else None)
     return best
+
+
+def _seconds(training: Training, plan: Plan, room: Room) -> float:
+    """``row_seconds`` with what the fullest GPU waits for slower memory."""
+    full = int(np.argmax(plan.memory))
+    if plan.memory[full] <= room.hbm:
+        return row_seconds(training, plan)
+    return row_seconds(training, plan) + tiered(training, plan.parts(full), room).seconds
 
 
 def row_seconds(training: Training, plan: Plan) -> float:
@@ -146,10 +154,12 @@ def _finer(training: Training, table: Table, kind: str, parts: int) -> tuple[str
 
 
 def _hottest(
-    training: Training, plan: Plan, kinds: Mapping[str, tuple[str, int]]
+    training: Training, plan: Plan, kinds: Mapping[str, tuple[str, int]], room: Room
 ) -> tuple[str, tuple[str, int]] | None:
-    """Which table to cut, and how: that with the most expensive part that can be cut."""
-    for each in sorted(plan.tables, key=lambda placed: -cost(training, placed.load)):
+    """Which table to cut, and how: that with the most expensive part that can be cut, or with the largest one
+    where a GPU's memory is too small for its rows."""
+    over = max(plan.memory) > room.hbm
+    for each in sorted(plan.tables, key=lambda p: -p.load.memory if over else -cost(training, p.load)):
         finer = _finer(training, each.table, *kinds[each.table.name])
         if finer is not None:
             return each.table.name, finer
