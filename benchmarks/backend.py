@@ -33,10 +33,11 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN  # noqa: E402
 from torchrec.modules.embedding_configs import EmbeddingBagConfig  # noqa: E402
 from torchrec.sparse.jagged_tensor import KeyedTensor  # noqa: E402
 
-from recpipe.backend.calibrate import calibrated, medians  # noqa: E402
+from recpipe.backend.calibrate import calibrated  # noqa: E402
 from recpipe.backend.convert import convert  # noqa: E402
 from recpipe.backend.host import Host  # noqa: E402
 from recpipe.backend.matmul import vector_units  # noqa: E402
+from recpipe.common.timing import median_seconds  # noqa: E402
 from recpipe.tables.room import with_room  # noqa: E402
 
 FEATURES, DENSE = 26, 13
@@ -127,7 +128,7 @@ def line(name: str, dim: int, threads: int, batch: int, rounds: int, folder: Pat
     spent = perf_counter() - started
     convert(cpu.model, choices)
     convert(auto.model, choices, measured_only=True)
-    times = [1e3 * seconds for seconds in medians([plain, cpu, auto], rounds)]
+    times = [1e3 * seconds for seconds in median_seconds([plain, cpu, auto], rounds)]
     shown = " ".join(f"{ms:8.2f}" for ms in times)
     print(
         f"{name:8} {dim:3} {threads:7} {batch:5} {spent:11.1f} {shown} "

@@ -9,23 +9,19 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from time import perf_counter
 
 import numpy as np
 import torch
 
+from recpipe.common.timing import median_seconds
 from recpipe.plugin.quantizer import RecordLayout
 from recpipe.tables.stores.codecs import COLD
 
 
 def nanoseconds(work: Callable[[], object], rows: int, repeats: int) -> float:
     """The median of ``repeats``, per row."""
-    times = []
-    for _ in range(repeats):
-        began = perf_counter()
-        work()
-        times.append(perf_counter() - began)
-    return round(float(np.median(times)) / rows * 1e9, 1)
+    (seconds,) = median_seconds([work], repeats, least=0)
+    return round(seconds / rows * 1e9, 1)
 
 
 def measured(dim: int, rows: int, repeats: int) -> dict[str, dict[str, float]]:

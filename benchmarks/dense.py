@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import tempfile
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -24,6 +24,7 @@ from recpipe_low_precision.ranges import Inputs, weight_scales
 from torch import nn
 from torch.export import Dim
 
+from recpipe.common.timing import seconds_by_round
 from recpipe.inference.layers import EIGHT_BITS, SEVEN_BITS, Layer, LowPrecisionLinear, bfloat16_has_units
 from recpipe.report.environment import environment
 from recpipe.seams.compiled import any_batch_size, compile_program
@@ -96,20 +97,6 @@ def ways(model: nn.Sequential, folder: Path, most: int) -> Iterator[tuple[str, R
         yield "pt2e", compiled(pt2e(model, x, most), x, folder / "pt2e.pt2", True)
 
 
-def measured(runs: dict[str, Run], x: torch.Tensor, rounds: int) -> dict[str, list[float]]:
-    """Seconds of one call, for each way and round."""
-    repeats = max(1, 256 // len(x))
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 2):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            for _ in range(repeats):
-                run(x)
-            if number >= 2:
-                times[name].append((time.perf_counter() - start) / repeats)
-    return times
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--widths", type=int, nargs="+", default=[2560, 1024, 256, 32])
@@ -131,10 +118,11 @@ def main() -> None:
         errors = {name: float((run(x) - exact).norm() / exact.norm()) for name, run in runs.items()}
         print("error  " + "  ".join(f"{name} {error:.1e}" for name, error in errors.items()))
         for samples in asked.samples:
-            times = measured(runs, torch.randn(samples, asked.widths[0]), asked.rounds)
+            given = torch.randn(samples, asked.widths[0])
+            times = seconds_by_round([partial(run, given) for run in runs.values()], asked.rounds)
             said = []
-            for name, own in times.items():
-                ratios = [base / taken for base, taken in zip(times["float32"], own, strict=True)]
+            for name, own in zip(runs, times, strict=True):
+                ratios = [base / taken for base, taken in zip(times[0], own, strict=True)]
                 spread = f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
                 said.append(f"{name} {1e6 * median(own):.0f} us {spread}")
             print(f"{samples} samples: {'  '.join(said)}", flush=True)

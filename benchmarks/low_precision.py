@@ -9,8 +9,8 @@ other types. All tables are larger than the caches, and ids are uniform: the cas
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -22,6 +22,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from recpipe.common.timing import seconds_by_round
 from recpipe.inference.lookup import LowPrecisionBags, RowType
 from recpipe.inference.rows import ROW_TYPES
 from recpipe.report.environment import environment
@@ -65,20 +66,19 @@ def measured(dim: int, pooling: int, size: int, rounds: int) -> dict[str, tuple[
     ids = [torch.randint(0, rows, (count,), generator=draw) for _ in range(BATCHES)]
     offsets = torch.arange(0, count + 1, pooling)
     looks = ways(dim, rows, ids, offsets)
-    times: dict[str, list[float]] = {name: [] for name in looks}
     with torch.no_grad():
-        for number in range(rounds + 2):
-            for name, look in looks.items():
-                start = time.perf_counter()
-                for batch in range(BATCHES):
-                    look(batch)
-                if number >= 2:
-                    times[name].append((time.perf_counter() - start) / BATCHES)
+        times = seconds_by_round([partial(_all, look) for look in looks.values()], rounds)
     found = {}
-    for name, taken in times.items():
-        ratios = [base / own for base, own in zip(times["tbe"], taken, strict=True)]
-        found[name] = (count / median(taken) / 1e6, median(ratios), min(ratios), max(ratios))
+    for name, taken in zip(looks, times, strict=True):
+        ratios = [base / own for base, own in zip(times[0], taken, strict=True)]
+        speed = BATCHES * count / median(taken) / 1e6
+        found[name] = (speed, median(ratios), min(ratios), max(ratios))
     return found
+
+
+def _all(look: Look) -> None:
+    for batch in range(BATCHES):
+        look(batch)
 
 
 def main() -> None:

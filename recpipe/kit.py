@@ -10,6 +10,7 @@ from recpipe.common.memory import free_memory
 from recpipe.common.saved import Damaged, entries, parse_json, residents, typed_as, within
 from recpipe.common.sizes import Amount, readable_bytes
 from recpipe.common.threads import keep_to_one_core, one_thread
+from recpipe.common.timing import median_seconds, seconds_by_round
 from recpipe.config.recipe import Recipe
 from recpipe.data.batch import Batch
 from recpipe.data.checks import require_ids
@@ -154,6 +155,7 @@ __all__ = [
     "keep_to_one_core",
     "leaves",
     "load_profile",
+    "median_seconds",
     "module_name",
     "moved",
     "offsets_of",
@@ -173,6 +175,7 @@ __all__ = [
     "row_bags",
     "row_bytes",
     "row_scales",
+    "seconds_by_round",
     "select",
     "table_bases",
     "table_bytes",

@@ -18,11 +18,12 @@ from recpipe.kit import (
     bfloat16_has_units,
     int8_adds_up,
     is_linear,
+    median_seconds,
     replace_module,
 )
 from recpipe.plugin import UserError
 from recpipe_low_precision.choices import FLOAT, Assignment, Choice
-from recpipe_low_precision.lookups import median_seconds
+from recpipe_low_precision.lookups import LEAST_SECONDS
 from recpipe_low_precision.ranges import Inputs, weight_scales
 from recpipe_low_precision.slices import LAYER, Slice
 
@@ -144,18 +145,15 @@ def _errors(low: LowPrecisionLinear, x: torch.Tensor, kinds: Iterable[str]) -> d
 
 def measure(layers: Mapping[str, Linear], kinds: Sequence[str]) -> None:
     """Time each layer in each type, by one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for linear in layers.values():
-            linear.seconds.update(_seconds(linear.low, kinds))
-    finally:
-        torch.set_num_threads(threads)
+    for linear in layers.values():
+        linear.seconds.update(_seconds(linear.low, kinds))
 
 
 def _seconds(low: LowPrecisionLinear, kinds: Sequence[str]) -> dict[str, float]:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(MEASURED, low.in_features, generator=draw)
     names = [FLOAT.kind, *kinds]
-    times = median_seconds([partial(low.runs(kind), x) for kind in names])
+    with torch.no_grad():
+        runs = [partial(low.runs(kind), x) for kind in names]
+        times = median_seconds(runs, least=LEAST_SECONDS, threads=1)
     return dict(zip(names, times, strict=True))

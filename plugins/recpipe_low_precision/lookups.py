@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,13 +10,11 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.kit import RowType
+from recpipe.kit import RowType, median_seconds, seconds_by_round
 from recpipe_low_precision.choices import FLOAT, Assignment, Choice
 from recpipe_low_precision.replay import Stub
 from recpipe_low_precision.slices import Slice
 
-ROUNDS = 7
-"""How often each way is timed, in turns."""
 LEAST_SECONDS = 0.02
 """The least time of one timing, for which the slice is looked up several times."""
 FILLED = 0x3C
@@ -52,10 +49,10 @@ def compare(slice_: Slice, assignment: Assignment) -> LookupSpeed:
         for chosen in (dict.fromkeys(assignment, FLOAT), assignment)
     ]
     ids = sum(int(asked.values().numel()) for stub in slice_.stubs for asked in stub.asked)
-    rounds = _timed([_in_turn(way) for way in ways])
-    speeds = [ids / median(times) for times in zip(*rounds, strict=True)]
-    ratios = [before / after for before, after in rounds]
-    return LookupSpeed(speeds[0], speeds[1], median(ratios), min(ratios), max(ratios))
+    with torch.no_grad():
+        before, after = seconds_by_round([_in_turn(way) for way in ways], least=LEAST_SECONDS)
+    ratios = [float32 / low for float32, low in zip(before, after, strict=True)]
+    return LookupSpeed(ids / median(before), ids / median(after), median(ratios), min(ratios), max(ratios))
 
 
 def seconds_of(
@@ -73,7 +70,9 @@ def seconds_of(
             table = stub.tables[config.name]
             allowed = [choice for choice in choices if may(table, choice)]
             ways = [_lookups(stub, [config], {config.name: c}, asked) for c in allowed]
-            found |= {(table, c): time for c, time in zip(allowed, median_seconds(ways), strict=True)}
+            with torch.no_grad():
+                times = median_seconds(ways, least=LEAST_SECONDS)
+            found |= {(table, c): time for c, time in zip(allowed, times, strict=True)}
     return found
 
 
@@ -101,26 +100,3 @@ def _in_turn(runs: Sequence[Run]) -> Run:
             part()
 
     return run
-
-
-def median_seconds(ways: Sequence[Run]) -> list[float]:
-    """Seconds of each way: medians of interleaved rounds."""
-    return [median(times) for times in zip(*_timed(ways), strict=True)]
-
-
-def _timed(ways: Sequence[Run]) -> list[list[float]]:
-    """Seconds of each way, for each round."""
-    with torch.no_grad():
-        times = _times(ways)
-        repeats = max(1, round(LEAST_SECONDS / max(min(times), 1e-6)))
-        return [_times(ways, repeats) for _ in range(ROUNDS)]
-
-
-def _times(ways: Sequence[Run], repeats: int = 1) -> list[float]:
-    found = []
-    for way in ways:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            way()
-        found.append((time.perf_counter() - start) / repeats)
-    return found

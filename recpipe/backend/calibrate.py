@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,17 +21,17 @@ from recpipe.backend.chain import CHAINS, is_plain, signature, steps
 from recpipe.backend.choices import Choices
 from recpipe.backend.convert import convert
 from recpipe.backend.host import Notebook
+from recpipe.common.threads import using_threads
+from recpipe.common.timing import median_seconds
 
 SMALLEST = 16
 """Samples of the smallest batch measured. Further sizes are four times as large each, up to the run's own
 batch."""
 ROUNDS = 5
-"""Interleaved rounds; the median counts."""
-SHORTEST = 0.002
-"""Least seconds that the repetitions of a round take together."""
+LEAST_SECONDS = 0.002
+"""Of one timing in a round."""
 MARGIN = 1.02
 """A part is converted if it is so many times faster; smaller differences could be noise."""
-Run = Callable[[], object]
 
 
 def calibrated(model: nn.Module, batch: int, threads: Iterable[int], folder: Path) -> Choices:
@@ -48,14 +45,14 @@ def calibrated(model: nn.Module, batch: int, threads: Iterable[int], folder: Pat
     notebook = Notebook(folder)
     wanted = sorted(parts(model))
     found: Choices = {}
-    with _training_alone():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for count in sorted(set(threads)):
-            torch.set_num_threads(count)
-            for part in sorted(wanted, key=lambda part: not part.startswith("linear ")):
-                chosen = found.setdefault(part, {}).setdefault(str(count), {})
-                for size in sizes(batch):
-                    once = partial(measure, part, size, notebook.known)
-                    chosen[str(size)] = notebook.answer(part, count, size, once)
+            with using_threads(count):
+                for part in sorted(wanted, key=lambda part: not part.startswith("linear ")):
+                    chosen = found.setdefault(part, {}).setdefault(str(count), {})
+                    for size in sizes(batch):
+                        once = partial(measure, part, size, notebook.known)
+                        chosen[str(size)] = notebook.answer(part, count, size, once)
     notebook.keep()
     return found
 
@@ -101,32 +98,16 @@ def measure(part: str, samples: int, choices: Choices) -> str:
         inputs, outputs = map(int, numbers.split("-"))
         x, weight, bias = torch.randn(samples, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
         onednn = partial(seams.linear_pointwise, x, weight, bias, "none", [], "")
-        addmm, theirs = medians([lambda: torch.addmm(bias, x, weight.t()), onednn])
+        addmm, theirs = median_seconds(
+            [lambda: torch.addmm(bias, x, weight.t()), onednn], ROUNDS, LEAST_SECONDS
+        )
         return "onednn" if theirs < addmm else "addmm"
     plain, inputs_of = _made(kind, numbers, samples)
     mine = copy.deepcopy(plain)
     convert(mine, choices)
-    before, after = medians([partial(_step, plain, inputs_of), partial(_step, mine, inputs_of)])
+    steps_of = [partial(_step, module, inputs_of) for module in (plain, mine)]
+    before, after = median_seconds(steps_of, ROUNDS, LEAST_SECONDS)
     return "cpu" if after * MARGIN < before else "plain"
-
-
-def medians(runs: Sequence[Run], rounds: int = ROUNDS) -> list[float]:
-    """Seconds of each run, as the median over interleaved rounds. A round lasts SHORTEST seconds or one
-    call."""
-    times: list[list[float]] = [[] for _ in runs]
-    once = [min(_seconds(run, 1) for _ in range(2)) for run in runs]
-    count = max(1, int(SHORTEST / max(min(once), 1e-9)))
-    for _ in range(rounds):
-        for run, found in zip(runs, times, strict=True):
-            found.append(_seconds(run, count))
-    return [median(found) for found in times]
-
-
-def _seconds(run: Run, count: int) -> float:
-    start = perf_counter()
-    for _ in range(count):
-        run()
-    return (perf_counter() - start) / count
 
 
 def _step(module: nn.Module, inputs: Sequence[Any]) -> None:
@@ -156,14 +137,3 @@ def _made(kind: str, numbers: str, samples: int) -> tuple[nn.Module, list[torch.
         return InteractionArch(found[0]), [rows(found[1]), rows(*found)]
     assert kind == "cross", kind
     return LowRankCrossNet(found[0], num_layers=found[2], low_rank=found[1]), [rows(found[0])]
-
-
-@contextmanager
-def _training_alone() -> Iterator[None]:
-    """Restore random numbers, threads and grad mode after the block."""
-    threads = torch.get_num_threads()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            yield
-    finally:
-        torch.set_num_threads(threads)

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.backend.calibrate import medians, sizes
+from recpipe.backend.calibrate import sizes
 from recpipe.backend.choices import FIRST_SHARES, Choices
 from recpipe.backend.convert import roomy_paths
 from recpipe.backend.host import Notebook
+from recpipe.common.timing import median_seconds
 from recpipe.data.parts import batch_size
 from recpipe.data.select import between
 from recpipe.pipeline.cores import Cores
@@ -100,7 +101,7 @@ class _Trial:
         runs = [partial(self._step, ids, batch, dense, c) for c in (None, *shared.values())]
         try:
             with undone(self.model):
-                openmp, *times = medians(runs, ROUNDS)
+                openmp, *times = median_seconds(runs, ROUNDS)
         finally:
             for cores in shared.values():
                 cores.close()

@@ -4,7 +4,7 @@ in memory."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from recpipe.common.console import Meter
 from recpipe.data.batch import Batch
+from recpipe.data.chosen import chosen_batches
 from recpipe.errors import UserError, shown
 from recpipe.inference.trained import Trained
+from recpipe.inference.words import asked_samples
 
 FILE = "popularity.safetensors"
 _ROWS, _COUNTS = ".rows", ".counts"
@@ -27,14 +29,12 @@ Lookups = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 def wanted(word: str | bool | int) -> int | None:
     """The number of samples that ``popularity=`` asks for; 0: all of them, None: no counts."""
-    text = str(word)
-    if text.lower() == "false":
-        return None
-    if text.lower() == "true":
-        return 0
-    if text.isascii() and text.isdecimal() and 0 < int(text) < 2**62:
-        return int(text)
-    raise UserError(f"popularity={shown(text)}: give true, or how many training samples to read")
+    asked = asked_samples(word)
+    if isinstance(asked, bool):
+        return 0 if asked else None
+    if not asked:
+        raise UserError(f"popularity={shown(word)}: give true, or how many training samples to read")
+    return asked
 
 
 def write_popularity(
@@ -72,15 +72,12 @@ def _batches(trained: Trained, samples: int) -> Iterator[object]:
     dataset, size = trained.dataset, trained.cfg.data.batch_size
     total = dataset.num_batches("train", size)
     count = min(total, ceil(samples / size)) if samples else total
-    chosen = np.sort(np.random.default_rng(trained.cfg.seed).choice(total, count, replace=False))
-    done = 0
+    read = partial(dataset.batches, "train", size)
     with Meter() as meter:
-        for run in np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1):
-            for batch in islice(dataset.batches("train", size, int(run[0])), len(run)):
-                yield batch
-                done += 1
-                if meter.due:
-                    meter.show(done / count, f"counting lookups: batch {done:,} of {count:,}")
+        for done, batch in enumerate(chosen_batches(read, total, count, trained.cfg.seed), 1):
+            yield batch
+            if meter.due:
+                meter.show(done / count, f"counting lookups: batch {done:,} of {count:,}")
 
 
 def write_lookups(file: Path, lookups: Mapping[str, Lookups]) -> None:

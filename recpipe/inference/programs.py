@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch.export import ExportedProgram
 
+from recpipe.common.timing import median_seconds
 from recpipe.errors import UserError
 from recpipe.inference import score
 from recpipe.inference.export import constants_of
@@ -28,9 +28,6 @@ DENSE = ("measured", "float32", "low")
 """Which programs a package may have: what is measured faster, or one of them alone."""
 SAMPLES = (1, 64, 256, 2048)
 """Batch sizes that programs are measured at."""
-ROUNDS = 7
-LEAST_SECONDS = 5e-3
-"""Of one timing, for which a batch is scored several times."""
 PAYS = 1.05
 """Low precision is used where it is so many times as fast."""
 VNNI = "-mavx512vnni"
@@ -176,20 +173,10 @@ def first_that_pays(ratios: Sequence[float]) -> int | None:
 
 
 def _seconds(scorer: score.Scorer, samples: int) -> list[float]:
-    """The time of one call of each program, by one thread: medians of interleaved rounds."""
+    """The time of one call of each program, by one thread."""
     dense, pooled = made_up_inputs(scorer.manifest, samples)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            repeats = [_repeats(program, dense, pooled) for program in scorer.programs]
-            rounds = [
-                [_timed(p, dense, pooled, n) for p, n in zip(scorer.programs, repeats, strict=True)]
-                for _ in range(ROUNDS)
-            ]
-    finally:
-        torch.set_num_threads(threads)
-    return [median(times) for times in zip(*rounds, strict=True)]
+    with torch.inference_mode():
+        return median_seconds([partial(program, dense, pooled) for program in scorer.programs], threads=1)
 
 
 def made_up_inputs(manifest: Mapping[str, Any], samples: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -203,15 +190,3 @@ def made_up_inputs(manifest: Mapping[str, Any], samples: int) -> tuple[torch.Ten
         if lookup["pooling"] == ROW_FOR_EACH_ID:
             found.append(torch.ones(samples, dtype=torch.int64))
     return dense, found
-
-
-def _repeats(program: score.Program, dense: torch.Tensor, pooled: list[torch.Tensor]) -> int:
-    _timed(program, dense, pooled, 1)
-    return max(1, round(LEAST_SECONDS / max(_timed(program, dense, pooled, 1), 1e-6)))
-
-
-def _timed(program: score.Program, dense: torch.Tensor, pooled: list[torch.Tensor], repeats: int) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        program(dense, pooled)
-    return (time.perf_counter() - start) / repeats

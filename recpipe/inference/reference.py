@@ -19,6 +19,7 @@ from recpipe.inference import drift
 from recpipe.inference.figures import judge
 from recpipe.inference.score import Scorer
 from recpipe.inference.trained import Trained
+from recpipe.inference.words import asked_samples
 from recpipe.model.call import Called
 
 log = logging.getLogger("recpipe")
@@ -28,11 +29,10 @@ MOST_SAMPLES = 200_000
 
 def wanted_samples(word: str | bool | int) -> int:
     """How many samples ``reference=WORD`` asks for: true, false, or their number; 0: none."""
-    if isinstance(word, bool) or str(word).lower() in ("true", "false"):
-        return MOST_SAMPLES if str(word).lower() == "true" else 0
-    if not (str(word).isascii() and str(word).isdecimal() and len(str(word)) < 16):
+    asked = asked_samples(word)
+    if asked is None:
         raise UserError(f"reference={shown(word)}: say true, false, or how many held-out samples to score")
-    return int(word)
+    return MOST_SAMPLES if asked is True else int(asked)
 
 
 def figures_of(

@@ -89,6 +89,14 @@ def parted(words: Sequence[str], kind: type[T], command: str) -> tuple[T, list[s
     return kind(**made), rest, directory
 
 
+def asked_samples(word: str | bool | int) -> bool | int | None:
+    """What ``word`` says: true, false, or a number of samples, of at most 15 digits; None: none of these."""
+    text = str(word)
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else None
+
+
 def of_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words that choose plugins and set their knobs, and the others."""
     mine = [word for word in words if _section(word) in _OF_PLUGINS]

@@ -1,4 +1,4 @@
-"""What is measured, kept and used again; the clock is a fake one."""
+"""What is measured, kept and used again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from recpipe.backend import calibrate, host
-from recpipe.backend.calibrate import calibrated, medians, parts, sizes
+from recpipe.backend.calibrate import calibrated, parts, sizes
 from recpipe.backend.choices import Chooser
 from recpipe.backend.convert import convert
 from recpipe.backend.host import Host
@@ -120,22 +120,6 @@ def test_nothing_of_the_process_changes(tmp_path) -> None:
         answers = {"addmm", "onednn"} if part.startswith("linear ") else {"plain", "cpu"}
         assert set(found["1"].values()) <= answers
     assert json.loads(json.dumps(choices)) == choices, "a checkpoint can hold it"
-
-
-def test_the_faster_one_wins(monkeypatch) -> None:
-    clock = iter(range(10**9))
-    now = [0.0]
-    monkeypatch.setattr(calibrate, "perf_counter", lambda: now[0])
-
-    def taking(seconds: float):
-        def run() -> None:
-            next(clock)
-            now[0] += seconds
-
-        return run
-
-    slow, quick = medians([taking(0.003), taking(0.001)])
-    assert (slow, quick) == pytest.approx((0.003, 0.001))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -39,12 +39,12 @@ def clock(monkeypatch) -> list[list[float]]:
     """Times of OpenMP and of the cores' shares, taken one list after the other; each way is run once."""
     times: list[list[float]] = []
 
-    def medians(runs, rounds):
+    def median_seconds(runs, rounds):
         for run in runs:
             run()
         return times.pop(0)
 
-    monkeypatch.setattr(sharing, "medians", medians)
+    monkeypatch.setattr(sharing, "median_seconds", median_seconds)
     return times
 
 

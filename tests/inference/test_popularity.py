@@ -45,6 +45,6 @@ def test_what_can_be_asked_for() -> None:
         5000,
         5000,
     ]
-    for text in ("yes", "-1", "0", "1.5"):
+    for text in ("yes", "-1", "0", "1.5", "9" * 5000):
         with pytest.raises(UserError, match="popularity=.*: give true, or how many training samples to read"):
             wanted(text)

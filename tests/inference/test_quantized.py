@@ -18,28 +18,14 @@ from recpipe.inference.quantized_manifest import read_manifest
 from recpipe.inference.rows import decode_rows, encode_rows
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import open_trained
+from tests.quantizing import small_checkpoint
 
 KINDS = {"a": "int8", "b": "int4", "c": "fp16", "d": "int2"}
-SMALL = (
-    "data.samples=2000",
-    "data.batch_size=250",
-    "data.tables={a: 300, b: 90, c: 40, d: 700}",
-    "model.embedding_dim=16",
-    "model.bottom=[16]",
-    "model.top=[16]",
-    "tiers.policy=resident",
-    "trainer.eval_every=1.0",
-    "trainer.logger=null",
-    "trainer.backend=plain",
-)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    with recpipe.train(None, None, *SMALL, output=folder, quiet=True) as run:
-        assert run.checkpoint is not None
-        return Path(run.checkpoint)
+    return small_checkpoint(tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture
@@ -84,14 +70,14 @@ def test_its_bytes_are_those_it_says(source: FloatCheckpoint, tmp_path: Path) ->
 def test_pruned_rows_are_left_out(checkpoint: Path, source: FloatCheckpoint, tmp_path: Path) -> None:
     one = batch(checkpoint)
     asked = one.sparse["d"].values().numpy()
-    kept = np.ones(700, bool)
+    kept = np.ones(4000, bool)
     kept[asked[0]] = False
     whole, pruned = (
         write_quantized(tmp_path / name, source, KINDS, left)
         for name, left in (("whole", None), ("pruned", {"d": kept}))
     )
     assert whole.tables["d"].kept is None
-    assert pruned.tables["d"].kept == 699
+    assert pruned.tables["d"].kept == 3999
     with torch.no_grad():
         before, after = (
             open_quantized(tmp_path / name)(one.dense_features, one.sparse).flatten()
@@ -174,10 +160,10 @@ def test_it_is_evaluated_and_predicted_as_a_checkpoint_is(source: FloatCheckpoin
     apart = abs(found["loss"] - whole["loss"])
     assert 0 < apart < 0.02
     scores = recpipe.predict(tmp_path / "q", None, "scores=raw", quiet=True)
-    assert scores.shape == (2000,)
+    assert scores.shape == (6000,)
     called, one = call_quantized(tmp_path / "q"), batch(source.directory)
     with torch.no_grad():
-        assert np.array_equal(scores[1600:1850], called.predict(one).numpy())
+        assert np.array_equal(scores[4800:5050], called.predict(one).numpy())
 
 
 def test_it_is_not_quantized_again(source: FloatCheckpoint, tmp_path: Path) -> None:

@@ -8,31 +8,14 @@ from pathlib import Path
 import pytest
 from recpipe_low_precision.slices import Slice, between_samples
 
-import recpipe
 from recpipe.inference.source import FloatCheckpoint
 from recpipe.inference.trained import open_trained
-
-SMALL = (
-    "data.samples=6000",
-    "data.batch_size=250",
-    "data.tables={a: 300, b: 90, c: 40, d: 4000}",
-    "model.embedding_dim=16",
-    "model.bottom=[16]",
-    "model.top=[16]",
-    "tiers.policy=resident",
-    "trainer.eval_every=1.0",
-    "trainer.logger=null",
-    "trainer.backend=plain",
-)
-"""1,200 samples are held out."""
+from tests.quantizing import small_checkpoint
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    with recpipe.train(None, None, *SMALL, output=folder, quiet=True) as run:
-        assert run.checkpoint is not None
-        return Path(run.checkpoint)
+    return small_checkpoint(tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture

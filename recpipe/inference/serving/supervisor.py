@@ -184,8 +184,12 @@ class Supervisor:
                     return
             self._to_load.pop(0)
 
-    def _reloaded(self, slot: Slot, what: str, about: str) -> None:
+    def _need_not_load(self, slot: Slot) -> None:
+        """The worker has loaded the package, or died: it finds the package anew when it starts."""
         self._to_load = [other for other in self._to_load if other is not slot]
+
+    def _reloaded(self, slot: Slot, what: str, about: str) -> None:
+        self._need_not_load(slot)
         if what == "refused":
             log.warning("%s; the package before is still served", about)
             self._to_load = []
@@ -220,11 +224,10 @@ class Supervisor:
             pause = 0.0 if slot.deaths == 1 else min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (slot.deaths - 2))
             log.warning("worker %d %s; it is started again", slot.number, how)
         slot.due = monotonic() + pause
-        if slot in self._to_load:
-            first = self._to_load[0] is slot
-            self._to_load = [other for other in self._to_load if other is not slot]
-            if first:
-                self._load_next()
+        loading = self._to_load[:1] == [slot]
+        self._need_not_load(slot)
+        if loading:
+            self._load_next()
 
     def _stop(self) -> None:
         """Let all workers answer what they have; kill those that take too long, or all at the next signal."""

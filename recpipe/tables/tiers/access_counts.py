@@ -12,13 +12,13 @@ import math
 import os
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.data.chosen import chosen_batches
 from recpipe.errors import UserError
 from recpipe.plugin.api import Context
 from recpipe.plugin.policy import RowIds
@@ -86,19 +86,14 @@ def _meta(ctx: Context, sample: float) -> dict[str, Any]:
 
 
 def _count(ctx: Context, sample: float) -> tuple[RowIds, NDArray[np.int32]]:
-    """Count the chosen batches; adjacent ones are read together."""
+    """Count the chosen batches."""
     bases = table_bases(ctx)
     counts = np.zeros(int(bases[-1]), np.int32)
     batches = max(1, -(-ctx.epoch_samples // ctx.batch_size))
-    chosen = np.random.default_rng(ctx.seed).choice(
-        batches, min(batches, math.ceil(sample * batches)), replace=False
-    )
-    chosen.sort()
-    for run in np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1):
-        if len(run):
-            for batch in islice(ctx.batches(int(run[0])), len(run)):
-                seen, times = np.unique(ctx.lookups(batch).rows, return_counts=True)
-                counts[seen] += times.astype(np.int32)
+    chosen = min(batches, math.ceil(sample * batches))
+    for batch in chosen_batches(ctx.batches, batches, chosen, ctx.seed):
+        seen, times = np.unique(ctx.lookups(batch).rows, return_counts=True)
+        counts[seen] += times.astype(np.int32)
     rows = np.flatnonzero(counts)
     return rows, counts[rows]
 
