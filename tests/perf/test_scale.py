@@ -60,6 +60,8 @@ def test_bytes_of_whole_tables() -> None:
     assert load.ids == 4 * 3 * 8 / 2
     assert load.lookups == 12
     assert load.memory == 1000 * 8 * 4
+    each = part_load(training(gpus=2, batch=4), Table("a", 1000, 8, 3.0, pooled=False), WHOLE, 1)
+    assert each.near == 3 * load.near  # rows that are not added up
 
 
 def test_bytes_of_row_parts_of_one_host_of_two() -> None:

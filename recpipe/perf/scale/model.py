@@ -33,6 +33,13 @@ class Table:
     pooling: float = 1.0
     skew: float = 0.0
     """Exponent of Zipf's law of its ids; 0: uniform."""
+    pooled: bool = True
+    """Whether the rows of a sample are added up, or each is handed out."""
+
+    @property
+    def vectors(self) -> float:
+        """Vectors that a sample gets from it."""
+        return 1.0 if self.pooled else self.pooling
 
 
 @dataclass(frozen=True)
@@ -168,14 +175,17 @@ def _unknown(reader: Reader, key: str, known: str) -> int:
 
 
 def _tables(reader: Reader, before: int) -> list[Table]:
-    reader.only({"name", "rows", "dim", "pooling", "skew", "count"})
+    reader.only({"name", "rows", "dim", "pooling", "skew", "count", "pooled"})
     count = reader.whole("count", 1)
     if before + count > MOST_TABLES:
         raise reader.wrong("count", f"makes more than {MOST_TABLES:,} tables")
     name = reader.text("name", f"table{before}")
     shape = reader.whole("rows"), reader.whole("dim"), reader.number("pooling", 1.0), reader.number("skew", 0)
+    pooled = reader.get("pooled", True)
+    if not isinstance(pooled, bool):
+        raise reader.wrong("pooled", f"must be true or false, not {shown(pooled)}")
     names = [name] if count == 1 else [f"{name}.{number}" for number in range(count)]
-    return [Table(each, *shape) for each in names]
+    return [Table(each, *shape, pooled) for each in names]
 
 
 def dense_part(reader: Reader, tables: list[Table]) -> Dense:

@@ -82,7 +82,8 @@ def _tables(tables: ModelTables, inputs: Inputs, dataset: Dataset, size: int) ->
             count = counted[name]
             pooling = count.lookups / max(1, count.samples)
             lookups, different = count.lookups / max(1, count.batches), count.distinct / max(1, count.batches)
-            made.append(Table(name, rows, group.tables.dim, pooling, skew_of(rows, lookups, different)))
+            skew = skew_of(rows, lookups, different)
+            made.append(Table(name, rows, group.tables.dim, pooling, skew, group.tables.pooled))
     return tuple(made)
 
 

@@ -135,8 +135,8 @@ def _small(training: Training) -> list[Table]:
     if training.gpus == 1:
         return []
     # An all-reduce moves a buffer twice; vectors go one way, and their gradients the other.
-    vectors = training.samples * training.message_bytes
-    return [t for t in training.model.tables if FLOAT * t.rows < vectors]
+    sent = training.samples * training.message_bytes
+    return [t for t in training.model.tables if FLOAT * t.rows < t.vectors * sent]
 
 
 def _finer(training: Training, table: Table, kind: str, parts: int) -> tuple[str, int] | None:

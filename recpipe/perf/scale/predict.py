@@ -64,7 +64,7 @@ def dense_bytes(training: Training) -> float:
     model, b = training.model, training.samples
     dense = model.dense
     outputs = sum(p.outputs for p in (*dense.bottom, *dense.top)) + dense.interaction_values
-    vectors = sum(t.dim for t in model.tables)
+    vectors = sum(t.vectors * t.dim for t in model.tables)
     ids = sum(t.pooling for t in model.tables)
     activations = b * (WORKSPACE * training.value_bytes * (outputs + vectors) + 2 * 8 * ids)
     return dense.parameters * FLOAT * 3 + activations

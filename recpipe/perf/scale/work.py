@@ -121,7 +121,7 @@ def part_load(training: Training, table: Table, kind: str, parts: int) -> Load:
     record = model.record_bytes(table, columns)
     row, vector = padded(columns * model.row_bytes), columns * training.message_bytes
     passes = ceil(max(1.0, log2(max(2, table.rows))) / SORT_BITS)
-    sent = training.batch * vector
+    sent = training.batch * table.vectors * vector
     within = min(parts, training.host_gpus) if kind == ROWS and training.hosts > 1 else 1
     spread = sent / within
     return Load(
@@ -149,7 +149,7 @@ def _replicated(training: Training, table: Table) -> Load:
         record=record,
         lookups=lookups,
         distinct=distinct(float(table.rows), table.skew, lookups),
-        read=lookups * (row + ID) + training.samples * table.dim * training.value_bytes,
+        read=lookups * (row + ID) + training.samples * table.vectors * table.dim * training.value_bytes,
         updated=moved,
         reduced=whole if world > 1 else 0.0,
     )
@@ -193,7 +193,7 @@ def backward_seconds(training: Training, layers: tuple[Product, ...], first: boo
 
 def interaction_seconds(training: Training, dense: Dense) -> tuple[float, float]:
     """The times of the interaction beside its products with weights, forward and backward."""
-    joined = sum(table.dim for table in training.model.tables)
+    joined = sum(table.vectors * table.dim for table in training.model.tables)
     values = training.samples * (dense.interaction_values + (COPIES * joined if training.eager else 0))
     busy = training.samples * dense.interaction_flops / training.peak()
     seconds = max(_pointwise(training, values), busy)
