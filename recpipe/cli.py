@@ -28,6 +28,8 @@ recpipe trains TorchRec models; published systems techniques are plugins, each o
   python -m recpipe task=plan +plugin=...    who owns what, in which order, how many bytes; runs nothing
   python -m recpipe task=misses              what caches would miss at every budget; runs nothing
   python -m recpipe task=advise              what would pay on this data and machine, predicted
+  python -m recpipe task=scale scale.model=dlrm_dcnv2 scale.machine=h100_hgx
+                                             how fast it would train on 8 to 128 GPUs, on paper
   python -m recpipe task=profile +plugin=... where a step's time goes, against what the machine could do
   python -m recpipe task=compare 'compare.plugins=[resident,nocache,hotline]'
                                              the same work under each, interleaved, in one table

@@ -113,6 +113,13 @@ def carry_out(
 def _run_task(cfg: Recipe, run_dir: RunDir, given: Given, command_line: Sequence[str] | None) -> Outcome:
     if isinstance(cfg.task, InstalledTask):
         return Outcome(run_installed(cfg, run_dir.path))
+    if cfg.scale is not None:
+        refuse_ranks("task=scale")
+        if cfg.scale.model is not None:
+            # Imported here, so that training does not wait for its plots.
+            from recpipe.tasks.scale import tell_scale
+
+            return Outcome(tell_scale(cfg.scale, run_dir.path))
     device = choose_device(cfg.trainer.device)
     cfg = replace(cfg, tiers=cfg.tiers.on(device))
     try_out(cfg.optim.dense, device)
@@ -173,6 +180,13 @@ def run_on(
         from recpipe.tasks.advise import advise
 
         return Outcome(advise(cfg, dataset, unplaced, device, run_dir.path, command_line))
+    if cfg.scale is not None:
+        from recpipe.perf.scale.own import own_model
+        from recpipe.tasks.scale import tell_scale
+
+        size, module = cfg.data.batch_size, unplaced.called.module
+        own = own_model(model_config, module, unplaced.inputs, dataset, size)
+        return Outcome(tell_scale(cfg.scale, run_dir.path, own))
 
     # 4. Plugins: each contributes its parts; conflicts are refused here, before any memory is taken.
     log.info("planning: plugins %s", ", ".join(cfg.plugins) or "none")

@@ -28,6 +28,7 @@ from recpipe.data.config import DataConfig, parse_config
 from recpipe.distributed.launch import Topology
 from recpipe.errors import UserError
 from recpipe.model.config import ModelConfig, UserModel, parse_model
+from recpipe.perf.scale.config import ScaleConfig
 from recpipe.plugin.offers import is_offered, offered
 from recpipe.tables.config import TierConfig
 from recpipe.training.config import TrainerConfig
@@ -40,6 +41,7 @@ TASKS: dict[str, type[TaskConfig]] = {
     "plan": PlanConfig,
     "misses": MissesConfig,
     "advise": AdviseTask,
+    "scale": TaskConfig,
 }
 """recpipe's own tasks by name."""
 Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
@@ -69,6 +71,8 @@ class Recipe:
     """Set only for task=compare."""
     advise: AdviseConfig | None
     """Set only for task=advise."""
+    scale: ScaleConfig | None
+    """Set only for task=scale."""
     compose: Compose
     seed: int
     resume: str | None
@@ -99,6 +103,7 @@ class Recipe:
             task=task,
             compare=typed(CompareConfig, _present(values, "compare"), "compare") if compares else None,
             advise=typed(AdviseConfig, _present(values, "advise"), "advise") if advises else None,
+            scale=typed(ScaleConfig, _present(values, "scale"), "scale") if task.name == "scale" else None,
             compose=typed(Compose, section("compose", {"prefer": {}}), "compose"),
             seed=fitted(Seed, _present(values, "seed"), "seed"),
             resume=fitted(FilePath | None, section("resume"), "resume"),

@@ -1,0 +1,1 @@
+"""Training on machines that are not here: throughput and time to quality on hosts x GPUs, on paper."""

@@ -1,0 +1,155 @@
+"""The predictions of ``task=scale``: a table on the terminal, and scale.html; from scale.json's content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from recpipe.common.console import show
+from recpipe.report import figures, html, plots
+from recpipe.report.plots import Axis, Plot
+from recpipe.report.record import replace_file
+from recpipe.report.terminal import print_place
+
+COLUMNS = ("GPUs", "batch", "samples/s", "per GPU", "step", "bound by", "memory", "time")
+TABLES = 8
+"""Tables that are told one by one on the terminal."""
+_MANY = 40
+"""The same on the page."""
+
+
+def show_table(told: Mapping[str, Any], page: Path) -> None:
+    """Print the table, that of the largest tables, what it comes to, and where the page is."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "bound by" else "right", no_wrap=True)
+    for cells in rows(told):
+        table.add_row(*cells)
+    below = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("table", "rows", "placed", "bytes", "messages", "traffic", "time"):
+        words = column in ("table", "placed")
+        below.add_column(column, justify="left" if words else "right", no_wrap=not words, overflow="fold")
+    for cells in table_rows(told, TABLES):
+        below.add_row(*cells)
+
+    def draw(out: Console) -> None:
+        out.print(table)
+        out.print(below)
+        for line in sentences(told):
+            out.print(line, markup=False, highlight=False)
+
+    show(draw)
+    print_place(page)
+
+
+def rows(told: Mapping[str, Any]) -> Iterator[list[str]]:
+    """The table's rows."""
+    for each in told["predictions"]:
+        yield [
+            figures.count(each["gpus"]),
+            figures.count(each["batch_size"]),
+            figures.short(each["samples_per_second"]),
+            f"{100 * each['efficiency']:.0f}%",
+            milliseconds(each["step_seconds"]),
+            bound(each),
+            figures.size(each["hbm_bytes"]),
+            duration(each["seconds"] if told["samples"] else each["seconds_to_quality"]),
+        ]
+
+
+def bound(each: Mapping[str, Any]) -> str:
+    """What most of a step's critical path is for."""
+    (what, seconds), *_ = each["bounds"].items()
+    return f"{what} {100 * seconds / each['step_seconds']:.0f}%"
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits; microseconds for what takes less than one of them."""
+    return f"{1000 * seconds:.3g} ms" if seconds >= 1e-6 else f"{1e6 * seconds:.2g} us"
+
+
+def duration(seconds: float | None) -> str:
+    """In its unit; ``-`` for None."""
+    if seconds is None:
+        return "-"
+    scale, unit = figures.time_unit(seconds)
+    return f"{seconds / scale:.3g} {unit}"
+
+
+def table_rows(told: Mapping[str, Any], most: int) -> Iterator[list[str]]:
+    """The tables whose rows take longest."""
+    for each in told["tables"][:most]:
+        where = "all" if each["gpus"] == "all" else f"{each['parts']}"
+        yield [
+            figures.shortened(each["name"]),
+            figures.short(each["rows"]),
+            f"{each['kind']}, {where}",
+            figures.size(each["bytes"]),
+            figures.size(each["messages"]),
+            figures.size(each["memory_traffic"]),
+            milliseconds(each["seconds"]),
+        ]
+
+
+def sentences(told: Mapping[str, Any]) -> list[str]:
+    """What the figures are of, and what they are worth."""
+    model, last = told["model"], told["predictions"][-1]
+    found = [
+        f"{model['title']}: {model['tables']:,} tables, {figures.short(model['parameters'])} parameters, "
+        f"{figures.size(model['bytes'])} with the state of {model['optimizer']}; "
+        f"{model['lookups']:,.4g} lookups and {figures.short(model['flops'])} operations (forward) a sample.",
+        f"{told['machine']['title']}; {told['software']} software, products in {told['precision']}, messages "
+        f"in {told['messages']}.",
+    ]
+    if told["samples"]:
+        found.append(f"Time: to train {told['samples']:,} samples.")
+    elif any(each["seconds_to_quality"] for each in told["predictions"]):
+        found.append(f"Time: to {model['quality']}, by the samples that are published for this batch size.")
+    parts = ", ".join(f"{what} {milliseconds(seconds)}" for what, seconds in list(last["bounds"].items())[:4])
+    found.append(f"The step on {last['gpus']:,} GPUs waits for {parts}.")
+    if last["missed"]:
+        slow = last["rows"]["dram"] + last["rows"]["ssd"]
+        found.append(
+            f"{figures.size(slow)} of a GPU's rows are not in its memory; {100 * last['missed']:.3g}% of the "
+            "rows of a batch are fetched and written back."
+        )
+    found += [f"Left out: {each['why']}." for each in told["refused"]]
+    found += [f"Given: {note}." for note in told["notes"]]
+    if told["assumed"]:
+        found.append(f"Assumed, without a source: {', '.join(told['assumed'])}.")
+    return [*found, told["checked"]]
+
+
+def write(told: Mapping[str, Any], directory: Path) -> Path:
+    """Write ``directory/scale.html`` and return its path."""
+    page = html.page("scale.html.j2").render(
+        told=told,
+        columns=COLUMNS,
+        rows=list(rows(told)),
+        tables=list(table_rows(told, _MANY)),
+        sentences=sentences(told),
+        plots=list(_plots(told)),
+    )
+    return replace_file(directory / "scale.html", page)
+
+
+def _plots(told: Mapping[str, Any]) -> Iterator[Plot]:
+    found = told["predictions"]
+    if len(found) < 2:
+        return
+    gpus = [each["gpus"] for each in found]
+    axis = Axis("GPUs", "count", log=True)
+    per_gpu = found[0]["samples_per_second"] / gpus[0]
+    rates = {
+        "predicted": (gpus, [each["samples_per_second"] for each in found]),
+        "in proportion": (gpus, [per_gpu * count for count in gpus]),
+    }
+    yield plots.curves("Samples per second", rates, axis, Axis("samples/s", "count", log=True))
+    what = dict.fromkeys(name for each in found for name in each["bounds"])
+    parts = {name: (gpus, [each["bounds"].get(name, 0.0) for each in found]) for name in what}
+    yield plots.curves("What a step waits for", parts, axis, Axis("time", "seconds", from_zero=True))
