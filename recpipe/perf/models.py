@@ -225,17 +225,15 @@ class KernelModels:
     def seconds(self, kind: str, at: At) -> Estimate:
         """The time of an operator with ``at["threads"]`` threads.
 
-        Of kinds that were not measured with this type of values, float32 is taken; of unknown kinds a pass
-        over as many bytes.
+        Of kinds that were not measured with this type of values, float32 is taken; of products in another
+        layout, that of a layer; of unknown kinds, a pass over as many bytes.
         """
         kind, threads, dtype = _key(kind, at)
-        for tried in (
-            (kind, threads, dtype),
-            (kind, threads, "float32"),
-            ("elementwise", threads, "float32"),
-        ):
-            if tried in self.samples:
-                return self._model(tried).estimate(at)
+        nearest = "addmm" if kind in GEMMS else "elementwise"
+        for tried in ((kind, dtype), (kind, "float32"), (nearest, dtype), (nearest, "float32")):
+            key = tried[0], threads, tried[1]
+            if key in self.samples:
+                return self._model(key).estimate(at)
         raise UserError(f"the machine profile has no samples of '{kind}' with {threads:.0f} threads")
 
     def knows(self, kind: str, at: At) -> bool:
