@@ -12,7 +12,7 @@ from recpipe.perf.capture import Captured, GroupLookups, Part
 from recpipe.perf.linear import At, Linear, Vector
 from recpipe.perf.lookup_work import LookupWork, lookup_features
 from recpipe.perf.machine import Machine
-from recpipe.perf.models import Estimate, KernelModels
+from recpipe.perf.models import NO_TIME, Estimate, KernelModels
 from recpipe.perf.operators import Operator
 from recpipe.perf.profile import MachineProfile
 
@@ -72,6 +72,11 @@ class Amounts:
         """An overhead of ``bench.overheads`` that does not depend on sizes."""
         return self.kernels.seconds(kind, {}).times(times)
 
+    def pipeline(self, captured: Captured) -> Estimate:
+        """What the pipeline's step takes beside the model and the tables' kernels."""
+        tables = sum(len(group.tables) for group in captured.groups)
+        return self.kernels.seconds("step", {"elements": float(tables)})
+
     def operator(self, operator: Operator, threads: float) -> Estimate:
         """The time of an operator."""
         return self.kernels.seconds(operator.kind, {**operator.at, "threads": threads})
@@ -114,7 +119,7 @@ class Amounts:
     def _by_limits(self, group: GroupLookups, kind: str) -> Estimate:
         """By the rate of random rows, for a profile without lookups."""
         if self._limits is None:
-            return self.overhead("step", 0.0)
+            return NO_TIME
         ways = 1 if kind == "lookup forward" else 3
         moved = 4.0 * ways * (group.dim * sum(table.distinct for table in group.tables) + group.handed_out)
         seconds = moved / self._limits.gather_bytes_per_s_one_thread

@@ -154,7 +154,7 @@ def _group(model: PlacedModel, batch: Any, number: int) -> GroupLookups:
     return GroupLookups(tables.dim, tables.optimizer.name, tables.pooled, tuple(found))
 
 
-class _Stages(Watch):
+class _Stages(Watch):  # type: ignore[no-untyped-call]
     """Collects operators by stage."""
 
     def __init__(self) -> None:

@@ -78,17 +78,19 @@ def described(func: Any, args: Sequence[Any], out: Any) -> Operator | None:
 def _product(name: str, args: Sequence[Any]) -> Operator:
     if name == "_linear_pointwise":
         x, weight = args[:2]
-        at = {"b": 1.0, "m": float(len(x)), "n": float(len(weight)), "k": float(x.shape[1])}
-        return Operator("linear", {**at, "dtype": _dtype(x)}, name)
+        return Operator("linear", _sizes(x, 1, len(x), len(weight), x.shape[1]), name)
     left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
-    batch = left.shape[0] if left.ndim == 3 else 1
     (m, k), n = left.shape[-2:], right.shape[-1]
-    at = {"b": float(batch), "m": float(m), "n": float(n), "k": float(k), "dtype": _dtype(left)}
+    at = _sizes(left, left.shape[0] if left.ndim == 3 else 1, m, n, k)
     if name == "addmm":
         return Operator("addmm", at, name)
     layout = _layout(left) + _layout(right)
     kind = name if name == "mm" else "bmm"
     return Operator(f"{kind} {'tn' if layout == 'tt' else layout}", at, name)
+
+
+def _sizes(left: torch.Tensor, b: int, m: int, n: int, k: int) -> dict[str, float | str]:
+    return {"b": float(b), "m": float(m), "n": float(n), "k": float(k), "dtype": _dtype(left)}
 
 
 def _layout(matrix: torch.Tensor) -> str:
@@ -127,7 +129,7 @@ def _pass(name: str, args: Sequence[Any], out: Any, tensors: list[torch.Tensor],
         kind = "transpose"
     elif name not in _ELEMENTWISE and name != "_to_copy":
         known = False
-    at = {
+    at: dict[str, float | str] = {
         "bytes": float(moved),
         "elements": float(elements),
         "runs": float(runs),

@@ -72,7 +72,9 @@ def _plain(step: Step, amounts: Amounts) -> Made:
     captured, threads = step.captured, amounts.threads
     stages = amounts.stages(captured.whole)
     forward, backward = together([stages.before, stages.forward]), together([stages.to_rows, stages.rest])
-    looked_up = together([amounts.lookups(captured.groups, "lookup forward"), amounts.overhead("step")])
+    looked_up = together([amounts.lookups(captured.groups, "lookup forward"), amounts.pipeline(captured)])
+    if threads > 1:
+        forward = together([forward, amounts.overhead("wake")])
     made: Made = [
         (Task("look up", MAIN, after={"read": 1}), looked_up),
         (Task("forward", MAIN, cores=threads), forward),
@@ -88,7 +90,7 @@ def _shared(step: Step, amounts: Amounts) -> Made:
     looked_up = together(
         [
             amounts.lookups(captured.groups, "lookup forward"),
-            amounts.overhead("step"),
+            amounts.pipeline(captured),
             amounts.overhead("hand over", len(parts) - 1),
         ]
     )
@@ -122,6 +124,8 @@ def _ending(step: Step, amounts: Amounts, backward: str, rows: list[str]) -> Mad
     sizes = optimizer_sizes(step.optimizer, *captured.parameters)
     used = max(1, threads - 1) if beside else threads
     optimizer = amounts.optimizer(step.optimizer, sizes, used if used == threads else 1)
+    if used > 1:
+        optimizer = together([optimizer, amounts.overhead("wake")])
     made: Made = [(Task("table update", TABLES if beside else MAIN, after=arrived), update)]
     made.append((Task("dense optimizer", MAIN, after={**arrived, **summed}, cores=used), optimizer))
     made.append((Task("loop", MAIN, after={"table update": 0}), amounts.overhead("loop")))

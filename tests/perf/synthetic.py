@@ -19,7 +19,7 @@ OVERHEADS = {
     "node": 2e-6,
     "function": 1e-5,
     "call": 1e-7,
-    "step": 1e-4,
+    "wake": 3e-5,
     "hand over": 2e-5,
     "loop": 2e-4,
 }
@@ -65,6 +65,7 @@ def profile(**changes: float) -> MachineProfile:
         free = {"threads": threads}
         passes += [Sample(kind, free, 1e-6) for kind in ("view", "empty") for _ in range(2)]
     overheads = [Sample(kind, {}, seconds * changes.get(kind, 1.0)) for kind, seconds in OVERHEADS.items()]
+    overheads += [Sample("step", {"elements": count}, 1e-4 + count * 1e-5) for count in (1.0, 26.0)]
     for threads in (1.0, 2.0):
         for name in OPTIMIZERS:
             for count, values in ((2, 100), (10, 10_000), (20, 1_000_000)):

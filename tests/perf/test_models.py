@@ -104,6 +104,7 @@ def test_overheads_and_optimizers() -> None:
     amounts = Amounts(profile())
     for kind, seconds in OVERHEADS.items():
         assert amounts.overhead(kind).seconds == pytest.approx(seconds)
+    assert amounts.kernels.seconds("step", {"elements": 11.0}).seconds == pytest.approx(2.1e-4, rel=0.05)
     at = optimizer_sizes("Adam", 10, 100_000)
     adam = amounts.optimizer("Adam", at, 1)
     assert amounts.optimizer("LBFGS", at, 1) == adam

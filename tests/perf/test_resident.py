@@ -48,6 +48,9 @@ class Fixed(Amounts):
     def overhead(self, kind: str, times: float = 1.0) -> Estimate:
         return exactly(self.times.get(kind, 0.0) * times)
 
+    def pipeline(self, captured: Any) -> Estimate:
+        return self.overhead("step")
+
     def operator(self, operator: Any, threads: float) -> Estimate:
         return NO_TIME
 
@@ -109,7 +112,7 @@ def test_cores_share_where_that_is_predicted_to_pay() -> None:
 def test_no_part_makes_a_step_shorter_by_taking_longer() -> None:
     step = Step(SHARED, beside=True, reading=exactly(1.0), shared=True)
     base = milliseconds(step, Fixed())
-    for name in ("look", "dense", "update", "optimizer", "loop", "step", "hand over"):
+    for name in ("look", "dense", "update", "optimizer", "loop", "step", "hand over", "wake"):
         assert milliseconds(step, Fixed(**{name: Fixed().times.get(name, 0.0) + 1.0})) >= base - 1e-9, name
 
 

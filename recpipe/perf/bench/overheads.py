@@ -42,6 +42,12 @@ STEPS = 400
 """Steps of an empty loop."""
 CALLBACKS = 5
 """Callbacks of such a loop, as many as a run has."""
+FEATURES = (1, 26)
+"""Features of the pipeline's step."""
+SHARED = 256
+"""Rows and columns of matrices that all threads multiply."""
+ALONE = 2e-3
+"""Seconds for which one thread works alone, as when tables are updated."""
 OPTIMIZERS = ("SGD", "Adagrad", "Adam")
 PARAMETERS = ((2, 64), (8, 4096), (14, 50_000), (14, 200_000), (30, 20_000), (6, 1_000_000))
 """Numbers of parameters and the values of each."""
@@ -53,8 +59,9 @@ def measure(quick: bool) -> Iterator[Sample]:
     with one_thread():
         yield from _autograd()
         yield from _python()
-        yield _pipeline()
+        yield from (_pipeline(count) for count in FEATURES)
         yield _handing_over()
+    yield _waking()
     yield _loop(STEPS // 4 if quick else STEPS)
     with clock() as timer:
         yield from _optimizers(timer, PARAMETERS[::2] if quick else PARAMETERS)
@@ -128,23 +135,27 @@ class _Batch:
 
 
 class _Tiny(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
-        configs = [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=64, feature_names=["a"])]
+        configs = [
+            EmbeddingBagConfig(name=f"t_{name}", embedding_dim=4, num_embeddings=64, feature_names=[name])
+            for name in names
+        ]
         self.rows = EmbeddingBagCollection(configs)
-        self.layer = nn.Linear(4, 1)
+        self.layer = nn.Linear(4 * len(names), 1)
 
     def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
         out: torch.Tensor = self.layer(self.rows(ids).values())
         return out
 
 
-def _pipeline() -> Sample:
-    """``step``: a step of the pipeline, without its model and without the tables' kernels."""
-    size = 16
-    ids = KeyedJaggedTensor(["a"], torch.arange(size), lengths=torch.ones(size, dtype=torch.long))
+def _pipeline(count: int) -> Sample:
+    """``step``: a step of the pipeline with so many features, without its model and the tables' kernels."""
+    size, names = 16, [f"f{number}" for number in range(count)]
+    bags = size * count
+    ids = KeyedJaggedTensor(names, torch.arange(bags) % size, lengths=torch.ones(bags, dtype=torch.long))
     batch = _Batch(ids, torch.zeros(size))
-    module = _Tiny()
+    module = _Tiny(names)
     tables = group_tables(
         collections_of(module), lambda name, weights: TableOptimizer("rowwise_adagrad", 0.1), 0
     )
@@ -167,7 +178,7 @@ def _pipeline() -> Sample:
         torch.autograd.backward(loss)
 
     whole, inside = _times([step, dense], 4 * ROUNDS)
-    return Sample("step", {}, max(whole - inside, 1e-6))
+    return Sample("step", {"elements": float(count)}, max(whole - inside, 1e-6))
 
 
 def _handing_over() -> Sample:
@@ -175,6 +186,22 @@ def _handing_over() -> Sample:
     with ThreadPoolExecutor(1, "recpipe-bench", keep_to_one_core) as other:
         (seconds,) = _times([lambda: other.submit(int).result()], 4 * ROUNDS)
     return Sample("hand over", {}, seconds)
+
+
+def _waking() -> Sample:
+    """``wake``: what the first operator that all threads share takes longer than the next, since they sleep
+    while one thread works alone."""
+    left, right = torch.ones(SHARED, SHARED), torch.ones(SHARED, SHARED)
+    first, later = list[float](), list[float]()
+    for _ in range(2 * ROUNDS):
+        alone = perf_counter() + ALONE
+        while perf_counter() < alone:
+            pass
+        for times in (first, later):
+            start = perf_counter()
+            torch.mm(left, right)
+            times.append(perf_counter() - start)
+    return Sample("wake", {}, max(median(first) - median(later), 1e-9))
 
 
 class _Empty(L.LightningModule):
@@ -216,7 +243,7 @@ def _loop(steps: int) -> Sample:
             enable_checkpointing=False,
             use_distributed_sampler=False,
         )
-        trainer.fit(module, [0] * steps)  # type: ignore[arg-type]
+        trainer.fit(module, [0] * steps)
     apart = [after - before for before, after in zip(module.begun, module.begun[1:], strict=False)]
     return Sample("loop", {}, median(apart[steps // 10 :]))
 
@@ -238,8 +265,8 @@ def _optimizers(timer: Clock, sizes: Sequence[tuple[int, int]]) -> Iterator[Samp
             yield from timer.timed(Operator(f"optimizer {name}", at, name), make)
 
 
-REST = 2.0**24
-"""Bytes that the rest of a step touches."""
+REST = 2.0**25
+"""Bytes that the rest of a step touches, at least."""
 STATE = {"SGD": 0, "Adagrad": 1, "RMSprop": 1}
 """Values of state for each parameter's value; two for others."""
 

@@ -73,29 +73,23 @@ class Clock:
         while chunk := list(islice(made, CHUNK)):
             wanted = [each for make in chunk for each in self._wanted(make)]
             first = [self._seconds(*each) for each in wanted]
-            for (operator, *call), seconds in zip(wanted, first, strict=True):
-                yield Sample(operator.kind, operator.at, min(seconds, self._seconds(operator, *call)))
+            for (operator, make, spread), seconds in zip(wanted, first, strict=True):
+                again = self._seconds(operator, make, spread)
+                yield Sample(operator.kind, operator.at, min(seconds, again))
 
     def _wanted(self, make: Make) -> Iterator[tuple[Operator, Make, float]]:
         """What a made call runs in each of the modes, and the bytes that are touched between two calls."""
         operators = list(watched(make()))
         work = [each for each in operators if each.kind not in FREE] or operators[:1]
-        if len(work) == 1:
-            yield from self.wanted(work[0], make)
-
-    def wanted(self, operator: Operator, make: Make) -> Iterator[tuple[Operator, Make, float]]:
-        """``operator``, which a made call runs, in each of the modes."""
-        for threads in self.modes:
+        for threads in self.modes if len(work) == 1 else ():
             spread = float(self._random.choice(SPREADS))
-            at: dict[str, float | str] = {**operator.at, "threads": float(threads)}
-            if "footprint" in at:
-                at["reuse"] = float(at["footprint"]) + spread
-            yield replace(operator, at=at), make, spread
+            yield _among(work[0], threads, spread), make, spread
 
     def timed(self, operator: Operator, make: Make) -> Iterator[Sample]:
-        """The times of ``operator``, which a made call runs, in each of the modes."""
-        for each, *call in self.wanted(operator, make):
-            yield Sample(each.kind, each.at, self._seconds(each, *call))
+        """The times of ``operator``, which a made call runs once a step, in each of the modes."""
+        for threads in self.modes:
+            each = _among(operator, threads, SPREADS[-1])
+            yield Sample(each.kind, each.at, self._seconds(each, make, SPREADS[-1]))
 
     def _seconds(self, operator: Operator, make: Make, spread: float) -> float:
         if operator.at["threads"] != 1 or self.threads == 1:
@@ -146,6 +140,14 @@ class Clock:
             done.set()
             for other in others:
                 other.result()
+
+
+def _among(operator: Operator, threads: int, spread: float) -> Operator:
+    """``operator`` with so many threads, and so many bytes that are touched between two of its calls."""
+    at: dict[str, float | str] = {**operator.at, "threads": float(threads)}
+    if "footprint" in at:
+        at["reuse"] = float(at["footprint"]) + spread
+    return replace(operator, at=at)
 
 
 def _products() -> Run:
