@@ -71,14 +71,14 @@ class Setting:
 
 def settings(criteo: Path | None) -> list[Setting]:
     """All of them."""
-    generated = ("data=synthetic", "data.samples=245000", "data.batch_size=2048")
-    wide = ("data=synthetic", "data.samples=130000", "data.batch_size=1024", "model.embedding_dim=64",
+    generated = ("data=synthetic", "data.samples=170000", "data.batch_size=2048")
+    wide = ("data=synthetic", "data.samples=82000", "data.batch_size=1024", "model.embedding_dim=64",
             "data.table_scale=0.5")  # fmt: skip
     everything = (*POLICIES, "hotline", "bagpipe", "fae", "slipstream")
     found = [
         Setting("generated", generated, "host", (0.1,), (*POLICIES, "hotline", "fae", "slipstream")),
         Setting("generated", generated, "ssd", (0.1,), everything),
-        Setting("generated, dim 64", wide, "ssd", (0.02, 0.3), ("lru", "lfu", "hotline", "bagpipe")),
+        Setting("generated, dim 64", wide, "ssd", (0.02, 0.3), ("lru", "hotline", "bagpipe")),
     ]
     if criteo is not None:
         real = ("data=criteo", f"data.path={criteo}", "data.batch_size=512")

@@ -21,10 +21,11 @@ class Separated:
     """What a cold mini-batch moves, for each group."""
 
 
-def statement(facts: Facts, phases: str) -> Statement:
-    """A fixed hot set; mini-batches are separated (``phases`` as in the yaml) where that can pay, and where a
-    trial confirms it."""
-    mixed = facts.cached("hot")
+def statement(facts: Facts, phases: str, sample: float) -> Statement:
+    """A fixed hot set, of rows in a ``sample`` of the epoch; mini-batches are separated (``phases`` as in the
+    yaml) where that can pay, and where a trial confirms it."""
+    share = min(facts.share, facts.seen(sample))
+    mixed = facts.cached("hot", share)
     rows = sum(m.read for m in mixed)
     cache = Statement(
         why=f"the rows looked up most often stay resident; {rows:,.0f} others are read for a batch",
@@ -34,7 +35,7 @@ def statement(facts: Facts, phases: str) -> Statement:
     )
     if phases == "never":
         return cache
-    found = separated(facts, mixed)
+    found = separated(facts.at(share=share), mixed)
     cold_rows = sum(m.read for m in found.moved)
     gain = rows / max(1.0, (1 - found.hot) * cold_rows)
     if phases == "auto" and (not 0 < found.hot < 1 or gain < WORTH):

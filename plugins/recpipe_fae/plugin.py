@@ -90,7 +90,7 @@ class FAE(Plugin):
         """As ``costs.statement``."""
         from recpipe_fae.costs import statement
 
-        return statement(facts, self.phases)
+        return statement(facts, self.phases, self.sample)
 
 
 def figures(

@@ -8,11 +8,15 @@ from recpipe.kit import Facts
 from recpipe.plugin import Phase, Statement, Work
 from recpipe_slipstream.verdict import LEAST
 
+SAMPLE = 0.05
+"""The share of the epoch in which hot rows are counted."""
+
 
 def statement(facts: Facts, drop: float) -> Statement:
     """At most a share ``drop`` of the hot samples is left out; how many have settled, only training shows."""
-    moved = facts.cached("hot")
-    hot = facts.popular_samples(facts.share)
+    share = min(facts.share, facts.seen(SAMPLE))
+    moved = facts.cached("hot", share)
+    hot = facts.popular_samples(share)
     none = Statement(
         why=f"{hot:.0%} of the samples are hot: too few, or none of them, are left out",
         phases=(Phase(moved=moved),),

@@ -196,8 +196,15 @@ class Facts:
         found = []
         for group in self.groups:
             full = min(1.0, max(0.0, 2 * (1 - group.fills(share) / max(1, self.steps))))
+            full = 1.0 if policy == "hot" else full  # other rows never get a slot
             found.append(group.moved(policy, share, full, self.prefetch))
         return tuple(found)
+
+    def seen(self, part: float) -> float:
+        """The share of all rows that are looked up in such a ``part`` of an epoch."""
+        batches = max(1.0, part * self.epoch_samples / self.batch_size)
+        rows = sum(group.rows for group in self.groups)
+        return min(1.0, sum(group.window(batches) for group in self.groups) / rows)
 
     def popular_samples(self, share: float) -> float:
         """The share of samples all of whose rows are among the most popular ``share`` of each group's rows,

@@ -60,7 +60,12 @@ def resident_steps(step: Callable[[int], Step], amounts: Amounts) -> Resident:
         look_up, update = (
             amounts.lookups(groups, kind).seconds for kind in ("lookup forward", "lookup update")
         )
-        return ResidentStep(tasks, look_up, update)
+        part = next(iter(captured.captured.shares), captured.captured.whole)
+        python = amounts.overhead("call", part.calls[0]).seconds + amounts.overhead("step").seconds
+        busy = {task.name: task.busy for task in tasks}
+        return ResidentStep(
+            tasks, look_up, update, min(1.0, python / max(1e-9, busy["look up"] + busy["forward"]))
+        )
 
     return made
 

@@ -9,6 +9,7 @@ import numpy as np
 from recpipe.perf.facts import Facts, GroupFacts
 from recpipe.perf.linear import At
 from recpipe.perf.moves import Times
+from recpipe.tables.build import staging_bytes
 from recpipe.tables.stores.base import StoreLayout
 from recpipe.tables.stores.blocks import BLOCK_BYTES, BlockMap
 
@@ -99,10 +100,26 @@ class Store:
         """Read so many distinct rows."""
         return self._request("read", rows, share)
 
-    def write(self, rows: float, share: float, staged: bool) -> Spent:
-        """Write them. ``staged``: they were read one batch ago, so that an ssd store still has the blocks
-        around them."""
-        return self._request("write" if staged or self.facts.store != "ssd" else "rewrite", rows, share)
+    def write(self, rows: float, share: float, staged: float) -> Spent:
+        """Write them. ``staged``: the share of them around which an ssd store still has the blocks, so that
+        it need not read these first."""
+        if self.facts.store != "ssd":
+            return self._request("write", rows, share)
+        known = self._request("write", rows, share).times(staged)
+        return known + self._request("rewrite", rows, share).times(1 - staged)
+
+    def staged(self, read: float, written: float, share: float) -> float:
+        """The share of so many rows ``written`` whose blocks are in an ssd store's staging area when they are
+        written, one batch after they were read: between the two, the next batch's blocks have come, and those
+        of rows written before that were not there."""
+        lookups = self.facts.batch_size * self.group.features
+        room = staging_bytes(lookups) / BLOCK_BYTES
+        reads = touched(self.group, self.width, read, share, bridged=True).blocks
+        writes = touched(self.group, self.width, written, share, bridged=False).blocks
+        found = 1.0
+        for _ in range(50):
+            found = min(1.0, max(0.0, (room - reads - (1 - found) * writes) / max(1.0, reads)))
+        return found
 
     def _request(self, what: str, rows: float, share: float) -> Spent:
         if rows < 0.5:

@@ -39,6 +39,8 @@ class ResidentStep:
     tasks: Sequence[Task]
     look_up: float
     update: float
+    python: float = 0.0
+    """The share of the time from ``look up`` to the end of the forward pass in which main runs Python."""
 
 
 Resident = Callable[[int], ResidentStep]
@@ -117,13 +119,14 @@ class Tiered:
         """Advance, then the resident step with its rows in two tiers."""
         own = self._trained(samples)
         arrive = Task("arrive", "main", self._sum("arrive"), after={"fetch": 0})
+        stalled = Task("wait for the interpreter", "main", waits=self._stalled(samples))
         begin = [
             Task("advance", "main", self._sum("advance"), after={"plan": 0, "write": PENDING, "loop": 1}),
             *(self._work(work) for work in self.statement.works if work.place == "main"),
         ]
         early = int(self.statement.early * samples)
         if not 0 < early < samples or not self._read_rows:
-            return [*begin, arrive, *own]
+            return [*begin, arrive, stalled, *own]
         before = [task for task in own if task.name == LOOK_UP]
         first = self._part(early, "popular", LOOK_UP)
         second = self._part(samples - early, "others", arrive.name)
@@ -133,7 +136,12 @@ class Tiered:
             for task in own
             if task.name in ONCE and task.name != LOOK_UP
         ]
-        return [*begin, *before, *first, arrive, *second, *once]
+        return [*begin, stalled, *before, *first, arrive, *second, *once]
+
+    def _stalled(self, samples: int) -> float:
+        """How long main waits for the loader's thread, and threads of plugins, to let go of the interpreter:
+        they begin when main does, and work on arrays of ids hardly lets go of it."""
+        return self.resident(samples).python * sum(task.busy for task in self._loader())
 
     def _part(self, samples: int, name: str, since: str) -> list[Task]:
         """The dense part of a micro-batch, which begins after task ``since``."""
@@ -195,12 +203,12 @@ class Tiered:
     @property
     def _written(self) -> Spent:
         """With bulk reads, rows wait until the blocks around them are read for a group: those are staged."""
-        batches = self.statement.together
-        found = [
-            store.write(batches * moved.returned, self.facts.share, staged=True)
-            + store.write(batches * moved.evicted, self.facts.share, staged=self._bulk)
-            for store, moved in self._stores
-        ]
+        batches, share = self.statement.together, self.facts.share
+        found = []
+        for store, moved in self._stores:
+            staged = 1.0 if self._bulk else store.staged(moved.read, moved.returned, share)
+            found.append(store.write(batches * moved.returned, share, staged))
+            found.append(store.write(batches * moved.evicted, share, float(self._bulk)))
         return _sum(spent.times(1 / batches) for spent in found)
 
     @property

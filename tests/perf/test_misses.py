@@ -49,16 +49,17 @@ def missed(found: MissRates, name: str) -> np.ndarray:
     return 1 - curve.hits / curve.lookups
 
 
-def measured(policy: str, slots: int, stream: Sequence[RowIds]) -> tuple[float, float]:
-    """What the cache itself misses, and how many rows it reads for a batch."""
-    planner = TierPlanner(BUILT_IN[policy](RowSpace(np.array([0, ROWS]), slots)), carry=False)
+def measured(policy: str, slots: int, stream: Sequence[RowIds], carry: bool = False) -> tuple[float, float]:
+    """What the cache itself misses, and how many rows it reads for a batch; with ``carry``, without those
+    that are in the slab already."""
+    planner = TierPlanner(BUILT_IN[policy](RowSpace(np.array([0, ROWS]), slots)), carry=carry)
     misses = reads = lookups = 0
     for rows in stream:
         plan = planner.plan(IndexBags(rows, np.arange(len(rows) + 1), len(rows)))
         planner.commit()
         misses += plan.looked_up - plan.hits
         lookups += plan.looked_up
-        reads += len(plan.arrivals)
+        reads += len(plan.fetch if carry else plan.arrivals)
     return misses / lookups, reads / len(stream)
 
 
@@ -70,6 +71,19 @@ def test_they_are_the_caches_own(policy: str, make: Callable[[np.random.Generato
     shares, reads = zip(*(measured(policy, slots, stream) for slots in SLOTS), strict=True)
     np.testing.assert_allclose(missed(found, policy), shares, atol=POINT)
     np.testing.assert_allclose(getattr(found, policy).fetched(), reads, rtol=0.03)
+
+
+@pytest.mark.parametrize("make", [zipf, drifting])
+def test_rows_that_stay_in_the_slab_are_counted(make: Callable[[np.random.Generator], Stream]) -> None:
+    stream = make(np.random.default_rng(1))
+    found = rates(stream)
+    carried = found.lfu.carried / found.lfu.batches
+    for number, slots in enumerate(SLOTS[:2]):
+        _, reads = measured("lfu", slots, stream, carry=True)
+        _, whole = measured("lfu", slots, stream)
+        assert reads < whole, "some stay"
+        assert found.lfu.fetched()[number] - carried[number] == pytest.approx(reads, rel=0.03)
+    assert not found.lru.carried.any(), "lru gives them slots, as long as a batch fits"
 
 
 def test_the_order_matters_to_lru_alone() -> None:

@@ -238,6 +238,31 @@ def test_cold_rows_are_spread_as_lookups_are_until_a_table_is_full() -> None:
     assert cold_rows(both, 100.0, 0.5) == pytest.approx([10.0, 90.0])
 
 
+def test_blocks_stay_staged_if_the_area_holds_two_batches() -> None:
+    """1,000 rows of a large table touch about 1,000 blocks; the area has at least 2,048."""
+    many = Store(facts(store="ssd"), group(rows=10**7), Machine())
+    assert many.staged(900.0, 900.0, 0.0) == 1.0
+    assert many.staged(1_900.0, 1_900.0, 0.0) == 0.0, "each batch pushes the last one's out"
+    assert 0 < many.staged(1_200.0, 300.0, 0.0) < 1
+    machine = Machine({"ssd write": 1e-6, "ssd rewrite": 3e-6})
+    half = Store(facts(store="ssd"), group(), machine).write(1000.0, 0.0, staged=0.5)
+    assert half.busy + half.waits == pytest.approx(2 * MS)
+
+
+def test_main_waits_for_the_interpreter_as_far_as_it_runs_python() -> None:
+    machine = Machine(fixed={"plan lru": 4 * MS})
+
+    def python(share: float) -> float:
+        def step(samples: int) -> ResidentStep:
+            return replace(resident(samples), python=share)
+
+        told = {"technique": fetching(10.0)}
+        return predict_tiered(facts(), told, RESIDENT, machine, step, cores=8).step_seconds
+
+    assert python(0.0) == pytest.approx(DENSE)
+    assert python(0.5) == pytest.approx(DENSE + 2 * MS)
+
+
 def test_coded_rows_are_smaller_and_take_time_to_code() -> None:
     machine = Machine({"decode int8": 1e-6})
     plain, coded = Store(facts(), group(), machine), Store(facts(), group(), machine, 20.0, "int8")
