@@ -20,7 +20,7 @@ from recpipe.perf.linear import At, Features, Vector, fitted, hats
 from recpipe.perf.operators import FREE, GEMMS
 from recpipe.perf.profile import MachineProfile, Sample
 
-CACHES = np.log2([2.0**17, 2.0**20, 2.0**22, 2.0**24, 2.0**26])
+CACHES = np.log2([2.0**18, 2.0**22, 2.0**26])
 """Knots, in bytes touched between two uses of an operator's memory; they decide which cache still has it."""
 GRAIN = 32768
 """Values from which on torch lets several threads share a pass."""
