@@ -73,7 +73,11 @@ class Case:
     @property
     def name(self) -> str:
         """What sets it apart, in a few words."""
-        layers = "-".join(map(str, (*self.bottom, "", *self.top)))
+        if self.model.startswith("recipe"):
+            return self.model
+        layers = (
+            "-".join(map(str, (*self.bottom, "", *self.top))) if self.model in ("dlrm", "dcn") else "256-64"
+        )
         more = f" pool {self.pooling}" if self.pooling > 1 else ""
         more += f" rows {self.rows:,}" if self.rows != 20_000 else ""
         more += f" features {self.features}" if self.features != 26 else ""

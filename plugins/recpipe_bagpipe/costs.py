@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recpipe.kit import Facts
-from recpipe.plugin import Moved, Phase, Statement
+from recpipe.kit import Facts, GroupFacts
+from recpipe.plugin import Moved, Phase, Statement, Work
 from recpipe_bagpipe.pace import MOST
 from recpipe_bagpipe.window import FEW, ROW_BYTES
 
@@ -44,12 +44,20 @@ def statement(facts: Facts, lookahead: int | None, shares: Shares) -> Statement:
             "needed, and written back beside the reads"
         ),
         phases=(Phase(moved=moved),),
+        works=tuple(_looked_into(number, group) for number, group in enumerate(facts.groups)),
         ahead=2 * size,
         together=float(size),
         memory=max(0, memory - int((1 - shares.slots) * facts.budget)),
         unsure="the window is as long as memory allows; where nothing is waited for it shrinks",
         instead=alone if lookahead is None else None,
     )
+
+
+def _looked_into(number: int, group: GroupFacts) -> Work:
+    """A batch's rows are made distinct and put in order in the oracle's thread, which takes about as long as
+    planning it without a cache."""
+    at = {"lookups": group.lookups, "missed": group.distinct, "slots": 0.0, "rows": float(group.rows)}
+    return Work(name=f"look ahead {number}", place="oracle", kind="plan nocache", at=at)
 
 
 def _placed(moved: Moved) -> Moved:

@@ -20,7 +20,7 @@ from recpipe.perf.linear import At, Features, Vector, fitted, hats
 from recpipe.perf.operators import FREE, GEMMS
 from recpipe.perf.profile import MachineProfile, Sample
 
-CACHES = np.log2([2.0**17, 2.0**20, 2.0**22, 2.0**24, 2.0**26])
+CACHES = np.log2([2.0**18, 2.0**22, 2.0**26])
 """Knots, in bytes touched between two uses of an operator's memory; they decide which cache still has it."""
 GRAIN = 32768
 """Values from which on torch lets several threads share a pass."""
@@ -225,17 +225,15 @@ class KernelModels:
     def seconds(self, kind: str, at: At) -> Estimate:
         """The time of an operator with ``at["threads"]`` threads.
 
-        Of kinds that were not measured with this type of values, float32 is taken; of unknown kinds a pass
-        over as many bytes.
+        Of kinds that were not measured with this type of values, float32 is taken; of products in another
+        layout, that of a layer; of unknown kinds, a pass over as many bytes.
         """
         kind, threads, dtype = _key(kind, at)
-        for tried in (
-            (kind, threads, dtype),
-            (kind, threads, "float32"),
-            ("elementwise", threads, "float32"),
-        ):
-            if tried in self.samples:
-                return self._model(tried).estimate(at)
+        nearest = "addmm" if kind in GEMMS else "elementwise"
+        for tried in ((kind, dtype), (kind, "float32"), (nearest, dtype), (nearest, "float32")):
+            key = tried[0], threads, tried[1]
+            if key in self.samples:
+                return self._model(key).estimate(at)
         raise UserError(f"the machine profile has no samples of '{kind}' with {threads:.0f} threads")
 
     def knows(self, kind: str, at: At) -> bool:

@@ -139,10 +139,9 @@ class Tiered:
         return [*begin, stalled, *before, *first, arrive, *second, *once]
 
     def _stalled(self, samples: int) -> float:
-        """How long main waits for the loader's thread to let go of the interpreter: the two begin at the same
-        time, and the loader's work on arrays of ids hardly lets go of it."""
-        loader = sum(task.busy for task in self._loader() if task.place == "loader")
-        return self.resident(samples).python * loader
+        """How long main waits for the loader's thread, and threads of plugins, to let go of the interpreter:
+        they begin when main does, and work on arrays of ids hardly lets go of it."""
+        return self.resident(samples).python * sum(task.busy for task in self._loader())
 
     def _part(self, samples: int, name: str, since: str) -> list[Task]:
         """The dense part of a micro-batch, which begins after task ``since``."""

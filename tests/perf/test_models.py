@@ -58,6 +58,9 @@ def test_of_other_types_and_kinds_the_nearest_is_taken() -> None:
     assert MODELS.seconds("cat", {**at, "dtype": "float16"}) == MODELS.seconds("cat", at)
     assert MODELS.seconds("an unknown kind", at) == MODELS.seconds("elementwise", at)
     assert not MODELS.knows("an unknown kind", at)
+    layer = product("addmm", 300, 300, 300, 1.0)
+    others = KernelModels(s for s in profile().samples["gemm"] if s.kind != "mm nt")
+    assert others.seconds("mm nt", layer.at) == others.seconds("addmm", layer.at)
     with pytest.raises(UserError, match="no samples of 'cat' with 64 threads"):
         MODELS.seconds("cat", {**at, "threads": 64.0})
 

@@ -192,7 +192,7 @@ def _waking() -> Sample:
     """``wake``: what the first operator that all threads share takes longer than the next, since they sleep
     while one thread works alone."""
     left, right = torch.ones(SHARED, SHARED), torch.ones(SHARED, SHARED)
-    first, later = [], []
+    first, later = list[float](), list[float]()
     for _ in range(2 * ROUNDS):
         alone = perf_counter() + ALONE
         while perf_counter() < alone:
