@@ -11,7 +11,7 @@ Jobs, in this order; each figure is samples per second over all steps of the sam
     tiers/DIM/BATCH/SHARE/uvm                    FUSED_UVM_CACHING with PrefetchTrainPipelineSparseDist and
                                                  the device rows that lru had (slots and slab)
     memory                                       device memory over 2,000 steps
-    overlap/{lru,hotline,bagpipe}                copies beside kernels, from a trace (kept beside the JSON)
+    overlap/{lru,hotline,bagpipe}                copies beside kernels, from a trace (the last one stays)
     sanitizer                                    compute-sanitizer's memcheck over a short run
 
 Before the first job both loops train a few small batches, which are not counted.

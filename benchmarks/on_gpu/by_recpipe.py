@@ -118,11 +118,12 @@ def _sampled(value: Callable[[], int]) -> Iterator[list[int]]:
 
 
 def overlap(size: Size, device: torch.device, policy: str, keep: Path) -> dict[str, Any]:
-    """How much of the copies' time lies beside kernels, from a trace of the whole run, which is kept."""
+    """How much of the copies' time lies beside kernels, from a trace of the whole run; that of the latest
+    run stays in ``keep``."""
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds[: 2 if device.type == "cuda" else 1]) as profiler:
         train(size, device, policy, 0.1)
-    trace = keep / f"trace-{policy}.json"
+    trace = keep / "trace.json"
     profiler.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text())["traceEvents"]
     with trace.open("rb") as source, gzip.open(f"{trace}.gz", "wb") as target:

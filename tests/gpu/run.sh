@@ -4,9 +4,9 @@
 #   tests/gpu/run.sh FOLDER [all|suite|bench] [SECONDS]
 #
 # The suite's parts run at the same time, each in a process of its own; the benchmark follows alone, with the
-# seconds that are left (default 560 in all). FOLDER gets machine.txt, suite-N.log and suite-N.xml for each part,
-# bench.log, gpu.json (given again, the benchmark goes on from it) and traces. RECPIPE_GPU_SUITE=cpu tries the
-# suite on a CPU, and RECPIPE_GPU_BENCH="--device cpu --quick" the benchmark.
+# seconds that are left (default 560 in all). FOLDER gets at most eight files: machine.txt, suite-N.log for each
+# of three parts, bench.log, gpu.json (given again, the benchmark goes on from it) and trace.json.gz.
+# RECPIPE_GPU_SUITE=cpu tries the suite on a CPU, and RECPIPE_GPU_BENCH="--device cpu --quick" the benchmark.
 set -uo pipefail
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
 what=${2:-all}
@@ -35,7 +35,7 @@ if [ "$what" != bench ]; then
     for name in ${parts[$number]}; do files+=("tests/gpu/$name"); done
     timeout -k 10 $((seconds - 20)) python3 -m pytest -m gpu -q -ra --durations=10 -p no:xdist -p no:cacheprovider \
       -o addopts="--strict-markers --import-mode=importlib" \
-      --junitxml="$folder/suite-$number.xml" "${files[@]}" > "$folder/suite-$number.log" 2>&1 &
+      "${files[@]}" > "$folder/suite-$number.log" 2>&1 &
     running+=($!)
   done
   for process in "${running[@]}"; do wait "$process" || status=1; done
