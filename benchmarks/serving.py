@@ -100,11 +100,12 @@ class Side:
         )
 
     def memory(self) -> int:
-        """Bytes that only this server's processes have."""
+        """Bytes that only this server's processes have, without files: pages of a library count as one
+        process's own as soon as others that use it have ended."""
         found = 0
         for pid, _ in self._processes():
             for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                if line.startswith(("Private_Clean", "Private_Dirty")):
+                if line.startswith("Anonymous:"):
                     found += 1024 * int(line.split()[1])
         return found
 
