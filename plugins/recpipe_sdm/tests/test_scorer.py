@@ -91,15 +91,16 @@ def test_scores_have_the_bits_of_all_rows_in_dram(
 
 def test_a_wrong_place_changes_scores(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: missed rows are looked up a place beside theirs."""
-    whole, read = Scorer(packed), TieredRows.read
+    whole, settled = Scorer(packed), TieredRows.settled
 
-    def off_by_one(tier: TieredRows, look: Look) -> None:
-        read(tier, look)
+    def off_by_one(tier: TieredRows, look: Look) -> bool:
+        found = settled(tier, look)
         missed = np.flatnonzero(look.places >= tier.slots)
         look.places[missed] = np.roll(look.places[missed], 1)
+        return found
 
     scorer = TieredScorer(packed, Tiering(tmp_path, Amount(50_000, False)))
-    monkeypatch.setattr(TieredRows, "read", off_by_one)
+    monkeypatch.setattr(TieredRows, "settled", off_by_one)
     assert not all(map(torch.equal, scored(scorer), scored(whole)))
     scorer.close()
 
