@@ -27,7 +27,8 @@ def show_table(told: Mapping[str, Any], page: Path) -> None:
     """Print the table, that of the largest tables, what it comes to, and where the page is."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "bound by" else "right", no_wrap=True)
+        words = column == "bound by"
+        table.add_column(column, justify="left" if words else "right", no_wrap=not words)
     for cells in rows(told):
         table.add_row(*cells)
     below = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -95,7 +95,7 @@ def test_bad_words(words: list[str], says: str, tmp_path: Path) -> None:
         ({"rows: 1e9": "rows: .nan"}, "tables[0]: rows must be a number"),
         ({"rows: 1e9, ": ""}, "tables[0]: rows is missing"),
         ({"count: 3": "count: 1e9"}, "tables[1]: count makes more than 20,000 tables"),
-        ({"pooling: 20": "pool: 20"}, "tables[1]: unknown key 'pool'. Did you mean 'pooling'?"),
+        ({"pooling: 20": "poolings: 20"}, "unknown key 'poolings'. Did you mean 'pooling'?"),
         ({"pooling: 20": "pooled: 20"}, "tables[1]: pooled must be true or false, not 20"),
         ({"dot": "dots"}, "dense: interaction must be dot, cat or cross, not dots"),
         ({"rowwise_adagrad": "lion"}, "optimizer must be one of sgd"),
