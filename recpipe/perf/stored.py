@@ -108,6 +108,14 @@ class Store:
         known = self._request("write", rows, share).times(staged)
         return known + self._request("rewrite", rows, share).times(1 - staged)
 
+    @property
+    def always_staged(self) -> float:
+        """The share of an ssd store's blocks that its staging area has room for: those of rows read long ago
+        are there with this probability."""
+        layout = StoreLayout(tuple(map(str, self.group.table_rows)), self.group.table_rows, self.width)
+        room = staging_bytes(self.facts.batch_size * self.group.features) / BLOCK_BYTES
+        return min(1.0, room / max(1, BlockMap(layout).total_blocks))
+
     def staged(self, read: float, written: float, share: float) -> float:
         """The share of so many rows ``written`` whose blocks are in an ssd store's staging area when they are
         written, one batch after they were read: between the two, the next batch's blocks have come, and those

@@ -206,9 +206,10 @@ class Tiered:
         batches, share = self.statement.together, self.facts.share
         found = []
         for store, moved in self._stores:
-            staged = 1.0 if self._bulk else store.staged(moved.read, moved.returned, share)
+            always = 1.0 if self._bulk else store.always_staged
+            staged = max(always, store.staged(moved.read, moved.returned, share))
             found.append(store.write(batches * moved.returned, share, staged))
-            found.append(store.write(batches * moved.evicted, share, float(self._bulk)))
+            found.append(store.write(batches * moved.evicted, share, always))
         return _sum(spent.times(1 / batches) for spent in found)
 
     @property
