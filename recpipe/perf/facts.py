@@ -6,7 +6,7 @@ many recipes can be judged by one reading.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -81,6 +81,15 @@ class GroupFacts:
     windows: NDArray[np.float64]
     """Distinct rows of 1, 2, 3 .. consecutive batches."""
     stretch: Stretch
+    first: Mapping[str, Curve] = field(default_factory=dict)
+    """What lru and lfu hit in as many batches before those of ``curves``, when they began empty."""
+
+    def from_empty(self, steps: int) -> GroupFacts:
+        """The same on average over the first ``steps`` batches, which caches begin empty."""
+        curves = dict(self.curves)
+        for name, first in self.first.items():
+            curves[name] = self.curves[name].blended(first, min(1.0, first.batches / steps))
+        return replace(self, curves=curves)
 
     @property
     def rows(self) -> int:
@@ -179,6 +188,9 @@ class Facts:
     emulation: Emulation = field(default_factory=Emulation)
     """What is added to each request to the store (or each message between ranks)."""
 
+    late: bool = True
+    """Whether figures are of the later half of the run; else of all its steps."""
+
     @property
     def budget(self) -> int:
         """Bytes for resident rows."""
@@ -188,14 +200,20 @@ class Facts:
         """The same data under another budget, store, batch of steps ..."""
         return replace(self, **changes)
 
+    def from_empty(self, steps: int) -> Facts:
+        """A run of so many steps, with the average of them all: caches begin empty."""
+        groups = tuple(group.from_empty(steps) for group in self.groups)
+        return replace(self, steps=steps, groups=groups, late=False)
+
     def cached(self, policy: str, share: float | None = None) -> tuple[Moved, ...]:
         """What a cache moves, for each group: nocache, lru, lfu or hot (a fixed set of the rows that were
-        looked up most often), in the later half of the run. ``share``: of the rows that have a slot, if it is
+        looked up most often), in the later half of the run or in all of it. ``share``: of the rows that have a slot, if it is
         not all that the budget holds."""
         share = self.share if share is None else share
         found = []
         for group in self.groups:
-            full = min(1.0, max(0.0, 2 * (1 - group.fills(share) / max(1, self.steps))))
+            full = max(0.0, 1 - group.fills(share) / max(1, self.steps))
+            full = min(1.0, 2 * full) if self.late else full
             full = 1.0 if policy == "hot" else full  # other rows never get a slot
             found.append(group.moved(policy, share, full, self.prefetch))
         return tuple(found)
@@ -314,6 +332,7 @@ class _Counting:
             curves={**late, "hot": rates.hot},
             windows=rates.windows()[0],
             stretch=self._stretch(),
+            first=self._filled,
         )
 
     def _stretch(self) -> Stretch:

@@ -73,6 +73,12 @@ class Curve:
         """The same of the batches after ``earlier``, a copy made then."""
         return Curve(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
+    def blended(self, other: Curve, share: float) -> Curve:
+        """The average batch of both, of which a ``share`` is of ``other``'s."""
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        own, others = self.batches or 1, other.batches or 1
+        return Curve(*((1 - share) * one / own + share * two / others for one, two in pairs))
+
     def fetched(self) -> Figures:
         """Rows that a batch has to fetch, on average [G]."""
         return (self.rows - self.hit_rows) / max(1, self.batches)

@@ -169,7 +169,7 @@ class Adviser:
 
     def short(self, budget: Mapping[str, Any], steps: int) -> dict[str, Judged]:
         """The predictions of a budget's recipes for runs of so many steps, which begin with empty caches."""
-        facts = self.facts.at(share=budget["share"], steps=steps)
+        facts = self.facts.at(share=budget["share"]).from_empty(steps)
         return {name: judged for name, (_, judged) in self._all(facts, {}).items()}
 
     def _all(self, facts: Facts, left_out: dict[str, str]) -> dict[str, tuple[Candidate, Judged]]:
