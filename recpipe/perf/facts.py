@@ -207,8 +207,8 @@ class Facts:
 
     def cached(self, policy: str, share: float | None = None) -> tuple[Moved, ...]:
         """What a cache moves, for each group: nocache, lru, lfu or hot (a fixed set of the rows that were
-        looked up most often), in the later half of the run or in all of it. ``share``: of the rows that have a slot, if it is
-        not all that the budget holds."""
+        looked up most often), in the later half of the run or in all of it. ``share``: of the rows that have
+        a slot, if it is not all that the budget holds."""
         share = self.share if share is None else share
         found = []
         for group in self.groups:
