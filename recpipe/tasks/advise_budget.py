@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from math import hypot, inf
 from statistics import median
 from types import TracebackType
@@ -22,11 +21,9 @@ from recpipe.perf.amounts import Amounts
 from recpipe.perf.facts import Facts
 from recpipe.perf.moves import MoveTimes
 from recpipe.perf.predict import Prediction, predict_resident
-from recpipe.perf.predict_tiered import Kind, TieredPrediction, predict_tiered
+from recpipe.perf.predict_tiered import Kind, TieredPrediction, predict_tiered, resident_steps
 from recpipe.perf.profile import MachineProfile
-from recpipe.perf.resident import resident_tasks
 from recpipe.perf.statements import RESIDENT
-from recpipe.perf.tiered import ResidentStep
 from recpipe.setup.placing import Unplaced
 from recpipe.tasks.advise_candidates import Candidate, candidates, command
 from recpipe.tasks.advise_machine import DISK, faster
@@ -47,16 +44,6 @@ class Machine:
         self.cores = profile.host.cores
         self.spread = median(model.spread for model in self.moves.models.values())
         """The relative error of a part of a tier's work."""
-
-    def resident(self, paper: Paper, samples: int) -> tuple[Prediction, ResidentStep]:
-        """The step with all rows resident."""
-        step = paper.step(samples)
-        tasks, _ = resident_tasks(step, self.amounts)
-        groups = step.captured.groups
-        look_up, update = (
-            self.amounts.lookups(groups, kind).seconds for kind in ("lookup forward", "lookup update")
-        )
-        return predict_resident(step, self.amounts), ResidentStep(tasks, look_up, update)
 
 
 @dataclass(frozen=True)
@@ -133,7 +120,7 @@ class Adviser:
 
     def unsure(self) -> list[str]:
         """What holds for all predictions."""
-        found = list(self.machine.resident(self.paper, self.facts.batch_size)[0].notes)
+        found = list(predict_resident(self.paper.step(self.facts.batch_size), self.machine.amounts).notes)
         if self.profile.quick:
             found.append("the machine was measured in the quick form; recpipe perf calibrate is closer")
         found.append(
@@ -190,14 +177,11 @@ class Adviser:
         return [whole, most, least]
 
     def _judged(self, candidate: Candidate, facts: Facts, machine: Machine, paper: Paper) -> Judged:
-        @cache
-        def resident(samples: int) -> tuple[Prediction, ResidentStep]:
-            return machine.resident(paper, samples)
-
+        resident = resident_steps(paper.step, machine.amounts)
         prediction = predict_tiered(
-            facts, candidate.stated, candidate.base, machine.moves, lambda n: resident(n)[1], machine.cores
+            facts, candidate.stated, candidate.base, machine.moves, resident, machine.cores
         )
-        whole, _ = resident(facts.batch_size)
+        whole = predict_resident(paper.step(facts.batch_size), machine.amounts)
         step = (whole.step.high - whole.step.low) / (2 * whole.step.seconds)
         part = sum(kind.phase.share * _of_tiers(kind, whole) for kind in prediction.kinds)
         return Judged(prediction, machine.spread * part, step * (1 - part))
