@@ -24,6 +24,7 @@ from recpipe.perf.predict import Prediction, predict_resident
 from recpipe.perf.predict_tiered import Kind, TieredPrediction, predict_tiered, resident_steps
 from recpipe.perf.profile import MachineProfile
 from recpipe.perf.statements import RESIDENT
+from recpipe.perf.tiered import Resident
 from recpipe.setup.placing import Unplaced
 from recpipe.tasks.advise_candidates import Candidate, candidates, command
 from recpipe.tasks.advise_machine import DISK, faster
@@ -44,6 +45,14 @@ class Machine:
         self.cores = profile.host.cores
         self.spread = median(model.spread for model in self.moves.models.values())
         """The relative error of a part of a tier's work."""
+        self._plain: dict[Paper, tuple[Prediction, Resident]] = {}
+
+    def plain(self, paper: Paper) -> tuple[Prediction, Resident]:
+        """The step with all rows resident, of a batch and of any number of samples."""
+        if paper not in self._plain:
+            whole = predict_resident(paper.step(paper.samples), self.amounts)
+            self._plain[paper] = whole, resident_steps(paper.step, self.amounts)
+        return self._plain[paper]
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,7 @@ class Adviser:
 
     def unsure(self) -> list[str]:
         """What holds for all predictions."""
-        found = list(predict_resident(self.paper.step(self.facts.batch_size), self.machine.amounts).notes)
+        found = list(self.machine.plain(self.paper)[0].notes)
         if self.profile.quick:
             found.append("the machine was measured in the quick form; recpipe perf calibrate is closer")
         found.append(
@@ -177,11 +186,10 @@ class Adviser:
         return [whole, most, least]
 
     def _judged(self, candidate: Candidate, facts: Facts, machine: Machine, paper: Paper) -> Judged:
-        resident = resident_steps(paper.step, machine.amounts)
+        whole, resident = machine.plain(paper)
         prediction = predict_tiered(
             facts, candidate.stated, candidate.base, machine.moves, resident, machine.cores
         )
-        whole = predict_resident(paper.step(facts.batch_size), machine.amounts)
         step = (whole.step.high - whole.step.low) / (2 * whole.step.seconds)
         part = sum(kind.phase.share * _of_tiers(kind, whole) for kind in prediction.kinds)
         return Judged(prediction, machine.spread * part, step * (1 - part))

@@ -26,7 +26,7 @@ from recpipe.tables.stand_in import FewRows, with_few_rows
 from recpipe.training.optim import dense_optimizer
 
 
-@dataclass
+@dataclass(eq=False)
 class Paper:
     """A model whose tables are stand-ins, with the back end that it would run with."""
 
@@ -62,9 +62,14 @@ class Paper:
         read = reading(dataset, cfg.data.batch_size, unplaced.inputs)
         return cls(model, backend, unplaced.first_batch, optimizer, read)
 
+    @property
+    def samples(self) -> int:
+        """Of a batch."""
+        return batch_size(self.first_batch)
+
     def step(self, samples: int) -> Step:
         """A step of so many samples, at most those of a batch."""
-        samples = min(samples, batch_size(self.first_batch))
+        samples = min(samples, self.samples)
         cores = self.backend.cores
         shares = [] if cores is None else cores.shares(samples)
         if samples not in self._captured:
