@@ -114,6 +114,7 @@ def _begun(path: Path, quick: bool) -> MachineProfile:
     differences = host.differs(found.host)
     if differences:
         raise UserError(
-            f"{path} is the profile of another machine ({'; '.join(differences)}); give another file"
+            f"{path} is the profile of another machine ({'; '.join(differences)}): delete it, or give "
+            "another file"
         )
     return fresh if found.quick and not quick else found

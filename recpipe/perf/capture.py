@@ -29,6 +29,11 @@ from recpipe.tables.lookups import same_ids
 from recpipe.tables.room import with_room
 from recpipe.tables.tiers.placement import IndexBags
 
+
+class CannotTrace(UserError):
+    """A model's step cannot be run to be watched, so that its time cannot be predicted."""
+
+
 STAGES = ("before rows", "forward", "backward to rows", "backward")
 """The forward pass before the first rows are asked for and after it, and the backward pass until all
 gradients of rows are there and after it."""
@@ -112,7 +117,7 @@ class Captured:
 def captured(model: PlacedModel, batch: Any, shares: Sequence[int] = ()) -> Captured:
     """Capture a step of ``model`` with ``batch``, and of the cores' shares of it, which end at ``shares``.
 
-    ``UserError`` in one line if the model cannot be run on the batch.
+    ``CannotTrace`` in one line if the model cannot be run on the batch while its operators are watched.
     """
     threads, size = torch.get_num_threads(), batch_size(batch)
     if not size:
@@ -124,7 +129,7 @@ def captured(model: PlacedModel, batch: Any, shares: Sequence[int] = ()) -> Capt
     except UserError:
         raise
     except Exception as fault:  # a user's model can raise anything
-        raise UserError(
+        raise CannotTrace(
             f"{type(model.module).__name__} cannot be traced ({type(fault).__name__}: {shown(fault, 200)}); "
             "its dense part is not predicted"
         ) from fault

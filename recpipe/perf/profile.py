@@ -147,6 +147,16 @@ def profile_path(host: Host) -> Path:
 
 
 def own_profile(host: Host) -> MachineProfile | None:
-    """The profile that ``recpipe perf calibrate`` has made for ``host``; None if there is none."""
+    """The profile that ``recpipe perf calibrate`` has made for ``host``; None if there is none. ``UserError``
+    for one of another machine in its place."""
     path = profile_path(host)
-    return MachineProfile.load(path) if path.exists() else None
+    if not path.exists():
+        return None
+    found = MachineProfile.load(path)
+    differences = host.differs(found.host)
+    if differences:
+        raise UserError(
+            f"{path} is the profile of another machine ({'; '.join(differences)}): delete it, and 'recpipe "
+            "perf calibrate' makes one of this machine"
+        )
+    return found

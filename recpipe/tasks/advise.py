@@ -19,12 +19,13 @@ from recpipe.config.recipe import Recipe
 from recpipe.config.task import AdviseConfig, AdviseTask, MissesConfig
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
+from recpipe.perf.capture import CannotTrace
 from recpipe.perf.facts import Facts, collect
 from recpipe.report import advised
 from recpipe.report.files import ReportFiles
 from recpipe.setup.placing import Unplaced
 from recpipe.tasks import misses
-from recpipe.tasks.advise_budget import Adviser
+from recpipe.tasks.advise_budget import Adviser, Judged
 from recpipe.tasks.advise_candidates import carried
 from recpipe.tasks.advise_machine import machine_profile, words
 from recpipe.tasks.advise_verify import verified
@@ -50,22 +51,31 @@ def advise(
     facts = _facts(cfg, task.batches, dataset, unplaced)
     reads = MissesConfig("misses", batches=min(task.batches, dataset.num_batches("train", facts.batch_size)))
     ids = misses.measured(cfg, reads, dataset, unplaced.inputs)
-    own = carried(command_line or ())
-    files = ReportFiles(run_dir)
     steps = config.steps or reads.batches
-    with Adviser(cfg, config, facts, profile, dataset, unplaced, device) as adviser:
-        budgets = [adviser.budget(amount, own) for amount in config.amounts()]
-        short = [adviser.short(budget, steps) for budget in budgets] if config.verify else []
-        told = {
-            "schema": 1,
-            "ids": ids,
-            "machine": {"words": words(profile, device, config.machine), **asdict(profile.host)},
-            "all_in_memory": adviser.all_in_memory(),
-            "budgets": budgets,
-            "unsure": adviser.unsure(),
-        }
+    told: dict[str, Any] = {
+        "schema": 1,
+        "ids": ids,
+        "machine": {"words": words(profile, device, config.machine), **asdict(profile.host)},
+        "all_in_memory": None,
+        "budgets": [],
+        "unsure": [],
+    }
+    short: list[dict[str, Judged]] = []
+    try:
+        with Adviser(cfg, config, facts, profile, dataset, unplaced, device) as adviser:
+            own = carried(command_line or ())
+            budgets = [adviser.budget(amount, own) for amount in config.amounts()]
+            short = [adviser.short(budget, steps) for budget in budgets] if config.verify else []
+            told |= {
+                "all_in_memory": adviser.all_in_memory(),
+                "budgets": budgets,
+                "unsure": adviser.unsure(),
+            }
+    except CannotTrace as error:
+        told["unsure"] = [str(error)]
+    files = ReportFiles(run_dir)
     files.write_json("advise.json", told)
-    for number, (budget, predicted) in enumerate(zip(budgets, short, strict=False)):
+    for number, (budget, predicted) in enumerate(zip(told["budgets"], short, strict=False)):
         folder = run_dir / f"verified-{number}"
         budget["verified"] = verified(budget, predicted, config, steps, folder, command_line or ())
         files.write_json("advise.json", told)

@@ -65,8 +65,11 @@ class Candidate:
 def candidates(facts: Facts, left_out: dict[str, str]) -> Iterator[Candidate]:
     """All recipes for ``facts``; the plain one comes first. What cannot be judged is put into ``left_out``,
     with the reason."""
-    fits = facts.share >= 1
-    for policy in (*((RESIDENT,) if fits else ()), PLAIN_TIERED, *CACHES):
+    if facts.share >= 1:
+        yield Candidate(RESIDENT, of_policy(RESIDENT, facts))
+        left_out["caches and plugins"] = "all rows fit, so that there is nothing to fetch"
+        return
+    for policy in (PLAIN_TIERED, *CACHES):
         yield Candidate(policy, of_policy(policy, facts))
     plugins, stated = stating(facts, left_out)
     for names in (*((name,) for name in plugins), *combinations(plugins, 2)):

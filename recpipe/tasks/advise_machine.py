@@ -9,9 +9,11 @@ import torch
 
 from recpipe.common.console import log
 from recpipe.errors import UserError, nearest_or_all
-from recpipe.perf.calibrate import FAMILIES, calibrate
+from recpipe.perf.calibrate import calibrate
 from recpipe.perf.profile import Host, MachineProfile, own_profile, profile_path
 
+NEEDED = ("limits", "gemm", "pointwise", "overheads", "lookups", "tiers", "stores")
+"""Families of measurements that predictions for a CPU are made of."""
 DISK = "disk"
 """The what-if for waiting for an ssd store; what the processor does for it stays as it is."""
 
@@ -22,7 +24,7 @@ def machine_profile(given: str | None, device: torch.device) -> MachineProfile:
     host = Host.current(device)
     if given is not None:
         profile = MachineProfile.load(Path(given).expanduser())
-        lacking = [name for name in FAMILIES if name not in profile.samples]
+        lacking = [name for name in NEEDED if name not in profile.samples]
         if lacking:
             raise UserError(
                 f"advise.machine={given} lacks {', '.join(lacking)}: run recpipe perf calibrate on that "
@@ -30,9 +32,9 @@ def machine_profile(given: str | None, device: torch.device) -> MachineProfile:
             )
         return profile
     found = own_profile(host)
-    if found is None or any(name not in found.samples for name in FAMILIES):
+    if found is None or any(name not in found.samples for name in NEEDED):
         log.info("measuring this machine once; recpipe perf calibrate does it more closely")
-        return calibrate(profile_path(host), quick=True, only=None)
+        return calibrate(profile_path(host), quick=True, only=NEEDED)
     return found
 
 

@@ -40,7 +40,7 @@ class Paper:
 
     @classmethod
     def of(cls, cfg: Recipe, dataset: Dataset, unplaced: Unplaced, device: torch.device) -> Paper:
-        """``UserError`` if the model cannot be traced. The back end's own measurements are made if they are
+        """``CannotTrace`` if the model cannot be traced. The back end's own measurements are made if they are
         not known."""
         roomy = roomy_paths(unplaced.called.module) if cfg.trainer.backend != "plain" else set()
         tables = unplaced.tables
@@ -60,7 +60,9 @@ class Paper:
         )
         optimizer = type(dense_optimizer(cfg.optim.dense, list(model.trained()))).__name__
         read = reading(dataset, cfg.data.batch_size, unplaced.inputs)
-        return cls(model, backend, unplaced.first_batch, optimizer, read)
+        made = cls(model, backend, unplaced.first_batch, optimizer, read)
+        made.step(made.samples)
+        return made
 
     @property
     def samples(self) -> int:
