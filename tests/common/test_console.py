@@ -265,7 +265,8 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path) -> None:
     assert "writing the report" in (tmp_path / "run" / "recpipe.log").read_text()
 
 
-def test_a_refused_log_costs_nothing_else(tmp_path, capsys) -> None:
+def test_a_refused_log_costs_nothing_else(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(log, "propagate", False)  # a library that was imported first may print it once more
     (tmp_path / "file").write_text("not a folder")
     with heard(tmp_path / "file"):
         log.warning("one")
