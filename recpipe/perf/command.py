@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 from recpipe.common.console import heard
-from recpipe.common.quiet import calm_threads
+from recpipe.common.quiet import calm_threads, quieted
 from recpipe.errors import UserError
 
 USAGE = "say recpipe perf calibrate [--quick], or recpipe perf show"
@@ -34,7 +34,7 @@ def _calibrate(quick: bool) -> int:
 
     path = profile_path(Host.current())
     process = Process.current()
-    with heard(None, screen=process.rank == 0):
+    with quieted(), heard(None, screen=process.rank == 0):
         if process.world > 1:
             calibrate_ranks(path, quick)
         else:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from recpipe.common.console import Meter, log
+from recpipe.common.console import Meter
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import AdviseConfig, AdviseTask, MissesConfig
 from recpipe.data.dataset import Dataset
@@ -108,7 +108,6 @@ def _facts(cfg: Recipe, most: int, dataset: Dataset, unplaced: Unplaced) -> Fact
     size = cfg.data.batch_size
     whole = dataset.num_batches("train", size)
     batches = min(most, whole)
-    log.info("reading %d batches of %s samples", batches, f"{size:,}")
     with Meter() as meter:
 
         def tell(done: int) -> None:

@@ -44,8 +44,8 @@ class Paper:
         not known."""
         roomy = roomy_paths(unplaced.called.module) if cfg.trainer.backend != "plain" else set()
         tables = unplaced.tables
-        made = zip(tables.groups, with_few_rows(tables), strict=True)
-        few = GroupedCollection(tables, [FewRows(cut, group.path in roomy) for group, cut in made])
+        groups = zip(tables.groups, with_few_rows(tables), strict=True)
+        few = GroupedCollection(tables, [FewRows(cut, group.path in roomy) for group, cut in groups])
         model = unplaced.over(few)
         ranks = Ranks()
         backend = equip(
