@@ -110,11 +110,5 @@ def _begun(path: Path, quick: bool) -> MachineProfile:
     fresh = MachineProfile(host, datetime.now(UTC).isoformat(timespec="seconds"), False)
     if not path.exists():
         return fresh
-    found = MachineProfile.load(path)
-    differences = host.differs(found.host)
-    if differences:
-        raise UserError(
-            f"{path} is the profile of another machine ({'; '.join(differences)}): delete it, or give "
-            "another file"
-        )
+    found = MachineProfile.of_host(host, path)
     return fresh if found.quick and not quick else found

@@ -6,7 +6,7 @@ many recipes can be judged by one reading.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,19 +17,15 @@ from numpy.typing import NDArray
 from recpipe.data.parts import leaves, tensors_in
 from recpipe.distributed.ranks import Emulation
 from recpipe.errors import UserError
-from recpipe.perf.misses import POPULAR, TRACKED, Curve, MissRates, Sample
+from recpipe.perf.misses import SHARES, Curve, MissRates, Sample, most_popular
 from recpipe.plugin.costs import Moved
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.groups import Group
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.tiers.placement import IndexBags
 
-SHARES = tuple(float(f"{share:.3g}") for share in np.geomspace(0.0005, 1, 34))
-"""Shares of a group's rows with a slot for which misses are counted; those between are interpolated."""
 STRETCH = 24
 """How many consecutive batches' ids are kept."""
-COUNTED = 32
-"""Batches that the popular rows are taken from where rows are sampled."""
 NEVER = np.float32(np.inf)
 """The rank of a row that was not looked up before."""
 
@@ -254,15 +250,18 @@ def collect(
         raise UserError(
             f"{batches} batches are too few to learn from: lower data.batch_size, or give more data"
         )
-    groups = []
-    for number, group in enumerate(inputs.tables.groups):
-        first = zip(range(COUNTED), read(), strict=False) if group.tables.layout.total_rows > TRACKED else ()
-        groups.append(_Counting(group, [inputs.bags(batch, number).indices for _, batch in first], batches))
+
+    def counting(number: int, group: Group) -> _Counting:
+        rows = group.tables.layout.total_rows
+        popular = most_popular(rows, lambda: (inputs.bags(batch, number).indices for batch in read()))
+        return _Counting(group, popular, batches)
+
+    groups = [counting(number, group) for number, group in enumerate(inputs.tables.groups)]
     size = 0
     for done, batch in zip(range(batches), read(), strict=False):
         size = size or _bytes(batch)
-        for number, counting in enumerate(groups):
-            counting.add(inputs.bags(batch, number))
+        for number, own in enumerate(groups):
+            own.add(inputs.bags(batch, number))
         progress(done + 1)
     if not any(group.rates.lru.lookups for group in groups):
         raise UserError("the batches that were read look nothing up: there is nothing to keep in tiers")
@@ -283,13 +282,9 @@ def _bytes(batch: Any) -> int:
 class _Counting:
     """One group's lookups, as batches come."""
 
-    def __init__(self, group: Group, first: Sequence[RowIds], batches: int) -> None:
+    def __init__(self, group: Group, popular: RowIds, batches: int) -> None:
         self.group, self.learn = group, batches // 2
         rows = group.tables.layout.total_rows
-        popular = np.empty(0, np.int64)
-        if rows > TRACKED:
-            found, counts = np.unique(np.concatenate(first), return_counts=True)
-            popular = found[np.argsort(-counts, kind="stable")[:POPULAR]]
         slots = [share * rows for share in SHARES]
         self.rates = MissRates(Sample(rows, popular), slots, self.learn)
         self._filled: dict[str, Curve] = {}

@@ -13,8 +13,9 @@ rows, which a sample would miss or weigh too much, are followed each for itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,10 @@ TRACKED = 1 << 22
 """Most rows that a sample has: 32 MiB for their last batch and count."""
 POPULAR = 1 << 12
 """Most popular rows that are followed for themselves beside a sample."""
+COUNTED = 32
+"""Batches that the most popular rows are taken from."""
+SHARES = tuple(float(f"{share:.3g}") for share in np.geomspace(0.0005, 1, 34))
+"""Shares of the rows with a slot for which misses are counted; those between are interpolated."""
 MOST_COUNT = 1 << 16
 """Counts from here on are taken as equal."""
 TIES = 8
@@ -33,6 +38,16 @@ TIES = 8
 POLICIES = ("lru", "lfu", "hot")
 """The attributes of ``MissRates`` that are curves."""
 Figures = NDArray[np.float64]
+
+
+def most_popular(rows: int, read: Callable[[], Iterable[RowIds]]) -> RowIds:
+    """The rows of a group or table of ``rows`` rows to follow for themselves: those that the first batches
+    look up most often, or none where all are followed. ``read``: gives each batch's lookups."""
+    if rows <= TRACKED:
+        return np.empty(0, np.int64)
+    found, counts = np.unique(np.concatenate(list(islice(read(), COUNTED))), return_counts=True)
+    popular: RowIds = found[np.argsort(-counts, kind="stable")[:POPULAR]]
+    return popular
 
 
 @dataclass

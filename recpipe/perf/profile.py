@@ -128,6 +128,18 @@ class MachineProfile:
             raise UserError(f"cannot read the machine profile {path}: {fault.strerror}") from fault
         return cls.parse(content, path)
 
+    @classmethod
+    def of_host(cls, host: Host, path: Path) -> MachineProfile:
+        """``load``, with ``UserError`` also for the profile of another host."""
+        found = cls.load(path)
+        differences = host.differs(found.host)
+        if differences:
+            raise UserError(
+                f"{path} is the profile of another machine ({'; '.join(differences)}): delete it, and "
+                "'recpipe perf calibrate' makes one of this machine"
+            )
+        return found
+
     def save(self, path: Path) -> None:
         """Write it atomically; ``UserError`` if that fails."""
         draft = path.with_suffix(f".{os.getpid()}.tmp")
@@ -152,11 +164,4 @@ def own_profile(host: Host) -> MachineProfile | None:
     path = profile_path(host)
     if not path.exists():
         return None
-    found = MachineProfile.load(path)
-    differences = host.differs(found.host)
-    if differences:
-        raise UserError(
-            f"{path} is the profile of another machine ({'; '.join(differences)}): delete it, and 'recpipe "
-            "perf calibrate' makes one of this machine"
-        )
-    return found
+    return MachineProfile.of_host(host, path)

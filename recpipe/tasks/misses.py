@@ -14,19 +14,15 @@ from recpipe.config.recipe import Recipe
 from recpipe.config.task import MissesConfig
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
-from recpipe.perf.misses import POLICIES, POPULAR, TRACKED, Curve, MissRates, Sample
+from recpipe.perf.misses import POLICIES, SHARES, Curve, MissRates, Sample, most_popular
 from recpipe.report import missed
 from recpipe.report.files import ReportFiles
 from recpipe.tables.groups import Group
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.tiers.placement import IndexBags
 
-_POINTS = tuple(float(f"{share:.3g}") for share in np.geomspace(0.0005, 1, 34))
-"""Shares of the rows that are told beside those of the table on the terminal, for plots."""
 LARGEST = 8
 """Tables that are told one by one, each as if it had a cache of its own: the largest ones."""
-_COUNTED = 32
-"""Batches that the popular rows are taken from where rows are sampled."""
 
 
 def tell_misses(
@@ -55,7 +51,7 @@ def measured(cfg: Recipe, task: MissesConfig, dataset: Dataset, inputs: Inputs) 
     own = sum(slots) / tables.total_rows
     near = min(missed.SHOWN, key=lambda share: abs(share - own))
     own = near if abs(near - own) < 0.01 * near else own  # slots are whole numbers
-    shares = sorted({*missed.SHOWN, *_POINTS, own})
+    shares = sorted({*missed.SHOWN, *SHARES, own})
     groups = [_Followed.of(number, inputs, dataset, size, shares, batches) for number in range(len(slots))]
     log.info("reading %d batches of %s samples", batches, f"{size:,}")
     with Meter() as meter:
@@ -99,12 +95,10 @@ class _Followed:
         """``shares``: of rows that have a slot."""
         group = inputs.tables.groups[number]
         layout = group.tables.layout
-        popular = np.empty(0, np.int64)
-        if layout.total_rows > TRACKED:
-            first = zip(range(_COUNTED), dataset.batches("train", size), strict=False)
-            seen = np.concatenate([inputs.bags(batch, number).indices for _, batch in first])
-            rows, counts = np.unique(seen, return_counts=True)
-            popular = rows[np.argsort(-counts, kind="stable")[:POPULAR]]
+        popular = most_popular(
+            layout.total_rows,
+            lambda: (inputs.bags(batch, number).indices for batch in dataset.batches("train", size)),
+        )
 
         def rates(first: int, rows: int) -> MissRates:
             own = popular[(popular >= first) & (popular < first + rows)] - first

@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 
-from recpipe.perf.facts import SHARES, Facts, GroupFacts, Stretch
-from recpipe.perf.misses import MissRates, Sample
+from recpipe.perf.facts import Facts, GroupFacts, Stretch
+from recpipe.perf.misses import SHARES, MissRates, Sample
 from recpipe.perf.moves import FEATURES
 from recpipe.plugin.costs import Phase, Statement
 
