@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -73,11 +74,13 @@ def calibrate(
     with Meter() as meter, torch.random.fork_rng(devices=[]), vector_units(torch.device("cpu")):
         for name in lacking:
             samples: list[Sample] = []
+            begun, expected = perf_counter(), SECONDS.get(name, 1.0)
             for sample in families[name](quick):
                 samples.append(sample)
                 if meter.due:
-                    meter.show(done / whole, f"measuring {name}: {len(samples)} samples")
-            done += SECONDS.get(name, 1.0)
+                    share = (done + min(perf_counter() - begun, expected)) / whole
+                    meter.show(share, f"measuring {name}: {len(samples)} samples")
+            done += expected
             profile = replace(
                 profile,
                 quick=profile.quick or quick,

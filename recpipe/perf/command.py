@@ -30,7 +30,8 @@ def _calibrate(quick: bool) -> int:
     bound_kernel_caches()
     from recpipe.distributed.launch import Process
     from recpipe.perf.calibrate import calibrate, calibrate_ranks
-    from recpipe.perf.profile import Host, profile_path
+    from recpipe.perf.profile import Host, MachineProfile, profile_path
+    from recpipe.perf.show import measured
 
     path = profile_path(Host.current())
     process = Process.current()
@@ -40,7 +41,8 @@ def _calibrate(quick: bool) -> int:
         else:
             calibrate(path, quick)
     if process.rank == 0:
-        print(f"this machine's profile: {path}")
+        print(f"\n{measured(MachineProfile.load(path))}\n\nthis machine's profile: {path}")
+        print("how well kernels are predicted with it: recpipe perf show")
     return 0
 
 

@@ -48,9 +48,10 @@ class Operator:
     kind: str
     at: Mapping[str, float | str]
     """Of products ``b`` (how many), ``m``, ``n`` and ``k``; of others ``bytes`` (read and written),
-    ``elements`` and ``runs`` (pieces of memory, if values do not lie one after the other). Of both
-    ``footprint`` (bytes of distinct memory), ``dtype``, and ``reuse``: how many bytes are touched until the
-    operator's memory is touched again, as a geometric mean over its bytes."""
+    ``elements``, ``runs`` (pieces of memory, if values do not lie one after the other), ``results`` (values
+    that come out) and ``row`` (the length of the widest tensor's last dimension). Of both ``footprint``
+    (bytes of distinct memory), ``dtype``, and ``reuse``: how many bytes are touched until the operator's
+    memory is touched again, as a geometric mean over its bytes."""
     name: str
     """torch's name for it."""
     known: bool = True
@@ -133,6 +134,8 @@ def _pass(name: str, args: Sequence[Any], out: Any, tensors: list[torch.Tensor],
         "bytes": float(moved),
         "elements": float(elements),
         "runs": float(runs),
+        "results": float(results),
+        "row": float(widest.shape[-1] if widest.ndim else 1),
         "dtype": _dtype(outs[0] if outs else widest),
     }
     return Operator(kind, at, full, known)

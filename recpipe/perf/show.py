@@ -10,8 +10,15 @@ GIGA = 1e9
 
 
 def shown(profile: MachineProfile) -> str:
-    """One screen: the host, the limits, how many samples there are of each family, and how well kernels are
-    predicted."""
+    """One screen: ``measured``, and how well kernels are predicted."""
+    lines = [measured(profile)]
+    if set(FAMILIES) <= profile.samples.keys():
+        lines += ["", *held_out(KernelModels.of(profile))]
+    return "\n".join(lines)
+
+
+def measured(profile: MachineProfile) -> str:
+    """The host, its limits, and how many samples there are of each family."""
     host = profile.host
     lines = [
         f"{host.processor}, {host.cores} cores, {host.threads} threads, {host.instruction_set}, "
@@ -32,14 +39,14 @@ def shown(profile: MachineProfile) -> str:
             "",
         ]
     lines += [f"{name:<14}{len(samples):>6} samples" for name, samples in profile.samples.items()]
-    if set(FAMILIES) <= profile.samples.keys():
-        lines += ["", *held_out(KernelModels.of(profile))]
     return "\n".join(lines)
 
 
 def held_out(models: KernelModels) -> list[str]:
-    """The errors of kernel models on samples that they were not fitted to, a line for each kind."""
-    lines = [f"{'kernels, held out':<24}{'samples':>8}{'GMAE':>8}{'MAPE':>8}{'p90':>8}"]
+    """The errors of kernel models on shapes that they were not fitted to, a line for each kind. ``inside``:
+    the share of times in their predicted ranges, which are meant to hold four fifths."""
+    lines = [f"{'kernels, held out':<24}{'samples':>8}{'GMAE':>8}{'MAPE':>8}{'p90':>8}{'inside':>8}"]
     for kind, found in models.held_out().items():
-        lines.append(f"{kind:<24}{found.count:>8}{found.gmae:>8.1%}{found.mape:>8.1%}{found.p90:>8.1%}")
+        errors = f"{found.gmae:>8.1%}{found.mape:>8.1%}{found.p90:>8.1%}{found.inside:>8.0%}"
+        lines.append(f"{kind:<24}{found.count:>8}{errors}")
     return lines

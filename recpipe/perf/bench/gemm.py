@@ -21,7 +21,7 @@ MOST_FLOPS = 2.5e9
 """Operations of the largest product; beyond them, speed does not change."""
 FEATURES = (4, 40)
 DIMS = (4, 8, 16, 24, 32, 48, 64, 100, 128)
-LAYERS, INTERACTIONS = 90, 30
+LAYERS, INTERACTIONS = 90, 48
 """How many layers and interactions are drawn."""
 
 

@@ -250,19 +250,23 @@ def _loop(steps: int) -> Sample:
 
 def _optimizers(timer: Clock, sizes: Sequence[tuple[int, int]]) -> Iterator[Sample]:
     """Steps of dense optimizers, fused, by the number of parameters and their values."""
-    for name in OPTIMIZERS:
-        for count, values in sizes:
-            at = optimizer_sizes(name, count, count * values)
+    yield from timer.timed(
+        (
+            Operator(f"optimizer {name}", optimizer_sizes(name, count, count * values), name),
+            partial(_optimizer, name, count, values),
+        )
+        for name in OPTIMIZERS
+        for count, values in sizes
+    )
 
-            def make(name: str = name, count: int = count, values: int = values) -> Run:
-                parameters = [nn.Parameter(torch.ones(values)) for _ in range(count)]
-                for parameter in parameters:
-                    parameter.grad = torch.ones(values)
-                made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=1e-3, fused=True)
-                made.step()
-                return made.step
 
-            yield from timer.timed(Operator(f"optimizer {name}", at, name), make)
+def _optimizer(name: str, count: int, values: int) -> Run:
+    parameters = [nn.Parameter(torch.ones(values)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(values)
+    made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=1e-3, fused=True)
+    made.step()
+    return made.step
 
 
 REST = 2.0**25

@@ -19,7 +19,7 @@ FEATURES = (4, 40)
 DIMS = (4, 8, 16, 32, 64, 128)
 MOST = 1 << 23
 """Values of the largest tensor."""
-DRAWS, JOINS, VECTORS = 24, 20, 12
+DRAWS, JOINS, VECTORS = 36, 24, 24
 """How many shapes are drawn: of matrices, of features that are joined, and of vectors."""
 Random = np.random.Generator
 

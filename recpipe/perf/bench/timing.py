@@ -1,15 +1,19 @@
 """Times an operator as it runs in a step: among other work, with all threads or on each core at once.
 
-In a step, other data is touched until an operator's memory is used again, so that caches hold little of it.
-So each timed call follows a pass over a drawn number of other bytes. Where cores share a batch, each runs
-operators in one thread, and they compete for caches and memory. So an operator in one thread is timed while
-the other cores run it too.
+In a step, other data is touched until an operator's memory is used again, and other operators run, so that
+caches hold little of its values and of its machine code. So each timed call follows a pass over a drawn
+number of other bytes and a small model's step. Where cores share a batch, each runs operators in one thread,
+and they compete for caches and memory. So an operator in one thread is timed while the other cores run it
+too.
+
+Other programs, and on virtual machines other machines, slow a core down for seconds at a time. So each
+operator is timed in several passes that lie seconds apart, until its two fastest passes agree.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +24,8 @@ from time import perf_counter
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from recpipe.common.threads import keep_to_one_core, one_thread
 from recpipe.perf.operators import FREE, Operator, watched
@@ -27,22 +33,30 @@ from recpipe.perf.profile import Sample
 
 SPREADS = (0.0, 2.0**20, 2.0**22, 2.0**24, 2.0**25)
 """Bytes that are touched between two calls, of which one number is drawn for each sample."""
-ROUNDS = (7, 25)
-"""The least and the most calls that are timed."""
-LEAST_SECONDS = 0.003
-"""Calls are timed until they took so long together."""
+PIECE = 2**20
+"""Values of those bytes that one call touches, so that the code of calls stays where a step would have it."""
+ROUNDS = (5, 15)
+"""The least and the most calls that are timed in a pass; their median counts."""
+LEAST_SECONDS = 0.004
+"""Calls are timed until they, and what is between them, took so long together."""
+PASSES = (2, 6)
+"""The least and the most passes; the fastest counts."""
+AGREE = 1.05
+"""The two fastest passes agree if one took at most so much longer than the other."""
 SHORT = 50e-6
 """A call that takes less is timed while other cores multiply matrices, and not while they make the same short
 call, since that would measure how they wait for Python's lock."""
 BACKGROUND = 256
 """Rows and columns of those matrices."""
-CHUNK = 400
-"""Calls that are timed one after the other before each is timed again."""
+CHUNK = 200
+"""Calls of which each is timed once in a pass."""
 SETS = 4
 """Sets of operands that the other cores take in turn."""
 Run = Callable[[], object]
 Make = Callable[[], Run]
 """Makes the operands, and returns the call."""
+Wanted = tuple[Operator, Make, float]
+"""An operator, what makes its call, and the bytes that are touched between two calls."""
 
 
 class Clock:
@@ -53,6 +67,7 @@ class Clock:
         self._random = np.random.default_rng(seed)
         self._others = ThreadPoolExecutor(max(1, self.threads - 1), "recpipe-bench", keep_to_one_core)
         self._filler = torch.ones(int(max(SPREADS)) // 4)
+        self._step = _small_step()
 
     def close(self) -> None:
         """End the threads."""
@@ -64,20 +79,24 @@ class Clock:
         return (self.threads, 1) if self.threads > 1 else (1,)
 
     def samples(self, makes: Iterable[Make]) -> Iterator[Sample]:
-        """The times of what made calls run, in each of the modes. A call of several operators is left out.
-
-        Each is timed twice with others between, and the faster time counts, since other programs may disturb
-        for a while.
-        """
+        """The times of what made calls run, in each of the modes. A call of several operators is left out."""
         made = iter(makes)
         while chunk := list(islice(made, CHUNK)):
             wanted = [each for make in chunk for each in self._wanted(make)]
-            first = [self._seconds(*each) for each in wanted]
-            for (operator, make, spread), seconds in zip(wanted, first, strict=True):
-                again = self._seconds(operator, make, spread)
-                yield Sample(operator.kind, operator.at, min(seconds, again))
+            for (operator, _, _), seconds in zip(wanted, self._fastest(wanted), strict=True):
+                yield Sample(operator.kind, operator.at, seconds)
 
-    def _wanted(self, make: Make) -> Iterator[tuple[Operator, Make, float]]:
+    def _fastest(self, wanted: Sequence[Wanted]) -> list[float]:
+        """The seconds of the fastest pass of each."""
+        least, most = PASSES
+        times: list[list[float]] = [[] for _ in wanted]
+        for number in range(most):
+            for each, found in zip(wanted, times, strict=True):
+                if number < least or not _agree(found):
+                    found.append(self._seconds(*each))
+        return [min(found) for found in times]
+
+    def _wanted(self, make: Make) -> Iterator[Wanted]:
         """What a made call runs in each of the modes, and the bytes that are touched between two calls."""
         operators = list(watched(make()))
         work = [each for each in operators if each.kind not in FREE] or operators[:1]
@@ -85,11 +104,14 @@ class Clock:
             spread = float(self._random.choice(SPREADS))
             yield _among(work[0], threads, spread), make, spread
 
-    def timed(self, operator: Operator, make: Make) -> Iterator[Sample]:
-        """The times of ``operator``, which a made call runs once a step, in each of the modes."""
-        for threads in self.modes:
-            each = _among(operator, threads, SPREADS[-1])
-            yield Sample(each.kind, each.at, self._seconds(each, make, SPREADS[-1]))
+    def timed(self, made: Iterable[tuple[Operator, Make]]) -> Iterator[Sample]:
+        """The times of operators that are told, each of which a made call runs once a step."""
+        far = SPREADS[-1]
+        wanted = [
+            (_among(operator, threads, far), make, far) for operator, make in made for threads in self.modes
+        ]
+        for (operator, _, _), seconds in zip(wanted, self._fastest(wanted), strict=True):
+            yield Sample(operator.kind, operator.at, seconds)
 
     def _seconds(self, operator: Operator, make: Make, spread: float) -> float:
         if operator.at["threads"] != 1 or self.threads == 1:
@@ -99,11 +121,12 @@ class Clock:
 
     def _alone(self, run: Run, spread: float) -> float:
         least, most = ROUNDS
-        filler = self._filler[: int(spread) // 4]
-        kept, times = run(), list[float]()
-        while len(times) < least or (sum(times) < LEAST_SECONDS and len(times) < most):
-            if spread:
-                filler.sum()
+        pieces = self._filler[: int(spread) // 4].split(PIECE) if spread else ()
+        kept, times, begun = run(), list[float](), perf_counter()
+        while len(times) < least or (perf_counter() - begun < LEAST_SECONDS and len(times) < most):
+            for piece in pieces:
+                piece.sum()
+            self._step()
             start = perf_counter()
             kept = run()
             times.append(perf_counter() - start)
@@ -148,6 +171,26 @@ def _among(operator: Operator, threads: int, spread: float) -> Operator:
     if "footprint" in at:
         at["reuse"] = float(at["footprint"]) + spread
     return replace(operator, at=at)
+
+
+def _agree(times: Sequence[float]) -> bool:
+    """Whether the two fastest do."""
+    first, second = sorted(times)[:2]
+    return second <= AGREE * first
+
+
+def _small_step() -> Run:
+    """Forward and backward passes of a small model."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Sigmoid(), nn.Linear(16, 1))
+    samples, labels = torch.ones(16, 16), torch.zeros(16)
+
+    def step() -> None:
+        with torch.enable_grad():
+            joined = torch.cat([samples[:, :8], samples[:, 8:]], dim=1)
+            loss = binary_cross_entropy_with_logits(model(joined).view(-1), labels)
+        torch.autograd.grad(loss, list(model.parameters()))
+
+    return step
 
 
 def _products() -> Run:
