@@ -19,15 +19,21 @@ VECTOR = 16
 """Rows and columns that a product's kernels take at a time."""
 TINY = 16.0**3
 """Multiplications up to which torch does not call oneDNN (``mkldnn_gemm_min_size``)."""
-TINY_OF_MANY = 400.0
-"""Multiplications of each product of a batch up to which torch multiplies by its own loops."""
+WAY = 4096
+"""Bytes apart at which addresses share the lines of a cache of the first level."""
+BYTES = {"bfloat16": 2, "float16": 2, "float64": 8}
+"""Of a value; of other types, 4."""
+TURNED = 3600
+"""Values from which on torch turns a matrix block by block."""
 WHOLE = 12.0
 """In place of the logarithm of the values of a piece, for memory without gaps."""
 
 
 def form(kind: str) -> tuple[Features, Features]:
     """The amounts of work and the place of operators of this kind."""
-    return (product_work, product_place) if kind in GEMMS else (pass_work, pass_place)
+    if kind in GEMMS:
+        return product_work, product_place
+    return pass_work, turned_place if kind == "transpose" else pass_place
 
 
 def product_work(at: At) -> Vector:
@@ -40,16 +46,18 @@ def product_work(at: At) -> Vector:
 
 
 def product_place(at: At) -> Vector:
-    """Where a product lies among others: the logarithms of its sizes, and how well they fill vectors."""
+    """Where a product lies among others: the logarithms of its sizes, how well they fill vectors, and whether
+    rows compete for the same lines of a cache."""
     b, m, n, k = (float(at.get(name, 1)) for name in "bmnk")
     fill = [2 * np.log2(_padded(size) / size) for size in (n, k)]
-    return np.array([*np.log2([b, m, n, k]), *fill, _depth(at), 8.0 * _is_tiny(at)])
+    row_bytes = [size * BYTES.get(str(at.get("dtype")), 4) for size in (n, k)]
+    same_lines = [2.0 * (size % WAY == 0) for size in row_bytes]
+    return np.array([*np.log2([b, m, n, k]), *fill, *same_lines, _depth(at), 8.0 * _is_tiny(at)])
 
 
 def _is_tiny(at: At) -> bool:
-    """Whether torch multiplies by its own loops, since oneDNN and MKL take longer to be called."""
-    b, m, n, k = (float(at.get(name, 1)) for name in "bmnk")
-    return m * n * k <= TINY if b == 1 else m * n * k < TINY_OF_MANY
+    """Whether torch multiplies by its own loops, since oneDNN's kernels take longer to be called."""
+    return bool(np.prod([float(at.get(name, 1)) for name in "bmnk"]) <= TINY)
 
 
 def pass_work(at: At) -> Vector:
@@ -71,6 +79,11 @@ def pass_place(at: At) -> Vector:
     piece = np.log2(max(1.0, elements / runs)) if runs else WHOLE
     apart = [2 * (moved - footprint), 2 * (moved - values), results - values]
     return np.array([moved, *apart, row / 2, piece / 2, 4.0 * _is_shared(at), _depth(at)])
+
+
+def turned_place(at: At) -> Vector:
+    """Where a copy that changes the order of values lies among others."""
+    return np.append(pass_place(at), 4.0 * (float(at.get("elements", 0)) >= TURNED))
 
 
 def _is_shared(at: At) -> bool:

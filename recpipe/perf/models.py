@@ -69,8 +69,14 @@ class KernelModel:
         errors = left - self._mean
         if len(samples) >= FEWEST and np.ptp(left) > 0:
             self._process = Process(np.array([place(sample.at) for sample in samples]), errors)
-            errors = self._process.left_out(shapes(samples))
+            groups = shapes(samples)
+            errors = self._process.left_out(groups % FOLDS) * self._widened(len(np.unique(groups)))
         self._low, self._high = _four_fifths(errors)
+
+    def _widened(self, shapes: int) -> float:
+        """By how much errors are larger than those of the samples that all parameters were fitted to."""
+        fitted = np.count_nonzero(self._coefficients)
+        return float(np.sqrt(shapes / max(shapes - fitted, shapes / 4)))
 
     def estimate(self, at: At) -> Estimate:
         """The time of work of these sizes."""

@@ -21,7 +21,7 @@ from recpipe.common.versions import FBGEMM, installed_version
 from recpipe.data.cache import default_cache_dir
 from recpipe.errors import UserError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)

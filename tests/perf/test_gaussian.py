@@ -1,4 +1,4 @@
-"""Gaussian processes: a smooth function comes back, noise is told from it, and twins are left out together."""
+"""Gaussian processes: smooth functions come back, noise is told from them, and twins are left out together."""
 
 from __future__ import annotations
 
