@@ -21,6 +21,7 @@ from recpipe.perf.bench import (
     lookups,
     overheads,
     pointwise,
+    steps,
     stores,
     tiers,
 )
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Measure] = {
     "tiers": tiers.measure,
     "stores": stores.measure,
     "copies": copies.measure,
+    "steps": steps.measure,
 }
 """The one set of micro-benchmarks, in the order in which they run."""
 SECONDS = {
@@ -49,6 +51,7 @@ SECONDS = {
     "tiers": 30.0,
     "stores": 30.0,
     "copies": 2.0,
+    "steps": 25.0,
 }
 """About how long a family takes in full, for the progress bar."""
 
