@@ -46,10 +46,11 @@ from recpipe.perf.amounts import Amounts  # noqa: E402
 from recpipe.perf.capture import captured  # noqa: E402
 from recpipe.perf.factors import step_amounts  # noqa: E402
 from recpipe.perf.models import Errors  # noqa: E402
-from recpipe.perf.predict import Prediction, predict_resident  # noqa: E402
+from recpipe.perf.predict import predict_resident  # noqa: E402
 from recpipe.perf.profile import Host, MachineProfile, profile_path  # noqa: E402
 from recpipe.perf.reading import reading  # noqa: E402
 from recpipe.perf.resident import Step  # noqa: E402
+from recpipe.perf.step_text import parse_step, step_text  # noqa: E402
 from recpipe.perf.show import held_out  # noqa: E402
 
 WARM = 6
@@ -197,30 +198,28 @@ MODELS: dict[str, Callable[[Case], nn.Module]] = {
 }
 
 
-class Predicts(L.Callback):
-    """Predicts the run's step before its first one, and times the steps."""
+class Captures(L.Callback):
+    """Captures the run's step before its first one, and times the steps."""
 
-    amounts: Amounts
-    last: Predicts
+    last: Captures
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        self.prediction: Prediction
-        Predicts.last = self
+        self.step: Step
+        Captures.last = self
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         model, loader, backend = pl_module.model, pl_module.loader, pl_module.backend
         source = loader.source
         batch = next(source.dataset.batches("train", source.batch_size))
         shares = [] if backend.cores is None else backend.cores.shares(source.batch_size)
-        step = Step(
+        self.step = Step(
             captured(model, batch, shares),
             type(trainer.optimizers[0]).__name__,
             reading(source.dataset, source.batch_size, model.inputs),
             backend.beside is not None,
             len(shares) > 1,
         )
-        self.prediction = predict_resident(step, self.amounts)
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self._last = perf_counter()
@@ -234,12 +233,12 @@ class Predicts(L.Callback):
             trainer.should_stop = True
 
 
-def run(case: Case, steps: int) -> tuple[Prediction, float, float]:
-    """The prediction for a case, and the median seconds of its steps and those of the fastest quarter."""
+def run(number: int, case: Case, steps: int) -> Ran:
+    """Capture and train a case."""
     words = (
         *("trainer.progress=false", "trainer.logger=null", f"trainer.backend={case.backend}"),
         *(f"trainer.max_steps={steps + WARM}", "trainer.max_epochs=1000"),
-        "trainer.callbacks=[{_target_: __main__.Predicts}]",
+        "trainer.callbacks=[{_target_: __main__.Captures}]",
         *case.words,
     )
     if case.model.startswith("recipe"):
@@ -250,48 +249,36 @@ def run(case: Case, steps: int) -> tuple[Prediction, float, float]:
         torch.manual_seed(1)
         given = batches(case, max(8, min(40, 60_000 // case.batch)))
         recpipe.train(MODELS[case.model](case), given, *words, quiet=True).close()
-    found = Predicts.last
-    counted = found.times[WARM:]
-    return found.prediction, median(counted), quantiles(counted, n=4)[0]
+    counted = Captures.last.times[WARM:]
+    return Ran(number, step_text(Captures.last.step), median(counted), quantiles(counted, n=4)[0])
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A prediction and a measurement of a case, in seconds."""
+    """A run of a case: what was captured, and the median seconds of its steps and of the fastest quarter."""
 
     case: int
-    predicted: float
-    low: float
-    high: float
-    shared: bool
+    step: str
     measured: float
     quartile: float
 
 
-def ran(number: int, case: Case, steps: int, tasks: bool) -> Ran:
-    """Predict and train a case once."""
-    found, seconds, quartile = run(case, steps)
-    print(
-        f"{case.name}, {case.batch}: {1e3 * found.step.seconds:.2f}, {1e3 * seconds:.2f} ms", file=sys.stderr
+def line(case: Case, runs: list[Ran], amounts: Amounts, tasks: bool) -> tuple[float, float, bool]:
+    """Predict the runs of a case and print its line; returns the medians of predicted and measured seconds, and
+    whether the range has the latter."""
+    found = [predict_resident(parse_step(each.step), amounts) for each in runs]
+    predicted, low, high = (
+        median(getattr(each.step, name) for each in found) for name in ("seconds", "low", "high")
     )
-    if tasks:
-        for name, estimate in found.tasks.items():
-            print(f"    {name:30}{1e3 * estimate.seconds:8.3f} ms")
-    step = found.step
-    return Ran(number, step.seconds, step.low, step.high, found.shared, seconds, quartile)
-
-
-def line(case: Case, runs: list[Ran]) -> tuple[float, float, bool]:
-    """Print a case's line; its predicted and measured seconds, and whether the range has the latter."""
-    predicted, low, high, measured = (
-        median(getattr(each, name) for each in runs) for name in ("predicted", "low", "high", "measured")
-    )
-    all_of_them = sorted(1e3 * each.measured for each in runs)
-    shared = " shared" if median(each.shared for each in runs) > 0.5 else ""
+    measured = median(each.measured for each in runs)
+    least, most = (1e3 * pick(each.measured for each in runs) for pick in (min, max))
+    shared = " shared" if median(each.shared for each in found) > 0.5 else ""
     print(
         f"{case.name:64}{case.batch:6} {case.backend + shared:12}{1e3 * predicted:9.2f}{1e3 * measured:9.2f}"
-        f"{predicted / measured - 1:+8.1%}  {all_of_them[0]:.2f}..{all_of_them[-1]:.2f}"
+        f"{predicted / measured - 1:+8.1%}  {least:.2f}..{most:.2f}"
     )
+    for name, estimate in found[0].tasks.items() if tasks else ():
+        print(f"    {name:30}{1e3 * estimate.seconds:8.3f} ms")
     return predicted, measured, low <= measured <= high
 
 
@@ -311,9 +298,9 @@ def main() -> None:
     host = Host.current()
     profile = MachineProfile.load(options.profile or profile_path(host))
     print(f"{host.processor}, {host.instruction_set}, {host.threads} threads\n")
-    Predicts.amounts = step_amounts(profile)
+    amounts = step_amounts(profile)
     if not (options.only or options.steps_only):
-        print("\n".join(held_out(Predicts.amounts.kernels)), flush=True)
+        print("\n".join(held_out(amounts.kernels)), flush=True)
         print()
     runs: list[Ran] = []
     if options.keep and options.keep.exists():
@@ -321,11 +308,16 @@ def main() -> None:
     for _ in range(options.repetitions):
         for number, case in enumerate(CASES):
             if options.only in case.name:
-                runs.append(ran(number, case, options.steps, options.tasks))
+                runs.append(run(number, case, options.steps))
+                print(f"{case.name}, {case.batch}: {1e3 * runs[-1].measured:.2f} ms", file=sys.stderr)
                 if options.keep:
                     options.keep.write_text(json.dumps([asdict(each) for each in runs], indent=1))
     print(f"{'step':64}{'batch':>6} {'back end':12}{'predicted':>9}{'measured':>9}{'error':>8}  runs")
-    pairs = [line(case, own) for n, case in enumerate(CASES) if (own := [r for r in runs if r.case == n])]
+    pairs = [
+        line(case, own, amounts, options.tasks)
+        for n, case in enumerate(CASES)
+        if (own := [r for r in runs if r.case == n])
+    ]
     if pairs:
         predicted, measured, inside = zip(*pairs, strict=True)
         errors, bias = Errors.of(predicted, measured), median(np.array(predicted) / np.array(measured)) - 1

@@ -1,7 +1,7 @@
 """Short trainings of probe models: how long whole steps take, beside what their operators should take.
 
-A micro-benchmark runs one thing again and again, so that its code and its branches are known to the core. In a
-step an operator comes after a hundred others, threads wait for each other, and the loader reads. What that
+A micro-benchmark runs one thing again and again, so that its code and its branches are known to the core. In
+a step an operator comes after a hundred others, threads wait for each other, and the loader reads. What that
 costs a machine is found here, on models that differ in size, lookups and in whether cores share the batch.
 Each sample has the captured step, from which ``recpipe.perf.factors`` predicts it.
 """
