@@ -50,8 +50,8 @@ from recpipe.perf.predict import predict_resident  # noqa: E402
 from recpipe.perf.profile import Host, MachineProfile, profile_path  # noqa: E402
 from recpipe.perf.reading import reading  # noqa: E402
 from recpipe.perf.resident import Step  # noqa: E402
-from recpipe.perf.step_text import parse_step, step_text  # noqa: E402
 from recpipe.perf.show import held_out  # noqa: E402
+from recpipe.perf.step_text import parse_step, step_text  # noqa: E402
 
 WARM = 6
 """Steps that do not count."""
@@ -264,8 +264,8 @@ class Ran:
 
 
 def line(case: Case, runs: list[Ran], amounts: Amounts, tasks: bool) -> tuple[float, float, bool]:
-    """Predict the runs of a case and print its line; returns the medians of predicted and measured seconds, and
-    whether the range has the latter."""
+    """Predict the runs of a case and print its line; returns the medians of predicted and measured seconds,
+    and whether the range has the latter."""
     found = [predict_resident(parse_step(each.step), amounts) for each in runs]
     predicted, low, high = (
         median(getattr(each.step, name) for each in found) for name in ("seconds", "low", "high")

@@ -59,7 +59,8 @@ def larger(step: Step, times: int) -> Step:
 @pytest.fixture(scope="module")
 def steps() -> list[Step]:
     """Steps from those that are mostly Python to those that are mostly products, shared and not."""
-    one = Step(captured(dlrm(), BATCH, [16, SAMPLES]), shared=False)
+    with using_threads(2):
+        one = Step(captured(dlrm(), BATCH, [16, SAMPLES]), shared=False)
     return [
         replace(larger(one, times), shared=shared)
         for times in (1, 40, 400, 4000, 40_000)
