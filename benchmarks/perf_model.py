@@ -1,19 +1,23 @@
 """How well the performance model predicts: kernels that it was not fitted to, and steps of whole recipes.
 
-    python benchmarks/perf_model.py [--profile FILE] [--only WORD] [--steps 30] [--steps-only] [--tasks]
+    python benchmarks/perf_model.py [--profile FILE] [--only WORD] [--steps 40] [--steps-only] [--tasks]
+        [--repetitions 3] [--keep FILE]
 
 Kernels: each fifth of the machine's samples, predicted by models of the others. Steps: recipes and models of
 others, each captured on its first batch, predicted, and then trained for so many steps in this process. Its
-measured time is the median. The model's constants come from the micro-benchmarks of ``recpipe perf
+measured time is the median. With ``--repetitions``, all cases run so many times in turn, and of each the
+median of its runs counts, with the least and the most. ``--keep`` adds the runs to those of earlier calls,
+and tells all of them. The model's constants come from the micro-benchmarks and the probes of ``recpipe perf
 calibrate`` alone, which must have run before; nothing is fitted to these recipes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter
@@ -27,6 +31,7 @@ tune_allocator()
 bound_kernel_caches()
 
 import lightning as L  # noqa: E402
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from any_model import Clicks  # noqa: E402
 from torch import nn  # noqa: E402
@@ -39,12 +44,14 @@ import recpipe  # noqa: E402
 from recpipe.common.quiet import quiet_libraries  # noqa: E402
 from recpipe.perf.amounts import Amounts  # noqa: E402
 from recpipe.perf.capture import captured  # noqa: E402
+from recpipe.perf.factors import step_amounts  # noqa: E402
 from recpipe.perf.models import Errors  # noqa: E402
-from recpipe.perf.predict import Prediction, predict_resident  # noqa: E402
+from recpipe.perf.predict import predict_resident  # noqa: E402
 from recpipe.perf.profile import Host, MachineProfile, profile_path  # noqa: E402
 from recpipe.perf.reading import reading  # noqa: E402
 from recpipe.perf.resident import Step  # noqa: E402
 from recpipe.perf.show import held_out  # noqa: E402
+from recpipe.perf.step_text import parse_step, step_text  # noqa: E402
 
 WARM = 6
 """Steps that do not count."""
@@ -191,30 +198,28 @@ MODELS: dict[str, Callable[[Case], nn.Module]] = {
 }
 
 
-class Predicts(L.Callback):
-    """Predicts the run's step before its first one, and times the steps."""
+class Captures(L.Callback):
+    """Captures the run's step before its first one, and times the steps."""
 
-    amounts: Amounts
-    last: Predicts
+    last: Captures
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        self.prediction: Prediction
-        Predicts.last = self
+        self.step: Step
+        Captures.last = self
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         model, loader, backend = pl_module.model, pl_module.loader, pl_module.backend
         source = loader.source
         batch = next(source.dataset.batches("train", source.batch_size))
         shares = [] if backend.cores is None else backend.cores.shares(source.batch_size)
-        step = Step(
+        self.step = Step(
             captured(model, batch, shares),
             type(trainer.optimizers[0]).__name__,
             reading(source.dataset, source.batch_size, model.inputs),
             backend.beside is not None,
             len(shares) > 1,
         )
-        self.prediction = predict_resident(step, self.amounts)
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self._last = perf_counter()
@@ -228,12 +233,12 @@ class Predicts(L.Callback):
             trainer.should_stop = True
 
 
-def run(case: Case, steps: int) -> tuple[Prediction, float, float]:
-    """The prediction for a case, and the median seconds of its steps and those of the fastest quarter."""
+def run(number: int, case: Case, steps: int) -> Ran:
+    """Capture and train a case."""
     words = (
         *("trainer.progress=false", "trainer.logger=null", f"trainer.backend={case.backend}"),
         *(f"trainer.max_steps={steps + WARM}", "trainer.max_epochs=1000"),
-        "trainer.callbacks=[{_target_: __main__.Predicts}]",
+        "trainer.callbacks=[{_target_: __main__.Captures}]",
         *case.words,
     )
     if case.model.startswith("recipe"):
@@ -244,9 +249,37 @@ def run(case: Case, steps: int) -> tuple[Prediction, float, float]:
         torch.manual_seed(1)
         given = batches(case, max(8, min(40, 60_000 // case.batch)))
         recpipe.train(MODELS[case.model](case), given, *words, quiet=True).close()
-    found = Predicts.last
-    counted = found.times[WARM:]
-    return found.prediction, median(counted), quantiles(counted, n=4)[0]
+    counted = Captures.last.times[WARM:]
+    return Ran(number, step_text(Captures.last.step), median(counted), quantiles(counted, n=4)[0])
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run of a case: what was captured, and the median seconds of its steps and of the fastest quarter."""
+
+    case: int
+    step: str
+    measured: float
+    quartile: float
+
+
+def line(case: Case, runs: list[Ran], amounts: Amounts, tasks: bool) -> tuple[float, float, bool]:
+    """Predict the runs of a case and print its line; returns the medians of predicted and measured seconds,
+    and whether the range has the latter."""
+    found = [predict_resident(parse_step(each.step), amounts) for each in runs]
+    predicted, low, high = (
+        median(getattr(each.step, name) for each in found) for name in ("seconds", "low", "high")
+    )
+    measured = median(each.measured for each in runs)
+    least, most = (1e3 * pick(each.measured for each in runs) for pick in (min, max))
+    shared = " shared" if median(each.shared for each in found) > 0.5 else ""
+    print(
+        f"{case.name:64}{case.batch:6} {case.backend + shared:12}{1e3 * predicted:9.2f}{1e3 * measured:9.2f}"
+        f"{predicted / measured - 1:+8.1%}  {least:.2f}..{most:.2f}"
+    )
+    for name, estimate in found[0].tasks.items() if tasks else ():
+        print(f"    {name:30}{1e3 * estimate.seconds:8.3f} ms")
+    return predicted, measured, low <= measured <= high
 
 
 def main() -> None:
@@ -258,38 +291,40 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--steps-only", action="store_true", help="no kernels")
     parser.add_argument("--tasks", action="store_true", help="show each prediction's tasks")
+    parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="a JSON file of runs, to which these are added")
     options = parser.parse_args()
     quiet_libraries()
     host = Host.current()
     profile = MachineProfile.load(options.profile or profile_path(host))
     print(f"{host.processor}, {host.instruction_set}, {host.threads} threads\n")
-    Predicts.amounts = Amounts(profile)
+    amounts = step_amounts(profile)
     if not (options.only or options.steps_only):
-        print("\n".join(held_out(Predicts.amounts.kernels)), flush=True)
+        print("\n".join(held_out(amounts.kernels)), flush=True)
         print()
-    print(f"{'step':64}{'batch':>6} {'back end':9}{'predicted':>10}{'measured':>9}{'error':>8}  quartile")
-    predicted: list[float] = []
-    measured: list[float] = []
-    quiet: list[float] = []
-    for case in CASES:
-        if options.only not in case.name:
-            continue
-        found, seconds, least = run(case, options.steps)
-        quiet.append(least)
-        predicted.append(found.step.seconds)
-        measured.append(seconds)
-        shared = " shared" if found.shared else ""
+    runs: list[Ran] = []
+    if options.keep and options.keep.exists():
+        runs = [Ran(**each) for each in json.loads(options.keep.read_text())]
+    for _ in range(options.repetitions):
+        for number, case in enumerate(CASES):
+            if options.only in case.name:
+                runs.append(run(number, case, options.steps))
+                print(f"{case.name}, {case.batch}: {1e3 * runs[-1].measured:.2f} ms", file=sys.stderr)
+                if options.keep:
+                    options.keep.write_text(json.dumps([asdict(each) for each in runs], indent=1))
+    print(f"{'step':64}{'batch':>6} {'back end':12}{'predicted':>9}{'measured':>9}{'error':>8}  runs")
+    pairs = [
+        line(case, own, amounts, options.tasks)
+        for n, case in enumerate(CASES)
+        if (own := [r for r in runs if r.case == n])
+    ]
+    if pairs:
+        predicted, measured, inside = zip(*pairs, strict=True)
+        errors, bias = Errors.of(predicted, measured), median(np.array(predicted) / np.array(measured)) - 1
         print(
-            f"{case.name:64}{case.batch:6} {case.backend + shared:12}{1e3 * found.step.seconds:7.2f}"
-            f"{1e3 * seconds:9.2f}{found.step.seconds / seconds - 1:+8.1%}{1e3 * least:10.2f}",
-            flush=True,
+            f"\n{errors.count} steps: GMAE {errors.gmae:.1%}, MAPE {errors.mape:.1%}, p90 {errors.p90:.1%}, "
+            f"median {bias:+.1%}; {sum(inside)} of the measured are in the predicted range"
         )
-        if options.tasks:
-            for name, estimate in found.tasks.items():
-                print(f"    {name:30}{1e3 * estimate.seconds:8.3f} ms")
-    if measured:
-        errors = Errors.of(predicted, measured)
-        print(f"\n{errors.count} steps: GMAE {errors.gmae:.1%}, MAPE {errors.mape:.1%}, p90 {errors.p90:.1%}")
     sys.stdout.flush()
 
 

@@ -33,6 +33,7 @@ from recpipe.data.select import between
 from recpipe.perf.amounts import Amounts
 from recpipe.perf.calibrate import calibrate
 from recpipe.perf.capture import captured
+from recpipe.perf.factors import step_amounts
 from recpipe.perf.facts import Facts, collect
 from recpipe.perf.moves import MoveTimes
 from recpipe.perf.predict_tiered import TieredPrediction, predict_tiered, resident_steps
@@ -147,7 +148,7 @@ def judged(
     seconds = median(runs["resident", setting.shares[0]].seconds)
     if known:
         return compared(setting, facts, times, runs, partial(as_measured, facts, times, seconds, read))
-    Captures.amounts, Captures.found = Amounts(profile), []
+    Captures.amounts, Captures.found = step_amounts(profile), []
     Captures.use = partial(compared, setting, facts, times, runs)
     callback = "trainer.callbacks=[{_target_: __main__.Captures}]"
     recpipe.train(

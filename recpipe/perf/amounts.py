@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from recpipe.perf.bench.overheads import optimizer_sizes
 from recpipe.perf.capture import Captured, GroupLookups, Part
 from recpipe.perf.linear import At, Linear, Vector
 from recpipe.perf.lookup_work import LookupWork, lookup_features
@@ -18,7 +21,26 @@ from recpipe.perf.profile import MachineProfile
 
 FAR = 2.0**24
 """Bytes touched between two uses of a gradient or a parameter: most of a step's."""
+SMALL = 64
+"""Values of a parameter with which an optimizer's step is mostly its call."""
 RECORDED, NODE, FUNCTION, CALL = "recorded", "node", "function", "call"
+
+
+@dataclass(frozen=True)
+class Factors:
+    """How many times as long parts of a step take as they do in their micro-benchmarks; 1 where no steps were
+    measured (``recpipe.perf.factors``)."""
+
+    python: float = 1.0
+    """Python, autograd and the calls of operators."""
+    kernels: float = 1.0
+    """What operators with all threads do once they are called."""
+    shared: float = 1.0
+    """The same of operators in one thread, while other cores train other samples."""
+    tables: float = 1.0
+    """Lookups and updates of rows."""
+    error: float = 0.06
+    """The relative error that is left in a step, as a standard deviation."""
 
 
 class Total:
@@ -58,9 +80,11 @@ class Stages:
 class Amounts:
     """The times of a machine's operators, lookups and overheads."""
 
-    def __init__(self, profile: MachineProfile) -> None:
+    def __init__(self, profile: MachineProfile, factors: Factors = Factors()) -> None:
         self.kernels = KernelModels.of(profile)
         self.threads = profile.host.threads
+        self.factors = factors
+        self._known: dict[Any, Estimate] = {}
         self._lookups = {
             kind: Linear.fit(found, lookup_features)
             for kind in ("lookup forward", "lookup update")
@@ -68,18 +92,39 @@ class Amounts:
         }
         self._limits = Machine.of(profile.samples.get("limits", ()), 64, self.threads)
 
+    def corrected(self, factors: Factors) -> Amounts:
+        """The same machine with other ``factors``."""
+        other = copy(self)
+        other.factors = factors
+        return other
+
     def overhead(self, kind: str, times: float = 1.0) -> Estimate:
         """An overhead of ``bench.overheads`` that does not depend on sizes."""
-        return self.kernels.seconds(kind, {}).times(times)
+        return self._kernel(kind, {}).times(times * self.factors.python)
 
     def pipeline(self, captured: Captured) -> Estimate:
         """What the pipeline's step takes beside the model and the tables' kernels."""
         tables = sum(len(group.tables) for group in captured.groups)
-        return self.kernels.seconds("step", {"elements": float(tables)})
+        return self._kernel("step", {"elements": float(tables)}).times(self.factors.python)
 
     def operator(self, operator: Operator, threads: float) -> Estimate:
-        """The time of an operator."""
-        return self.kernels.seconds(operator.kind, {**operator.at, "threads": threads})
+        """The time of an operator: of its call, and of what it then does."""
+        whole = self._kernel(operator.kind, {**operator.at, "threads": threads})
+        return self._scaled(whole, self._kernel("view", {"threads": threads}), threads)
+
+    def _scaled(self, whole: Estimate, call: Estimate, threads: float) -> Estimate:
+        """``whole`` with its call and its work times their factors."""
+        factors, calls = self.factors, min(whole.seconds, call.seconds)
+        work = factors.shared if threads < self.threads else factors.kernels
+        seconds = factors.python * calls + work * (whole.seconds - calls)
+        return whole.times(seconds / max(whole.seconds, 1e-12))
+
+    def _kernel(self, kind: str, at: At) -> Estimate:
+        """``kernels.seconds``, asked once for the same sizes."""
+        key = kind, tuple(at.items())
+        if key not in self._known:
+            self._known[key] = self.kernels.seconds(kind, at)
+        return self._known[key]
 
     def stages(self, part: Part) -> Stages:
         """The times of a part's stages, with autograd's and Python's in proportion to the operators."""
@@ -106,7 +151,7 @@ class Amounts:
         for group in groups:
             if group.lookups or group.tables:
                 total.add(kind, self._lookup(group, kind))
-        return total.estimate
+        return total.estimate.times(self.factors.tables)
 
     def _lookup(self, group: GroupLookups, kind: str) -> Estimate:
         model = self._lookups.get(kind)
@@ -129,7 +174,10 @@ class Amounts:
         """A step of the dense optimizer; of one that was not measured, as Adam's."""
         kind = f"optimizer {name}"
         at = {**sizes, "threads": threads}
-        return self.kernels.seconds(kind if self.kernels.knows(kind, at) else "optimizer Adam", at)
+        kind = kind if self.kernels.knows(kind, at) else "optimizer Adam"
+        small = optimizer_sizes(name, int(float(sizes["runs"])), SMALL * int(float(sizes["runs"])))
+        call = self._kernel(kind, {**small, "threads": threads})
+        return self._scaled(self._kernel(kind, at), call, threads)
 
 
 def _work(group: GroupLookups) -> Vector:

@@ -22,6 +22,7 @@ from recpipe.perf.bench import (
     lookups,
     overheads,
     pointwise,
+    steps,
     stores,
     tiers,
 )
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Measure] = {
     "tiers": tiers.measure,
     "stores": stores.measure,
     "copies": copies.measure,
+    "steps": steps.measure,
 }
 """The one set of micro-benchmarks, in the order in which they run."""
 SECONDS = {
@@ -50,6 +52,7 @@ SECONDS = {
     "tiers": 30.0,
     "stores": 30.0,
     "copies": 2.0,
+    "steps": 25.0,
 }
 """About how long a family takes in full, for the progress bar."""
 

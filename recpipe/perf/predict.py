@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import exp
 
 from recpipe.perf.amounts import Amounts, together
 from recpipe.perf.models import Estimate
 from recpipe.perf.resident import Step, resident_tasks
 from recpipe.perf.walk import Walked, walk
 
-SYSTEMATIC = 0.06
-"""The relative error that all operators of a step may share, such as another state of the caches."""
+FOUR_FIFTHS = 1.28
+"""Standard deviations from the mean within which four fifths of measurements lie."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ def predict_resident(step: Step, amounts: Amounts) -> Prediction:
     seconds = walked.step_seconds
     on_path = together([estimates[name] for name in walked.critical])
     whole = max(on_path.seconds, 1e-12)
-    below = ((1 - on_path.low / whole) ** 2 + SYSTEMATIC**2) ** 0.5
-    above = ((on_path.high / whole - 1) ** 2 + SYSTEMATIC**2) ** 0.5
+    error = FOUR_FIFTHS * amounts.factors.error
+    below = max(1 - on_path.low / whole, 1 - exp(-error))
+    above = max(on_path.high / whole - 1, exp(error) - 1)
     return Prediction(
         Estimate(seconds, seconds * max(0.0, 1 - below), seconds * (1 + above)),
         step.captured.samples,

@@ -56,15 +56,19 @@ def resident_steps(step: Callable[[int], Step], amounts: Amounts) -> Resident:
     def made(samples: int) -> ResidentStep:
         captured = step(samples)
         groups = captured.captured.groups
-        tasks, _ = resident_tasks(captured, amounts)
+        tasks, _ = resident_tasks(captured, amounts, in_one=True)
         look_up, update = (
             amounts.lookups(groups, kind).seconds for kind in ("lookup forward", "lookup update")
         )
         part = next(iter(captured.captured.shares), captured.captured.whole)
-        python = amounts.overhead("call", part.calls[0]).seconds + amounts.overhead("step").seconds
+        python = amounts.overhead("call", part.calls[0]).seconds + amounts.pipeline(captured.captured).seconds
         busy = {task.name: task.busy for task in tasks}
         return ResidentStep(
-            tasks, look_up, update, min(1.0, python / max(1e-9, busy["look up"] + busy["forward"]))
+            tasks,
+            look_up,
+            update,
+            min(1.0, python / max(1e-9, busy["look up"] + busy["forward"])),
+            resident_tasks(captured, amounts)[0],
         )
 
     return made

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from recpipe.perf.amounts import Amounts
+from recpipe.perf.factors import FAMILY, fitted_factors, told
 from recpipe.perf.machine import Machine
 from recpipe.perf.models import FAMILIES, KernelModels
 from recpipe.perf.profile import MachineProfile
@@ -38,6 +40,8 @@ def measured(profile: MachineProfile) -> str:
             f"{limits.gather_bytes_per_s_one_thread / GIGA:.2f}",
             "",
         ]
+    if FAMILY in profile.samples and set(FAMILIES) <= profile.samples.keys():
+        lines += [told(fitted_factors(profile, Amounts(profile))), ""]
     lines += [f"{name:<14}{len(samples):>6} samples" for name, samples in profile.samples.items()]
     return "\n".join(lines)
 

@@ -41,6 +41,8 @@ class ResidentStep:
     update: float
     python: float = 0.0
     """The share of the time from ``look up`` to the end of the forward pass in which main runs Python."""
+    divided: Sequence[Task] = ()
+    """The tasks where nothing is moved, so that threads may divide the groups of tables."""
 
 
 Resident = Callable[[int], ResidentStep]
@@ -77,7 +79,7 @@ class Tiered:
         ranks = facts.trainers if statement.spread < 1 else 1
         step, whole = self.resident(-(-samples // ranks)), self.resident(samples)
         tasks = [self._work(work) for work in statement.works if work.place == "main"]
-        for task in step.tasks:
+        for task in (ranks == 1 and step.divided) or step.tasks:
             more = 0.0
             if ranks > 1 and task.name == LOOK_UP:
                 more = statement.spread * whole.look_up - step.look_up

@@ -17,7 +17,8 @@ from recpipe.config.recipe import Recipe
 from recpipe.config.task import AdviseConfig
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
-from recpipe.perf.amounts import Amounts
+from recpipe.perf.amounts import Amounts, Factors
+from recpipe.perf.factors import step_amounts
 from recpipe.perf.facts import Facts
 from recpipe.perf.moves import MoveTimes
 from recpipe.perf.predict import Prediction, predict_resident
@@ -40,8 +41,10 @@ NOTHING = 1.01
 class Machine:
     """What a machine's profile tells of times."""
 
-    def __init__(self, profile: MachineProfile) -> None:
-        self.amounts, self.moves = Amounts(profile), MoveTimes.of(profile)
+    def __init__(self, profile: MachineProfile, factors: Factors | None = None) -> None:
+        """``factors``: those of a measured machine, if ``profile`` is of one with faster parts."""
+        self.amounts = step_amounts(profile) if factors is None else Amounts(profile, factors)
+        self.moves = MoveTimes.of(profile)
         self.cores = profile.host.cores
         self.spread = median(model.spread for model in self.moves.models.values())
         """The relative error of a part of a tier's work."""
@@ -226,7 +229,7 @@ class Adviser:
             tell(what, False, facts.at(share=share), self.machine, self.paper)
         asked = self.config.what_if or {}
         for what, times in {**IMAGINED, **asked}.items():
-            machine = Machine(faster(self.profile, what, times))
+            machine = Machine(faster(self.profile, what, times), self.machine.amounts.factors)
             tell(f"{times:g} times as fast {what}", what in asked, facts, machine, self.paper)
         half = self._in_bfloat16()
         if half is not None:

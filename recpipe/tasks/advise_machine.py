@@ -10,9 +10,10 @@ import torch
 from recpipe.common.console import log
 from recpipe.errors import UserError, nearest_or_all
 from recpipe.perf.calibrate import calibrate
+from recpipe.perf.factors import FAMILY as STEPS
 from recpipe.perf.profile import Host, MachineProfile, own_profile, profile_path
 
-NEEDED = ("limits", "gemm", "pointwise", "overheads", "lookups", "tiers", "stores")
+NEEDED = ("limits", "gemm", "pointwise", "overheads", "lookups", "tiers", "stores", "steps")
 """Families of measurements that predictions for a CPU are made of."""
 DISK = "disk"
 """The what-if for waiting for an ssd store; what the processor does for it stays as it is."""
@@ -20,7 +21,7 @@ DISK = "disk"
 
 def machine_profile(given: str | None, device: torch.device) -> MachineProfile:
     """The profile in the file ``given``, of any machine; or this machine's, measured in the quick form if it
-    lacks a family."""
+    lacks a family (closely, if the others were)."""
     host = Host.current(device)
     if given is not None:
         profile = MachineProfile.load(Path(given).expanduser())
@@ -34,7 +35,7 @@ def machine_profile(given: str | None, device: torch.device) -> MachineProfile:
     found = own_profile(host)
     if found is None or any(name not in found.samples for name in NEEDED):
         log.info("measuring this machine once; recpipe perf calibrate does it more closely")
-        return calibrate(profile_path(host), quick=True, only=NEEDED)
+        return calibrate(profile_path(host), quick=found is None or found.quick, only=NEEDED)
     return found
 
 
@@ -52,8 +53,9 @@ def words(profile: MachineProfile, device: torch.device, given: str | None) -> s
 def faster(profile: MachineProfile, what: str, times: float) -> MachineProfile:
     """``profile`` of a machine on which a family or a kind of its measurements, or ``DISK``, takes so many
     times less time."""
-    kinds = {sample.kind for samples in profile.samples.values() for sample in samples}
-    known = [DISK, *profile.samples, *sorted(kinds)]
+    parts = {family: samples for family, samples in profile.samples.items() if family != STEPS}
+    kinds = {sample.kind for samples in parts.values() for sample in samples}
+    known = [DISK, *parts, *sorted(kinds)]
     if what not in known:
         raise UserError(f"advise.what_if: {what} is nothing that is measured. {nearest_or_all(what, known)}")
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recpipe.perf.amounts import Amounts, Stages
+from recpipe.perf.amounts import Amounts, Factors, Stages
 from recpipe.perf.capture import Captured, GroupLookups, Part, TableLookups, captured
 from recpipe.perf.models import NO_TIME, Estimate
 from recpipe.perf.predict import predict_resident
-from recpipe.perf.resident import Step
+from recpipe.perf.resident import Step, divided, resident_tasks
+from recpipe.perf.walk import walk
 from tests.perf.synthetic import profile
 from tests.perf.test_capture import BATCH, SAMPLES, dlrm
 
@@ -42,7 +43,8 @@ class Fixed(Amounts):
     """A machine on which each part of a step takes a given time, in milliseconds."""
 
     def __init__(self, **times: float) -> None:
-        self.threads = 2
+        self.threads, self.factors = 2, Factors()
+        self.groups = 1
         self.times = {"look": 1.0, "dense": 4.0, "update": 2.0, "optimizer": 1.0, "loop": 0.5} | times
 
     def overhead(self, kind: str, times: float = 1.0) -> Estimate:
@@ -61,7 +63,8 @@ class Fixed(Amounts):
         return Stages(quarter, quarter, quarter, quarter)
 
     def lookups(self, groups: Any, kind: str) -> Estimate:
-        return exactly(self.times["look" if kind == "lookup forward" else "update"])
+        whole = exactly(self.times["look" if kind == "lookup forward" else "update"])
+        return whole.times(len(groups) / self.groups)
 
     def optimizer(self, name: str, sizes: Any, threads: float) -> Estimate:
         return exactly(self.times["optimizer"])
@@ -87,6 +90,30 @@ def test_the_update_beside_the_optimizer_takes_the_longer_of_both() -> None:
 
 def test_a_short_update_does_not_go_to_another_thread() -> None:
     assert milliseconds(Step(CAPTURED, beside=True), Fixed(update=1.0)) == pytest.approx(1 + 4 + 1 + 1 + 0.5)
+
+
+def test_groups_of_tables_are_divided_among_threads() -> None:
+    """Of two groups with 2 ms of lookups each and 4 ms of update, the other thread takes one. It begins the
+    update at once, and this one after the optimizer's millisecond."""
+    two = replace(CAPTURED, groups=CAPTURED.groups * 2)
+    machine = Fixed(look=4.0, update=8.0)
+    machine.groups = 2
+    step = Step(two, beside=True)
+    found = predict_resident(step, machine)
+    assert found.step.seconds / MS == pytest.approx(2 + 4 + 1 + 4 + 0.5)
+    assert {"look up beside", "table update of the last groups"} <= found.tasks.keys()
+    apart = walk(resident_tasks(step, machine, in_one=True)[0], 2).step_seconds
+    assert apart / MS == pytest.approx(4 + 4 + 8 + 0.5)
+    # Without threads beside, and for work that is too short for them, nothing is divided.
+    assert milliseconds(Step(two), machine) == pytest.approx(4 + 4 + 8 + 1 + 0.5)
+    machine.times |= {"look": 1.0, "update": 1.0}
+    assert milliseconds(step, machine) == pytest.approx(1 + 4 + 1 + 1 + 0.5)
+
+
+def test_who_takes_which_work() -> None:
+    assert divided([3.0, 1.0, 1.0], 2) == [[0], [2, 1]]
+    assert divided([3.0, 1.0, 1.0], 2, ahead=9.0) == [[0, 1, 2], []]
+    assert divided([1.0, 1.0], 4) == [[0], [1], [], []]
 
 
 def test_reading_is_hidden_until_it_takes_longer_than_what_it_is_behind() -> None:
