@@ -56,6 +56,7 @@ from recpipe.perf.bench.lookups import pools as id_pools
 from recpipe.perf.facts import Facts, GroupFacts, Misses
 from recpipe.perf.linear import fitted, nnls
 from recpipe.perf.lookup_work import LookupWork
+from recpipe.perf.replay import Kept as KeptLookups
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import module_name
 from recpipe.seams.int8 import LARGEST as LARGEST_WEIGHT_CODE
@@ -112,6 +113,7 @@ __all__ = [
     "HoldersStore",
     "HotSet",
     "IndexBags",
+    "KeptLookups",
     "Int8Rows",
     "IoCounters",
     "Layer",

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from recpipe.kit import Facts, GroupFacts
-from recpipe.plugin import Moved, Phase, Statement
+from recpipe.plugin import Moved, Phase, RowSpace, Statement
 from recpipe_fae.estimate import WORTH
+from recpipe_fae.hotset import HotOnUse
+from recpipe_fae.prepare import HotRule, choose
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,17 @@ class Separated:
     """What a cold mini-batch moves, for each group."""
 
 
-def statement(facts: Facts, phases: str, sample: float) -> Statement:
-    """A fixed hot set, of rows in a ``sample`` of the epoch; mini-batches are separated (``phases`` as in the
+def statement(facts: Facts, phases: str, rule: HotRule) -> Statement:
+    """A fixed hot set, of rows in a sample of the epoch; mini-batches are separated (``phases`` as in the
     yaml) where that can pay, and where a trial confirms it."""
-    share = min(facts.share, facts.seen(sample))
-    mixed = facts.cached("hot", share)
+    counts = facts.counted(rule.sample)
+
+    def on_use(space: RowSpace) -> HotOnUse:
+        assert counts is not None, "replays have what was read"
+        return HotOnUse(space, choose(counts[space.group], space.bases, rule.threshold, space.slots))
+
+    share = facts.share if counts else min(facts.share, facts.seen(rule.sample))
+    mixed = facts.replayed(("fae", rule), on_use, "hot", share).moved
     rows = sum(m.read for m in mixed)
     cache = Statement(
         why=f"the rows looked up most often stay resident; {rows:,.0f} others are read for a batch",

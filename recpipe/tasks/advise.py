@@ -20,7 +20,8 @@ from recpipe.config.task import AdviseConfig, AdviseTask, MissesConfig
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
 from recpipe.perf.capture import CannotTrace
-from recpipe.perf.facts import Facts, collect
+from recpipe.perf.collect import collect
+from recpipe.perf.facts import Facts
 from recpipe.report import advised
 from recpipe.report.files import ReportFiles
 from recpipe.setup.placing import Unplaced
