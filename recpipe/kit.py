@@ -57,6 +57,7 @@ from recpipe.perf.facts import Facts, GroupFacts, Misses
 from recpipe.perf.linear import fitted, nnls
 from recpipe.perf.lookup_work import LookupWork
 from recpipe.perf.replay import Kept as KeptLookups
+from recpipe.perf.replay import joined as joined_lookups
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import module_name
 from recpipe.seams.int8 import LARGEST as LARGEST_WEIGHT_CODE
@@ -172,6 +173,7 @@ __all__ = [
     "int8_adds_up",
     "is_linear",
     "join",
+    "joined_lookups",
     "keep_to_one_core",
     "leaves",
     "load_profile",

@@ -6,7 +6,7 @@ that many recipes can be judged by one reading.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
@@ -214,6 +214,12 @@ class Facts:
         groups = tuple(group.from_empty(steps) for group in self.groups)
         return replace(self, steps=steps, groups=groups, late=False)
 
+    @property
+    def kept(self) -> Sequence[Kept]:
+        """Each group's lookups in the batches that were read; none if they were too many to be kept."""
+        found = [group.kept for group in self.groups if group.kept is not None and group.kept.batches]
+        return found if len(found) == len(self.groups) else ()
+
     def cached(self, policy: str, share: float | None = None) -> tuple[Moved, ...]:
         """What a cache moves, for each group: nocache, lru, lfu or hot (a fixed set of the rows that were
         looked up most often), in the later half of the run or in all of it. ``share``: of the rows that have
@@ -227,8 +233,8 @@ class Facts:
         lookups that were read. If these were too many to be kept it is taken to miss what the policy ``like``
         (as for ``cached``) misses. ``name``: equal for policies that decide alike."""
         share = self.share if share is None else share
-        kept = [group.kept for group in self.groups if group.kept is not None]
-        if len(kept) < len(self.groups) or not kept[0].batches:
+        kept = self.kept
+        if not kept:
             return Cached(self._by_curves(like, share), self.popular_samples(share))
         key = (name, share, self.prefetch)
         if key not in self.replays:
@@ -279,8 +285,8 @@ class Facts:
         """For each group how often each row is looked up (numbered as ``replayed`` policies' rows are) in a
         ``sample`` of the epoch's batches: those that ``access_counts`` would choose if all of the epoch was
         read. None if lookups were too many to be kept."""
-        kept = [group.kept for group in self.groups if group.kept is not None]
-        if len(kept) < len(self.groups) or not kept[0].batches:
+        kept = self.kept
+        if not kept:
             return None
         known, epoch = len(kept[0].batches), -(-self.epoch_samples // self.batch_size)
         among = known if known >= epoch else known // 2  # the later half is for judging

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from recpipe.plugin.costs import Moved
 from recpipe.plugin.policy import CachePolicy, RowIds, RowSpace
-from recpipe.tables.tiers.placement import IndexBags, TierPlan, TierPlanner
+from recpipe.tables.tiers.placement import Bags, IndexBags, TierPlan, TierPlanner
 
 MOST = 1 << 24
 """Most lookups of a group that are kept: 64 MiB."""
@@ -64,6 +64,19 @@ class Kept:
         for number in chosen:
             found += np.bincount(self.batches[number].indices, minlength=self.rows).astype(np.int32)
         return found
+
+
+def joined(groups: Sequence[Kept], number: int) -> Bags:
+    """The lookups of a batch in all groups; the rows of one group are numbered after those of the groups
+    before it."""
+    found = [kept.bags(number) for kept in groups]
+    rows = np.cumsum([0, *(kept.rows for kept in groups)])
+    before = np.cumsum([0, *(len(bags.indices) for bags in found)])
+    return Bags(
+        np.concatenate([bags.indices + first for bags, first in zip(found, rows, strict=False)]),
+        np.concatenate([[0], *(b.offsets[1:] + first for b, first in zip(found, before, strict=False))]),
+        found[0].batch_size,
+    )
 
 
 def shortened(bags: IndexBags, before: IndexBags | None, rows: int) -> IndexBags:
