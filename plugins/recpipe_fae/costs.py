@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,9 @@ def statement(facts: Facts, phases: str, rule: HotRule) -> Statement:
     ]
     expected = _estimate(facts, np.concatenate(resident))
     if phases == "auto" and not expected.can_pay:
-        told = f"{expected.hot_input_share:.1%} of the samples are hot, so that mini-batches are not separated"
+        told = (
+            f"{expected.hot_input_share:.1%} of the samples are hot, so that mini-batches are not separated"
+        )
         return replace(cache, why=f"{cache.why}; only {told}")
     found = separated(facts.kept, resident, facts.batch_size, facts.prefetch)
     cold_rows = sum(m.read for m in found.moved)
@@ -92,8 +95,8 @@ def separated(
     kept: Sequence[KeptLookups], resident: Sequence[NDArray[np.bool_]], size: int, carries: bool
 ) -> Separated:
     """Cut the cold samples of all that was read into mini-batches of ``size`` of their own, and count the
-    rows of each; ``resident``: for each group whether a row is hot. With ``carries``, rows that the mini-batch
-    before had are not read again."""
+    rows of each; ``resident``: for each group whether a row is hot. With ``carries``, rows that the
+    mini-batch before had are not read again."""
     everywhere = np.concatenate(resident)
     first = np.cumsum([0, *(each.rows for each in kept)])
     samples = cold = 0
@@ -110,7 +113,7 @@ def separated(
     of_batch, looked_up = np.concatenate(mini), np.concatenate(rows)
     batches = max(1e-9, cold / size)
     moved = []
-    for low, high in zip(first[:-1], first[1:], strict=True):
+    for low, high in pairwise(first.tolist()):
         own = (looked_up >= low) & (looked_up < high)
         moved.append(_of_group(of_batch[own], looked_up[own], batches, carries))
     return Separated(1 - cold / max(1, samples), tuple(moved))

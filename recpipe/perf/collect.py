@@ -1,8 +1,8 @@
-"""Reads a part of the training data once, and counts what caches and models of time are to know of its ids."""
+"""Reads a part of the training data once, and counts what predictions are to know of its ids."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -11,10 +11,10 @@ import numpy as np
 from recpipe.data.parts import leaves, tensors_in
 from recpipe.errors import UserError
 from recpipe.perf.facts import NEVER, Facts, GroupFacts, Stretch
-from recpipe.perf.misses import SHARES, Curve, MissRates, Sample, most_popular
+from recpipe.perf.followed import Followed
+from recpipe.perf.misses import SHARES, Curve
 from recpipe.perf.replay import MOST, Kept, shortened
 from recpipe.plugin.policy import RowIds
-from recpipe.tables.groups import Group
 from recpipe.tables.inputs import Inputs
 from recpipe.tables.tiers.placement import IndexBags
 
@@ -31,8 +31,10 @@ def collect(
     steps: int,
     seed: int = 0,
     progress: Callable[[int], None] = lambda done: None,
+    followed: Sequence[Followed] | None = None,
 ) -> Facts:
     """Read ``batches`` batches and count what they look up; ``read`` begins anew with each call.
+    ``followed``: for each group what follows the same batches, if their miss rates are wanted beside.
 
     Caches are judged by the second half, when those that start empty have filled. ``UserError`` if there are
     fewer than four batches, or none looks anything up.
@@ -42,12 +44,9 @@ def collect(
             f"{batches} batches are too few to learn from: lower data.batch_size, or give more data"
         )
 
-    def counting(number: int, group: Group) -> _Counting:
-        rows = group.tables.layout.total_rows
-        popular = most_popular(rows, lambda: (inputs.bags(batch, number).indices for batch in read()))
-        return _Counting(group, popular, batches)
-
-    groups = [counting(number, group) for number, group in enumerate(inputs.tables.groups)]
+    if followed is None:
+        followed = [Followed.of(number, inputs, read, batches) for number in range(len(inputs.tables.groups))]
+    groups = [_Counting(each, batches) for each in followed]
     size = 0
     for done, batch in zip(range(batches), read(), strict=False):
         size = size or _bytes(batch)
@@ -74,11 +73,9 @@ def _bytes(batch: Any) -> int:
 class _Counting:
     """One group's lookups, as batches come."""
 
-    def __init__(self, group: Group, popular: RowIds, batches: int) -> None:
-        self.group, self.learn = group, batches // 2
-        rows = group.tables.layout.total_rows
-        slots = [share * rows for share in SHARES]
-        self.rates = MissRates(Sample(rows, popular), slots, self.learn)
+    def __init__(self, followed: Followed, batches: int) -> None:
+        self.followed, self.group, self.learn = followed, followed.group, batches // 2
+        self.rates = followed.together
         self._filled: dict[str, Curve] = {}
         """The curves when half of the batches were read."""
         self._learnt: list[RowIds] = []
@@ -104,7 +101,7 @@ class _Counting:
             self._read.append(shortened(bags, last, self.group.tables.layout.total_rows))
         else:
             self._read = []
-        self.rates.add(bags.indices)
+        self.followed.add(bags)
         rows = np.unique(bags.indices)
         self._repeated += len(np.intersect1d(rows, self._last, assume_unique=True))
         self._last = rows
@@ -113,7 +110,8 @@ class _Counting:
     def facts(self) -> GroupFacts:
         """What was counted."""
         tables, rates = self.group.tables, self.rates
-        late = {name: getattr(rates, name).since(curve) for name, curve in self._filled.items()}
+        points = np.searchsorted(self.followed.shares, SHARES)
+        late = {name: getattr(rates, name).since(curve).at(points) for name, curve in self._filled.items()}
         judged = max(1, late["lru"].batches)
         return GroupFacts(
             table_rows=tuple(tables.layout.rows),
@@ -125,10 +123,10 @@ class _Counting:
             lookups=late["lru"].lookups / judged,
             distinct=late["lru"].rows / judged,
             repeated=self._repeated / max(1, self._batches - 1),
-            curves={**late, "hot": rates.hot},
+            curves={**late, "hot": rates.hot.at(points)},
             windows=rates.windows()[0],
             stretch=self._stretch(),
-            first=self._filled,
+            first={name: curve.at(points) for name, curve in self._filled.items()},
             kept=Kept.of(self._read, tables.layout.bases) if self._read else None,
         )
 

@@ -88,6 +88,11 @@ class Curve:
         """The same of the batches after ``earlier``, a copy made then."""
         return Curve(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
+    def at(self, points: NDArray[np.int64]) -> Curve:
+        """The same at some of its numbers of slots."""
+        parts = (getattr(self, name)[points] for name in ("hits", "hit_rows", "carried"))
+        return Curve(*parts, self.batches, self.lookups, self.rows)
+
     def blended(self, other: Curve, share: float) -> Curve:
         """The average batch of both, of which a ``share`` is of ``other``'s."""
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))

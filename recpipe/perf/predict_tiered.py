@@ -85,7 +85,14 @@ def predict_tiered(
     best = min(found, key=lambda prediction: prediction.step_seconds)
     tried = [prediction.step_seconds for prediction in found]
     return TieredPrediction(
-        best.statement, best.kinds, best.step_seconds, tried, best.samples, best.read, best.missed, best.memory
+        best.statement,
+        best.kinds,
+        best.step_seconds,
+        tried,
+        best.samples,
+        best.read,
+        best.missed,
+        best.memory,
     )
 
 
