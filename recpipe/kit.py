@@ -53,7 +53,8 @@ from recpipe.perf.bench.lookups import SHAPES as LOOKUP_SHAPES
 from recpipe.perf.bench.lookups import TABLES as LOOKUP_TABLES
 from recpipe.perf.bench.lookups import Clock, timed_lookups, zipf
 from recpipe.perf.bench.lookups import pools as id_pools
-from recpipe.perf.facts import Facts, GroupFacts, Misses
+from recpipe.perf.facts import Facts
+from recpipe.perf.group_facts import GroupFacts, Misses
 from recpipe.perf.linear import fitted, nnls
 from recpipe.perf.lookup_work import LookupWork
 from recpipe.perf.replay import Kept as KeptLookups

@@ -10,9 +10,11 @@ import numpy as np
 
 from recpipe.data.parts import leaves, tensors_in
 from recpipe.errors import UserError
-from recpipe.perf.facts import NEVER, Facts, GroupFacts, Stretch
+from recpipe.perf.curve import Curve
+from recpipe.perf.facts import Facts
 from recpipe.perf.followed import Followed
-from recpipe.perf.misses import SHARES, Curve
+from recpipe.perf.group_facts import NEVER, GroupFacts, Stretch
+from recpipe.perf.misses import SHARES
 from recpipe.perf.replay import MOST, Kept, shortened
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.inputs import Inputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from recpipe.perf.amounts import Amounts
@@ -83,17 +83,7 @@ def predict_tiered(
     """The fastest of what plugins do, by their statements, over ``base``, that of ``tiers.policy``."""
     found = [_predicted(facts, statement, times, resident, cores) for statement in choices(stated, base)]
     best = min(found, key=lambda prediction: prediction.step_seconds)
-    tried = [prediction.step_seconds for prediction in found]
-    return TieredPrediction(
-        best.statement,
-        best.kinds,
-        best.step_seconds,
-        tried,
-        best.samples,
-        best.read,
-        best.missed,
-        best.memory,
-    )
+    return replace(best, tried=[prediction.step_seconds for prediction in found])
 
 
 def _predicted(
