@@ -33,8 +33,9 @@ from recpipe.data.select import between
 from recpipe.perf.amounts import Amounts
 from recpipe.perf.calibrate import calibrate
 from recpipe.perf.capture import captured
+from recpipe.perf.collect import collect
 from recpipe.perf.factors import step_amounts
-from recpipe.perf.facts import Facts, collect
+from recpipe.perf.facts import Facts
 from recpipe.perf.moves import MoveTimes
 from recpipe.perf.predict_tiered import TieredPrediction, predict_tiered, resident_steps
 from recpipe.perf.profile import Host, MachineProfile, profile_path
@@ -55,8 +56,8 @@ COMMON = (
 POLICIES = ("nocache", "lru", "lfu")
 SLOW = 1.05
 """A gain or a loss counts from here on."""
-BATCHES = 100
-"""Batches that are read for statistics at most."""
+BATCHES = 300
+"""Batches that are read for statistics at most: all of a run's here."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def compared(
                 "predicted_ms": 1e3 * prediction.step_seconds,
                 "tried_ms": [1e3 * each for each in prediction.tried],
                 "missed": run.missed,
-                "predicted_missed": missed(at, prediction),
+                "predicted_missed": prediction.missed,
                 "read": run.report["io"]["rows_read"] / run.report["steps"],
                 "predicted_read": prediction.read,
                 "critical": {
@@ -226,17 +227,6 @@ def compared(
             }
         )  # fmt: skip
     return found
-
-
-def missed(facts: Facts, prediction: TieredPrediction) -> float:
-    """The share of lookups that the prediction takes as missed."""
-    lookups = sum(group.lookups for group in facts.groups)
-    gone = sum(
-        kind.phase.share * (moved.slab_lookups or moved.read)
-        for kind in prediction.kinds
-        for moved in kind.phase.moved
-    )
-    return gone / lookups
 
 
 def words(setting: Setting, row: str, share: float) -> list[str]:
@@ -272,9 +262,9 @@ def statistics(setting: Setting) -> tuple[Facts, float]:
         dataset = open_dataset(cfg.data, cfg.seed, None)
         unplaced = Unplaced.of(cfg, dataset, choose_device("cpu"), None)
         size = cfg.data.batch_size
-        batches = min(BATCHES, dataset.num_batches("train", size) - 1)
+        batches = min(BATCHES, dataset.num_batches("train", size))
         train, samples = partial(dataset.batches, "train", size), dataset.size("train")
-        facts = collect(unplaced.inputs, train, size, batches, samples, batches)
+        facts = collect(unplaced.inputs, train, size, batches, samples, batches, cfg.seed)
         seconds = []
         began = perf_counter()
         for _, batch in zip(range(20), dataset.batches("train", size), strict=False):

@@ -53,9 +53,12 @@ from recpipe.perf.bench.lookups import SHAPES as LOOKUP_SHAPES
 from recpipe.perf.bench.lookups import TABLES as LOOKUP_TABLES
 from recpipe.perf.bench.lookups import Clock, timed_lookups, zipf
 from recpipe.perf.bench.lookups import pools as id_pools
-from recpipe.perf.facts import Facts, GroupFacts, Misses
+from recpipe.perf.facts import Facts
+from recpipe.perf.group_facts import GroupFacts, Misses
 from recpipe.perf.linear import fitted, nnls
 from recpipe.perf.lookup_work import LookupWork
+from recpipe.perf.replay import Kept as KeptLookups
+from recpipe.perf.replay import joined as joined_lookups
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import module_name
 from recpipe.seams.int8 import LARGEST as LARGEST_WEIGHT_CODE
@@ -114,6 +117,7 @@ __all__ = [
     "IndexBags",
     "Int8Rows",
     "IoCounters",
+    "KeptLookups",
     "Layer",
     "Lfu",
     "Lookup",
@@ -170,6 +174,7 @@ __all__ = [
     "int8_adds_up",
     "is_linear",
     "join",
+    "joined_lookups",
     "keep_to_one_core",
     "leaves",
     "load_profile",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recpipe.kit import Facts, GroupFacts
-from recpipe.plugin import Moved, Phase, Statement, Work
+from recpipe.plugin import Moved, Phase, RowSpace, Statement, Work
 from recpipe_bagpipe.pace import MOST
+from recpipe_bagpipe.replayed import Replayed
 from recpipe_bagpipe.window import FEW, ROW_BYTES
 
 
@@ -23,14 +24,25 @@ class Shares:
 def statement(facts: Facts, lookahead: int | None, shares: Shares) -> Statement:
     """``lookahead``: the batches of two groups, or None where the run decides.
 
-    Rows that known batches need stay, then those looked up most often: it is taken to miss what the better of
-    lru and lfu misses. Reading ahead ends where a trial shows that batches are trained sooner without.
+    Rows that known batches need stay, then those looked up most often. Where too many lookups were read to
+    try that on them, it is taken to miss what the better of lru and lfu misses. Reading ahead ends where a
+    trial shows that batches are trained sooner without.
     """
     share = facts.share * (shares.slots if facts.share < 1 else 1.0)
     both = zip(facts.cached("lru", share), facts.cached("lfu", share), strict=True)
-    moved = tuple(_placed(min(each, key=lambda m: m.read)) for each in both)
+    about = tuple(min(each, key=lambda m: m.read) for each in both)
+    size = window(facts, about, share, shares.waiting) if lookahead is None else max(1, lookahead // 2)
+
+    def ahead(space: RowSpace) -> Replayed:
+        kept = facts.groups[space.group].kept
+        assert kept is not None, "replays have what was read"
+        return Replayed(space, kept, size)
+
+    kept = all(group.kept is not None for group in facts.groups)
+    moved = (
+        facts.replayed(("bagpipe", size), ahead, "lfu", share).moved if kept else tuple(map(_placed, about))
+    )
     rows = sum(m.read for m in moved)
-    size = window(facts, moved, share, shares.waiting) if lookahead is None else max(1, lookahead // 2)
     alone = Statement(
         why=f"batches read their {rows:,.0f} cold rows themselves, as with lru",
         phases=(Phase(moved=moved),),
@@ -62,7 +74,7 @@ def _looked_into(number: int, group: GroupFacts) -> Work:
 
 def _placed(moved: Moved) -> Moved:
     """Every row that is read gets a slot."""
-    return Moved(read=moved.read, evicted=moved.written, placed=moved.read)
+    return Moved(read=moved.read, evicted=moved.written, placed=moved.read, missed=moved.missed)
 
 
 def window(facts: Facts, moved: tuple[Moved, ...], share: float, waiting: float) -> int:

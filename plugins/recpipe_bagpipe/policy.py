@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from recpipe.kit import Batch, BulkStore, IndexBags, distinct, positions, within
+from recpipe.kit import Batch, IndexBags, distinct, positions, within
 from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
 from recpipe_bagpipe.pace import Pace
 from recpipe_bagpipe.window import UNKNOWN, Group, Rows, Steps, Window
 
 KNOWN = 1 << 62
 """The worth of rows that a known batch needs, the next batch first, lies below this and above all others'."""
+
+
+class Bulk(Protocol):
+    """What reads announced rows: ``BulkStore``, or nothing where decisions alone are of interest."""
+
+    single: bool
+    """Whether batches read their rows themselves."""
+
+    def announce(self, rows: RowIds) -> int:
+        """Read distinct ``rows`` in advance; the number that ``retire`` is to be called with."""
+        ...
+
+    def retire(self, number: int) -> None:
+        """Note that rows announced under this number are not needed any more."""
+        ...
 
 
 class Lookahead(CachePolicy):
@@ -26,9 +41,7 @@ class Lookahead(CachePolicy):
     row that was evicted and is announced again is found among its waiting writes.
     """
 
-    def __init__(
-        self, space: RowSpace, lookups: Callable[[Any], IndexBags], bulk: BulkStore, pace: Pace
-    ) -> None:
+    def __init__(self, space: RowSpace, lookups: Callable[[Any], IndexBags], bulk: Bulk, pace: Pace) -> None:
         super().__init__(space)
         self.lookups, self.bulk, self.pace = lookups, bulk, pace
         self.step = 0

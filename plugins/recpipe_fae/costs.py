@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
-from recpipe.kit import Facts, GroupFacts
-from recpipe.plugin import Moved, Phase, Statement
-from recpipe_fae.estimate import WORTH
+from recpipe.kit import Facts, KeptLookups, joined_lookups
+from recpipe.plugin import Moved, Phase, RowSpace, Statement
+from recpipe_fae.classify import hot_samples, sample_of
+from recpipe_fae.estimate import Estimate, estimated, stretch
+from recpipe_fae.hotset import HotOnUse
+from recpipe_fae.prepare import HotRule, choose
 
 
 @dataclass(frozen=True)
 class Separated:
-    """Mini-batches of cold samples alone."""
+    """Mini-batches of cold samples alone, in all that was read."""
 
     hot: float
     """The share of samples that are hot."""
@@ -21,11 +27,18 @@ class Separated:
     """What a cold mini-batch moves, for each group."""
 
 
-def statement(facts: Facts, phases: str, sample: float) -> Statement:
-    """A fixed hot set, of rows in a ``sample`` of the epoch; mini-batches are separated (``phases`` as in the
-    yaml) where that can pay, and where a trial confirms it."""
-    share = min(facts.share, facts.seen(sample))
-    mixed = facts.cached("hot", share)
+def statement(facts: Facts, phases: str, rule: HotRule) -> Statement:
+    """A fixed hot set, of rows in a sample of the epoch; mini-batches are separated (``phases`` as in the
+    yaml) where the plugin's own estimate says that it can pay, and where a trial confirms it. If lookups were
+    too many to be kept, mini-batches are taken not to be separated."""
+    counts = facts.counted(rule.sample)
+
+    def on_use(space: RowSpace) -> HotOnUse:
+        assert counts is not None, "replays have what was read"
+        return HotOnUse(space, choose(counts[space.group], space.bases, rule.threshold, space.slots))
+
+    share = facts.share if counts else min(facts.share, facts.seen(rule.sample))
+    mixed = facts.replayed(("fae", rule), on_use, "hot", share).moved
     rows = sum(m.read for m in mixed)
     cache = Statement(
         why=f"the rows looked up most often stay resident; {rows:,.0f} others are read for a batch",
@@ -33,14 +46,21 @@ def statement(facts: Facts, phases: str, sample: float) -> Statement:
         plans="nocache",
         unsure="the time to find the hot rows before training is not counted",
     )
-    if phases == "never":
+    if phases == "never" or counts is None:
         return cache
-    found = separated(facts.at(share=share), mixed)
+    slots = [int(facts.share * group.rows) for group in facts.groups]
+    resident = [
+        _mask(choose(each, kept.bases, rule.threshold, own), kept.rows)
+        for each, kept, own in zip(counts, facts.kept, slots, strict=True)
+    ]
+    expected = _estimate(facts, np.concatenate(resident))
+    if phases == "auto" and not expected.can_pay:
+        told = (
+            f"{expected.hot_input_share:.1%} of the samples are hot, so that mini-batches are not separated"
+        )
+        return replace(cache, why=f"{cache.why}; only {told}")
+    found = separated(facts.kept, resident, facts.batch_size, facts.prefetch)
     cold_rows = sum(m.read for m in found.moved)
-    gain = rows / max(1.0, (1 - found.hot) * cold_rows)
-    if phases == "auto" and (not 0 < found.hot < 1 or gain < WORTH):
-        told = f"only {found.hot:.1%} of the samples are hot, so that mini-batches are not separated"
-        return replace(cache, why=f"{cache.why}; {told}")
     return Statement(
         why=(
             f"{found.hot:.0%} of the samples need hot rows alone: their mini-batches fetch nothing, the "
@@ -56,27 +76,57 @@ def statement(facts: Facts, phases: str, sample: float) -> Statement:
     )
 
 
-def separated(facts: Facts, mixed: tuple[Moved, ...]) -> Separated:
-    """Cut the stretch's cold samples into mini-batches of their own and count the rows of each."""
-    hot = facts.popular_samples(facts.share)
-    cold = np.zeros(facts.batch_size * facts.groups[0].stretch.batches, bool)
-    for group in facts.groups:
-        missed = group.stretch.samples[group.stretch.ranks >= facts.share]
-        cold[missed] = True
-    batch_of = (np.cumsum(cold) - 1) // facts.batch_size
-    batches = cold.sum() / facts.batch_size
-    moved = tuple(
-        _of_group(facts, group, each, batch_of, float(batches))
-        for group, each in zip(facts.groups, mixed, strict=True)
-    )
-    return Separated(hot, moved)
+def _mask(rows: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
+    found = np.zeros(size, bool)
+    found[rows] = True
+    return found
 
 
-def _of_group(facts: Facts, group: GroupFacts, mixed: Moved, batch_of: np.ndarray, batches: float) -> Moved:
-    stretch = group.stretch
-    missed = stretch.ranks >= facts.share
-    pairs = np.unique(np.stack((batch_of[stretch.samples[missed]], stretch.rows[missed])), axis=1)
-    rows = pairs.shape[1] / max(1e-9, batches)
-    lookups = np.count_nonzero(missed) / max(1e-9, batches)
-    fresh = mixed.read / mixed.slab if mixed.slab else 1.0
-    return Moved(read=fresh * rows, returned=fresh * rows, slab=rows, slab_lookups=lookups)
+def _estimate(facts: Facts, resident: NDArray[np.bool_]) -> Estimate:
+    """The run's own, where its stretch was read; else of one as long, of the last batches."""
+    epoch, known = -(-facts.epoch_samples // facts.batch_size), len(facts.kept[0].batches)
+    first, length = stretch(epoch, facts.seed)
+    first = min(first, max(0, known - length))
+    batches = range(first, min(known, first + length))
+    return estimated((joined_lookups(facts.kept, n) for n in batches), resident, facts.batch_size)
+
+
+def separated(
+    kept: Sequence[KeptLookups], resident: Sequence[NDArray[np.bool_]], size: int, carries: bool
+) -> Separated:
+    """Cut the cold samples of all that was read into mini-batches of ``size`` of their own, and count the
+    rows of each; ``resident``: for each group whether a row is hot. With ``carries``, rows that the
+    mini-batch before had are not read again."""
+    everywhere = np.concatenate(resident)
+    first = np.cumsum([0, *(each.rows for each in kept)])
+    samples = cold = 0
+    mini: list[NDArray[np.int64]] = []
+    rows: list[NDArray[np.int64]] = []
+    for number in range(len(kept[0].batches)):
+        bags = joined_lookups(kept, number)
+        found = everywhere[bags.rows]
+        is_cold = ~hot_samples(bags, found)
+        ordinal = cold + np.cumsum(is_cold) - 1
+        mini.append(ordinal[sample_of(bags)[~found]] // size)
+        rows.append(bags.rows[~found])
+        samples, cold = samples + len(is_cold), cold + int(is_cold.sum())
+    of_batch, looked_up = np.concatenate(mini), np.concatenate(rows)
+    batches = max(1e-9, cold / size)
+    moved = []
+    for low, high in pairwise(first.tolist()):
+        own = (looked_up >= low) & (looked_up < high)
+        moved.append(_of_group(of_batch[own], looked_up[own], batches, carries))
+    return Separated(1 - cold / max(1, samples), tuple(moved))
+
+
+def _of_group(
+    of_batch: NDArray[np.int64], looked_up: NDArray[np.int64], batches: float, carries: bool
+) -> Moved:
+    """What moves for an average mini-batch, of cold lookups with their mini-batches [L]."""
+    apart = 2 + int(of_batch.max(initial=0))
+    pairs = np.unique(looked_up * apart + of_batch)  # by row, then by mini-batch; those of two rows are apart
+    again = np.diff(pairs) == 1
+    rows = len(pairs) / batches
+    read = rows - (np.count_nonzero(again) / batches if carries else 0.0)
+    lookups = len(looked_up) / batches
+    return Moved(read=read, returned=read, slab=rows, slab_lookups=lookups, missed=lookups)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.kit import Bags
 from recpipe.plugin import Context, RowIds
 from recpipe_fae.classify import hot_samples, residents, sample_of
 
@@ -40,14 +42,24 @@ class Estimate:
 def estimate(ctx: Context, hot_rows: RowIds) -> Estimate:
     """Read a stretch of the epoch, at a place chosen with the run's seed, and compare the distinct cold rows
     of its batches with those of mini-batches that hold only its cold samples."""
-    resident = residents(ctx, hot_rows)
     batches = max(1, -(-ctx.epoch_samples // ctx.batch_size))
+    first, length = stretch(batches, ctx.seed)
+    read = map(ctx.lookups, islice(ctx.batches(first), length))
+    return estimated(read, residents(ctx, hot_rows), ctx.batch_size)
+
+
+def stretch(batches: int, seed: int) -> tuple[int, int]:
+    """The first batch of the stretch, and how many it has, in an epoch of so many ``batches``."""
     length = min(batches, max(LEAST, min(MOST, round(SHARE * batches))))
-    first = int(np.random.default_rng((ctx.seed, 1)).integers(batches - length + 1))
+    return int(np.random.default_rng((seed, 1)).integers(batches - length + 1)), length
+
+
+def estimated(stretch: Iterable[Bags], resident: NDArray[np.bool_], batch_size: int) -> Estimate:
+    """Compare the distinct cold rows of a stretch's batches with those of mini-batches that hold only its
+    cold samples; ``resident`` [rows]: whether a row is hot."""
     samples = hot = lookups = hits = mixed = 0
     ordinals, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for batch in islice(ctx.batches(first), length):
-        bags = ctx.lookups(batch)
+    for bags in stretch:
         found = resident[bags.rows]
         is_hot = hot_samples(bags, found)
         cold_rows = bags.rows[~found]
@@ -57,7 +69,7 @@ def estimate(ctx: Context, hot_rows: RowIds) -> Estimate:
         mixed += len(np.unique(cold_rows))
         samples, hot = samples + len(is_hot), hot + int(is_hot.sum())
         lookups, hits = lookups + len(found), hits + int(found.sum())
-    separated = _fetched(np.concatenate(ordinals), np.concatenate(rows), samples - hot, ctx.batch_size)
+    separated = _fetched(np.concatenate(ordinals), np.concatenate(rows), samples - hot, batch_size)
     share = min(1.0, separated / mixed) if mixed else 1.0
     return Estimate(hot / max(1, samples), hits / max(1, lookups), share)
 

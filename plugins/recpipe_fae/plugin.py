@@ -89,8 +89,9 @@ class FAE(Plugin):
     def costs(self, facts: Facts) -> Statement:
         """As ``costs.statement``."""
         from recpipe_fae.costs import statement
+        from recpipe_fae.prepare import HotRule
 
-        return statement(facts, self.phases, self.sample)
+        return statement(facts, self.phases, HotRule(self.sample, self.threshold))
 
 
 def figures(

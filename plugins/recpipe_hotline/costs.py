@@ -6,14 +6,15 @@ from dataclasses import replace
 
 from recpipe.kit import Facts
 from recpipe.plugin import Phase, Statement, Work, micro_batch_step
+from recpipe_hotline.policy import Learning, PopularRows
 
 
-def statement(facts: Facts, min_micro_batch: int) -> Statement:
-    """Its popular rows are those that a cache by counts keeps. Batches are cut only where steps are shorter
-    so: the statement that they are not is the alternative."""
-    moved = facts.cached("lfu")
+def statement(facts: Facts, learning: Learning, min_micro_batch: int) -> Statement:
+    """Its popular rows are those that its policy keeps, about those of a cache by counts. Batches are cut
+    only where steps are shorter so: the statement that they are not is the alternative."""
+    cached = facts.replayed(("hotline", learning), lambda space: PopularRows(space, learning), like="lfu")
+    moved, popular = cached.moved, cached.popular
     step = micro_batch_step(facts.batch_size)
-    popular = facts.popular_samples(facts.share)
     first = int(popular * facts.batch_size) // step * step
     cut = min(first, facts.batch_size - first) >= max(1, min_micro_batch, step)
     whole = Statement(
@@ -24,7 +25,6 @@ def statement(facts: Facts, min_micro_batch: int) -> Statement:
         phases=(Phase(moved=moved),),
         plans="lfu",
         memory=sum(5 * group.rows for group in facts.groups),
-        unsure="popular rows are learned again from time to time; they are taken as always up to date",
     )
     if not cut:
         return whole

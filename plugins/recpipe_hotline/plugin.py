@@ -73,7 +73,7 @@ class Hotline(Plugin):
         """As ``costs.statement``."""
         from recpipe_hotline.costs import statement
 
-        return statement(facts, self.min_micro_batch)
+        return statement(facts, self.learning, self.min_micro_batch)
 
 
 class PopularTables(Cache):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recpipe.kit import Facts
-from recpipe.plugin import Phase, Statement, Work
+from recpipe.kit import Facts, HotSet, top_rows
+from recpipe.plugin import Phase, RowSpace, Statement, Work
 from recpipe_slipstream.verdict import LEAST
 
 SAMPLE = 0.05
@@ -14,9 +14,15 @@ SAMPLE = 0.05
 
 def statement(facts: Facts, drop: float) -> Statement:
     """At most a share ``drop`` of the hot samples is left out; how many have settled, only training shows."""
-    share = min(facts.share, facts.seen(SAMPLE))
-    moved = facts.cached("hot", share)
-    hot = facts.popular_samples(share)
+    counts = facts.counted(SAMPLE)
+
+    def hot_set(space: RowSpace) -> HotSet:
+        assert counts is not None, "replays have what was read"
+        return HotSet(space, top_rows(counts[space.group], space.slots))
+
+    share = facts.share if counts else min(facts.share, facts.seen(SAMPLE))
+    cached = facts.replayed("hot set of a sample", hot_set, "hot", share)
+    moved, hot = cached.moved, cached.popular
     none = Statement(
         why=f"{hot:.0%} of the samples are hot: too few, or none of them, are left out",
         phases=(Phase(moved=moved),),

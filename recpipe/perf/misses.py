@@ -14,13 +14,13 @@ rows, which a sample would miss or weigh too much, are followed each for itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.perf.curve import Curve, Figures
 from recpipe.plugin.policy import RowIds
 
 TRACKED = 1 << 22
@@ -37,7 +37,6 @@ TIES = 8
 """Of rows with the same count, if it is below this, LFU keeps those that had it first."""
 POLICIES = ("lru", "lfu", "hot")
 """The attributes of ``MissRates`` that are curves."""
-Figures = NDArray[np.float64]
 
 
 def most_popular(rows: int, read: Callable[[], Iterable[RowIds]]) -> RowIds:
@@ -48,55 +47,6 @@ def most_popular(rows: int, read: Callable[[], Iterable[RowIds]]) -> RowIds:
     found, counts = np.unique(np.concatenate(list(islice(read(), COUNTED))), return_counts=True)
     popular: RowIds = found[np.argsort(-counts, kind="stable")[:POPULAR]]
     return popular
-
-
-@dataclass
-class Curve:
-    """A policy's hits for each of G numbers of slots, in the batches that it is judged by."""
-
-    hits: Figures
-    """Lookups of resident rows [G]."""
-    hit_rows: Figures
-    """Resident rows among each batch's distinct ones, added up [G]."""
-    carried: Figures
-    """Rows that are not resident and that the batch before looked up too, added up [G]."""
-    batches: int = 0
-    lookups: float = 0.0
-    rows: float = 0.0
-    """The batches' distinct rows, added up."""
-
-    @classmethod
-    def empty(cls, points: int) -> Curve:
-        """No batch yet."""
-        return cls(np.zeros(points), np.zeros(points), np.zeros(points))
-
-    def saw(self, lookups: Figures, rows: Figures) -> None:
-        """Count a batch: for each of its distinct rows its lookups, and how many rows it stands for [U]."""
-        self.batches += 1
-        self.lookups += float(lookups.sum())
-        self.rows += float(rows.sum())
-
-    def hit(self, lookups: Figures, rows: Figures, again: Figures, resident: Figures) -> None:
-        """Count a batch's hits: of classes of equal rows, with their ``lookups`` [K], numbers of distinct
-        ``rows`` [K] and of those among them that the batch before had (``again`` [K]), the share
-        ``resident`` [K, G] is resident."""
-        self.hits += lookups @ resident
-        self.hit_rows += rows @ resident
-        self.carried += again.sum() - again @ resident
-
-    def since(self, earlier: Curve) -> Curve:
-        """The same of the batches after ``earlier``, a copy made then."""
-        return Curve(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
-
-    def blended(self, other: Curve, share: float) -> Curve:
-        """The average batch of both, of which a ``share`` is of ``other``'s."""
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        own, others = self.batches or 1, other.batches or 1
-        return Curve(*((1 - share) * one / own + share * two / others for one, two in pairs))
-
-    def fetched(self) -> Figures:
-        """Rows that a batch has to fetch, on average [G]."""
-        return (self.rows - self.hit_rows) / max(1, self.batches)
 
 
 class Sample:

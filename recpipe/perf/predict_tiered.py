@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from recpipe.perf.amounts import Amounts
@@ -40,6 +40,8 @@ class TieredPrediction:
     """Samples that a step reads."""
     read: float
     """Rows that a batch reads from the store."""
+    missed: float
+    """The share of lookups whose row is not resident when the batch comes."""
     memory: Mapping[str, int]
     """Bytes by tier: ``resident``, ``cold`` and ``beside`` (maps, batches and rows on their way)."""
 
@@ -85,10 +87,7 @@ def predict_tiered(
     """The fastest of what plugins do, by their statements, over ``base``, that of ``tiers.policy``."""
     found = [_predicted(facts, statement, times, resident, cores) for statement in choices(stated, base)]
     best = min(found, key=lambda prediction: prediction.step_seconds)
-    tried = [prediction.step_seconds for prediction in found]
-    return TieredPrediction(
-        best.statement, best.kinds, best.step_seconds, tried, best.samples, best.read, best.memory
-    )
+    return replace(best, tried=[prediction.step_seconds for prediction in found])
 
 
 def _predicted(
@@ -100,8 +99,13 @@ def _predicted(
         tasks = tiered.tasks() if statement.phases else tiered.resident_tasks()
         kinds.append(Kind(phase, tasks, walk(tasks, cores)))
     mean = sum(kind.phase.share * kind.walked.step_seconds for kind in kinds)
-    read = sum(kind.phase.share * moved.read for kind in kinds for moved in kind.phase.moved)
-    return TieredPrediction(statement, kinds, mean, (), facts.batch_size, read, _memory(facts, statement))
+    read, gone = (
+        sum(kind.phase.share * getattr(moved, name) for kind in kinds for moved in kind.phase.moved)
+        for name in ("read", "missed")
+    )
+    missed = gone / max(1.0, sum(group.lookups for group in facts.groups))
+    memory = _memory(facts, statement)
+    return TieredPrediction(statement, kinds, mean, (), facts.batch_size, read, missed, memory)
 
 
 def _memory(facts: Facts, statement: Statement) -> dict[str, int]:

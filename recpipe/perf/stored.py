@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recpipe.perf.facts import Facts, GroupFacts
+from recpipe.perf.facts import Facts
+from recpipe.perf.group_facts import GroupFacts
 from recpipe.perf.linear import At
 from recpipe.perf.moves import Times
 from recpipe.tables.build import staging_bytes

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from recpipe.perf.facts import Facts, GroupFacts
+from recpipe.perf.facts import Facts
+from recpipe.perf.group_facts import GroupFacts
 from recpipe.perf.moves import Times
 from recpipe.perf.stored import Spent, Store
 from recpipe.perf.walk import Task

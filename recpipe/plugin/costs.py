@@ -27,6 +27,9 @@ class Moved:
     """Distinct rows that the batch looks up outside of the slots."""
     slab_lookups: float = 0.0
     """How many of its lookups are of those."""
+    missed: float = 0.0
+    """Lookups of rows that are not resident when the batch comes; what is shown as misses, no time depends on
+    it."""
 
     @property
     def written(self) -> float:

@@ -16,11 +16,12 @@ import torch
 
 from recpipe.common.console import Meter
 from recpipe.config.recipe import Recipe
-from recpipe.config.task import AdviseConfig, AdviseTask, MissesConfig
+from recpipe.config.task import AdviseConfig, AdviseTask
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
 from recpipe.perf.capture import CannotTrace
-from recpipe.perf.facts import Facts, collect
+from recpipe.perf.collect import collect
+from recpipe.perf.facts import Facts
 from recpipe.report import advised
 from recpipe.report.files import ReportFiles
 from recpipe.setup.placing import Unplaced
@@ -48,10 +49,8 @@ def advise(
     assert isinstance(task, AdviseTask), "it is task=advise"
     _check(cfg, config, device, command_line)
     profile = machine_profile(config.machine, device)
-    facts = _facts(cfg, task.batches, dataset, unplaced)
-    reads = MissesConfig("misses", batches=min(task.batches, dataset.num_batches("train", facts.batch_size)))
-    ids = misses.measured(cfg, reads, dataset, unplaced.inputs)
-    steps = config.steps or reads.batches
+    facts, ids = _facts(cfg, task.batches, dataset, unplaced)
+    steps = config.steps or ids["batches"]
     told: dict[str, Any] = {
         "schema": 1,
         "ids": ids,
@@ -104,10 +103,12 @@ def _check(
         )
 
 
-def _facts(cfg: Recipe, most: int, dataset: Dataset, unplaced: Unplaced) -> Facts:
+def _facts(cfg: Recipe, most: int, dataset: Dataset, unplaced: Unplaced) -> tuple[Facts, dict[str, Any]]:
+    """What predictions know of the data, and the miss rates to be shown, from one reading."""
     size = cfg.data.batch_size
     whole = dataset.num_batches("train", size)
     batches = min(most, whole)
+    followed = misses.follow(cfg, dataset, unplaced.inputs, batches)
     with Meter() as meter:
 
         def tell(done: int) -> None:
@@ -121,6 +122,9 @@ def _facts(cfg: Recipe, most: int, dataset: Dataset, unplaced: Unplaced) -> Fact
             batches,
             dataset.size("train"),
             cfg.trainer.steps(whole),
+            cfg.seed,
             tell,
+            followed,
         )
-    return facts.at(store=cfg.tiers.store, prefetch=cfg.tiers.prefetch, emulation=cfg.tiers.emulate)
+    facts = facts.at(store=cfg.tiers.store, prefetch=cfg.tiers.prefetch, emulation=cfg.tiers.emulate)
+    return facts, misses.told(cfg, unplaced.inputs, followed)

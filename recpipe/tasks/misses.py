@@ -3,7 +3,7 @@ data; nothing is trained."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ from recpipe.config.recipe import Recipe
 from recpipe.config.task import MissesConfig
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
-from recpipe.perf.misses import POLICIES, SHARES, Curve, MissRates, Sample, most_popular
+from recpipe.perf.curve import Curve
+from recpipe.perf.followed import Followed
+from recpipe.perf.misses import POLICIES, SHARES, MissRates
 from recpipe.report import missed
 from recpipe.report.files import ReportFiles
-from recpipe.tables.groups import Group
 from recpipe.tables.inputs import Inputs
-from recpipe.tables.tiers.placement import IndexBags
 
 LARGEST = 8
 """Tables that are told one by one, each as if it had a cache of its own: the largest ones."""
@@ -40,101 +40,79 @@ def tell_misses(
 
 def measured(cfg: Recipe, task: MissesConfig, dataset: Dataset, inputs: Inputs) -> dict[str, Any]:
     """What caches would miss in the first ``task.batches`` batches of training."""
-    size, tables = cfg.data.batch_size, inputs.tables
+    size = cfg.data.batch_size
     batches = min(task.batches, dataset.num_batches("train", size))
     if batches < 2:
         raise UserError(
             f"task=misses needs at least 2 batches of data.batch_size={size}, and there are {batches}: "
             "choose a smaller data.batch_size"
         )
-    slots = cfg.tiers.slots(tables)
-    own = sum(slots) / tables.total_rows
-    near = min(missed.SHOWN, key=lambda share: abs(share - own))
-    own = near if abs(near - own) < 0.01 * near else own  # slots are whole numbers
-    shares = sorted({*missed.SHOWN, *SHARES, own})
-    groups = [_Followed.of(number, inputs, dataset, size, shares, batches) for number in range(len(slots))]
+    groups = follow(cfg, dataset, inputs, batches)
     log.info("reading %d batches of %s samples", batches, f"{size:,}")
     with Meter() as meter:
         for done, batch in zip(range(1, batches + 1), dataset.batches("train", size), strict=False):
-            for group in groups:
-                group.add(inputs.bags(batch, group.number))
+            for number, group in enumerate(groups):
+                group.add(inputs.bags(batch, number))
             if meter.due:
                 meter.show(done / batches, f"batch {done:,} of {batches:,}")
     if not any(group.together.lru.lookups for group in groups):
         raise UserError(f"the first {batches} batches look nothing up; raise task.batches")
-    together = [group.together for group in groups]
+    return told(cfg, inputs, groups)
+
+
+def follow(cfg: Recipe, dataset: Dataset, inputs: Inputs, batches: int) -> list[Followed]:
+    """What is to follow so many batches' lookups in each group, at the recipe's budget and those shown."""
+    tables, size = inputs.tables, cfg.data.batch_size
+    own = sum(cfg.tiers.slots(tables)) / tables.total_rows
+    near = min(missed.SHOWN, key=lambda share: abs(share - own))
+    own = near if abs(near - own) < 0.01 * near else own  # slots are whole numbers
+    shares = sorted({*missed.SHOWN, *SHARES, own})
+
+    def read() -> Iterator[Any]:
+        return dataset.batches("train", size)
+
+    return [
+        Followed.of(number, inputs, read, batches, shares, LARGEST) for number in range(len(tables.groups))
+    ]
+
+
+def told(cfg: Recipe, inputs: Inputs, groups: Sequence[Followed]) -> dict[str, Any]:
+    """What misses.json has, of all groups once they have followed the batches."""
+    tables, together = inputs.tables, [group.together for group in groups]
+    shares = groups[0].shares
+    own = sum(cfg.tiers.slots(tables)) / tables.total_rows
     return {
-        "batches": batches,
-        "batch_size": size,
-        "learnt_from": groups[0].together.learn,
-        "sampled": max(1 << group.together.sample.shift for group in groups),
+        "batches": together[0].lru.batches,
+        "batch_size": cfg.data.batch_size,
+        "learnt_from": together[0].learn,
+        "sampled": max(1 << cache.sample.shift for cache in together),
         "rows": tables.total_rows,
         "bytes": tables.total_bytes,
-        "budget": {"share": own, "bytes": cfg.tiers.budget(tables)},
+        "budget": {
+            "share": min(shares, key=lambda share: abs(share - own)),
+            "bytes": cfg.tiers.budget(tables),
+        },
         "shares": shares,
         **_curves(together),
         "distinct": round(sum(cache.lru.rows / cache.lru.batches for cache in together), 1),
         "never": [name for group in groups for name in group.never()],
         "windows": _windows(together, [group.group.tables.record_bytes for group in groups]),
-        "tables": [told for group in groups for told in group.tables()],
+        "tables": [table for group in groups for table in _tables(group)],
     }
 
 
-class _Followed:
-    """A group of tables as they share one cache, and its largest tables each alone."""
-
-    def __init__(self, number: int, group: Group, together: MissRates, alone: dict[int, MissRates]) -> None:
-        self.number, self.group, self.together, self.alone = number, group, together, alone
-        self._seen = np.zeros(len(group.tables.layout.tables), bool)
-        """For each table, whether a batch has looked it up."""
-
-    @classmethod
-    def of(
-        cls, number: int, inputs: Inputs, dataset: Dataset, size: int, shares: Sequence[float], batches: int
-    ) -> _Followed:
-        """``shares``: of rows that have a slot."""
-        group = inputs.tables.groups[number]
-        layout = group.tables.layout
-        popular = most_popular(
-            layout.total_rows,
-            lambda: (inputs.bags(batch, number).indices for batch in dataset.batches("train", size)),
-        )
-
-        def rates(first: int, rows: int) -> MissRates:
-            own = popular[(popular >= first) & (popular < first + rows)] - first
-            return MissRates(Sample(rows, own), [share * rows for share in shares], batches // 2)
-
-        largest = sorted(range(len(layout.rows)), key=lambda table: -layout.rows[table])[:LARGEST]
-        alone = {table: rates(int(layout.bases[table]), layout.rows[table]) for table in sorted(largest)}
-        return cls(number, group, rates(0, layout.total_rows), alone)
-
-    def add(self, bags: IndexBags) -> None:
-        """Note a batch's lookups."""
-        self.together.add(bags.indices)
-        tables = self.group.tables
-        ends = bags.offsets[np.arange(len(tables.features) + 1) * bags.batch_size]
-        self._seen[tables.table_of[np.flatnonzero(np.diff(ends))]] = True
-        for table, rates in self.alone.items():
-            features = np.flatnonzero(tables.table_of == table)
-            found = [bags.indices[ends[feature] : ends[feature + 1]] for feature in features]
-            rates.add(np.concatenate(found) - tables.layout.bases[table])
-
-    def never(self) -> list[str]:
-        """Names of the tables that no batch has looked up."""
-        return [self.group.tables.layout.tables[table] for table in np.flatnonzero(~self._seen)]
-
-    def tables(self) -> list[dict[str, Any]]:
-        """The tables that are told apart."""
-        layout, record = self.group.tables.layout, self.group.tables.record_bytes
-        return [
-            {
-                "name": layout.tables[table],
-                "rows": layout.rows[table],
-                "bytes": layout.rows[table] * record,
-                **_curves([rates]),
-            }
-            for table, rates in self.alone.items()
-        ]
+def _tables(followed: Followed) -> list[dict[str, Any]]:
+    """The tables that are told apart."""
+    layout, record = followed.group.tables.layout, followed.group.tables.record_bytes
+    return [
+        {
+            "name": layout.tables[table],
+            "rows": layout.rows[table],
+            "bytes": layout.rows[table] * record,
+            **_curves([rates]),
+        }
+        for table, rates in followed.alone.items()
+    ]
 
 
 def _curves(caches: Sequence[MissRates]) -> dict[str, Any]:

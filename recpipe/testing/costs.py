@@ -7,7 +7,8 @@ from functools import cache
 
 import numpy as np
 
-from recpipe.perf.facts import Facts, GroupFacts, Stretch
+from recpipe.perf.facts import Facts
+from recpipe.perf.group_facts import GroupFacts, Stretch
 from recpipe.perf.misses import SHARES, MissRates, Sample
 from recpipe.perf.moves import FEATURES
 from recpipe.plugin.costs import Phase, Statement

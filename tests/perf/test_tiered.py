@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from recpipe.distributed.ranks import Emulation
-from recpipe.perf.facts import Facts, GroupFacts, Stretch
+from recpipe.perf.curve import Curve
+from recpipe.perf.facts import Facts
+from recpipe.perf.group_facts import GroupFacts, Stretch
 from recpipe.perf.linear import At
-from recpipe.perf.misses import SHARES, Curve
+from recpipe.perf.misses import SHARES
 from recpipe.perf.predict_tiered import TieredPrediction, predict_tiered
 from recpipe.perf.statements import RESIDENT, choices, merged, of_policy
 from recpipe.perf.stored import Store, cold_rows, touched

@@ -1,0 +1,51 @@
+"""The lookahead policy on ids that were read before, to see what it moves; nothing is read for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recpipe.kit import IndexBags, KeptLookups
+from recpipe.plugin import CachePolicy, Placement, RowIds, RowSpace, Slots
+from recpipe_bagpipe.pace import Pace
+from recpipe_bagpipe.policy import Lookahead
+
+
+class Replayed(CachePolicy):
+    """Decides as ``Lookahead`` does in groups of at most ``batches``."""
+
+    def __init__(self, space: RowSpace, kept: KeptLookups, batches: int) -> None:
+        super().__init__(space)
+        pace = Pace(batches, memory=0, record_bytes=0, waited=lambda: 0.0)
+        self._policy = Lookahead(space, _same, _NoBulk(), pace)
+        self._stream = self._policy.stream(map(kept.bags, range(len(kept.batches))))
+
+    def migrate(self, rows: RowIds) -> Placement:
+        """As ``Lookahead``, once it has seen the batch."""
+        next(self._stream)
+        return self._policy.migrate(rows)
+
+    def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
+        """As ``Lookahead``."""
+        return self._policy.admit(hits, misses, looked_up)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``Lookahead``."""
+        return self._policy.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As ``Lookahead``."""
+        self._policy.load_state_dict(state)
+
+
+class _NoBulk:
+    single = False
+
+    def announce(self, rows: RowIds) -> int:
+        return 0
+
+    def retire(self, number: int) -> None:
+        pass
+
+
+def _same(bags: IndexBags) -> IndexBags:
+    return bags
