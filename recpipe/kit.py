@@ -56,6 +56,7 @@ from recpipe.perf.bench.lookups import pools as id_pools
 from recpipe.perf.facts import Facts, GroupFacts, Misses
 from recpipe.perf.linear import fitted, nnls
 from recpipe.perf.lookup_work import LookupWork
+from recpipe.perf.ranks import busiest_part, share_of_distinct
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import module_name
 from recpipe.seams.int8 import LARGEST as LARGEST_WEIGHT_CODE
@@ -157,6 +158,7 @@ __all__ = [
     "bag_keys",
     "batch_size",
     "bfloat16_has_units",
+    "busiest_part",
     "decode_rows",
     "distinct",
     "distinct_slots",
@@ -196,6 +198,7 @@ __all__ = [
     "row_scales",
     "seconds_by_round",
     "select",
+    "share_of_distinct",
     "table_bases",
     "table_bytes",
     "tensors",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +68,12 @@ class Amounts:
             if (found := [s for s in profile.samples.get("lookups", ()) if s.kind == kind])
         }
         self._limits = Machine.of(profile.samples.get("limits", ()), 64, self.threads)
+
+    def with_threads(self, threads: int) -> Amounts:
+        """The same machine with so many threads, of those that were measured."""
+        other = copy(self)
+        other.threads = threads
+        return other
 
     def overhead(self, kind: str, times: float = 1.0) -> Estimate:
         """An overhead of ``bench.overheads`` that does not depend on sizes."""

@@ -208,11 +208,14 @@ class Facts:
         share = self.share if share is None else share
         found = []
         for group in self.groups:
-            full = max(0.0, 1 - group.fills(share) / max(1, self.steps))
-            full = min(1.0, 2 * full) if self.late else full
-            full = 1.0 if policy == "hot" else full  # other rows never get a slot
+            full = 1.0 if policy == "hot" else self.full(group, share)  # other rows never get a slot
             found.append(group.moved(policy, share, full, self.prefetch))
         return tuple(found)
+
+    def full(self, group: GroupFacts, share: float) -> float:
+        """The share of the batches that find all slots taken, if a ``share`` of the rows have one."""
+        full = max(0.0, 1 - group.fills(share) / max(1, self.steps))
+        return min(1.0, 2 * full) if self.late else full
 
     def seen(self, part: float) -> float:
         """The share of all rows that are looked up in such a ``part`` of an epoch."""

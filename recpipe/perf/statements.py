@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from recpipe.perf.facts import Facts
+from recpipe.perf.ranks import busiest_part
 from recpipe.plugin.costs import Phase, Statement
 
 RESIDENT = Statement(why="all rows are resident: nothing is fetched or moved")
@@ -28,6 +29,13 @@ def of_policy(policy: str, facts: Facts, share: float | None = None) -> Statemen
     why = f"{SAYS[policy]}: of {distinct:,.0f} distinct rows a batch, {read:,.0f} are read from the store"
     plans = policy if policy != "hot" else "nocache"
     return Statement(why=why, phases=(Phase(moved=moved),), plans=plans)
+
+
+def over_ranks(statement: Statement, facts: Facts) -> Statement:
+    """``statement`` with whole tables spread over the ranks of ``facts``, as TorchRec's planner may do."""
+    spread = busiest_part(facts)
+    why = f"the busiest of {facts.trainers} ranks has {spread:.0%} of the lookups; {statement.why}"
+    return replace(statement, why=why, spread=spread, unsure="TorchRec's planner may place tables otherwise")
 
 
 def merged(stated: Mapping[str, Statement], base: Statement) -> Statement:
@@ -60,6 +68,7 @@ def _over(under: Statement, statement: Statement) -> Statement:
         codec=statement.codec or under.codec,
         works=(*under.works, *statement.works),
         spread=min(statement.spread, under.spread),
+        inside=statement.inside or under.inside,
         memory=statement.memory + under.memory,
     )
 

@@ -18,6 +18,7 @@ from recpipe.common.console import Meter
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import AdviseConfig, AdviseTask, MissesConfig
 from recpipe.data.dataset import Dataset
+from recpipe.distributed.launch import Process
 from recpipe.errors import UserError
 from recpipe.perf.capture import CannotTrace
 from recpipe.perf.facts import Facts, collect
@@ -47,8 +48,8 @@ def advise(
     assert config is not None, "it is task=advise"
     assert isinstance(task, AdviseTask), "it is task=advise"
     _check(cfg, config, device, command_line)
-    profile = machine_profile(config.machine, device)
-    facts = _facts(cfg, task.batches, dataset, unplaced)
+    profile = machine_profile(config.machine, device, config.ranks)
+    facts = _facts(cfg, config, task.batches, dataset, unplaced)
     reads = MissesConfig("misses", batches=min(task.batches, dataset.num_batches("train", facts.batch_size)))
     ids = misses.measured(cfg, reads, dataset, unplaced.inputs)
     steps = config.steps or reads.batches
@@ -98,13 +99,26 @@ def _check(
         raise UserError(
             f"task=advise judges every installed plugin by itself; leave +plugin={','.join(cfg.plugins)} out"
         )
+    if Process.current().world > 1:
+        raise UserError(
+            "task=advise runs in one process: start it with python -m recpipe, and say advise.ranks="
+            f"{Process.current().world} for advice on a run of so many"
+        )
+    if config.ranks > cfg.data.batch_size:
+        raise UserError(
+            f"advise.ranks={config.ranks}: a batch of {cfg.data.batch_size} samples cannot be shared by so many"
+        )
+    if config.verify and config.network is not None and config.ranks > 1:
+        raise UserError(
+            "advise.verify runs its ranks on this machine: leave advise.network out, or advise.verify"
+        )
     if config.verify and command_line is None:
         raise UserError(
             "advise.verify starts runs from the command line's overrides: run python -m recpipe task=advise"
         )
 
 
-def _facts(cfg: Recipe, most: int, dataset: Dataset, unplaced: Unplaced) -> Facts:
+def _facts(cfg: Recipe, config: AdviseConfig, most: int, dataset: Dataset, unplaced: Unplaced) -> Facts:
     size = cfg.data.batch_size
     whole = dataset.num_batches("train", size)
     batches = min(most, whole)
@@ -123,4 +137,11 @@ def _facts(cfg: Recipe, most: int, dataset: Dataset, unplaced: Unplaced) -> Fact
             cfg.trainer.steps(whole),
             tell,
         )
-    return facts.at(store=cfg.tiers.store, prefetch=cfg.tiers.prefetch, emulation=cfg.tiers.emulate)
+    ranks = config.ranks
+    return facts.at(
+        store=cfg.tiers.store,
+        prefetch=cfg.tiers.prefetch,
+        emulation=cfg.tiers.emulate,
+        trainers=ranks,
+        holders=ranks,
+    )

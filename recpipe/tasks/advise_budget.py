@@ -16,6 +16,7 @@ from recpipe.common.sizes import Amount
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import AdviseConfig
 from recpipe.data.dataset import Dataset
+from recpipe.distributed.ranks import Emulation
 from recpipe.errors import UserError
 from recpipe.perf.amounts import Amounts
 from recpipe.perf.facts import Facts
@@ -23,12 +24,13 @@ from recpipe.perf.moves import MoveTimes
 from recpipe.perf.predict import Prediction, predict_resident
 from recpipe.perf.predict_tiered import Kind, TieredPrediction, predict_tiered, resident_steps
 from recpipe.perf.profile import MachineProfile
-from recpipe.perf.statements import RESIDENT
+from recpipe.perf.ranks import measured_with
 from recpipe.perf.tiered import Resident
 from recpipe.setup.placing import Unplaced
 from recpipe.tasks.advise_candidates import Candidate, candidates, command
 from recpipe.tasks.advise_machine import DISK, faster
 from recpipe.tasks.advise_model import Paper
+from recpipe.tasks.advise_ranks import another_rank
 
 IMAGINED = {DISK: 2.0, "gemm": 2.0}
 """What-ifs that are always told, beside more memory and bfloat16."""
@@ -41,11 +43,14 @@ class Machine:
     """What a machine's profile tells of times."""
 
     def __init__(self, profile: MachineProfile) -> None:
+        self.profile = profile
         self.amounts, self.moves = Amounts(profile), MoveTimes.of(profile)
         self.cores = profile.host.cores
         self.spread = median(model.spread for model in self.moves.models.values())
         """The relative error of a part of a tier's work."""
         self._plain: dict[Paper, tuple[Prediction, Resident]] = {}
+        self._ranked: dict[tuple[Paper, int], Resident] = {}
+        self._messages: dict[int, MoveTimes] = {}
 
     def plain(self, paper: Paper) -> tuple[Prediction, Resident]:
         """The step with all rows resident, of a batch and of any number of samples."""
@@ -53,6 +58,21 @@ class Machine:
             whole = predict_resident(paper.step(paper.samples), self.amounts)
             self._plain[paper] = whole, resident_steps(paper.step, self.amounts)
         return self._plain[paper]
+
+    def of_rank(self, paper: Paper, threads: int) -> Resident:
+        """The same of any number of samples on one of several ranks with so many threads."""
+        if (paper, threads) not in self._ranked:
+            amounts = self.amounts.with_threads(threads)
+            self._ranked[paper, threads] = resident_steps(
+                lambda samples: paper.of_rank(samples, threads), amounts
+            )
+        return self._ranked[paper, threads]
+
+    def messages(self, ranks: int) -> MoveTimes:
+        """The times of tiers, and of messages between so many ranks."""
+        if ranks not in self._messages:
+            self._messages[ranks] = MoveTimes.of(measured_with(self.profile, ranks))
+        return self._messages[ranks]
 
 
 @dataclass(frozen=True)
@@ -119,7 +139,14 @@ class Adviser:
 
     def all_in_memory(self) -> dict[str, Any]:
         """The speed with all rows in memory."""
-        judged = self._judged(Candidate("resident", RESIDENT), self.facts, self.machine, self.paper)
+        judged = min(
+            (
+                self._judged(each, self.facts, self.machine, self.paper)
+                for each in candidates(self.facts.at(share=1.0), {})
+                if not each.alters
+            ),
+            key=lambda each: each.prediction.step_seconds,
+        )
         seconds = judged.seconds
         return {
             "step_seconds": seconds,
@@ -132,10 +159,11 @@ class Adviser:
         found = list(self.machine.plain(self.paper)[0].notes)
         if self.profile.quick:
             found.append("the machine was measured in the quick form; recpipe perf calibrate is closer")
-        found.append(
-            "speeds are those of full caches; a short run, in which they fill, is slower. More ranks are not "
-            "predicted"
-        )
+        found.append("speeds are those of full caches; a short run, in which they fill, is slower")
+        if self.config.ranks > 1:
+            found.append(
+                "ranks are taken to be equally fast: waiting for the slowest of them is not predicted"
+            )
         return found
 
     def budget(self, amount: Amount, own: Sequence[str]) -> dict[str, Any]:
@@ -159,6 +187,7 @@ class Adviser:
             "recommended": recommended,
             "rows": [self._row(*found[name], found[plain][1], own, size) for name in order],
             "what_if": self._imagined(*found[recommended], facts),
+            "ranks": facts.trainers,
             "left_out": left_out,
             "verified": None,
         }
@@ -186,13 +215,24 @@ class Adviser:
         return [whole, most, least]
 
     def _judged(self, candidate: Candidate, facts: Facts, machine: Machine, paper: Paper) -> Judged:
-        whole, resident = machine.plain(paper)
-        prediction = predict_tiered(
-            facts, candidate.stated, candidate.base, machine.moves, resident, machine.cores
-        )
+        whole, _ = machine.plain(paper)
+        prediction = self._predicted(candidate, facts, machine, paper, self.config.network)
         step = (whole.step.high - whole.step.low) / (2 * whole.step.seconds)
         part = sum(kind.phase.share * _of_tiers(kind, whole) for kind in prediction.kinds)
         return Judged(prediction, machine.spread * part, step * (1 - part))
+
+    def _predicted(
+        self, candidate: Candidate, facts: Facts, machine: Machine, paper: Paper, network: Emulation | None
+    ) -> TieredPrediction:
+        """``network``: that between the ranks of ``facts``, if they are on machines of their own."""
+        stated, base, cores = candidate.stated, candidate.base, float(machine.cores)
+        if facts.trainers == 1:
+            return predict_tiered(facts, stated, base, machine.moves, machine.plain(paper)[1], cores)
+        # torchrun gives each of several ranks on a machine one thread.
+        threads = 1 if network is None else machine.amounts.threads
+        cores = cores / facts.trainers if network is None else cores
+        times, resident = machine.messages(facts.trainers), machine.of_rank(paper, threads)
+        return predict_tiered(candidate.facts(facts), stated, base, times, resident, cores, network)
 
     def _row(
         self, candidate: Candidate, judged: Judged, plain: Judged, own: Sequence[str], size: int
@@ -218,7 +258,8 @@ class Adviser:
                 {"place": span.task.place, "name": span.task.name, "start": span.start, "end": span.end}
                 for span in kind.walked.timeline
             ],
-            "command": command(own, candidate, size),
+            "command": command(own, candidate, size, self.config.ranks, self.config.network is not None),
+            "row": candidate.row(size, self.config.ranks),
         }
 
     def _imagined(self, candidate: Candidate, judged: Judged, facts: Facts) -> list[dict[str, Any]]:
@@ -240,6 +281,16 @@ class Adviser:
         for what, times in {**IMAGINED, **asked}.items():
             machine = Machine(faster(self.profile, what, times))
             tell(f"{times:g} times as fast {what}", what in asked, facts, machine, self.paper)
+        if facts.trainers == 1:
+            network = self.config.network
+            found += another_rank(
+                facts,
+                network,
+                lambda other, over, between: (
+                    self._predicted(other, over, self.machine, self.paper, between).step_seconds
+                ),
+                now,
+            )
         half = self._in_bfloat16()
         if half is not None:
             tell("bfloat16 (alters rounding)", False, facts, self.machine, half)

@@ -28,19 +28,24 @@ def verified(
     plain = budget["plain"]
     best = [row["name"] for row in budget["rows"] if row["name"] != plain][: config.verify]
     log.info("verifying: %s", ", ".join([plain, *best]))
+    spelled = {row["name"]: row["row"] for row in budget["rows"]}
     chosen = CompareConfig(
-        plugins=[plain, *best], repetitions=config.repetitions, warmup=0, ranks=1, equal_memory=False
+        plugins=[spelled[name] for name in (plain, *best)],
+        repetitions=config.repetitions,
+        warmup=0,
+        ranks=config.ranks,
+        equal_memory=False,
     )
     own = [f"tiers.resident_bytes={budget['bytes']}", f"trainer.max_steps={steps}", "trainer.max_epochs=1000"]
     content = compare(chosen, directory, [*command_line, *own])
     measured = {row["name"]: row for row in content["rows"]}
     size = budget["batch_size"]
-    rows = {name: _beside(name, predicted[name], predicted[plain], measured[name], size) for name in best}
+    rows = [_beside(name, predicted[name], predicted[plain], measured[spelled[name]], size) for name in best]
     return {
         "steps": steps,
         "compare": directory.name,
-        "plain_step_ms": _milliseconds(predicted[plain], measured[plain], size),
-        "rows": list(rows.values()),
+        "plain_step_ms": _milliseconds(predicted[plain], measured[spelled[plain]], size),
+        "rows": rows,
     }
 
 
