@@ -48,6 +48,7 @@ from recpipe.inference.source import FloatCheckpoint, replace_module
 from recpipe.model.call import Called
 from recpipe.model.metrics import auc
 from recpipe.perf.bench.collectives import BYTES as COLLECTIVE_BYTES
+from recpipe.perf.bench.collectives import FAMILY as COLLECTIVE_FAMILY
 from recpipe.perf.bench.collectives import timed_collectives
 from recpipe.perf.bench.lookups import SHAPES as LOOKUP_SHAPES
 from recpipe.perf.bench.lookups import TABLES as LOOKUP_TABLES
@@ -56,6 +57,7 @@ from recpipe.perf.bench.lookups import pools as id_pools
 from recpipe.perf.facts import Facts, GroupFacts, Misses
 from recpipe.perf.linear import fitted, nnls
 from recpipe.perf.lookup_work import LookupWork
+from recpipe.perf.profile import Host, Sample, SharedProfile
 from recpipe.perf.ranks import busiest_part, share_of_distinct
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import module_name
@@ -84,6 +86,7 @@ __all__ = [
     "ALIGNMENT",
     "BITS",
     "COLLECTIVE_BYTES",
+    "COLLECTIVE_FAMILY",
     "EIGHT_BITS",
     "LARGEST_WEIGHT_CODE",
     "LOOKUP_SHAPES",
@@ -111,6 +114,7 @@ __all__ = [
     "GroupFacts",
     "HeldRows",
     "HoldersStore",
+    "Host",
     "HotSet",
     "IndexBags",
     "Int8Rows",
@@ -140,9 +144,11 @@ __all__ = [
     "RowCollection",
     "RowType",
     "RowView",
+    "Sample",
     "SamplesConfig",
     "Schema",
     "Scorer",
+    "SharedProfile",
     "SparseFeature",
     "SsdStore",
     "StoreLayout",

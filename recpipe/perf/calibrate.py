@@ -94,8 +94,8 @@ def calibrate(
 
 
 def with_ranks(path: Path, ranks: int, quick: bool) -> MachineProfile:
-    """The profile at ``path`` with messages between so many processes, which are started for that, beside those
-    of other numbers; it is saved. ``UserError`` if they cannot be measured."""
+    """The profile at ``path`` with messages between so many processes, which are started for that, beside
+    those of other numbers; it is saved. ``UserError`` if they cannot be measured."""
     found = tuple(bench_ranks.measure(quick, ranks))
     if not found:
         raise UserError(f"messages between {ranks} ranks cannot be measured here: the log says why")

@@ -84,9 +84,9 @@ def predict_tiered(
 ) -> TieredPrediction:
     """The fastest of what plugins do, by their statements, over ``base``, that of ``tiers.policy``.
 
-    With several trainers it is the step of one of them, which has ``cores`` cores, and ``resident`` is that of
-    any number of samples on one rank. ``network``: what it adds to a message between ranks, each of which then
-    has a machine of its own; None: they share one."""
+    With several trainers it is the step of one of them, which has ``cores`` cores, and ``resident`` is that
+    of any number of samples on one rank. ``network``: what it adds to a message between ranks, each of which
+    then has a machine of its own; None: they share one."""
     side = Side(facts.trainers, cores, network or facts.emulation, network is not None)
     found = [_predicted(facts, statement, times, resident, side) for statement in choices(stated, base)]
     best = min(found, key=lambda prediction: prediction.step_seconds)

@@ -20,7 +20,7 @@ from recpipe.plugin.costs import Moved, Work
 
 FLOAT = 4
 """Bytes of a value."""
-OPTIMIZER = "dense optimizer"
+OPTIMIZER, IDS = "dense optimizer", "exchange ids"
 INPUT_EXCHANGES = 3
 """All-to-alls of a batch's ids: sizes, lengths, ids."""
 
@@ -117,10 +117,11 @@ class Ranked(Tiered):
 
     @property
     def _read(self) -> Spent:
-        """Every trainer gets all rows; each holder reads its part for each of them."""
-        spent = added(store.read(moved.read / self._parts, self.facts.share) for store, moved in self._stores)
+        """Every trainer asks each holder for the rows of its part, which serves one trainer after the other."""
+        asked = 1 if self.shards else self.side.count
+        spent = added(store.read(moved.read / asked, self.facts.share) for store, moved in self._stores)
         sent = [moved.read * (ID + FLOAT * group.width) for group, moved in self._groups]
-        return self._of_disk(Spent(self._parts * spent.busy, spent.waits)) + self._round(sent)
+        return self._of_disk(spent.times(asked)) + self._round(sent)
 
     @property
     def _written(self) -> Spent:
@@ -131,6 +132,13 @@ class Ranked(Tiered):
             found.append(store.write(moved.evicted / self._parts, self.facts.share, store.always_staged))
         sent = [moved.written * (ID + FLOAT * group.width) / self._parts for group, moved in self._groups]
         return self._of_disk(added(found)) + self._round(sent)
+
+    def _loader(self) -> list[Task]:
+        """The ids of shards are planned once they have arrived."""
+        tasks = super()._loader()
+        if not self.shards:
+            return tasks
+        return [replace(task, after={IDS: 1}) if task.name == "plan" else task for task in tasks]
 
     @property
     def _reads(self) -> list[Task]:
@@ -173,7 +181,7 @@ class Ranked(Tiered):
                 found.append(Task("exchange row gradients", "main", *backward, task.after))
             found.append(task)
             if task.name == LOOK_UP:
-                found += [Task("exchange rows", "main", *forward), Task("exchange ids", "main", *ids)]
+                found += [Task("exchange rows", "main", *forward), Task(IDS, "main", *ids)]
         return found
 
     def _exchange(self, what: str) -> tuple[float, float]:

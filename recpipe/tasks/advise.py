@@ -57,6 +57,7 @@ def advise(
         "schema": 1,
         "ids": ids,
         "machine": {"words": words(profile, device, config.machine), **asdict(profile.host)},
+        "ranks": {"count": config.ranks, "network": config.network and asdict(config.network)},
         "all_in_memory": None,
         "budgets": [],
         "unsure": [],
@@ -92,8 +93,8 @@ def _check(
     """Refuse what cannot be advised on."""
     if device.type != "cpu":
         raise UserError(
-            "task=advise predicts training on a CPU; on a GPU it is not checked yet: add trainer.device=cpu, "
-            "or compare runs with task=compare"
+            "task=advise predicts training on a CPU, and no step on a GPU: add trainer.device=cpu; on a GPU "
+            "compare runs with task=compare, or predict it on paper with task=scale"
         )
     if cfg.plugins:
         raise UserError(
@@ -106,7 +107,8 @@ def _check(
         )
     if config.ranks > cfg.data.batch_size:
         raise UserError(
-            f"advise.ranks={config.ranks}: a batch of {cfg.data.batch_size} samples cannot be shared by so many"
+            f"advise.ranks={config.ranks}: a batch of {cfg.data.batch_size} samples cannot be shared by so "
+            "many"
         )
     if config.verify and config.network is not None and config.ranks > 1:
         raise UserError(

@@ -30,7 +30,7 @@ from recpipe.setup.placing import Unplaced
 from recpipe.tasks.advise_candidates import Candidate, candidates, command
 from recpipe.tasks.advise_machine import DISK, faster
 from recpipe.tasks.advise_model import Paper
-from recpipe.tasks.advise_ranks import another_rank
+from recpipe.tasks.advise_ranks import another_rank, threads_of_rank
 
 IMAGINED = {DISK: 2.0, "gemm": 2.0}
 """What-ifs that are always told, beside more memory and bfloat16."""
@@ -187,7 +187,6 @@ class Adviser:
             "recommended": recommended,
             "rows": [self._row(*found[name], found[plain][1], own, size) for name in order],
             "what_if": self._imagined(*found[recommended], facts),
-            "ranks": facts.trainers,
             "left_out": left_out,
             "verified": None,
         }
@@ -228,8 +227,7 @@ class Adviser:
         stated, base, cores = candidate.stated, candidate.base, float(machine.cores)
         if facts.trainers == 1:
             return predict_tiered(facts, stated, base, machine.moves, machine.plain(paper)[1], cores)
-        # torchrun gives each of several ranks on a machine one thread.
-        threads = 1 if network is None else machine.amounts.threads
+        threads = threads_of_rank(machine.amounts.threads, network is not None)
         cores = cores / facts.trainers if network is None else cores
         times, resident = machine.messages(facts.trainers), machine.of_rank(paper, threads)
         return predict_tiered(candidate.facts(facts), stated, base, times, resident, cores, network)

@@ -24,10 +24,15 @@ def machine_profile(given: str | None, device: torch.device, ranks: int = 1) -> 
     """The profile in the file ``given``, of any machine; or this machine's, measured in the quick form if it
     lacks a family, or messages between so many ``ranks``."""
     host = Host.current(device)
-    needed = NEEDED if ranks == 1 else (*NEEDED, *BESIDE)
     if given is not None:
         profile = MachineProfile.load(Path(given).expanduser())
-        lacking = [name for name in needed if not profile.samples.get(name)]
+        if profile.host.device != "cpu":
+            raise UserError(
+                f"advise.machine={given} is of a GPU ({profile.host.device}), and task=advise predicts "
+                "training on a CPU: give the profile of a CPU, or predict a GPU on paper with task=scale"
+            )
+        lacking = [name for name in NEEDED if name not in profile.samples]
+        lacking += [name for name in BESIDE if ranks > 1 and not profile.samples.get(name)]
         if lacking:
             raise UserError(
                 f"advise.machine={given} lacks {', '.join(lacking)}: run recpipe perf calibrate on that "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,13 @@ NETWORK = Emulation(latency_us=100.0, gbit_per_s=10.0)
 """Between machines, if ``advise.network`` names no other."""
 Seconds = Callable[[Candidate, Facts, Emulation | None], float]
 """Predicts a recipe's step over the ranks of its facts."""
+
+
+def threads_of_rank(threads: int, apart: bool) -> int:
+    """The threads of one of several ranks, where a run of one process has ``threads``: torchrun gives each of
+    those that share a machine one thread, unless OMP_NUM_THREADS says how many."""
+    said = os.environ.get("OMP_NUM_THREADS", "1")
+    return threads if apart else min(threads, int(said) if said.isdigit() and int(said) else 1)
 
 
 def another_rank(

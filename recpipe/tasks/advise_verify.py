@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from recpipe.common.console import log
 from recpipe.config.task import AdviseConfig, CompareConfig
+from recpipe.errors import UserError
 from recpipe.tasks.advise_budget import Judged
 from recpipe.tasks.compare import compare
 
@@ -37,7 +39,7 @@ def verified(
         equal_memory=False,
     )
     own = [f"tiers.resident_bytes={budget['bytes']}", f"trainer.max_steps={steps}", "trainer.max_epochs=1000"]
-    content = compare(chosen, directory, [*command_line, *own])
+    content = _compared(chosen, directory, [*command_line, *own])
     measured = {row["name"]: row for row in content["rows"]}
     size = budget["batch_size"]
     rows = [_beside(name, predicted[name], predicted[plain], measured[spelled[name]], size) for name in best]
@@ -47,6 +49,19 @@ def verified(
         "plain_step_ms": _milliseconds(predicted[plain], measured[spelled[plain]], size),
         "rows": rows,
     }
+
+
+def _compared(chosen: CompareConfig, directory: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """The comparison's content, also if some of its rows failed, which it tells at its end."""
+    try:
+        return compare(chosen, directory, overrides)
+    except UserError as error:
+        file = directory / "compare.json"
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if content.get("partial", True):
+            raise
+        log.warning("%s", error)
+        return content
 
 
 def _beside(

@@ -36,7 +36,8 @@ def measure(quick: bool) -> Iterator[Sample]:
     if group is None or group.size() < 2:
         return
     for timed in timed_collectives(group, Clock(torch.device("cpu")), BYTES[::2] if quick else BYTES):
-        at = {"bytes": float(timed.bytes), "ranks": float(group.size())}
+        at: dict[str, float | str] = {"bytes": float(timed.bytes), "ranks": float(group.size())}
+        at["threads"] = float(torch.get_num_threads())
         times = torch.tensor(timed.times)
         dist.all_reduce(times, group=group)
         elapsed, busy = (times / group.size() / 1e3).tolist()

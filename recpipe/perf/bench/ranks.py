@@ -29,8 +29,8 @@ LIMIT = 120.0
 
 
 def measure(quick: bool, ranks: int = RANKS) -> Iterator[Sample]:
-    """Samples of collectives and of sharded steps between ``ranks`` new processes; none, with a warning, where
-    they cannot be started."""
+    """Samples of collectives and of sharded steps between ``ranks`` new processes; none, with a warning,
+    where they cannot be started."""
     with tempfile.TemporaryDirectory(prefix="recpipe-perf-") as folder:
         file = Path(folder) / "samples.json"
         start = f"-m torch.distributed.run --standalone --nproc-per-node={ranks} -m {__name__}"

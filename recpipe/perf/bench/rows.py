@@ -1,5 +1,5 @@
-"""Rows as plain arrays, which tables have that several trainers share: looked up, and updated, without FBGEMM's
-fused kernels (``recpipe.tables.rowtable``)."""
+"""Rows as plain arrays, which tables have that several trainers share: looked up, and updated, without
+FBGEMM's fused kernels (``recpipe.tables.rowtable``)."""
 
 from __future__ import annotations
 
