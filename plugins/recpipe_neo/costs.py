@@ -7,7 +7,8 @@ from recpipe.plugin import Statement
 
 
 def statement(facts: Facts) -> Statement:
-    """As if whole tables were given, the largest first, to the rank that has least to look up."""
+    """As if tables were given, the largest first, to the rank that has least to look up, and those that are
+    too large for one were cut by rows."""
     ranks = facts.trainers
     if ranks == 1:
         return Statement(why="one rank has all tables: there is nothing to place")
@@ -15,5 +16,5 @@ def statement(facts: Facts) -> Statement:
     return Statement(
         why=f"the busiest of {ranks} ranks has {spread:.0%} of the lookups; ids and rows go between ranks",
         spread=spread,
-        unsure="its planner also cuts tables, by rows or columns, and measures exchanges itself",
+        unsure="its planner goes by the times of tables, and may cut more of them",
     )

@@ -185,13 +185,16 @@ class SharedProfile:
         return max(found, key=lambda each: len(each.profile.samples), default=fresh)
 
     def joined(self, families: Mapping[str, Sequence[Sample]], at: Mapping[str, float | str]) -> None:
-        """Save it with ``families``, in place of samples that were measured ``at`` the same, too."""
+        """Save it with ``families``, in place of samples of the same kinds that were measured ``at`` the
+        same."""
         samples = dict(self.profile.samples)
         for name, new in families.items():
+            kinds = {sample.kind for sample in new}
             others = [
                 sample
                 for sample in samples.get(name, ())
-                if any(sample.at.get(key, value) != value for key, value in at.items())
+                if sample.kind not in kinds
+                or any(sample.at.get(key, value) != value for key, value in at.items())
             ]
             samples[name] = (*others, *new)
         replace(self.profile, samples=samples).save(self.file)

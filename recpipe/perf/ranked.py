@@ -117,7 +117,7 @@ class Ranked(Tiered):
 
     @property
     def _read(self) -> Spent:
-        """Every trainer asks each holder for the rows of its part, which serves one trainer after the other."""
+        """Every trainer asks each holder for rows of its part, which serves one trainer after the other."""
         asked = 1 if self.shards else self.side.count
         spent = added(store.read(moved.read / asked, self.facts.share) for store, moved in self._stores)
         sent = [moved.read * (ID + FLOAT * group.width) for group, moved in self._groups]

@@ -50,7 +50,7 @@ class Messages:
 
     def all_to_all(self, size: float) -> Spent:
         """Each rank sends each other an equal part."""
-        return self._spent("all_to_all", size, size * (self.side.count - 1) / self.side.count)
+        return self.exchange("all_to_all", size)
 
     def ordered_sum(self, size: float) -> Spent:
         """``Channel.ordered_sum``: parts are sent to the rank that adds them up, and sums to all."""
@@ -62,7 +62,7 @@ class Messages:
         return self.all_to_all(ID * self.side.count) + self.all_to_all(size * self.side.count)
 
     def exchange(self, kind: str, size: float) -> Spent:
-        """One of the collectives."""
+        """One of the collectives, of parts for each rank."""
         return self._spent(kind, size, size * (self.side.count - 1) / self.side.count)
 
     def beyond(self, times: float, size: float) -> float:
@@ -101,11 +101,16 @@ def _distinct(rows: RowIds, among: NDArray[np.int64]) -> int:
 
 
 def busiest_part(facts: Facts) -> float:
-    """The share of the lookups that the busiest rank has if whole tables are given, the largest first, to the
-    rank that has least. A group's lookups are taken as spread evenly over its tables."""
-    loads = [0.0] * facts.trainers
+    """The share of the lookups that the busiest rank has if tables are given, the largest first, to the rank
+    that has least, and those with more than a rank's mean are cut into equal parts before. A group's lookups
+    are taken as spread evenly over its tables."""
+    ranks = facts.trainers
     work = [(group.lookups * group.dim / len(group.table_rows), group) for group in facts.groups]
-    for load in sorted((each for each, group in work for _ in group.table_rows), reverse=True):
+    whole = [load for load, group in work for _ in group.table_rows]
+    parts = [ranks if load * ranks > sum(whole) else 1 for load in whole]
+    loads = [0.0] * ranks
+    cut = (load / count for load, count in zip(whole, parts, strict=True) for _ in range(count))
+    for load in sorted(cut, reverse=True):
         loads[loads.index(min(loads))] += load
     return max(loads) / max(sum(loads), 1e-12)
 

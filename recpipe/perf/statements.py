@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import product
 
 from recpipe.perf.facts import Facts
-from recpipe.perf.ranks import busiest_part
 from recpipe.plugin.costs import Phase, Statement
 
 RESIDENT = Statement(why="all rows are resident: nothing is fetched or moved")
@@ -32,10 +31,11 @@ def of_policy(policy: str, facts: Facts, share: float | None = None) -> Statemen
 
 
 def over_ranks(statement: Statement, facts: Facts) -> Statement:
-    """``statement`` with whole tables spread over the ranks of ``facts``, as TorchRec's planner may do."""
-    spread = busiest_part(facts)
-    why = f"the busiest of {facts.trainers} ranks has {spread:.0%} of the lookups; {statement.why}"
-    return replace(statement, why=why, spread=spread, unsure="TorchRec's planner may place tables otherwise")
+    """``statement`` with each table's rows spread evenly over the ranks of ``facts``, as TorchRec's planner
+    cuts them on a CPU."""
+    why = f"each of {facts.trainers} ranks has a part of the rows, and serves all of them; {statement.why}"
+    unsure = "TorchRec's planner may place tables otherwise"
+    return replace(statement, why=why, spread=1 / facts.trainers, unsure=unsure)
 
 
 def merged(stated: Mapping[str, Statement], base: Statement) -> Statement:

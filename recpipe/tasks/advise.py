@@ -26,8 +26,9 @@ from recpipe.report import advised
 from recpipe.report.files import ReportFiles
 from recpipe.setup.placing import Unplaced
 from recpipe.tasks import misses
-from recpipe.tasks.advise_budget import Adviser, Judged
+from recpipe.tasks.advise_budget import Adviser
 from recpipe.tasks.advise_candidates import carried
+from recpipe.tasks.advise_judged import Judged
 from recpipe.tasks.advise_machine import machine_profile, words
 from recpipe.tasks.advise_verify import verified
 
@@ -66,12 +67,14 @@ def advise(
     try:
         with Adviser(cfg, config, facts, profile, dataset, unplaced, device) as adviser:
             own = carried(command_line or ())
-            budgets = [adviser.budget(amount, own) for amount in config.amounts()]
+            sizes = [adviser.bytes_of(amount) for amount in config.amounts()]
+            refused = {size: adviser.too_small(size) for size in sizes}
+            budgets = [adviser.budget(size, own) for size in sizes if refused[size] is None]
             short = [adviser.short(budget, steps) for budget in budgets] if config.verify else []
             told |= {
                 "all_in_memory": adviser.all_in_memory(),
                 "budgets": budgets,
-                "unsure": adviser.unsure(),
+                "unsure": [*filter(None, refused.values()), *adviser.unsure()],
             }
     except CannotTrace as error:
         told["unsure"] = [str(error)]

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import hypot, inf
-from statistics import median
+from dataclasses import replace
+from math import inf
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from recpipe.backend.matmul import has_bfloat16_units
-from recpipe.common.sizes import Amount
+from recpipe.common.sizes import Amount, readable_bytes
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import AdviseConfig
 from recpipe.data.dataset import Dataset
 from recpipe.distributed.ranks import Emulation
 from recpipe.errors import UserError
-from recpipe.perf.amounts import Amounts
 from recpipe.perf.facts import Facts
-from recpipe.perf.moves import MoveTimes
-from recpipe.perf.predict import Prediction, predict_resident
-from recpipe.perf.predict_tiered import Kind, TieredPrediction, predict_tiered, resident_steps
+from recpipe.perf.predict_tiered import TieredPrediction, predict_tiered
 from recpipe.perf.profile import MachineProfile
-from recpipe.perf.ranks import measured_with
-from recpipe.perf.tiered import Resident
 from recpipe.setup.placing import Unplaced
 from recpipe.tasks.advise_candidates import Candidate, candidates, command
+from recpipe.tasks.advise_judged import Judged, Machine, bound, of_tiers
 from recpipe.tasks.advise_machine import DISK, faster
 from recpipe.tasks.advise_model import Paper
 from recpipe.tasks.advise_ranks import another_rank, threads_of_rank
@@ -37,72 +32,6 @@ IMAGINED = {DISK: 2.0, "gemm": 2.0}
 MORE_MEMORY = 2.0
 NOTHING = 1.01
 """What makes a recipe at most so many times as fast is no gain."""
-
-
-class Machine:
-    """What a machine's profile tells of times."""
-
-    def __init__(self, profile: MachineProfile) -> None:
-        self.profile = profile
-        self.amounts, self.moves = Amounts(profile), MoveTimes.of(profile)
-        self.cores = profile.host.cores
-        self.spread = median(model.spread for model in self.moves.models.values())
-        """The relative error of a part of a tier's work."""
-        self._plain: dict[Paper, tuple[Prediction, Resident]] = {}
-        self._ranked: dict[tuple[Paper, int], Resident] = {}
-        self._messages: dict[int, MoveTimes] = {}
-
-    def plain(self, paper: Paper) -> tuple[Prediction, Resident]:
-        """The step with all rows resident, of a batch and of any number of samples."""
-        if paper not in self._plain:
-            whole = predict_resident(paper.step(paper.samples), self.amounts)
-            self._plain[paper] = whole, resident_steps(paper.step, self.amounts)
-        return self._plain[paper]
-
-    def of_rank(self, paper: Paper, threads: int) -> Resident:
-        """The same of any number of samples on one of several ranks with so many threads."""
-        if (paper, threads) not in self._ranked:
-            amounts = self.amounts.with_threads(threads)
-            self._ranked[paper, threads] = resident_steps(
-                lambda samples: paper.of_rank(samples, threads), amounts
-            )
-        return self._ranked[paper, threads]
-
-    def messages(self, ranks: int) -> MoveTimes:
-        """The times of tiers, and of messages between so many ranks."""
-        if ranks not in self._messages:
-            self._messages[ranks] = MoveTimes.of(measured_with(self.profile, ranks))
-        return self._messages[ranks]
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A recipe's prediction."""
-
-    prediction: TieredPrediction
-    of_tiers: float
-    """The relative error that comes from what tiers do."""
-    of_step: float
-    """That of the rest, which all recipes share."""
-
-    @property
-    def seconds(self) -> list[float]:
-        """A step's seconds, with the least and the most expected."""
-        whole, error = self.prediction.step_seconds, hypot(self.of_tiers, self.of_step)
-        return [whole, whole / (1 + error), whole * (1 + error)]
-
-    def ratio(self, plain: Judged) -> list[float]:
-        """How many times as fast as ``plain``, with the least and the most expected."""
-        times = plain.prediction.step_seconds / self.prediction.step_seconds
-        if plain.prediction is self.prediction:
-            return [1.0, 1.0, 1.0]
-        error = hypot(self.of_tiers, plain.of_tiers, self.of_step - plain.of_step)
-        return [times, times / (1 + error), times * (1 + error)]
-
-    @property
-    def main(self) -> Kind:
-        """The kind of batches that most are of."""
-        return max(self.prediction.kinds, key=lambda kind: kind.phase.share)
 
 
 class Adviser:
@@ -151,7 +80,7 @@ class Adviser:
         return {
             "step_seconds": seconds,
             "samples_per_second": self._speeds(seconds),
-            "bound_by": _bound(judged.main),
+            "bound_by": bound(judged.main),
         }
 
     def unsure(self) -> list[str]:
@@ -166,9 +95,23 @@ class Adviser:
             )
         return found
 
-    def budget(self, amount: Amount, own: Sequence[str]) -> dict[str, Any]:
-        """The recipes for a budget, the fastest first. ``own``: the user's overrides."""
-        size = min(amount.of(self._whole), self._whole)
+    def bytes_of(self, amount: Amount) -> int:
+        """Those of an amount of memory, at most of all rows."""
+        return min(amount.of(self._whole), self._whole)
+
+    def too_small(self, size: int) -> str | None:
+        """Why so many bytes cannot be advised on; None: they hold rows of every group of tables."""
+        share = size / self._whole
+        group = next((g for g in self.facts.groups if int(share * g.rows) < 1), None)
+        if group is None:
+            return None
+        return (
+            f"advise.memory of {readable_bytes(size)} holds not even one row of {len(group.table_rows)} "
+            f"tables, {group.record_bytes} bytes each with its state: it is left out; raise it"
+        )
+
+    def budget(self, size: int, own: Sequence[str]) -> dict[str, Any]:
+        """The recipes for so many bytes, the fastest first. ``own``: the user's overrides."""
         facts = self.facts.at(share=size / self._whole)
         left_out: dict[str, str] = {}
         found = self._all(facts, left_out)
@@ -217,7 +160,7 @@ class Adviser:
         whole, _ = machine.plain(paper)
         prediction = self._predicted(candidate, facts, machine, paper, self.config.network)
         step = (whole.step.high - whole.step.low) / (2 * whole.step.seconds)
-        part = sum(kind.phase.share * _of_tiers(kind, whole) for kind in prediction.kinds)
+        part = sum(kind.phase.share * of_tiers(kind, whole) for kind in prediction.kinds)
         return Judged(prediction, machine.spread * part, step * (1 - part))
 
     def _predicted(
@@ -248,7 +191,7 @@ class Adviser:
             "alters": candidate.alters,
             "because": f"{prediction.statement.why[:1].upper()}{prediction.statement.why[1:]}.",
             "unsure": prediction.statement.unsure,
-            "bound_by": _bound(kind),
+            "bound_by": bound(kind),
             "critical": dict(kind.walked.critical),
             "utilisation": dict(kind.walked.utilisation),
             "cores_busy": kind.walked.cores_busy,
@@ -314,17 +257,3 @@ def _pays(candidate: Candidate, others: Iterable[Candidate], seconds: Mapping[st
         seconds.get(o.name, inf) for o in others if o.plugins and o.plugins.keys() < candidate.plugins.keys()
     ]
     return seconds[candidate.name] * NOTHING < min(parts, default=inf)
-
-
-def _bound(kind: Kind) -> str:
-    """The task on the critical path that takes longest, and its share of the step."""
-    critical = kind.walked.critical
-    name = max(critical, key=lambda task: critical[task])
-    return f"{name} {100 * critical[name] / sum(critical.values()):.0f}%"
-
-
-def _of_tiers(kind: Kind, whole: Prediction) -> float:
-    """The share of a step's critical path that is not in the resident step."""
-    critical = kind.walked.critical
-    known = sum(seconds for name, seconds in critical.items() if name.partition(",")[0] in whole.tasks)
-    return 1 - known / max(sum(critical.values()), 1e-12)

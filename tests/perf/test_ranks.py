@@ -112,10 +112,14 @@ def test_a_share_of_a_batch_has_some_of_its_distinct_rows() -> None:
     assert share_of_distinct(mixed, 1, SAMPLES) == 1.0
 
 
-def test_the_busiest_rank_has_the_largest_table() -> None:
-    large = replace(group(), lookups=3000.0)
-    assert busiest_part(facts(groups=(large, group()))) == pytest.approx(0.75)
-    assert neo(facts(groups=(large, group()))).spread == pytest.approx(0.75)
+def test_the_busiest_rank_has_the_largest_tables() -> None:
+    """Loads 2, 1.5, 1.5 make 3 and 2; of 3 and 1 the larger is cut: 1.5 and 1.5 and 1 make 2.5 and 1.5."""
+    three = tuple(replace(group(), lookups=load) for load in (1500.0, 2000.0, 1500.0))
+    assert busiest_part(facts(groups=three)) == pytest.approx(3 / 5)
+    cut = facts(groups=(replace(group(), lookups=3000.0), group()))
+    assert busiest_part(cut) == pytest.approx(2.5 / 4)
+    assert busiest_part(facts()) == pytest.approx(1 / 2), "a table alone is cut, too"
+    assert neo(cut).spread == pytest.approx(2.5 / 4)
     assert neo(of_one()).spread == 1.0
 
 

@@ -181,7 +181,9 @@ def test_a_profile_is_refused_or_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"machine.json lacks tiers.*recpipe perf calibrate"):
         advice(tmp_path, profile=lacking)
     gpu = replace(whole, host=replace(whole.host, device="NVIDIA H100"))
-    with pytest.raises(UserError, match=r"is of a GPU \(NVIDIA H100\), and task=advise predicts training on a"):
+    with pytest.raises(
+        UserError, match=r"is of a GPU \(NVIDIA H100\), and task=advise predicts training on a"
+    ):
         advice(tmp_path, profile=gpu)
     (tmp_path / "machine.json").write_text("{}")
     with pytest.raises(UserError, match="no machine profile"):
@@ -219,6 +221,12 @@ def test_a_model_that_cannot_be_traced_still_gets_the_rest(
     assert found["budgets"] == []
     assert any(line.startswith("Skew: ") for line in advised.opening(found))
     assert "<svg" in (tmp_path / "advise.html").read_text()
+
+
+def test_a_budget_without_a_row_is_left_out_and_said(tmp_path: Path) -> None:
+    found = advice(tmp_path, "advise.memory=[16,1000GiB]")
+    assert [budget["share"] for budget in found["budgets"]] == [1]
+    assert "advise.memory of 16 B holds not even one row" in found["unsure"][0]
 
 
 def test_hardly_any_distinct_ids_are_no_trouble(tmp_path: Path) -> None:

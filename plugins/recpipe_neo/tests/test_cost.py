@@ -132,8 +132,12 @@ def test_measurements_join_the_machines_profile(tmp_path: Path) -> None:
         own = SharedProfile.of(tmp_path, host)
         assert own.file.name == "machine-1.json"
         own.joined(profile.families(), profile.machine.at)
+        other = Sample("sharded ids", {"ranks": 2.0}, 1.0)
+        if profile is four:
+            SharedProfile.of(tmp_path, host).joined({"collectives": [other]}, {"ranks": 2.0})
     found = SharedProfile.of(tmp_path, host).profile
     assert found.samples["limits"]
+    assert other in found.samples["collectives"], "what others measured stays"
     for profile in (two, four):
         read = MachineProfile.of(found.samples, profile.machine)
         assert read is not None

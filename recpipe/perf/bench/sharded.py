@@ -38,6 +38,7 @@ def measure(group: dist.ProcessGroup, quick: bool) -> Iterator[Sample]:
     """A sample of each of ``KINDS`` for each shape, the mean of the ranks' medians. All ranks call this."""
     clock, world = Clock(torch.device("cpu")), group.size()
     random = np.random.default_rng(group.rank())
+    _sharded_ms(group, clock, random.integers(0, ROWS, 2**20), SHAPES[0])  # the first step makes connections
     for tables, dim, samples, ids in SHAPES[1:4:2] if quick else SHAPES:
         pool = random.integers(0, ROWS, 2**20)
         times = _sharded_ms(group, clock, pool, (tables, dim, samples, ids))
@@ -56,7 +57,7 @@ def measure(group: dist.ProcessGroup, quick: bool) -> Iterator[Sample]:
         dist.all_reduce(more, group=group)
         sizes = {"tables": tables, "dim": dim, "samples": samples, "lookups": tables * samples * ids}
         at: dict[str, float | str] = {name: float(value) for name, value in sizes.items()}
-        at["ranks"] = float(world)
+        at |= {"ranks": float(world), "threads": float(torch.get_num_threads())}
         for kind, milliseconds in zip(KINDS, (more / world).tolist(), strict=True):
             yield Sample(kind, at, max(LEAST, milliseconds / 1e3))
     gc.collect()  # sharded modules have reference cycles
