@@ -15,17 +15,15 @@ from recpipe.common.sizes import Amount, readable_bytes
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import AdviseConfig
 from recpipe.data.dataset import Dataset
-from recpipe.distributed.ranks import Emulation
 from recpipe.errors import UserError
 from recpipe.perf.facts import Facts
-from recpipe.perf.predict_tiered import TieredPrediction, predict_tiered
 from recpipe.perf.profile import MachineProfile
 from recpipe.setup.placing import Unplaced
 from recpipe.tasks.advise_candidates import Candidate, candidates, command
-from recpipe.tasks.advise_judged import Judged, Machine, bound, of_tiers
+from recpipe.tasks.advise_judged import Judged, Machine, bound, judge, predicted, told_timeline
 from recpipe.tasks.advise_machine import DISK, faster
 from recpipe.tasks.advise_model import Paper
-from recpipe.tasks.advise_ranks import another_rank, threads_of_rank
+from recpipe.tasks.advise_ranks import another_rank
 
 IMAGINED = {DISK: 2.0, "gemm": 2.0}
 """What-ifs that are always told, beside more memory and bfloat16."""
@@ -70,7 +68,7 @@ class Adviser:
         """The speed with all rows in memory."""
         judged = min(
             (
-                self._judged(each, self.facts, self.machine, self.paper)
+                self._judged(each, self.facts)
                 for each in candidates(self.facts.at(share=1.0), {})
                 if not each.alters
             ),
@@ -144,7 +142,7 @@ class Adviser:
         found = {}
         for candidate in candidates(facts, left_out):
             try:
-                judged = self._judged(candidate, facts, self.machine, self.paper)
+                judged = self._judged(candidate, facts)
             except UserError as error:
                 left_out[candidate.name] = str(error)
             else:
@@ -156,24 +154,8 @@ class Adviser:
         whole, least, most = (self.facts.batch_size / each for each in seconds)
         return [whole, most, least]
 
-    def _judged(self, candidate: Candidate, facts: Facts, machine: Machine, paper: Paper) -> Judged:
-        whole, _ = machine.plain(paper)
-        prediction = self._predicted(candidate, facts, machine, paper, self.config.network)
-        step = (whole.step.high - whole.step.low) / (2 * whole.step.seconds)
-        part = sum(kind.phase.share * of_tiers(kind, whole) for kind in prediction.kinds)
-        return Judged(prediction, machine.spread * part, step * (1 - part))
-
-    def _predicted(
-        self, candidate: Candidate, facts: Facts, machine: Machine, paper: Paper, network: Emulation | None
-    ) -> TieredPrediction:
-        """``network``: that between the ranks of ``facts``, if they are on machines of their own."""
-        stated, base, cores = candidate.stated, candidate.base, float(machine.cores)
-        if facts.trainers == 1:
-            return predict_tiered(facts, stated, base, machine.moves, machine.plain(paper)[1], cores)
-        threads = threads_of_rank(machine.amounts.threads, network is not None)
-        cores = cores / facts.trainers if network is None else cores
-        times, resident = machine.messages(facts.trainers), machine.of_rank(paper, threads)
-        return predict_tiered(candidate.facts(facts), stated, base, times, resident, cores, network)
+    def _judged(self, candidate: Candidate, facts: Facts) -> Judged:
+        return judge(candidate, facts, self.machine, self.paper, self.config.network)
 
     def _row(
         self, candidate: Candidate, judged: Judged, plain: Judged, own: Sequence[str], size: int
@@ -195,10 +177,7 @@ class Adviser:
             "critical": dict(kind.walked.critical),
             "utilisation": dict(kind.walked.utilisation),
             "cores_busy": kind.walked.cores_busy,
-            "timeline": [
-                {"place": span.task.place, "name": span.task.name, "start": span.start, "end": span.end}
-                for span in kind.walked.timeline
-            ],
+            "timeline": told_timeline(kind),
             "command": command(own, candidate, size, self.config.ranks, self.config.network is not None),
             "row": candidate.row(size, self.config.ranks),
         }
@@ -210,7 +189,7 @@ class Adviser:
 
         def tell(what: str, asked: bool, facts: Facts, machine: Machine, paper: Paper) -> None:
             other = next(c for c in candidates(facts, {}) if c.name == candidate.name)
-            then = self._judged(other, facts, machine, paper).prediction.step_seconds
+            then = predicted(other, facts, machine, paper, self.config.network).step_seconds
             if asked or now / then > NOTHING:
                 found.append({"what": what, "ratio": now / then})
 

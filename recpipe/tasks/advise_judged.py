@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import hypot
 from statistics import median
+from typing import Any
 
+from recpipe.distributed.ranks import Emulation
 from recpipe.perf.amounts import Amounts
+from recpipe.perf.facts import Facts
 from recpipe.perf.moves import MoveTimes
 from recpipe.perf.predict import Prediction, predict_resident
-from recpipe.perf.predict_tiered import Kind, TieredPrediction, resident_steps
+from recpipe.perf.predict_tiered import Kind, TieredPrediction, predict_tiered, resident_steps
 from recpipe.perf.profile import MachineProfile
 from recpipe.perf.ranks import measured_with
 from recpipe.perf.tiered import Resident
+from recpipe.tasks.advise_candidates import Candidate
 from recpipe.tasks.advise_model import Paper
+from recpipe.tasks.advise_ranks import threads_of_rank
 
 
 class Machine:
@@ -94,3 +99,35 @@ def of_tiers(kind: Kind, whole: Prediction) -> float:
     critical = kind.walked.critical
     known = sum(seconds for name, seconds in critical.items() if name.partition(",")[0] in whole.tasks)
     return 1 - known / max(sum(critical.values()), 1e-12)
+
+
+def judge(
+    candidate: Candidate, facts: Facts, machine: Machine, paper: Paper, network: Emulation | None = None
+) -> Judged:
+    """The prediction for a recipe; ``network``: as in ``predicted``."""
+    whole, _ = machine.plain(paper)
+    prediction = predicted(candidate, facts, machine, paper, network)
+    step = (whole.step.high - whole.step.low) / (2 * whole.step.seconds)
+    part = sum(kind.phase.share * of_tiers(kind, whole) for kind in prediction.kinds)
+    return Judged(prediction, machine.spread * part, step * (1 - part))
+
+
+def predicted(
+    candidate: Candidate, facts: Facts, machine: Machine, paper: Paper, network: Emulation | None
+) -> TieredPrediction:
+    """``network``: that between the ranks of ``facts``, if they are on machines of their own."""
+    stated, base, cores = candidate.stated, candidate.base, float(machine.cores)
+    if facts.trainers == 1:
+        return predict_tiered(facts, stated, base, machine.moves, machine.plain(paper)[1], cores)
+    threads = threads_of_rank(machine.amounts.threads, network is not None)
+    cores = cores / facts.trainers if network is None else cores
+    times, resident = machine.messages(facts.trainers), machine.of_rank(paper, threads)
+    return predict_tiered(candidate.facts(facts), stated, base, times, resident, cores, network)
+
+
+def told_timeline(kind: Kind) -> list[dict[str, Any]]:
+    """Some steps' tasks, with their seconds since the walk's begin."""
+    return [
+        {"place": span.task.place, "name": span.task.name, "start": span.start, "end": span.end}
+        for span in kind.walked.timeline
+    ]
