@@ -48,6 +48,7 @@ from recpipe.inference.source import FloatCheckpoint, replace_module
 from recpipe.model.call import Called
 from recpipe.model.metrics import auc
 from recpipe.perf.bench.collectives import BYTES as COLLECTIVE_BYTES
+from recpipe.perf.bench.collectives import FAMILY as COLLECTIVE_FAMILY
 from recpipe.perf.bench.collectives import timed_collectives
 from recpipe.perf.bench.lookups import SHAPES as LOOKUP_SHAPES
 from recpipe.perf.bench.lookups import TABLES as LOOKUP_TABLES
@@ -57,6 +58,8 @@ from recpipe.perf.facts import Facts
 from recpipe.perf.group_facts import GroupFacts, Misses
 from recpipe.perf.linear import fitted, nnls
 from recpipe.perf.lookup_work import LookupWork
+from recpipe.perf.profile import Host, Sample, SharedProfile
+from recpipe.perf.ranks import busiest_part, share_of_distinct
 from recpipe.perf.replay import Kept as KeptLookups
 from recpipe.perf.replay import joined as joined_lookups
 from recpipe.pipeline.placed import PlacedModel
@@ -86,6 +89,7 @@ __all__ = [
     "ALIGNMENT",
     "BITS",
     "COLLECTIVE_BYTES",
+    "COLLECTIVE_FAMILY",
     "EIGHT_BITS",
     "LARGEST_WEIGHT_CODE",
     "LOOKUP_SHAPES",
@@ -113,6 +117,7 @@ __all__ = [
     "GroupFacts",
     "HeldRows",
     "HoldersStore",
+    "Host",
     "HotSet",
     "IndexBags",
     "Int8Rows",
@@ -143,9 +148,11 @@ __all__ = [
     "RowCollection",
     "RowType",
     "RowView",
+    "Sample",
     "SamplesConfig",
     "Schema",
     "Scorer",
+    "SharedProfile",
     "SparseFeature",
     "SsdStore",
     "StoreLayout",
@@ -161,6 +168,7 @@ __all__ = [
     "bag_keys",
     "batch_size",
     "bfloat16_has_units",
+    "busiest_part",
     "decode_rows",
     "distinct",
     "distinct_slots",
@@ -201,6 +209,7 @@ __all__ = [
     "row_scales",
     "seconds_by_round",
     "select",
+    "share_of_distinct",
     "table_bases",
     "table_bytes",
     "tensors",

@@ -1,21 +1,19 @@
-"""A machine's profile: measured costs of embedding operations, saved as a JSON file for later runs."""
+"""Measured costs of embedding operations on the ranks of a run; recpipe's machine profile keeps them."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
-from recpipe.kit import Damaged, entries, parse_json, processor, typed_as
+from recpipe.kit import COLLECTIVE_FAMILY, Damaged, Host, Sample, entries, parse_json, processor, typed_as
 from recpipe.plugin import UserError
 
 SCHEMA = 1
@@ -79,7 +77,10 @@ _ABOVE_ZERO = (
 )
 CLOCK_MS = 1e-3
 """What a time is taken for that no pass could measure."""
-Sample = TypeVar("Sample", LookupSample, CollectiveSample, ExchangeSample)
+LOOKUPS, STEPS = "lookups of ranks", "sharded steps of ranks"
+"""Families of the machine's profile: benchmarks that all ranks run at once. Collectives are in recpipe's
+own."""
+Measured = TypeVar("Measured", LookupSample, CollectiveSample, ExchangeSample)
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,12 @@ class Machine:
             optimizer=optimizer.value,
         )
 
-    def file(self, folder: Path) -> Path:
-        """The file of its profile."""
-        text = json.dumps(asdict(self), sort_keys=True)
-        return folder / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    @property
+    def at(self) -> dict[str, float | str]:
+        """What tells its samples from others in the machine's profile, which has the rest."""
+        counts = {"ranks": self.world, "local": self.local_world, "threads": self.threads}
+        said: dict[str, float | str] = {name: float(count) for name, count in counts.items()}
+        return {**said, "backend": self.backend, "optimizer": self.optimizer}
 
 
 @dataclass(frozen=True)
@@ -180,20 +183,104 @@ class MachineProfile:
                 if isinstance(value, int | float) and (value < 0 or (name in _ABOVE_ZERO and not value)):
                     raise Damaged(f"a {type(sample).__name__} has {name}={value}")
 
-    def save(self, folder: Path) -> Path:
-        """Write it into ``folder`` atomically; raises ``UserError`` if that fails."""
-        file = self.machine.file(folder)
-        draft = file.with_suffix(f".{os.getpid()}.tmp")
+    def families(self) -> dict[str, list[Sample]]:
+        """Its measurements as those of recpipe's machine profile, by family."""
+        at = self.machine.at
+        found: dict[str, list[Sample]] = {COLLECTIVE_FAMILY: [], LOOKUPS: [], STEPS: []}
+        for sample in self.collectives:
+            sizes = {"bytes": float(sample.bytes), "ranks": at["ranks"], "threads": at["threads"]}
+            times = {sample.collective: sample.elapsed, f"{sample.collective} busy": sample.busy}
+            found[COLLECTIVE_FAMILY] += [Sample(k, sizes, ms / 1e3) for k, ms in times.items()]
+        for family, samples, phases in (
+            (LOOKUPS, self.lookups, ("forward", "backward")),
+            (STEPS, self.exchanges, ("input", "forward", "backward")),
+        ):
+            for each in samples:
+                sizes = {k: v if isinstance(v, str) else float(v) for k, v in vars(each).items()}
+                times = {phase: float(sizes.pop(phase)) for phase in phases}
+                for phase, ms in times.items():
+                    found[family].append(Sample(f"{family}: {phase}", {**sizes, **at}, ms / 1e3))
+        return found
+
+    @classmethod
+    def of(cls, families: Mapping[str, Sequence[Sample]], machine: Machine) -> MachineProfile | None:
+        """What ``families`` of the machine's profile have for ``machine``; None if that is not all."""
+        lookups, steps = (
+            _joined(families.get(name, ()), machine.at, phases) for name, phases in ((LOOKUPS, 2), (STEPS, 3))
+        )
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            draft.write_text(self.text(), encoding="utf-8")
-            draft.replace(file)
-        except OSError as fault:
-            raise UserError(f"cannot write the machine profile {file}: {fault.strerror}") from fault
-        return file
+            found = cls(
+                machine,
+                [LookupSample(**_typed(LookupSample, each)) for each in lookups],
+                known_collectives(families, machine.world, machine.threads),
+                [ExchangeSample(**_typed(ExchangeSample, each)) for each in steps],
+            )
+            found.check()
+        except (Damaged, TypeError):
+            return None
+        return found
 
 
-def _least(samples: Sequence[Sample], *times: str) -> Sample:
+def machines(host: Host, families: Mapping[str, Sequence[Sample]]) -> list[Machine]:
+    """The ranks on ``host`` that ``families`` of its profile have steps of, the last measured first."""
+    found = []
+    for sample in families.get(STEPS, ()):
+        at = sample.at
+        found.append(
+            Machine(
+                host.processor if host.device == "cpu" else host.device,
+                host.cores,
+                int(at["threads"]),
+                host.torch_version,
+                host.fbgemm_version,
+                host.torchrec_version,
+                int(at["ranks"]),
+                int(at["local"]),
+                str(at["backend"]),
+                str(at["optimizer"]),
+            )
+        )
+    return list(dict.fromkeys(reversed(found)))
+
+
+def known_collectives(
+    families: Mapping[str, Sequence[Sample]], ranks: int, threads: int
+) -> list[CollectiveSample]:
+    """The collectives between so many ranks that the machine's profile has."""
+    wanted = {"ranks": float(ranks), "threads": float(threads)}
+    times: dict[tuple[str, int], float] = {}
+    for sample in families.get(COLLECTIVE_FAMILY, ()):
+        if wanted.items() <= sample.at.items() and "bytes" in sample.at:
+            times[sample.kind, int(sample.at["bytes"])] = 1e3 * sample.seconds
+    return [
+        CollectiveSample(kind, size, elapsed, times[f"{kind} busy", size])
+        for (kind, size), elapsed in times.items()
+        if (f"{kind} busy", size) in times
+    ]
+
+
+def _joined(
+    samples: Sequence[Sample], at: Mapping[str, float | str], phases: int
+) -> list[dict[str, float | str]]:
+    """The sizes and the times of samples at ``at``, ``phases`` of which are of one run."""
+    own = [sample for sample in samples if at.items() <= sample.at.items()]
+    found = []
+    for first in range(0, len(own) - phases + 1, phases):
+        sizes = {name: value for name, value in own[first].at.items() if name not in at}
+        for sample in own[first : first + phases]:
+            sizes[sample.kind.rpartition(": ")[2]] = 1e3 * sample.seconds
+        found.append(sizes)
+    return found
+
+
+def _typed(kind: type[Any], sizes: Mapping[str, float | str]) -> dict[str, Any]:
+    """``sizes`` as the fields of ``kind`` have them."""
+    made = {"int": int, "bool": bool, "float": float, "str": str}
+    known = {field.name: str(field.type) for field in fields(kind)}
+    return {name: made[known.get(name, "str")](value) for name, value in sizes.items()}
+
+
+def _least(samples: Sequence[Measured], *times: str) -> Measured:
     """The least of each time that is above zero: a virtual machine's processor clock can stand still."""
     found: dict[str, Any] = {}
     for name in times:

@@ -27,11 +27,13 @@ PASSES = 2
 """Passes over all benchmarks. The faster time counts, since other programs may disturb for seconds."""
 
 
-def measure(group: dist.ProcessGroup, device: torch.device, optimizer: EmbOptimType) -> MachineProfile:
+def measure(
+    group: dist.ProcessGroup, device: torch.device, optimizer: EmbOptimType, collectives_known: bool = False
+) -> MachineProfile:
     """Run all benchmarks. Every rank of ``group`` must call this and gets the same profile.
 
-    ``optimizer``: the tables' fused optimizer. A time is the median of a few repetitions, then the mean over
-    the ranks, then the minimum over the passes.
+    ``optimizer``: the tables' fused optimizer. ``collectives_known``: leave collectives out. A time is the
+    median of a few repetitions, then the mean over the ranks, then the minimum over the passes.
     """
     clock = Clock(device)
     pools = id_pools(np.random.default_rng(group.rank()), [rows for _, rows in TABLES])
@@ -41,7 +43,7 @@ def measure(group: dist.ProcessGroup, device: torch.device, optimizer: EmbOptimT
             MachineProfile(
                 Machine.current(group, device, optimizer),
                 list(measure_lookups(group, clock, optimizer, pools)),
-                list(measure_collectives(group, clock)),
+                [] if collectives_known else list(measure_collectives(group, clock)),
                 list(measure_exchanges(group, clock, optimizer)),
             )
         )

@@ -19,11 +19,11 @@ from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstima
 from torchrec.distributed.planner.types import Perf, PerfModel, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingPlanner
 
-from recpipe.kit import Prediction, module_name
+from recpipe.kit import Host, Prediction, SharedProfile, module_name
 from recpipe.plugin import UserError
 from recpipe_neo.cost import CostModel
 from recpipe_neo.estimate import MeasuredEstimator, MeasuredStep, TableCosts
-from recpipe_neo.machine_profile import Machine, MachineProfile
+from recpipe_neo.machine_profile import Machine, MachineProfile, known_collectives, machines
 from recpipe_neo.measure import measure
 from recpipe_neo.partition import (
     BestPartitioner,
@@ -194,12 +194,16 @@ def fused_optimizer(sharders: Sharders) -> EmbOptimType:
 
 
 def saved_profile(folder: Path, world: int, optimizer: EmbOptimType) -> MachineProfile:
-    """The newest profile of ``world`` ranks; ``UserError`` if there is none."""
-    files = sorted(folder.glob("profile-*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    profiles = (MachineProfile.parse(_text(file), str(file)) for file in files)
-    for profile in profiles:
-        if (profile.machine.world, profile.machine.optimizer) == (world, optimizer.value):
-            return profile
+    """What was measured last between ``world`` ranks; ``UserError`` if that is nothing."""
+    files = sorted(folder.glob("machine-*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in files:
+        own = SharedProfile.load(file)
+        families = own.profile.samples
+        for machine in machines(own.profile.host, families):
+            if (machine.world, machine.optimizer) == (world, optimizer.value):
+                found = MachineProfile.of(families, machine)
+                if found is not None:
+                    return found
     raise UserError(
         f"{folder} has no measurements of {world} ranks and {optimizer.value}: make them with torchrun "
         f"--nproc-per-node={world} -m recpipe task=plan +plugin=neo, or choose another plugins.neo.planner"
@@ -209,27 +213,25 @@ def saved_profile(folder: Path, world: int, optimizer: EmbOptimType) -> MachineP
 def load_or_measure(
     folder: Path, group: dist.ProcessGroup, device: torch.device, optimizer: EmbOptimType
 ) -> MachineProfile:
-    """Rank 0's profile of this machine, on every rank; if there is none, all ranks measure one and it is
-    saved."""
-    file = Machine.current(group, device, optimizer).file(folder)
-    text = _text(file) if group.rank() == 0 and file.exists() else ""
-    text = _from_first(text, group, device)
+    """What rank 0 finds of these ranks in this machine's profile in ``folder``, on every rank; what it lacks
+    is measured by all ranks, and joins it."""
+    machine, first = Machine.current(group, device, optimizer), group.rank() == 0
+    known = SharedProfile.of(folder, Host.current(device)) if first else None
+    found = MachineProfile.of(known.profile.samples, machine) if known is not None else None
+    text = _from_first("" if found is None else found.text(), group, device)
     if text:
-        return MachineProfile.parse(text, str(file))
-    if group.rank() == 0:
+        return MachineProfile.parse(text, str(folder))
+    if first:
         logger.info("neo: measuring this machine's embedding operations; this takes 10 s to a minute, once")
-    profile = measure(group, device, optimizer)
-    if group.rank() == 0:
-        logger.info("neo: measured; kept as %s", profile.save(folder))
-    return profile
-
-
-def _text(file: Path) -> str:
-    """The file's text; bytes that are not text are replaced, so that the parser refuses them."""
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError as fault:
-        raise UserError(f"cannot read the machine profile {file}: {fault.strerror}; delete it") from fault
+    samples = {} if known is None else known.profile.samples
+    collectives = known_collectives(samples, machine.world, machine.threads)
+    profile = measure(group, device, optimizer, bool(_from_first("x" * len(collectives), group, device)))
+    if first:
+        assert known is not None, "rank 0 has read it"
+        profile = profile if profile.collectives else dataclasses.replace(profile, collectives=collectives)
+        known.joined(profile.families(), machine.at)
+        logger.info("neo: measured; kept in %s", known.file)
+    return MachineProfile.parse(_from_first(profile.text() if first else "", group, device), str(folder))
 
 
 def _from_first(text: str, group: dist.ProcessGroup, device: torch.device) -> str:

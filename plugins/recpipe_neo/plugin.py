@@ -147,7 +147,7 @@ class NeoPlanner(Planner):
             constraints,
             -(-ctx.batch_size // topology.world_size),
             feature_stats(islice(ctx.batches(0), SAMPLED_BATCHES)) if sampled else {},
-            self.cache_dir / "neo" if self.cache_dir else None,
+            self.cache_dir / "perf" if self.cache_dir else None,
             record,
             {module_name(name): info.features for name, info in ctx.tables.items() if info.features} or None,
         )

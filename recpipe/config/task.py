@@ -10,6 +10,7 @@ from annotated_types import Interval, MinLen
 
 from recpipe.common.sizes import Amount
 from recpipe.common.validation import Count, FilePath, Positive, Text, one_of
+from recpipe.distributed.ranks import Emulation
 from recpipe.tables.tiers.policies import POLICIES
 from recpipe.training.config import TrainerConfig
 
@@ -79,6 +80,10 @@ class AdviseConfig:
     """A machine profile to use, also one of another machine; None: this machine's, measured if needed."""
     what_if: dict[Text, Annotated[float, Interval(gt=0, le=1000)]] | None = None
     """For a family of the profile's measurements, how many times as fast it is imagined to be."""
+    ranks: Annotated[int, Interval(ge=1, le=MOST_RANKS)] = 1
+    """Processes that train together; ``memory`` is that of each."""
+    network: Emulation | None = None
+    """The network between them, if each is on a machine of its own; None: they share this one."""
     verify: Count = 0
     """How many of the best recipes to run, beside the plain one."""
     steps: Positive | None = None

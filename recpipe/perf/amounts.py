@@ -98,6 +98,12 @@ class Amounts:
         other.factors = factors
         return other
 
+    def with_threads(self, threads: int) -> Amounts:
+        """The same machine with so many threads, of those that were measured."""
+        other = copy(self)
+        other.threads = threads
+        return other
+
     def overhead(self, kind: str, times: float = 1.0) -> Estimate:
         """An overhead of ``bench.overheads`` that does not depend on sizes."""
         return self._kernel(kind, {}).times(times * self.factors.python)

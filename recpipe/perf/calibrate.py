@@ -9,7 +9,6 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-import torch.distributed as dist
 
 from recpipe.backend.matmul import vector_units
 from recpipe.common.console import Meter, log
@@ -22,10 +21,12 @@ from recpipe.perf.bench import (
     lookups,
     overheads,
     pointwise,
+    rows,
     steps,
     stores,
     tiers,
 )
+from recpipe.perf.bench import ranks as bench_ranks
 from recpipe.perf.profile import Host, MachineProfile, Sample
 
 Measure = Callable[[bool], Iterator[Sample]]
@@ -41,6 +42,8 @@ FAMILIES: dict[str, Measure] = {
     "stores": stores.measure,
     "copies": copies.measure,
     "steps": steps.measure,
+    "rows": rows.measure,
+    "collectives": bench_ranks.measure,
 }
 """The one set of micro-benchmarks, in the order in which they run."""
 SECONDS = {
@@ -53,6 +56,8 @@ SECONDS = {
     "stores": 30.0,
     "copies": 2.0,
     "steps": 25.0,
+    "rows": 8.0,
+    "collectives": 12.0,
 }
 """About how long a family takes in full, for the progress bar."""
 
@@ -94,20 +99,18 @@ def calibrate(
     return profile
 
 
-def calibrate_ranks(path: Path, quick: bool) -> None:
-    """Measure collectives between the processes of a run, all of which call this. Rank 0 adds them to the
-    profile at ``path``, beside those of other numbers of ranks."""
-    dist.init_process_group("gloo")
-    try:
-        found = tuple(collectives.measure(quick))
-        if dist.get_rank() == 0:
-            profile, ranks = _begun(path, quick), float(dist.get_world_size())
-            others = [s for s in profile.samples.get(collectives.FAMILY, ()) if s.at["ranks"] != ranks]
-            samples = {**profile.samples, collectives.FAMILY: (*others, *found)}
-            replace(profile, quick=profile.quick or quick, samples=samples).save(path)
-            log.info("measured collectives between %d ranks: %d samples", ranks, len(found))
-    finally:
-        dist.destroy_process_group()
+def with_ranks(path: Path, ranks: int, quick: bool) -> MachineProfile:
+    """The profile at ``path`` with messages between so many processes, which are started for that, beside
+    those of other numbers; it is saved. ``UserError`` if they cannot be measured."""
+    found = tuple(bench_ranks.measure(quick, ranks))
+    if not found:
+        raise UserError(f"messages between {ranks} ranks cannot be measured here: the log says why")
+    profile = _begun(path, quick)
+    others = tuple(s for s in profile.samples.get(collectives.FAMILY, ()) if s.at["ranks"] != ranks)
+    samples = {**profile.samples, collectives.FAMILY: (*others, *found)}
+    profile = replace(profile, quick=profile.quick or quick, samples=samples)
+    profile.save(path)
+    return profile
 
 
 def _begun(path: Path, quick: bool) -> MachineProfile:

@@ -13,8 +13,7 @@ USAGE = "say recpipe perf calibrate [--quick], or recpipe perf show"
 
 
 def perf(words: Sequence[str]) -> int:
-    """``calibrate [--quick]``: measure what is not known yet; under torchrun, collectives between its
-    processes. ``show``: what is known, in one screen."""
+    """``calibrate [--quick]``: measure what is not known yet. ``show``: what is known, in one screen."""
     match list(words):
         case ["calibrate"] | ["calibrate", "--quick"]:
             return _calibrate("--quick" in words)
@@ -29,20 +28,17 @@ def _calibrate(quick: bool) -> int:
     tune_allocator()
     bound_kernel_caches()
     from recpipe.distributed.launch import Process
-    from recpipe.perf.calibrate import calibrate, calibrate_ranks
+    from recpipe.perf.calibrate import calibrate
     from recpipe.perf.profile import Host, MachineProfile, profile_path
     from recpipe.perf.show import measured
 
+    if Process.current().world > 1:
+        raise UserError("recpipe perf calibrate starts its ranks itself: run it without torchrun")
     path = profile_path(Host.current())
-    process = Process.current()
-    with quieted(), heard(None, screen=process.rank == 0):
-        if process.world > 1:
-            calibrate_ranks(path, quick)
-        else:
-            calibrate(path, quick)
-    if process.rank == 0:
-        print(f"\n{measured(MachineProfile.load(path))}\n\nthis machine's profile: {path}")
-        print("how well kernels are predicted with it: recpipe perf show")
+    with quieted(), heard(None):
+        calibrate(path, quick)
+    print(f"\n{measured(MachineProfile.load(path))}\n\nthis machine's profile: {path}")
+    print("how well kernels are predicted with it: recpipe perf show")
     return 0
 
 

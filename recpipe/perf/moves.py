@@ -78,12 +78,23 @@ def _collective(at: At) -> Vector:
     return np.array([1.0, ranks, size, size * ranks])
 
 
+def _rows_of_bags(at: At) -> Vector:
+    lookups, bags, distinct, dim = _of(("lookups", "bags", "distinct", "dim"), at)
+    return np.array([1.0, lookups, distinct, lookups * dim, bags * dim, distinct * dim])
+
+
+def _sharded(at: At) -> Vector:
+    tables, dim, samples, lookups = _of(("tables", "dim", "samples", "lookups"), at)
+    return np.array([1.0, tables, lookups, samples * tables * dim])
+
+
 def _copy(at: At) -> Vector:
     size, pinned = _of(("bytes", "pinned"), at)
     return np.array([1.0, size, size * (1 - pinned)])
 
 
 _COPIES = ("read", "write")
+COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 FEATURES: Mapping[str, Features] = {
     "lookup forward": lookup_features,
     "lookup update": lookup_features,
@@ -97,7 +108,9 @@ FEATURES: Mapping[str, Features] = {
     **{f"ssd {what}{busy}": _ssd for what in (*_COPIES, "rewrite") for busy in ("", " busy")},
     **{f"{what} {codec}": _host for what in ("encode", "decode") for codec in ("int8", "fp16", "bf16")},
     **dict.fromkeys(("copy to device", "copy to host"), _copy),
-    **dict.fromkeys(("all_to_all", "reduce_scatter", "all_gather", "all_reduce"), _collective),
+    **{f"{what}{busy}": _collective for what in COLLECTIVES for busy in ("", " busy")},
+    **{f"rows {what}": _rows_of_bags for what in ("look up", "update")},
+    **{f"sharded {what}": _sharded for what in ("ids", "forward", "backward")},
 }
 """What the time of each kind depends on."""
 

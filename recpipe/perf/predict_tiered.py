@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from recpipe.distributed.ranks import Emulation
 from recpipe.perf.amounts import Amounts
 from recpipe.perf.facts import Facts
 from recpipe.perf.moves import Times
+from recpipe.perf.ranked import Ranked
+from recpipe.perf.ranks import Side
 from recpipe.perf.resident import Step, resident_tasks
 from recpipe.perf.statements import choices
 from recpipe.perf.tiered import Resident, ResidentStep, Tiered
@@ -65,13 +68,10 @@ def resident_steps(step: Callable[[int], Step], amounts: Amounts) -> Resident:
         part = next(iter(captured.captured.shares), captured.captured.whole)
         python = amounts.overhead("call", part.calls[0]).seconds + amounts.pipeline(captured.captured).seconds
         busy = {task.name: task.busy for task in tasks}
-        return ResidentStep(
-            tasks,
-            look_up,
-            update,
-            min(1.0, python / max(1e-9, busy["look up"] + busy["forward"])),
-            resident_tasks(captured, amounts)[0],
-        )
+        share = min(1.0, python / max(1e-9, busy["look up"] + busy["forward"]))
+        values = float(captured.captured.parameters[1])
+        divided = resident_tasks(captured, amounts)[0]
+        return ResidentStep(tasks, look_up, update, share, values, divided)
 
     return made
 
@@ -82,22 +82,33 @@ def predict_tiered(
     base: Statement,
     times: Times,
     resident: Resident,
-    cores: int,
+    cores: float,
+    network: Emulation | None = None,
 ) -> TieredPrediction:
-    """The fastest of what plugins do, by their statements, over ``base``, that of ``tiers.policy``."""
-    found = [_predicted(facts, statement, times, resident, cores) for statement in choices(stated, base)]
+    """The fastest of what plugins do, by their statements, over ``base``, that of ``tiers.policy``.
+
+    With several trainers it is the step of one of them, which has ``cores`` cores, and ``resident`` is that
+    of any number of samples on one rank. ``network``: what it adds to a message between ranks, each of which
+    then has a machine of its own; None: they share one."""
+    side = Side(facts.trainers, cores, network or facts.emulation, network is not None)
+    found = [_predicted(facts, statement, times, resident, side) for statement in choices(stated, base)]
     best = min(found, key=lambda prediction: prediction.step_seconds)
     return replace(best, tried=[prediction.step_seconds for prediction in found])
 
 
 def _predicted(
-    facts: Facts, statement: Statement, times: Times, resident: Resident, cores: int
+    facts: Facts, statement: Statement, times: Times, resident: Resident, side: Side
 ) -> TieredPrediction:
     kinds = []
     for phase in statement.phases or (Phase(),):
-        tiered = Tiered(facts, statement, phase, times, resident)
+        if side.count > 1 or statement.inside:
+            delays = Emulation() if side.count > 1 else facts.emulation
+            alone = facts.at(trainers=1, holders=1, emulation=delays)
+            tiered: Tiered = Ranked(alone, statement, phase, times, resident, side)
+        else:
+            tiered = Tiered(facts, statement, phase, times, resident)
         tasks = tiered.tasks() if statement.phases else tiered.resident_tasks()
-        kinds.append(Kind(phase, tasks, walk(tasks, cores)))
+        kinds.append(Kind(phase, tasks, walk(tasks, side.cores)))
     mean = sum(kind.phase.share * kind.walked.step_seconds for kind in kinds)
     read, gone = (
         sum(kind.phase.share * getattr(moved, name) for kind in kinds for moved in kind.phase.moved)

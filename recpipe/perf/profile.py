@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -156,6 +157,47 @@ def profile_path(host: Host) -> Path:
     text = json.dumps([SCHEMA, asdict(host)], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     return default_cache_dir() / "perf" / f"machine-{name}.json"
+
+
+@dataclass(frozen=True)
+class SharedProfile:
+    """A machine's profile that measurements between ranks join, with its file."""
+
+    file: Path
+    profile: MachineProfile
+
+    @classmethod
+    def load(cls, file: Path) -> SharedProfile:
+        """``UserError`` if it is missing or damaged."""
+        return cls(file, MachineProfile.load(file))
+
+    @classmethod
+    def of(cls, folder: Path, host: Host) -> SharedProfile:
+        """That of ``host`` with any number of threads in ``folder``, since ranks have fewer than a run of one
+        process; of several, the one with most families. An empty one if there is none."""
+        found = []
+        for file in sorted(folder.glob("machine-*.json")):
+            own = cls.load(file)
+            if not replace(own.profile.host, threads=host.threads).differs(host):
+                found.append(own)
+        made = datetime.now(UTC).isoformat(timespec="seconds")
+        fresh = cls(folder / profile_path(host).name, MachineProfile(host, made, False))
+        return max(found, key=lambda each: len(each.profile.samples), default=fresh)
+
+    def joined(self, families: Mapping[str, Sequence[Sample]], at: Mapping[str, float | str]) -> None:
+        """Save it with ``families``, in place of samples of the same kinds that were measured ``at`` the
+        same."""
+        samples = dict(self.profile.samples)
+        for name, new in families.items():
+            kinds = {sample.kind for sample in new}
+            others = [
+                sample
+                for sample in samples.get(name, ())
+                if sample.kind not in kinds
+                or any(sample.at.get(key, value) != value for key, value in at.items())
+            ]
+            samples[name] = (*others, *new)
+        replace(self.profile, samples=samples).save(self.file)
 
 
 def own_profile(host: Host) -> MachineProfile | None:

@@ -30,6 +30,14 @@ def of_policy(policy: str, facts: Facts, share: float | None = None) -> Statemen
     return Statement(why=why, phases=(Phase(moved=moved),), plans=plans)
 
 
+def over_ranks(statement: Statement, facts: Facts) -> Statement:
+    """``statement`` with each table's rows spread evenly over the ranks of ``facts``, as TorchRec's planner
+    cuts them on a CPU."""
+    why = f"each of {facts.trainers} ranks has a part of the rows, and serves all of them; {statement.why}"
+    unsure = "TorchRec's planner may place tables otherwise"
+    return replace(statement, why=why, spread=1 / facts.trainers, unsure=unsure)
+
+
 def merged(stated: Mapping[str, Statement], base: Statement) -> Statement:
     """The statement of a run with several plugins; ``base``: that of ``tiers.policy``.
 
@@ -60,6 +68,7 @@ def _over(under: Statement, statement: Statement) -> Statement:
         codec=statement.codec or under.codec,
         works=(*under.works, *statement.works),
         spread=min(statement.spread, under.spread),
+        inside=statement.inside or under.inside,
         memory=statement.memory + under.memory,
     )
 

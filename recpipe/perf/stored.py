@@ -148,11 +148,5 @@ class Store:
         return Spent(self.times.seconds(f"{'decode' if what == 'read' else 'encode'} {self.codec}", at))
 
     def _network(self, rows: float) -> float:
-        """What an emulated link adds in a run of one process, or the messages of a round between ranks."""
-        size = int(WORD * self.width * rows)
-        if self.facts.store != "holders" and self.facts.trainers == 1:
-            return self.facts.emulation.seconds(size)
-        # Sizes, numbers, and records: three exchanges.
-        delays = 2 * self.facts.emulation.seconds(8 * int(rows)) + self.facts.emulation.seconds(size)
-        at: At = {"bytes": float(size), "ranks": float(max(self.facts.trainers, self.facts.holders))}
-        return delays + 3 * self.times.seconds("all_to_all", {**at, "bytes": size / 3})
+        """What an emulated link adds."""
+        return self.facts.emulation.seconds(int(WORD * self.width * rows))

@@ -42,6 +42,8 @@ class ResidentStep:
     update: float
     python: float = 0.0
     """The share of the time from ``look up`` to the end of the forward pass in which main runs Python."""
+    values: float = 0.0
+    """Values of the dense part's parameters."""
     divided: Sequence[Task] = ()
     """The tasks where nothing is moved, so that threads may divide the groups of tables."""
 
@@ -74,20 +76,11 @@ class Tiered:
         return [*self._loader(), *self._io(), *self._main(samples)]
 
     def resident_tasks(self) -> list[Task]:
-        """The step's tasks if nothing is moved: all rows are resident, or sharded over the trainers."""
-        facts, statement = self.facts, self.statement
-        samples = max(1, round(statement.kept * facts.batch_size))
-        ranks = facts.trainers if statement.spread < 1 else 1
-        step, whole = self.resident(-(-samples // ranks)), self.resident(samples)
-        tasks = [self._work(work) for work in statement.works if work.place == "main"]
-        for task in (ranks == 1 and step.divided) or step.tasks:
-            more = 0.0
-            if ranks > 1 and task.name == LOOK_UP:
-                more = statement.spread * whole.look_up - step.look_up
-            elif ranks > 1 and task.name == UPDATE:
-                more = statement.spread * whole.update - step.update
-            tasks.append(replace(task, busy=max(0.0, task.busy + more)))
-        return tasks
+        """The step's tasks if nothing is moved: all rows are resident."""
+        samples = max(1, round(self.statement.kept * self.facts.batch_size))
+        works = [self._work(work) for work in self.statement.works if work.place == "main"]
+        step = self.resident(samples)
+        return [*works, *(step.divided or step.tasks)]
 
     # -- the threads -------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class _Running:
         self.busy, self.waits = self.task.busy, self.task.waits
 
 
-def walk(tasks: Sequence[Task], cores: int, steps: int = STEPS) -> Walked:
+def walk(tasks: Sequence[Task], cores: float, steps: int = STEPS) -> Walked:
     """Walk ``steps`` steps of ``tasks`` on a machine with ``cores`` cores.
 
     ``UserError`` if tasks wait for each other in a circle or for one that is not there.
@@ -96,7 +96,7 @@ def walk(tasks: Sequence[Task], cores: int, steps: int = STEPS) -> Walked:
 
 
 class _Walk:
-    def __init__(self, tasks: Sequence[Task], cores: int, steps: int) -> None:
+    def __init__(self, tasks: Sequence[Task], cores: float, steps: int) -> None:
         self.tasks, self.cores, self.steps = tasks, cores, steps
         self.names = [task.name for task in tasks]
         unknown = {name for task in tasks for name in task.after} - set(self.names)

@@ -93,6 +93,10 @@ class Statement:
     coded."""
     works: Sequence[Work] = ()
     """Work that it adds."""
+    inside: bool = False
+    """Whether the plugin's own tables plan, fetch and write rows in the lookup, and keep them as plain
+    arrays: the training thread does all of it. Over several trainers ``phases`` are those of each one's
+    share."""
     spread: float = 1.0
     """The share of the tables' work that the busiest rank does, where tables are sharded."""
     memory: int = 0

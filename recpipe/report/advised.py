@@ -56,6 +56,10 @@ def opening(told: Mapping[str, Any]) -> list[str]:
         *id_sentences(ids),
         f"Machine: {told['machine']['words']}.",
     ]
+    ranks = told["ranks"]
+    if ranks["count"] > 1:
+        where = "share this machine" if ranks["network"] is None else "are on a machine like it each"
+        found.append(f"All speeds are of {ranks['count']} ranks that {where}; memory is that of each.")
     speed = told["all_in_memory"]
     if speed is not None:
         found.append(

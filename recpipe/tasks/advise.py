@@ -18,6 +18,7 @@ from recpipe.common.console import Meter
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import AdviseConfig, AdviseTask
 from recpipe.data.dataset import Dataset
+from recpipe.distributed.launch import Process
 from recpipe.errors import UserError
 from recpipe.perf.capture import CannotTrace
 from recpipe.perf.collect import collect
@@ -26,8 +27,9 @@ from recpipe.report import advised
 from recpipe.report.files import ReportFiles
 from recpipe.setup.placing import Unplaced
 from recpipe.tasks import misses
-from recpipe.tasks.advise_budget import Adviser, Judged
+from recpipe.tasks.advise_budget import Adviser
 from recpipe.tasks.advise_candidates import carried
+from recpipe.tasks.advise_judged import Judged
 from recpipe.tasks.advise_machine import machine_profile, words
 from recpipe.tasks.advise_verify import verified
 
@@ -48,13 +50,14 @@ def advise(
     assert config is not None, "it is task=advise"
     assert isinstance(task, AdviseTask), "it is task=advise"
     _check(cfg, config, device, command_line)
-    profile = machine_profile(config.machine, device)
-    facts, ids = _facts(cfg, task.batches, dataset, unplaced)
+    profile = machine_profile(config.machine, device, config.ranks)
+    facts, ids = _facts(cfg, config, task.batches, dataset, unplaced)
     steps = config.steps or ids["batches"]
     told: dict[str, Any] = {
         "schema": 1,
         "ids": ids,
         "machine": {"words": words(profile, device, config.machine), **asdict(profile.host)},
+        "ranks": {"count": config.ranks, "network": config.network and asdict(config.network)},
         "all_in_memory": None,
         "budgets": [],
         "unsure": [],
@@ -63,12 +66,14 @@ def advise(
     try:
         with Adviser(cfg, config, facts, profile, dataset, unplaced, device) as adviser:
             own = carried(command_line or ())
-            budgets = [adviser.budget(amount, own) for amount in config.amounts()]
+            sizes = [adviser.bytes_of(amount) for amount in config.amounts()]
+            refused = {size: adviser.too_small(size) for size in sizes}
+            budgets = [adviser.budget(size, own) for size in sizes if refused[size] is None]
             short = [adviser.short(budget, steps) for budget in budgets] if config.verify else []
             told |= {
                 "all_in_memory": adviser.all_in_memory(),
                 "budgets": budgets,
-                "unsure": adviser.unsure(),
+                "unsure": [*filter(None, refused.values()), *adviser.unsure()],
             }
     except CannotTrace as error:
         told["unsure"] = [str(error)]
@@ -90,12 +95,26 @@ def _check(
     """Refuse what cannot be advised on."""
     if device.type != "cpu":
         raise UserError(
-            "task=advise predicts training on a CPU; on a GPU it is not checked yet: add trainer.device=cpu, "
-            "or compare runs with task=compare"
+            "task=advise predicts training on a CPU, and no step on a GPU: add trainer.device=cpu; on a GPU "
+            "compare runs with task=compare, or predict it on paper with task=scale"
         )
     if cfg.plugins:
         raise UserError(
             f"task=advise judges every installed plugin by itself; leave +plugin={','.join(cfg.plugins)} out"
+        )
+    if Process.current().world > 1:
+        raise UserError(
+            "task=advise runs in one process: start it with python -m recpipe, and say advise.ranks="
+            f"{Process.current().world} for advice on a run of so many"
+        )
+    if config.ranks > cfg.data.batch_size:
+        raise UserError(
+            f"advise.ranks={config.ranks}: a batch of {cfg.data.batch_size} samples cannot be shared by so "
+            "many"
+        )
+    if config.verify and config.network is not None and config.ranks > 1:
+        raise UserError(
+            "advise.verify runs its ranks on this machine: leave advise.network out, or advise.verify"
         )
     if config.verify and command_line is None:
         raise UserError(
@@ -103,7 +122,9 @@ def _check(
         )
 
 
-def _facts(cfg: Recipe, most: int, dataset: Dataset, unplaced: Unplaced) -> tuple[Facts, dict[str, Any]]:
+def _facts(
+    cfg: Recipe, config: AdviseConfig, most: int, dataset: Dataset, unplaced: Unplaced
+) -> tuple[Facts, dict[str, Any]]:
     """What predictions know of the data, and the miss rates to be shown, from one reading."""
     size = cfg.data.batch_size
     whole = dataset.num_batches("train", size)
@@ -126,5 +147,12 @@ def _facts(cfg: Recipe, most: int, dataset: Dataset, unplaced: Unplaced) -> tupl
             tell,
             followed,
         )
-    facts = facts.at(store=cfg.tiers.store, prefetch=cfg.tiers.prefetch, emulation=cfg.tiers.emulate)
+    ranks = config.ranks
+    facts = facts.at(
+        store=cfg.tiers.store,
+        prefetch=cfg.tiers.prefetch,
+        emulation=cfg.tiers.emulate,
+        trainers=ranks,
+        holders=ranks,
+    )
     return facts, misses.told(cfg, unplaced.inputs, followed)

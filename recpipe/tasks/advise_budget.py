@@ -3,89 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import hypot, inf
-from statistics import median
+from dataclasses import replace
+from math import inf
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from recpipe.backend.matmul import has_bfloat16_units
-from recpipe.common.sizes import Amount
+from recpipe.common.sizes import Amount, readable_bytes
 from recpipe.config.recipe import Recipe
 from recpipe.config.task import AdviseConfig
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
-from recpipe.perf.amounts import Amounts, Factors
-from recpipe.perf.factors import step_amounts
 from recpipe.perf.facts import Facts
-from recpipe.perf.moves import MoveTimes
-from recpipe.perf.predict import Prediction, predict_resident
-from recpipe.perf.predict_tiered import Kind, TieredPrediction, predict_tiered, resident_steps
 from recpipe.perf.profile import MachineProfile
-from recpipe.perf.statements import RESIDENT
-from recpipe.perf.tiered import Resident
 from recpipe.setup.placing import Unplaced
 from recpipe.tasks.advise_candidates import Candidate, candidates, command
+from recpipe.tasks.advise_judged import Judged, Machine, bound, judge, predicted, told_timeline
 from recpipe.tasks.advise_machine import DISK, faster
 from recpipe.tasks.advise_model import Paper
+from recpipe.tasks.advise_ranks import another_rank
 
 IMAGINED = {DISK: 2.0, "gemm": 2.0}
 """What-ifs that are always told, beside more memory and bfloat16."""
 MORE_MEMORY = 2.0
 NOTHING = 1.01
 """What makes a recipe at most so many times as fast is no gain."""
-
-
-class Machine:
-    """What a machine's profile tells of times."""
-
-    def __init__(self, profile: MachineProfile, factors: Factors | None = None) -> None:
-        """``factors``: those of a measured machine, if ``profile`` is of one with faster parts."""
-        self.amounts = step_amounts(profile) if factors is None else Amounts(profile, factors)
-        self.moves = MoveTimes.of(profile)
-        self.cores = profile.host.cores
-        self.spread = median(model.spread for model in self.moves.models.values())
-        """The relative error of a part of a tier's work."""
-        self._plain: dict[Paper, tuple[Prediction, Resident]] = {}
-
-    def plain(self, paper: Paper) -> tuple[Prediction, Resident]:
-        """The step with all rows resident, of a batch and of any number of samples."""
-        if paper not in self._plain:
-            whole = predict_resident(paper.step(paper.samples), self.amounts)
-            self._plain[paper] = whole, resident_steps(paper.step, self.amounts)
-        return self._plain[paper]
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A recipe's prediction."""
-
-    prediction: TieredPrediction
-    of_tiers: float
-    """The relative error that comes from what tiers do."""
-    of_step: float
-    """That of the rest, which all recipes share."""
-
-    @property
-    def seconds(self) -> list[float]:
-        """A step's seconds, with the least and the most expected."""
-        whole, error = self.prediction.step_seconds, hypot(self.of_tiers, self.of_step)
-        return [whole, whole / (1 + error), whole * (1 + error)]
-
-    def ratio(self, plain: Judged) -> list[float]:
-        """How many times as fast as ``plain``, with the least and the most expected."""
-        times = plain.prediction.step_seconds / self.prediction.step_seconds
-        if plain.prediction is self.prediction:
-            return [1.0, 1.0, 1.0]
-        error = hypot(self.of_tiers, plain.of_tiers, self.of_step - plain.of_step)
-        return [times, times / (1 + error), times * (1 + error)]
-
-    @property
-    def main(self) -> Kind:
-        """The kind of batches that most are of."""
-        return max(self.prediction.kinds, key=lambda kind: kind.phase.share)
 
 
 class Adviser:
@@ -122,12 +66,19 @@ class Adviser:
 
     def all_in_memory(self) -> dict[str, Any]:
         """The speed with all rows in memory."""
-        found = judge(Candidate("resident", RESIDENT), self.facts, self.machine, self.paper)
-        seconds = found.seconds
+        judged = min(
+            (
+                self._judged(each, self.facts)
+                for each in candidates(self.facts.at(share=1.0), {})
+                if not each.alters
+            ),
+            key=lambda each: each.prediction.step_seconds,
+        )
+        seconds = judged.seconds
         return {
             "step_seconds": seconds,
             "samples_per_second": self._speeds(seconds),
-            "bound_by": _bound(found.main),
+            "bound_by": bound(judged.main),
         }
 
     def unsure(self) -> list[str]:
@@ -135,15 +86,30 @@ class Adviser:
         found = list(self.machine.plain(self.paper)[0].notes)
         if self.profile.quick:
             found.append("the machine was measured in the quick form; recpipe perf calibrate is closer")
-        found.append(
-            "speeds are those of full caches; a short run, in which they fill, is slower. More ranks are not "
-            "predicted"
-        )
+        found.append("speeds are those of full caches; a short run, in which they fill, is slower")
+        if self.config.ranks > 1:
+            found.append(
+                "ranks are taken to be equally fast: waiting for the slowest of them is not predicted"
+            )
         return found
 
-    def budget(self, amount: Amount, own: Sequence[str]) -> dict[str, Any]:
-        """The recipes for a budget, the fastest first. ``own``: the user's overrides."""
-        size = min(amount.of(self._whole), self._whole)
+    def bytes_of(self, amount: Amount) -> int:
+        """Those of an amount of memory, at most of all rows."""
+        return min(amount.of(self._whole), self._whole)
+
+    def too_small(self, size: int) -> str | None:
+        """Why so many bytes cannot be advised on; None: they hold rows of every group of tables."""
+        share = size / self._whole
+        group = next((g for g in self.facts.groups if int(share * g.rows) < 1), None)
+        if group is None:
+            return None
+        return (
+            f"advise.memory of {readable_bytes(size)} holds not even one row of {len(group.table_rows)} "
+            f"tables, {group.record_bytes} bytes each with its state: it is left out; raise it"
+        )
+
+    def budget(self, size: int, own: Sequence[str]) -> dict[str, Any]:
+        """The recipes for so many bytes, the fastest first. ``own``: the user's overrides."""
         facts = self.facts.at(share=size / self._whole)
         left_out: dict[str, str] = {}
         found = self._all(facts, left_out)
@@ -176,7 +142,7 @@ class Adviser:
         found = {}
         for candidate in candidates(facts, left_out):
             try:
-                judged = judge(candidate, facts, self.machine, self.paper)
+                judged = self._judged(candidate, facts)
             except UserError as error:
                 left_out[candidate.name] = str(error)
             else:
@@ -187,6 +153,9 @@ class Adviser:
         """Samples per second with the least and the most expected, of a step's seconds with theirs."""
         whole, least, most = (self.facts.batch_size / each for each in seconds)
         return [whole, most, least]
+
+    def _judged(self, candidate: Candidate, facts: Facts) -> Judged:
+        return judge(candidate, facts, self.machine, self.paper, self.config.network)
 
     def _row(
         self, candidate: Candidate, judged: Judged, plain: Judged, own: Sequence[str], size: int
@@ -204,12 +173,13 @@ class Adviser:
             "alters": candidate.alters,
             "because": f"{prediction.statement.why[:1].upper()}{prediction.statement.why[1:]}.",
             "unsure": prediction.statement.unsure,
-            "bound_by": _bound(kind),
+            "bound_by": bound(kind),
             "critical": dict(kind.walked.critical),
             "utilisation": dict(kind.walked.utilisation),
             "cores_busy": kind.walked.cores_busy,
             "timeline": told_timeline(kind),
-            "command": command(own, candidate, size),
+            "command": command(own, candidate, size, self.config.ranks, self.config.network is not None),
+            "row": candidate.row(size, self.config.ranks),
         }
 
     def _imagined(self, candidate: Candidate, judged: Judged, facts: Facts) -> list[dict[str, Any]]:
@@ -219,7 +189,7 @@ class Adviser:
 
         def tell(what: str, asked: bool, facts: Facts, machine: Machine, paper: Paper) -> None:
             other = next(c for c in candidates(facts, {}) if c.name == candidate.name)
-            then = judge(other, facts, machine, paper).prediction.step_seconds
+            then = predicted(other, facts, machine, paper, self.config.network).step_seconds
             if asked or now / then > NOTHING:
                 found.append({"what": what, "ratio": now / then})
 
@@ -231,6 +201,16 @@ class Adviser:
         for what, times in {**IMAGINED, **asked}.items():
             machine = Machine(faster(self.profile, what, times), self.machine.amounts.factors)
             tell(f"{times:g} times as fast {what}", what in asked, facts, machine, self.paper)
+        if facts.trainers == 1:
+            network = self.config.network
+            found += another_rank(
+                facts,
+                network,
+                lambda other, over, between: (
+                    self._predicted(other, over, self.machine, self.paper, between).step_seconds
+                ),
+                now,
+            )
         half = self._in_bfloat16()
         if half is not None:
             tell("bfloat16 (alters rounding)", False, facts, self.machine, half)
@@ -248,25 +228,6 @@ class Adviser:
         return self._papers[1]
 
 
-def judge(candidate: Candidate, facts: Facts, machine: Machine, paper: Paper) -> Judged:
-    """The prediction for a recipe."""
-    whole, resident = machine.plain(paper)
-    prediction = predict_tiered(
-        facts, candidate.stated, candidate.base, machine.moves, resident, machine.cores
-    )
-    step = (whole.step.high - whole.step.low) / (2 * whole.step.seconds)
-    part = sum(kind.phase.share * _of_tiers(kind, whole) for kind in prediction.kinds)
-    return Judged(prediction, machine.spread * part, step * (1 - part))
-
-
-def told_timeline(kind: Kind) -> list[dict[str, Any]]:
-    """Some steps' tasks, with their seconds since the walk's begin."""
-    return [
-        {"place": span.task.place, "name": span.task.name, "start": span.start, "end": span.end}
-        for span in kind.walked.timeline
-    ]
-
-
 def _pays(candidate: Candidate, others: Iterable[Candidate], seconds: Mapping[str, float]) -> bool:
     """Whether a recipe with two plugins is faster than those with one of them; others are always told."""
     if len(candidate.plugins) < 2:
@@ -275,17 +236,3 @@ def _pays(candidate: Candidate, others: Iterable[Candidate], seconds: Mapping[st
         seconds.get(o.name, inf) for o in others if o.plugins and o.plugins.keys() < candidate.plugins.keys()
     ]
     return seconds[candidate.name] * NOTHING < min(parts, default=inf)
-
-
-def _bound(kind: Kind) -> str:
-    """The task on the critical path that takes longest, and its share of the step."""
-    critical = kind.walked.critical
-    name = max(critical, key=lambda task: critical[task])
-    return f"{name} {100 * critical[name] / sum(critical.values()):.0f}%"
-
-
-def _of_tiers(kind: Kind, whole: Prediction) -> float:
-    """The share of a step's critical path that is not in the resident step."""
-    critical = kind.walked.critical
-    known = sum(seconds for name, seconds in critical.items() if name.partition(",")[0] in whole.tasks)
-    return 1 - known / max(sum(critical.values()), 1e-12)

@@ -11,7 +11,7 @@ from itertools import combinations
 from recpipe.config.compose import active_plugins, compose
 from recpipe.errors import UserError
 from recpipe.perf.facts import Facts
-from recpipe.perf.statements import of_policy
+from recpipe.perf.statements import of_policy, over_ranks
 from recpipe.plugin.api import Plugin
 from recpipe.plugin.costs import Statement
 from recpipe.plugin.errors import PluginError
@@ -36,12 +36,31 @@ class Candidate:
     plugins: Mapping[str, Plugin] = field(default_factory=dict)
     stated: Mapping[str, Statement] = field(default_factory=dict)
     """By plugin."""
+    sharded: bool = False
+    """Whether TorchRec's own planner places the tables over the ranks."""
 
     @property
     def name(self) -> str:
-        """As a row of ``compare.plugins``."""
+        """The policy, if no plugin decides which rows are resident, and plugins."""
         own = [] if self.plugins and self.owns_cache else [self.policy]
-        return "+".join([*own, *self.plugins])
+        return "+".join([*own, *self.plugins, *(["sharded"] if self.sharded else [])])
+
+    @property
+    def shards(self) -> bool:
+        """Whether tables are cut over the ranks, so that the memory of all of them holds different rows."""
+        return any(statement.spread < 1 for statement in (self.base, *self.stated.values()))
+
+    def facts(self, facts: Facts) -> Facts:
+        """``facts``, whose share of the rows is that of one rank's memory, with that of all which it has."""
+        return facts.at(share=min(1.0, facts.trainers * facts.share)) if self.shards else facts
+
+    def row(self, budget: int, ranks: int) -> str:
+        """As a row of ``compare.plugins``; ``budget``: bytes of each rank."""
+        own = [] if self.plugins and self.owns_cache else [self.policy]
+        more = ["tiers.sharded=true"] if self.sharded else []
+        if self.shards and self.policy != RESIDENT:
+            more.append(f"tiers.resident_bytes={budget * ranks}")
+        return ":".join(["+".join([*own, *self.plugins]), *more])
 
     @property
     def owns_cache(self) -> bool:
@@ -53,18 +72,23 @@ class Candidate:
         """What the plugins change of the training, in words."""
         return sorted({fact.value for plugin in self.plugins.values() for fact in plugin.alters})
 
-    def words(self, budget: int) -> list[str]:
-        """The overrides that make a recipe this one."""
+    def words(self, budget: int, ranks: int = 1) -> list[str]:
+        """The overrides that make a recipe this one; ``budget``: bytes of each rank."""
         policy = [] if self.plugins and self.owns_cache else [f"tiers.policy={self.policy}"]
         names = list(self.plugins)
         one = f"+plugin={names[0]}" if len(names) == 1 else f"+plugin=[{','.join(names)}]"
-        memory = [] if self.policy == RESIDENT and not names else [f"tiers.resident_bytes={budget}"]
-        return [*policy, *([one] if names else []), *memory]
+        whole = budget * ranks if self.shards else budget
+        memory = [] if self.policy == RESIDENT and not self.owns_cache else [f"tiers.resident_bytes={whole}"]
+        placed = ["tiers.sharded=true"] if self.sharded else []
+        return [*policy, *([one] if names else []), *placed, *memory]
 
 
 def candidates(facts: Facts, left_out: dict[str, str]) -> Iterator[Candidate]:
     """All recipes for ``facts``; the plain one comes first. What cannot be judged is put into ``left_out``,
     with the reason."""
+    if facts.trainers > 1:
+        yield from _over_ranks(facts, left_out)
+        return
     if facts.share >= 1:
         yield Candidate(RESIDENT, of_policy(RESIDENT, facts))
         left_out["caches and plugins"] = "all rows fit, so that there is nothing to fetch"
@@ -74,6 +98,31 @@ def candidates(facts: Facts, left_out: dict[str, str]) -> Iterator[Candidate]:
     plugins, stated = stating(facts, left_out)
     for names in (*((name,) for name in plugins), *combinations(plugins, 2)):
         yield from _with(names, plugins, stated, facts)
+
+
+def _over_ranks(facts: Facts, left_out: dict[str, str]) -> Iterator[Candidate]:
+    """Replicas on every rank; shards by TorchRec's planner and by plugins; and plugins with tables of their
+    own. Other plugins' techniques are not predicted over ranks."""
+    whole = facts.at(share=min(1.0, facts.trainers * facts.share))
+    for policy in _policies(facts):
+        yield Candidate(policy, of_policy(policy, facts))
+    for policy in _policies(whole)[-2:]:
+        yield Candidate(policy, over_ranks(of_policy(policy, whole), whole), sharded=True)
+    plugins, stated = stating(facts, left_out)
+    for name, statement in stated.items():
+        own = {name: plugins[name]}, {name: statement}
+        if statement.inside:
+            yield Candidate(PLAIN_TIERED, of_policy(PLAIN_TIERED, facts), *own)
+        elif statement.spread < 1:
+            for policy in _policies(whole)[-2:]:
+                yield Candidate(policy, of_policy(policy, whole), *own)
+        else:
+            left_out[name] = "what it costs over ranks is not predicted"
+
+
+def _policies(facts: Facts) -> tuple[str, ...]:
+    """The built-in policies at such a budget, the plain one first."""
+    return (RESIDENT,) if facts.share >= 1 else (PLAIN_TIERED, *CACHES)
 
 
 def stating(facts: Facts, left_out: dict[str, str]) -> tuple[dict[str, Plugin], dict[str, Statement]]:
@@ -125,9 +174,15 @@ def carried(command_line: Sequence[str]) -> list[str]:
     return [word for word in command_line if word.lstrip("+").partition("=")[0].partition(".")[0] not in OWN]
 
 
-def command(own: Sequence[str], candidate: Candidate, budget: int) -> str:
-    """The line that runs a candidate with the user's ``own`` overrides."""
-    added = candidate.words(budget)
+def command(
+    own: Sequence[str], candidate: Candidate, budget: int, ranks: int = 1, apart: bool = False
+) -> str:
+    """The line that runs a candidate with the user's ``own`` overrides, on each machine if they are
+    ``apart``."""
+    added = candidate.words(budget, ranks)
     keys = {word.partition("=")[0] for word in added}
     kept = [word for word in own if word.partition("=")[0] not in keys]
-    return shlex.join(["python", "-m", "recpipe", *kept, *added])
+    here = ["--standalone", f"--nproc-per-node={ranks}"]
+    there = [f"--nnodes={ranks}", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29400"]
+    start = ["python"] if ranks == 1 else ["torchrun", *(there if apart else here)]
+    return shlex.join([*start, "-m", "recpipe", *kept, *added])

@@ -9,33 +9,44 @@ import torch
 
 from recpipe.common.console import log
 from recpipe.errors import UserError, nearest_or_all
-from recpipe.perf.calibrate import calibrate
+from recpipe.perf.calibrate import calibrate, with_ranks
 from recpipe.perf.factors import FAMILY as STEPS
 from recpipe.perf.profile import Host, MachineProfile, own_profile, profile_path
 
 NEEDED = ("limits", "gemm", "pointwise", "overheads", "lookups", "tiers", "stores", "steps")
 """Families of measurements that predictions for a CPU are made of."""
+BESIDE = ("rows", "collectives")
+"""Those that only predictions for several ranks, and of tables with rows as plain arrays, are made of."""
 DISK = "disk"
 """The what-if for waiting for an ssd store; what the processor does for it stays as it is."""
 
 
-def machine_profile(given: str | None, device: torch.device) -> MachineProfile:
+def machine_profile(given: str | None, device: torch.device, ranks: int = 1) -> MachineProfile:
     """The profile in the file ``given``, of any machine; or this machine's, measured in the quick form if it
-    lacks a family (closely, if the others were)."""
+    lacks a family (closely, if the others were), or messages between so many ``ranks``."""
     host = Host.current(device)
     if given is not None:
         profile = MachineProfile.load(Path(given).expanduser())
+        if profile.host.device != "cpu":
+            raise UserError(
+                f"advise.machine={given} is of a GPU ({profile.host.device}), and task=advise predicts "
+                "training on a CPU: give the profile of a CPU, or predict a GPU on paper with task=scale"
+            )
         lacking = [name for name in NEEDED if name not in profile.samples]
+        lacking += [name for name in BESIDE if ranks > 1 and not profile.samples.get(name)]
         if lacking:
             raise UserError(
                 f"advise.machine={given} lacks {', '.join(lacking)}: run recpipe perf calibrate on that "
                 "machine once more"
             )
         return profile
-    found = own_profile(host)
-    if found is None or any(name not in found.samples for name in NEEDED):
+    found, whole = own_profile(host), (*NEEDED, *BESIDE)
+    if found is None or any(name not in found.samples for name in whole):
         log.info("measuring this machine once; recpipe perf calibrate does it more closely")
-        return calibrate(profile_path(host), quick=found is None or found.quick, only=NEEDED)
+        found = calibrate(profile_path(host), quick=found is None or found.quick, only=whole)
+    if ranks > 1 and not any(sample.at.get("ranks") == ranks for sample in found.samples[BESIDE[1]]):
+        log.info("measuring messages between %d ranks once", ranks)
+        found = with_ranks(profile_path(host), ranks, quick=True)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,15 @@ class Paper:
             self.read,
             self.backend.beside is not None,
             len(shares) > 1,
+        )
+
+    def of_rank(self, samples: int, threads: int) -> Step:
+        """A step of so many samples on one of several ranks with so many threads: cores do not share its
+        batch. Its reading is that of a whole batch."""
+        step = self.step(samples)
+        whole = replace(step.captured.whole, threads=threads)
+        return replace(
+            step, captured=replace(step.captured, whole=whole, shares=()), beside=False, shared=False
         )
 
     def close(self) -> None:

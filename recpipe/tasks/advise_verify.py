@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from recpipe.common.console import log
 from recpipe.config.task import AdviseConfig, CompareConfig
-from recpipe.tasks.advise_budget import Judged
+from recpipe.errors import UserError
+from recpipe.tasks.advise_judged import Judged
 from recpipe.tasks.compare import compare
 
 
@@ -28,20 +30,38 @@ def verified(
     plain = budget["plain"]
     best = [row["name"] for row in budget["rows"] if row["name"] != plain][: config.verify]
     log.info("verifying: %s", ", ".join([plain, *best]))
+    spelled = {row["name"]: row["row"] for row in budget["rows"]}
     chosen = CompareConfig(
-        plugins=[plain, *best], repetitions=config.repetitions, warmup=0, ranks=1, equal_memory=False
+        plugins=[spelled[name] for name in (plain, *best)],
+        repetitions=config.repetitions,
+        warmup=0,
+        ranks=config.ranks,
+        equal_memory=False,
     )
     own = [f"tiers.resident_bytes={budget['bytes']}", f"trainer.max_steps={steps}", "trainer.max_epochs=1000"]
-    content = compare(chosen, directory, [*command_line, *own])
+    content = _compared(chosen, directory, [*command_line, *own])
     measured = {row["name"]: row for row in content["rows"]}
     size = budget["batch_size"]
-    rows = {name: _beside(name, predicted[name], predicted[plain], measured[name], size) for name in best}
+    rows = [_beside(name, predicted[name], predicted[plain], measured[spelled[name]], size) for name in best]
     return {
         "steps": steps,
         "compare": directory.name,
-        "plain_step_ms": _milliseconds(predicted[plain], measured[plain], size),
-        "rows": list(rows.values()),
+        "plain_step_ms": _milliseconds(predicted[plain], measured[spelled[plain]], size),
+        "rows": rows,
     }
+
+
+def _compared(chosen: CompareConfig, directory: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """The comparison's content, also if some of its rows failed, which it tells at its end."""
+    try:
+        return compare(chosen, directory, overrides)
+    except UserError as error:
+        file = directory / "compare.json"
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if content.get("partial", True):
+            raise
+        log.warning("%s", error)
+        return content
 
 
 def _beside(

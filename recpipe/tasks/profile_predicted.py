@@ -20,8 +20,8 @@ from recpipe.perf.trace import OVERHEAD
 from recpipe.perf.walk import SHOWN
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.load import activate
-from recpipe.tasks.advise_budget import Machine, judge, told_timeline
 from recpipe.tasks.advise_candidates import Candidate
+from recpipe.tasks.advise_judged import Machine, judge, told_timeline
 from recpipe.tasks.advise_machine import NEEDED
 from recpipe.tasks.advise_model import Paper
 

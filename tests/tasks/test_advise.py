@@ -36,6 +36,7 @@ RECIPE = [
 NAMES = (
     *("lookups", "missed", "slots", "rows", "width", "slab", "leaving", "bags", "hits", "hot"),
     *("slab_lookups", "dim", "requests", "blocks", "bytes", "ranks", "pinned"),
+    *("distinct", "tables", "samples"),
 )
 PER_ROW = {"ssd read": 4e-5, "ssd write": 2e-5, "ssd rewrite": 8e-5, "host read": 5e-8, "host write": 5e-8}
 """Seconds for a row of the cold store; all else is ten nanoseconds for each of what it depends on."""
@@ -53,8 +54,14 @@ def machine(**times: float) -> MachineProfile:
             samples.append(Sample(kind, at, seconds))
     base = synthetic.profile()
     kept = [each for each in samples if not each.kind.startswith("lookup")]
-    more = {"tiers": kept, "stores": [], "limits": []}
+    over = [replace(each, at={**each.at, "ranks": 2.0}) for each in kept if is_over_ranks(each.kind)]
+    alone = [each for each in kept if not is_over_ranks(each.kind)]
+    more = {"tiers": alone, "stores": [], "limits": [], "rows": alone[:1], "collectives": over}
     return replace(base, samples={**base.samples, **{name: tuple(each) for name, each in more.items()}})
+
+
+def is_over_ranks(kind: str) -> bool:
+    return kind.startswith(("all_", "reduce_", "sharded "))
 
 
 def advice(folder: Path, *words: str, profile: MachineProfile | None = None) -> dict[str, Any]:
@@ -114,6 +121,43 @@ def test_what_would_help_is_told(told: dict[str, Any]) -> None:
     assert max(found, key=lambda what: found[what]) != "3 times as fast gemm"
 
 
+def test_another_rank_is_told_on_this_machine_and_on_one_more(told: dict[str, Any]) -> None:
+    for budget in told["budgets"]:
+        found = {each["what"]: each["ratio"] for each in budget["what_if"]}
+        here = next(ratio for what, ratio in found.items() if what.startswith("2 ranks on this machine ("))
+        there = next(ratio for what, ratio in found.items() if "one more machine like this" in what)
+        assert here > 0
+        assert there > 0
+    wire = next(each["what"] for each in told["budgets"][0]["what_if"] if "one more" in each["what"])
+    assert "100 us and 10 Gbit/s away" in wire
+
+
+def test_ranks_have_recipes_of_their_own(tmp_path: Path) -> None:
+    found = advice(tmp_path, "advise.memory=[5%,100%]", "advise.ranks=2")
+    little, whole = found["budgets"]
+    names = {each["name"] for each in little["rows"]}
+    assert names == {"nocache", "lru", "lfu", "lru+sharded", "lfu+sharded", "lru+neo", "lfu+neo", "het"}
+    assert {each["name"] for each in whole["rows"]} == {"resident", "resident+sharded", "resident+neo", "het"}
+    assert "hotline" in little["left_out"]
+    shards = row(little, "lru+sharded")
+    assert shards["command"].startswith("torchrun --standalone --nproc-per-node=2 -m recpipe ")
+    assert f"tiers.resident_bytes={2 * little['bytes']}" in shards["command"], "each rank has different rows"
+    assert shards["row"] == f"lru:tiers.sharded=true:tiers.resident_bytes={2 * little['bytes']}"
+    assert f"tiers.resident_bytes={little['bytes']}" in row(little, "lru")["command"]
+    assert not any("rank" in each["what"] for each in little["what_if"])
+    assert "2 ranks that share this machine" in "\n".join(advised.opening(found))
+
+
+def test_a_slow_network_makes_ranks_apart_slow(tmp_path: Path) -> None:
+    ratios = {}
+    for gbit in (0.01, 100.0):
+        words = "advise.memory=100%", "advise.ranks=2", f"advise.network={{gbit_per_s: {gbit}}}"
+        (budget,) = advice(tmp_path, *words)["budgets"]
+        ratios[gbit] = row(budget, "resident")["samples_per_second"][0]
+        assert "--nnodes=2" in budget["rows"][0]["command"]
+    assert ratios[0.01] < ratios[100.0] / 2
+
+
 def test_the_screen_says_what_and_why(told: dict[str, Any]) -> None:
     first = "\n".join(advised.opening(told))
     assert "40 batches of 64 samples" in first
@@ -136,6 +180,11 @@ def test_a_profile_is_refused_or_named(tmp_path: Path) -> None:
     lacking = replace(whole, samples={name: each for name, each in whole.samples.items() if name != "tiers"})
     with pytest.raises(UserError, match=r"machine.json lacks tiers.*recpipe perf calibrate"):
         advice(tmp_path, profile=lacking)
+    gpu = replace(whole, host=replace(whole.host, device="NVIDIA H100"))
+    with pytest.raises(
+        UserError, match=r"is of a GPU \(NVIDIA H100\), and task=advise predicts training on a"
+    ):
+        advice(tmp_path, profile=gpu)
     (tmp_path / "machine.json").write_text("{}")
     with pytest.raises(UserError, match="no machine profile"):
         run(compose([*RECIPE, f"advise.machine={tmp_path / 'machine.json'}"]), tmp_path)
@@ -150,6 +199,14 @@ def test_what_cannot_be_advised_on_is_refused_in_a_line(tmp_path: Path) -> None:
         advice(tmp_path, "advise.what_if={gem: 2}")
     with pytest.raises(UserError, match=r"advise.verify starts runs from the command line"):
         advice(tmp_path, "advise.verify=1")
+    with pytest.raises(UserError, match=r"advise.ranks=65: a batch of 64 samples cannot be shared"):
+        advice(tmp_path, "advise.ranks=65")
+    apart = "advise.ranks=2", "advise.network={latency_us: 50}", "advise.verify=1"
+    with pytest.raises(UserError, match="advise.verify runs its ranks on this machine"):
+        advice(tmp_path, *apart)
+    lacking = replace(machine(), samples={**machine().samples, "collectives": ()})
+    with pytest.raises(UserError, match=r"machine.json lacks collectives"):
+        advice(tmp_path, "advise.ranks=2", profile=lacking)
 
 
 def test_a_model_that_cannot_be_traced_still_gets_the_rest(
@@ -164,6 +221,12 @@ def test_a_model_that_cannot_be_traced_still_gets_the_rest(
     assert found["budgets"] == []
     assert any(line.startswith("Skew: ") for line in advised.opening(found))
     assert "<svg" in (tmp_path / "advise.html").read_text()
+
+
+def test_a_budget_without_a_row_is_left_out_and_said(tmp_path: Path) -> None:
+    found = advice(tmp_path, "advise.memory=[16,1000GiB]")
+    assert [budget["share"] for budget in found["budgets"]] == [1]
+    assert "advise.memory of 16 B holds not even one row" in found["unsure"][0]
 
 
 def test_hardly_any_distinct_ids_are_no_trouble(tmp_path: Path) -> None:

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from recpipe_neo.cost import CostModel, owned, shared
-from recpipe_neo.machine_profile import LookupSample, MachineProfile
+from recpipe_neo.machine_profile import LookupSample, MachineProfile, known_collectives
+from recpipe_neo.planner import saved_profile
 from recpipe_neo.stats import feature_stats
 
 from plugins.recpipe_neo.tests.rig import bags, forward_ms, machine, made_up, uniform_stats
 from recpipe.errors import UserError
-from recpipe.kit import LookupWork, nnls
+from recpipe.kit import Host, LookupWork, Sample, SharedProfile, nnls
+from recpipe.perf import profile as perf
 
 
 def test_statistics_of_two_batches() -> None:
@@ -98,13 +101,10 @@ def test_more_work_never_costs_less() -> None:
     assert min(times[0]) >= 0
 
 
-def test_a_profile_is_kept_as_json_for_its_machine_alone(tmp_path: Path) -> None:
+def test_a_profile_is_told_other_ranks_as_json() -> None:
     profile = made_up(machine(2))
-    file = profile.save(tmp_path / "new")
-    assert MachineProfile.parse(file.read_text(), str(file)) == profile
-    assert [p.name for p in file.parent.iterdir()] == [file.name], "no draft is left"
-    assert replace(machine(2), optimizer="exact_adagrad").file(tmp_path) != machine(2).file(tmp_path)
-    text = file.read_text()
+    text = profile.text()
+    assert MachineProfile.parse(text, "x.json") == profile
     lacking = json.dumps(json.loads(text) | {"collectives": []})
     swaps = (
         ("busy", "bossy"),
@@ -117,9 +117,41 @@ def test_a_profile_is_kept_as_json_for_its_machine_alone(tmp_path: Path) -> None
         assert broken != text
         with pytest.raises(UserError, match=r"x\.json: no machine profile .* delete it"):
             MachineProfile.parse(broken, "x.json")
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot write the machine profile"):
-        profile.save(tmp_path / "file" / "folder")
+
+
+def test_measurements_join_the_machines_profile(tmp_path: Path) -> None:
+    """That of a run of one process, which has more threads; those of other ranks and optimizers stay."""
+    host = Host.current()
+    whole = replace(host, threads=host.threads + 7)
+    perf.MachineProfile(whole, "then", True, {"limits": (Sample("copy", {}, 1.0),)}).save(
+        tmp_path / "machine-1.json"
+    )
+    perf.MachineProfile(replace(whole, torch_version="0"), "then", True).save(tmp_path / "machine-0.json")
+    two, four = made_up(machine(2)), made_up(machine(4))
+    for profile in (two, four, two):
+        own = SharedProfile.of(tmp_path, host)
+        assert own.file.name == "machine-1.json"
+        own.joined(profile.families(), profile.machine.at)
+        other = Sample("sharded ids", {"ranks": 2.0}, 1.0)
+        if profile is four:
+            SharedProfile.of(tmp_path, host).joined({"collectives": [other]}, {"ranks": 2.0})
+    found = SharedProfile.of(tmp_path, host).profile
+    assert found.samples["limits"]
+    assert other in found.samples["collectives"], "what others measured stays"
+    for profile in (two, four):
+        read = MachineProfile.of(found.samples, profile.machine)
+        assert read is not None
+        assert [s.collective for s in read.collectives] == [s.collective for s in profile.collectives]
+        assert read.machine == profile.machine
+        pairs = zip(read.exchanges + read.lookups, profile.exchanges + profile.lookups, strict=True)
+        for one, other in pairs:
+            assert vars(one) == pytest.approx(vars(other))
+    assert MachineProfile.of(found.samples, replace(machine(2), optimizer="exact_adagrad")) is None
+    assert MachineProfile.of(found.samples, machine(3)) is None
+    assert len(known_collectives(found.samples, 2, 1)) == 12
+    with pytest.raises(UserError, match="has no measurements of 3 ranks"):
+        saved_profile(tmp_path, 3, EmbOptimType.EXACT_SGD)
+    assert saved_profile(tmp_path, 4, EmbOptimType.EXACT_SGD).machine.world == 4
 
 
 def test_the_least_time_of_several_passes_counts() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from recpipe_neo.estimate import MeasuredStep
-from recpipe_neo.machine_profile import MachineProfile
+from recpipe_neo.machine_profile import MachineProfile, machines
 from recpipe_neo.planner import PLANNERS, MeasuredPlanner, PlanRecord, make_planner
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
@@ -29,6 +29,7 @@ from plugins.recpipe_neo.tests.rig import (
     uniform_stats,
 )
 from recpipe.errors import UserError
+from recpipe.kit import SharedProfile
 from recpipe.tables.sharding.planning import TableSharder
 from tests.processes import start_ranks
 from tests.ranks import joined
@@ -164,7 +165,10 @@ def _rank(rank: int, world: int, meeting: str, folder: str) -> None:
             assert bool(record.sharding) == (rank == 0)
         assert isinstance(record.model, MeasuredStep)
         (file,) = Path(folder).iterdir()
-        profile = MachineProfile.parse(file.read_text(), str(file))
+        own = SharedProfile.load(file).profile
+        (found,) = machines(own.host, own.samples)
+        profile = MachineProfile.of(own.samples, found)
+        assert profile is not None
         assert min(s.forward for s in profile.lookups) > 0
         assert {s.owns for s in profile.exchanges} == {True, False}
         before = file.stat().st_mtime_ns

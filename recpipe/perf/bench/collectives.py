@@ -16,6 +16,8 @@ from recpipe.perf.profile import Sample
 FAMILY = "collectives"
 NAMES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 BYTES = (2**12, 2**16, 2**19, 2**22, 2**24)
+LEAST = 1e-6
+"""Seconds that a time is taken for that no clock could measure."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,19 @@ class Timed:
 
 
 def measure(quick: bool) -> Iterator[Sample]:
-    """A sample for each collective and size, with the number of ranks; none without a process group."""
+    """A sample for each collective and size, with the number of ranks, and one of the processor's time in it
+    (``... busy``); none without a process group."""
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is None or group.size() < 2:
         return
     for timed in timed_collectives(group, Clock(torch.device("cpu")), BYTES[::2] if quick else BYTES):
-        at = {"bytes": float(timed.bytes), "ranks": float(group.size())}
-        elapsed = torch.tensor(timed.times)
-        dist.all_reduce(elapsed, group=group)
-        yield Sample(timed.collective, at, float(elapsed[0]) / group.size() / 1e3)
+        at: dict[str, float | str] = {"bytes": float(timed.bytes), "ranks": float(group.size())}
+        at["threads"] = float(torch.get_num_threads())
+        times = torch.tensor(timed.times)
+        dist.all_reduce(times, group=group)
+        elapsed, busy = (times / group.size() / 1e3).tolist()
+        yield Sample(timed.collective, at, max(LEAST, elapsed))
+        yield Sample(f"{timed.collective} busy", at, max(LEAST, busy))
 
 
 def timed_collectives(

@@ -128,6 +128,7 @@ def timed_lookups(
     dims: tuple[int, ...] = DIMS,
     shapes: tuple[tuple[int, int], ...] = SHAPES,
     begin: Callable[[], object] = lambda: None,
+    skews: tuple[float, ...] = SKEWS,
 ) -> Iterator[Timed]:
     """Time forward, and backward with update, of TBEs over the grid. ``begin`` is called before each
     point."""
@@ -135,7 +136,7 @@ def timed_lookups(
         for dim in dims:
             tbe = _tbe(count, rows, dim, optimizer, clock.device)
             # All ids of a small table recur in every batch, so that skew changes nothing.
-            for skew in SKEWS[: 1 if rows < shapes[0][0] else None]:
+            for skew in skews[: 1 if rows < shapes[0][0] else None]:
                 for bags, lookups in shapes:
                     begin()
                     yield _timed(clock, tbe, pools[rows, skew], (count, rows, dim, bags, lookups))
