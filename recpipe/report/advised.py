@@ -64,7 +64,7 @@ def opening(told: Mapping[str, Any]) -> list[str]:
     if speed is not None:
         found.append(
             f"With all rows in memory it can train {_range(speed['samples_per_second'])} samples/s; a step "
-            f"of {1e3 * speed['step_seconds'][0]:.3g} ms is bound by {speed['bound_by']}."
+            f"of {1e3 * speed['step_seconds'][0]:.3g} ms is {speed['bound_by']}."
         )
     return found
 

@@ -20,7 +20,16 @@ from recpipe.perf.facts import Facts
 from recpipe.perf.profile import MachineProfile
 from recpipe.setup.placing import Unplaced
 from recpipe.tasks.advise_candidates import Candidate, candidates, command
-from recpipe.tasks.advise_judged import Judged, Machine, bound, judge, predicted, told_timeline
+from recpipe.tasks.advise_judged import (
+    Judged,
+    Machine,
+    all_bounds,
+    bound,
+    bounds,
+    judge,
+    predicted,
+    told_timeline,
+)
 from recpipe.tasks.advise_machine import DISK, faster
 from recpipe.tasks.advise_model import Paper
 from recpipe.tasks.advise_ranks import another_rank
@@ -78,7 +87,7 @@ class Adviser:
         return {
             "step_seconds": seconds,
             "samples_per_second": self._speeds(seconds),
-            "bound_by": bound(judged.main),
+            "bound_by": all_bounds(bounds(judged.main)),
         }
 
     def unsure(self) -> list[str]:
@@ -173,7 +182,8 @@ class Adviser:
             "alters": candidate.alters,
             "because": f"{prediction.statement.why[:1].upper()}{prediction.statement.why[1:]}.",
             "unsure": prediction.statement.unsure,
-            "bound_by": bound(kind),
+            "bound_by": bound(bounds(kind)),
+            "bounds": bounds(kind),
             "critical": dict(kind.walked.critical),
             "utilisation": dict(kind.walked.utilisation),
             "cores_busy": kind.walked.cores_busy,

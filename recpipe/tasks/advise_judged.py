@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import hypot
 from statistics import median
@@ -89,11 +91,39 @@ class Judged:
         return max(self.prediction.kinds, key=lambda kind: kind.phase.share)
 
 
-def bound(kind: Kind) -> str:
-    """The task on the critical path that takes longest, and its share of the step."""
-    critical = kind.walked.critical
-    name = max(critical, key=lambda task: critical[task])
-    return f"{name} {100 * critical[name] / sum(critical.values()):.0f}%"
+_BOUNDS = {
+    "read ahead": "cold reads",
+    "read": "input",
+    **dict.fromkeys(("fetch", "write"), "cold reads"),
+    **dict.fromkeys(("plan", "advance", "arrive", "look ahead"), "moving rows"),
+    **dict.fromkeys(("exchange", "tell rows", "add up row", "add up dense"), "network"),
+    **dict.fromkeys(("forward", "backward", "dense optimizer", "add up gradients"), "dense math"),
+    **dict.fromkeys(("look up", "table update"), "lookups"),
+}
+"""What a step is bound by where it waits for a task whose name begins so; the first that fits."""
+ELSE = "Python"
+LEAST = 0.05
+"""The share of a step below which a bound is not told."""
+
+
+def bounds(kind: Kind) -> dict[str, float]:
+    """What a step is bound by, with shares of the critical path, the largest first."""
+    found: dict[str, float] = defaultdict(float)
+    for task, seconds in kind.walked.critical.items():
+        found[next((what for begin, what in _BOUNDS.items() if task.startswith(begin)), ELSE)] += seconds
+    whole = max(sum(found.values()), 1e-12)
+    return {what: found[what] / whole for what in sorted(found, key=lambda what: -found[what])}
+
+
+def bound(shares: Mapping[str, float]) -> str:
+    """The largest of ``bounds``, in words."""
+    what = next(iter(shares))
+    return f"{what} {100 * shares[what]:.0f}%"
+
+
+def all_bounds(shares: Mapping[str, float]) -> str:
+    """``bounds`` in words, without the smallest."""
+    return ", ".join(f"{what} {100 * share:.0f}%" for what, share in shares.items() if share >= LEAST)
 
 
 def of_tiers(kind: Kind, whole: Prediction) -> float:
