@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
-from recpipe.common.console import heard
+from recpipe.common.console import alone, heard
 from recpipe.common.quiet import calm_threads, quieted
 from recpipe.errors import UserError
 
@@ -35,7 +35,7 @@ def _calibrate(quick: bool) -> int:
 
     path = profile_path(Host.current())
     process = Process.current()
-    with quieted(), heard(None, screen=process.rank == 0):
+    with quieted(), alone(), heard(None, screen=process.rank == 0):
         if process.world > 1:
             calibrate_ranks(path, quick)
         else:

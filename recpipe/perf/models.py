@@ -70,13 +70,9 @@ class KernelModel:
         if len(samples) >= FEWEST and np.ptp(left) > 0:
             self._process = Process(np.array([place(sample.at) for sample in samples]), errors)
             groups = shapes(samples)
-            errors = self._process.left_out(groups % FOLDS) * self._widened(len(np.unique(groups)))
+            parameters = np.count_nonzero(self._coefficients) + self._process.parameters
+            errors = self._process.left_out(groups % FOLDS) * _widened(len(np.unique(groups)), parameters)
         self._low, self._high = _four_fifths(errors)
-
-    def _widened(self, shapes: int) -> float:
-        """By how much errors are larger than those of the samples that all parameters were fitted to."""
-        fitted = np.count_nonzero(self._coefficients)
-        return float(np.sqrt(shapes / max(shapes - fitted, shapes / 4)))
 
     def estimate(self, at: At) -> Estimate:
         """The time of work of these sizes."""
@@ -85,6 +81,11 @@ class KernelModel:
         seconds = linear * float(np.exp(self._mean + shift))
         low, high = (seconds * float(np.exp(deviation * each)) for each in (self._low, self._high))
         return Estimate(seconds, low, high)
+
+
+def _widened(shapes: int, parameters: float) -> float:
+    """By how much errors are larger than among the samples that so many parameters were fitted to."""
+    return float(np.sqrt(shapes / max(shapes - parameters, shapes / 4)))
 
 
 def shapes(samples: Sequence[Sample]) -> NDArray[np.int64]:

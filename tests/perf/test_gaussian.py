@@ -1,4 +1,4 @@
-"""Gaussian processes: smooth functions come back, noise is told from them, and twins are left out together."""
+"""Gaussian processes: smooth functions come back, noise is told from them, twins are left out together."""
 
 from __future__ import annotations
 
