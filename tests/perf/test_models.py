@@ -98,6 +98,17 @@ def test_twins_of_one_shape_are_held_out_together() -> None:
     assert KernelModels(twins).held_out()["cat"].gmae > 0.3
 
 
+def test_a_disturbed_sample_does_not_alter_its_neighbours() -> None:
+    random = np.random.default_rng(4)
+    samples = [passed("cat", float(size), 1.0) for size in 2 ** random.uniform(10, 20, 60) // 1]
+    at = samples[7].at
+    disturbed = [replace(s, seconds=s.seconds * (30 if n == 7 else 1)) for n, s in enumerate(samples)]
+    usual, found = (KernelModels(each).seconds("cat", at).seconds for each in (samples, disturbed))
+    assert found == pytest.approx(usual, rel=0.1)
+    others = [replace(s, seconds=s.seconds / (30 if n == 7 else 1)) for n, s in enumerate(samples)]
+    assert KernelModels(others).seconds("cat", at).seconds < 0.9 * usual
+
+
 def test_errors_by_hand() -> None:
     errors = Errors.of([1.1, 0.6, 2.0], [1.0, 1.0, 1.0])
     assert errors.count == 3

@@ -121,7 +121,7 @@ class Clock:
 
     def _alone(self, run: Run, spread: float) -> float:
         least, most = ROUNDS
-        pieces = self._filler[: int(spread) // 4].split(PIECE) if spread else ()
+        pieces = torch.split(self._filler[: int(spread) // 4], PIECE) if spread else ()
         kept, times, begun = run(), list[float](), perf_counter()
         while len(times) < least or (perf_counter() - begun < LEAST_SECONDS and len(times) < most):
             for piece in pieces:
