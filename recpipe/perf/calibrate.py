@@ -47,19 +47,21 @@ FAMILIES: dict[str, Measure] = {
 }
 """The one set of micro-benchmarks, in the order in which they run."""
 SECONDS = {
-    "limits": 8.0,
-    "gemm": 35.0,
-    "pointwise": 35.0,
-    "overheads": 10.0,
-    "lookups": 40.0,
-    "tiers": 30.0,
+    "limits": 4.0,
+    "gemm": 75.0,
+    "pointwise": 77.0,
+    "overheads": 3.0,
+    "lookups": 10.0,
+    "tiers": 15.0,
     "stores": 30.0,
-    "copies": 2.0,
+    "copies": 1.0,
     "steps": 25.0,
     "rows": 8.0,
     "collectives": 12.0,
 }
 """About how long a family takes in full, for the progress bar."""
+QUICK = 0.25
+"""About the share of that time that the quick form takes."""
 
 
 def calibrate(
@@ -77,18 +79,19 @@ def calibrate(
         raise UserError(f"no family of micro-benchmarks '{unknown}': {nearest_or_all(unknown, families)}")
     profile = _begun(path, quick)
     lacking = [name for name in wanted if name not in profile.samples]
-    whole = sum(SECONDS.get(name, 1.0) for name in lacking)
+    expected = {name: SECONDS.get(name, 1.0) * (QUICK if quick else 1.0) for name in lacking}
+    whole = sum(expected.values())
     done = 0.0
     with Meter() as meter, torch.random.fork_rng(devices=[]), vector_units(torch.device("cpu")):
         for name in lacking:
             samples: list[Sample] = []
-            begun, expected = perf_counter(), SECONDS.get(name, 1.0)
+            begun = perf_counter()
             for sample in families[name](quick):
                 samples.append(sample)
                 if meter.due:
-                    share = (done + min(perf_counter() - begun, expected)) / whole
+                    share = (done + min(perf_counter() - begun, expected[name])) / whole
                     meter.show(share, f"measuring {name}: {len(samples)} samples")
-            done += expected
+            done += expected[name]
             profile = replace(
                 profile,
                 quick=profile.quick or quick,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
-from recpipe.common.console import heard
+from recpipe.common.console import alone, heard
 from recpipe.common.quiet import calm_threads, quieted
 from recpipe.errors import UserError
 
@@ -35,7 +35,7 @@ def _calibrate(quick: bool) -> int:
     if Process.current().world > 1:
         raise UserError("recpipe perf calibrate starts its ranks itself: run it without torchrun")
     path = profile_path(Host.current())
-    with quieted(), heard(None):
+    with quieted(), alone(), heard(None):
         calibrate(path, quick)
     print(f"\n{measured(MachineProfile.load(path))}\n\nthis machine's profile: {path}")
     print("how well kernels are predicted with it: recpipe perf show")

@@ -65,8 +65,8 @@ def pass_work(at: At) -> Vector:
     elements, levels = float(at.get("elements", 0)), _levels(at)
     shared = _is_shared(at)
     threads = float(at.get("threads", 1)) if shared else 1.0
-    work = [float(at.get("bytes", 0)) * levels, [elements, float(at.get("runs", 0)), _rows(at)]]
-    return np.concatenate([levels, [1.0, float(shared)], np.concatenate(work) / threads])
+    work = np.array([*(float(at.get("bytes", 0)) * levels), elements, float(at.get("runs", 0)), _rows(at)])
+    return np.concatenate([levels, [1.0, float(shared)], work / threads])
 
 
 def pass_place(at: At) -> Vector:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
-LENGTH, FAR, NOISE = 2.0, 0.3, 0.08
+LENGTH, FAR, NOISE = 3.0, 0.3, 0.08
 """Usual values: the distance over which values stay alike, the function's and the noise's deviations."""
 SURE = (1.0, 1.0, 0.7)
 """The standard deviations of the logarithms of these three among all kinds of operators."""
@@ -28,7 +28,9 @@ class Process:
     def __init__(self, places: Vector, values: Vector) -> None:
         """``places``: [samples, dimensions]; ``values``: [samples]."""
         chosen = np.unique(np.linspace(0, len(values) - 1, min(len(values), ENOUGH)).astype(int))
-        self._near, self._spread, self._noise = _spread(_likeliest(places[chosen], values[chosen]))
+        parameters = _likeliest(places[chosen], values[chosen])
+        self.parameters = len(parameters)
+        self._near, self._spread, self._noise = _spread(parameters)
         self._keep(places, values)
 
     def _keep(self, places: Vector, values: Vector) -> None:

@@ -25,6 +25,8 @@ from recpipe.perf.profile import MachineProfile, Sample
 
 FEWEST = 4
 """Samples that a correction needs; with fewer, the linear model speaks alone."""
+DISTURBED = 5.0
+"""Standard deviations from which on a sample's time counts as disturbed."""
 FOLDS = 5
 FLOOR = 4e-4
 """Added to each relative error before its logarithm, so that one lucky prediction does not make the mean."""
@@ -68,15 +70,11 @@ class KernelModel:
         self._process: Process | None = None
         errors = left - self._mean
         if len(samples) >= FEWEST and np.ptp(left) > 0:
-            self._process = Process(np.array([place(sample.at) for sample in samples]), errors)
-            groups = shapes(samples)
-            errors = self._process.left_out(groups % FOLDS) * self._widened(len(np.unique(groups)))
+            self._process, kept = _fitted_process(np.array([place(sample.at) for sample in samples]), errors)
+            groups = shapes(samples)[kept]
+            parameters = int(np.count_nonzero(self._coefficients)) + self._process.parameters
+            errors = self._process.left_out(groups % FOLDS) * _widened(len(np.unique(groups)), parameters)
         self._low, self._high = _four_fifths(errors)
-
-    def _widened(self, shapes: int) -> float:
-        """By how much errors are larger than those of the samples that all parameters were fitted to."""
-        fitted = np.count_nonzero(self._coefficients)
-        return float(np.sqrt(shapes / max(shapes - fitted, shapes / 4)))
 
     def estimate(self, at: At) -> Estimate:
         """The time of work of these sizes."""
@@ -85,6 +83,21 @@ class KernelModel:
         seconds = linear * float(np.exp(self._mean + shift))
         low, high = (seconds * float(np.exp(deviation * each)) for each in (self._low, self._high))
         return Estimate(seconds, low, high)
+
+
+def _fitted_process(places: Vector, values: Vector) -> tuple[Process, NDArray[np.bool_]]:
+    """A process, and which samples it was fitted to: not to those that took far longer than others say, since
+    something disturbed all of their passes."""
+    process = Process(places, values)
+    kept = process.left_out(np.arange(len(values))) < DISTURBED
+    if kept.all() or np.count_nonzero(kept) < FEWEST:
+        return process, np.ones(len(values), dtype=np.bool_)
+    return Process(places[kept], values[kept]), kept
+
+
+def _widened(shapes: int, parameters: int) -> float:
+    """By how much errors are larger than among the samples that so many parameters were fitted to."""
+    return float(np.sqrt(shapes / max(shapes - parameters, shapes / 4)))
 
 
 def shapes(samples: Sequence[Sample]) -> NDArray[np.int64]:

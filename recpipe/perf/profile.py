@@ -75,7 +75,7 @@ class Sample:
     at: Mapping[str, float | str]
     """Sizes and settings by name."""
     seconds: float
-    """The median of several runs, in the fastest of several passes; of the machine's limits, the best."""
+    """The median of several runs (of operators, see ``bench.timing``); of the machine's limits, the best."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from recpipe.backend.matmul import has_onednn
 from recpipe.common.threads import using_threads
 from recpipe.perf.bench import gemm, overheads, pointwise, timing
 from recpipe.perf.bench.timing import Clock, Make, clock
-from recpipe.perf.operators import FREE, watched
+from recpipe.perf.operators import FREE, Operator, watched
 
 FLOAT = torch.float32
 
@@ -21,6 +22,7 @@ FLOAT = torch.float32
 def timer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     monkeypatch.setattr(timing, "SPREADS", (0.0, 2.0**12))
     monkeypatch.setattr(timing, "ROUNDS", (1, 1))
+    monkeypatch.setattr(timing, "PASSES", (2, 2))
     with using_threads(2), clock(1) as made:
         yield made
 
@@ -69,6 +71,23 @@ def test_samples_say_threads_and_how_far_memory_is(timer: Clock) -> None:
     assert all(sample.seconds > 0 for sample in found)
 
 
+def test_passes_go_on_until_the_two_fastest_agree(timer: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first operator's second pass is disturbed; the second's passes never agree."""
+    monkeypatch.setattr(timing, "PASSES", (2, 6))
+    times = {"view": [1.0, 2.0, 1.04], "sum": [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]}
+    left, order = {kind: iter(each) for kind, each in times.items()}, []
+
+    def seconds(operator: Operator, make: Make, spread: float) -> float:
+        order.append(operator.kind)
+        return next(left[operator.kind])
+
+    monkeypatch.setattr(timer, "_seconds", seconds)
+    wanted = [(Operator(kind, {}, kind), partial(torch.ones, 1), 0.0) for kind in times]
+    longer = (1 * 2 * 6 * 5) ** 0.25  # the first two passes of both
+    assert timer._usual(wanted) == pytest.approx([longer, longer])
+    assert order == [*["view", "sum"] * 3, "sum", "sum", "sum"]
+
+
 def test_a_call_of_several_operators_is_left_out(timer: Clock) -> None:
     x = torch.ones(4)
     assert not list(timer.samples([lambda: lambda: (x + x) * x]))
@@ -94,6 +113,7 @@ def test_overheads_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overheads, "PARAMETERS", ((1, 8),))
     monkeypatch.setattr(timing, "SPREADS", (0.0,))
     monkeypatch.setattr(timing, "ROUNDS", (1, 1))
+    monkeypatch.setattr(timing, "PASSES", (2, 2))
     with using_threads(2):
         found = list(overheads.measure(quick=True))
     optimizers = [f"optimizer {name}" for name in ("SGD", "Adagrad", "Adam") for _ in range(2)]

@@ -27,7 +27,7 @@ def test_a_smooth_function_comes_back_and_far_away_nothing_is_known() -> None:
 
 
 def test_noise_is_told_from_the_function() -> None:
-    known = places(120)
+    known = places(60)
     noise = np.random.default_rng(2).standard_normal(len(known))
     quiet, loud = (Process(known, wave(known) + size * noise) for size in (0.01, 0.2))
     assert quiet.at(known[0])[1] < 0.1

@@ -76,12 +76,37 @@ def test_held_out_errors_are_small_on_a_law_and_large_on_noise() -> None:
     found = MODELS.held_out()
     assert found["addmm"].count == 48
     assert all(errors.gmae < 0.06 for errors in found.values()), found
+    assert found["all"].inside is not None
+    assert found["all"].inside > 0.75
     random = np.random.default_rng(2)
     wild = [
         Sample("mm nn", product("mm nn", *sizes, 1.0).at, float(random.uniform(1e-5, 1e-2)))
         for sizes in 2 ** random.uniform(4, 11, (40, 3))
     ]
     assert KernelModels(wild).held_out()["mm nn"].gmae > 0.3
+
+
+def test_twins_of_one_shape_are_held_out_together() -> None:
+    """Times that depend on the shape alone, at random: its twin would tell them, other shapes do not."""
+    random = np.random.default_rng(3)
+    twins = [
+        replace(sample, at={**sample.at, "reuse": reuse}, seconds=seconds)
+        for sample in (passed("cat", float(size), 1.0) for size in 2 ** random.uniform(10, 20, 40) // 1)
+        for seconds in [sample.seconds * float(random.uniform(0.2, 5))]
+        for reuse in (2.0**24, 2.0**24 + 4096)
+    ]
+    assert KernelModels(twins).held_out()["cat"].gmae > 0.3
+
+
+def test_a_disturbed_sample_does_not_alter_its_neighbours() -> None:
+    random = np.random.default_rng(4)
+    samples = [passed("cat", float(size), 1.0) for size in 2 ** random.uniform(10, 20, 60) // 1]
+    at = samples[7].at
+    disturbed = [replace(s, seconds=s.seconds * (30 if n == 7 else 1)) for n, s in enumerate(samples)]
+    usual, found = (KernelModels(each).seconds("cat", at).seconds for each in (samples, disturbed))
+    assert found == pytest.approx(usual, rel=0.1)
+    others = [replace(s, seconds=s.seconds / (30 if n == 7 else 1)) for n, s in enumerate(samples)]
+    assert KernelModels(others).seconds("cat", at).seconds < 0.9 * usual
 
 
 def test_errors_by_hand() -> None:

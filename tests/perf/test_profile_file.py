@@ -50,7 +50,7 @@ def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
     ("change", "says"),
     [
         (lambda text: text[:-30], "no machine profile"),
-        (lambda text: text.replace('"schema": 2', '"schema": 7'), "schema 7, not 1"),
+        (lambda text: text.replace('"schema": 2', '"schema": 7'), "schema 7, not 2"),
         (lambda text: text.replace("1e-05", "-1e-05"), "-1e-05 seconds for mm"),
         (lambda text: text.replace("1e-05", '"soon"'), "samples.gemm"),
         (lambda text: text.replace('"cores": 2', '"cores": null'), "host.cores is None"),

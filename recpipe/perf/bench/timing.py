@@ -7,7 +7,8 @@ and they compete for caches and memory. So an operator in one thread is timed wh
 too.
 
 Other programs, and on virtual machines other machines, slow a core down for seconds at a time. So each
-operator is timed in several passes that lie seconds apart, until its two fastest passes agree.
+operator is timed in several passes that lie seconds apart, until its two fastest passes agree. The fastest
+says how operators compare; what they usually take is more, by as much as all operators' passes are slower.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from statistics import median
+from math import exp, log
+from statistics import fmean, median
 from time import perf_counter
 
 import numpy as np
@@ -40,7 +42,7 @@ ROUNDS = (5, 15)
 LEAST_SECONDS = 0.004
 """Calls are timed until they, and what is between them, took so long together."""
 PASSES = (2, 6)
-"""The least and the most passes; the fastest counts."""
+"""The least and the most passes."""
 AGREE = 1.05
 """The two fastest passes agree if one took at most so much longer than the other."""
 SHORT = 50e-6
@@ -68,6 +70,7 @@ class Clock:
         self._others = ThreadPoolExecutor(max(1, self.threads - 1), "recpipe-bench", keep_to_one_core)
         self._filler = torch.ones(int(max(SPREADS)) // 4)
         self._step = _small_step()
+        self._longer: list[float] = []
 
     def close(self) -> None:
         """End the threads."""
@@ -83,18 +86,27 @@ class Clock:
         made = iter(makes)
         while chunk := list(islice(made, CHUNK)):
             wanted = [each for make in chunk for each in self._wanted(make)]
-            for (operator, _, _), seconds in zip(wanted, self._fastest(wanted), strict=True):
+            for (operator, _, _), seconds in zip(wanted, self._usual(wanted), strict=True):
                 yield Sample(operator.kind, operator.at, seconds)
 
-    def _fastest(self, wanted: Sequence[Wanted]) -> list[float]:
-        """The seconds of the fastest pass of each."""
+    def _usual(self, wanted: Sequence[Wanted]) -> list[float]:
+        """The seconds of the fastest pass of each, times how many times as long a pass takes: the geometric
+        mean over the passes that each operator timed so far had at least."""
+        least, _ = PASSES
+        passes = self._passes(wanted)
+        self._longer += [log(seconds / min(found)) for found in passes for seconds in found[:least]]
+        longer = exp(fmean(self._longer))
+        return [longer * min(found) for found in passes]
+
+    def _passes(self, wanted: Sequence[Wanted]) -> list[list[float]]:
+        """The seconds of the passes of each."""
         least, most = PASSES
         times: list[list[float]] = [[] for _ in wanted]
         for number in range(most):
             for each, found in zip(wanted, times, strict=True):
                 if number < least or not _agree(found):
                     found.append(self._seconds(*each))
-        return [min(found) for found in times]
+        return times
 
     def _wanted(self, make: Make) -> Iterator[Wanted]:
         """What a made call runs in each of the modes, and the bytes that are touched between two calls."""
@@ -110,7 +122,7 @@ class Clock:
         wanted = [
             (_among(operator, threads, far), make, far) for operator, make in made for threads in self.modes
         ]
-        for (operator, _, _), seconds in zip(wanted, self._fastest(wanted), strict=True):
+        for (operator, _, _), seconds in zip(wanted, self._usual(wanted), strict=True):
             yield Sample(operator.kind, operator.at, seconds)
 
     def _seconds(self, operator: Operator, make: Make, spread: float) -> float:
@@ -121,7 +133,7 @@ class Clock:
 
     def _alone(self, run: Run, spread: float) -> float:
         least, most = ROUNDS
-        pieces = self._filler[: int(spread) // 4].split(PIECE) if spread else ()
+        pieces = torch.split(self._filler[: int(spread) // 4], PIECE) if spread else ()
         kept, times, begun = run(), list[float](), perf_counter()
         while len(times) < least or (perf_counter() - begun < LEAST_SECONDS and len(times) < most):
             for piece in pieces:
