@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,9 @@ from recpipe.perf.profile import MachineProfile
 
 FAR = 2.0**24
 """Bytes touched between two uses of a gradient or a parameter: most of a step's."""
+COLD = (2.0**22, 2.0**26)
+"""Bytes that a step's operators touch, from those that leave Python's code and data in a core's caches to
+those that leave nothing of it. Between them, the logarithm of the factor grows with that of the bytes."""
 SMALL = 64
 """Values of a parameter with which an optimizer's step is mostly its call."""
 RECORDED, NODE, FUNCTION, CALL = "recorded", "node", "function", "call"
@@ -32,7 +35,8 @@ class Factors:
     measured (``recpipe.perf.factors``)."""
 
     python: float = 1.0
-    """Python, autograd and the calls of operators."""
+    """Python, autograd and the calls of operators, in a step that touches so much memory that their code and
+    data leave the caches between two steps (``COLD``); in a step that touches little, 1."""
     kernels: float = 1.0
     """What operators with all threads do once they are called."""
     shared: float = 1.0
@@ -97,6 +101,12 @@ class Amounts:
         other = copy(self)
         other.factors = factors
         return other
+
+    def among(self, touched: float) -> Amounts:
+        """The same machine in a step whose operators touch so many bytes."""
+        low, high = np.log(COLD)
+        share = float(np.clip((np.log(max(1.0, touched)) - low) / (high - low), 0.0, 1.0))
+        return self.corrected(replace(self.factors, python=self.factors.python**share))
 
     def overhead(self, kind: str, times: float = 1.0) -> Estimate:
         """An overhead of ``bench.overheads`` that does not depend on sizes."""

@@ -96,6 +96,16 @@ def test_the_factors_of_a_machine_come_back(steps: list[Step]) -> None:
     assert predict_resident(unseen, BASE).step.seconds < 0.93 * expected
 
 
+def test_python_is_slower_in_a_step_that_leaves_the_caches() -> None:
+    """Between 4 and 64 MiB the factor grows with the bytes: at 16 MiB it is its square root."""
+    machine = BASE.corrected(Factors(python=2.25))
+    found = [machine.among(touched).factors.python for touched in (0.0, 2.0**20, 2.0**24, 2.0**30)]
+    assert found == pytest.approx([1.0, 1.0, 1.5, 2.25])
+    assert machine.among(2.0**30).overhead("loop").seconds == pytest.approx(
+        2.25 * BASE.overhead("loop").seconds
+    )
+
+
 def test_one_strange_probe_hardly_moves_the_factors_and_widens_the_range(steps: list[Step]) -> None:
     samples = [probe(step, Factors()) for step in steps]
     strange = [replace(samples[0], seconds=1.5 * samples[0].seconds), *samples[1:]]
