@@ -60,7 +60,8 @@ def step_amounts(profile: MachineProfile) -> Amounts:
 
 
 def fitted_factors(profile: MachineProfile, amounts: Amounts) -> Fit:
-    """Fit the factors to the probes of ``profile``; ``amounts``: the machine's, without factors."""
+    """Fit the factors to the probes of ``profile``, if there are some; ``amounts``: the machine's, without
+    factors."""
     samples = profile.samples[FAMILY]
     try:
         steps = [parse_step(str(sample.at["step"])) for sample in samples]
@@ -69,6 +70,8 @@ def fitted_factors(profile: MachineProfile, amounts: Amounts) -> Fit:
             f"the machine profile's samples of {FAMILY} are damaged ({shown(fault, 100)}): delete the file, "
             "and recpipe perf calibrate makes a new one"
         ) from fault
+    if not steps:
+        return Fit(Factors(), (), ())
     measured = np.array([sample.seconds for sample in samples])
     shift = np.zeros(len(NAMES))
     for _ in range(ROUNDS):

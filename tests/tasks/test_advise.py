@@ -53,7 +53,7 @@ def machine(**times: float) -> MachineProfile:
             samples.append(Sample(kind, at, seconds))
     base = synthetic.profile()
     kept = [each for each in samples if not each.kind.startswith("lookup")]
-    more = {"tiers": kept, "stores": [], "limits": []}
+    more = {"tiers": kept, "stores": [], "limits": [], "steps": []}
     return replace(base, samples={**base.samples, **{name: tuple(each) for name, each in more.items()}})
 
 
