@@ -38,9 +38,9 @@ class Factors:
     """Python, autograd and the calls of operators, in a step that touches so much memory that their code and
     data leave the caches between two steps (``COLD``); in a step that touches little, 1."""
     kernels: float = 1.0
-    """What operators with all threads do once they are called."""
+    """What operators do once they are called."""
     shared: float = 1.0
-    """The same of operators in one thread, while other cores train other samples."""
+    """Python again, where cores share a batch: their threads take turns with the interpreter."""
     tables: float = 1.0
     """Lookups and updates of rows."""
     error: float = 0.06
@@ -120,13 +120,17 @@ class Amounts:
     def operator(self, operator: Operator, threads: float) -> Estimate:
         """The time of an operator: of its call, and of what it then does."""
         whole = self._kernel(operator.kind, {**operator.at, "threads": threads})
-        return self._scaled(whole, self._kernel("view", {"threads": threads}), threads)
+        call = self._kernel("view", {"threads": threads})
+        return self._scaled(whole, call, self._turns(threads))
 
-    def _scaled(self, whole: Estimate, call: Estimate, threads: float) -> Estimate:
+    def _turns(self, threads: float) -> float:
+        """The factor for Python in a part with so many threads, beside the one for all Python."""
+        return self.factors.shared if threads < self.threads else 1.0
+
+    def _scaled(self, whole: Estimate, call: Estimate, turns: float = 1.0) -> Estimate:
         """``whole`` with its call and its work times their factors."""
         factors, calls = self.factors, min(whole.seconds, call.seconds)
-        work = factors.shared if threads < self.threads else factors.kernels
-        seconds = factors.python * calls + work * (whole.seconds - calls)
+        seconds = factors.python * turns * calls + factors.kernels * (whole.seconds - calls)
         return whole.times(seconds / max(whole.seconds, 1e-12))
 
     def _kernel(self, kind: str, at: At) -> Estimate:
@@ -141,18 +145,19 @@ class Amounts:
         totals = [Total() for _ in part.operators]
         forward = sum(map(len, part.operators[:2])) or 1
         backward = sum(map(len, part.operators[2:])) or 1
+        turns = self._turns(part.threads)
         for number, (total, operators) in enumerate(zip(totals, part.operators, strict=True)):
             for operator in operators:
                 total.add(operator.kind, self.operator(operator, part.threads))
             if number < 2:
                 share = len(operators) / forward
-                total.add(CALL, self.overhead(CALL, share * part.calls[0]))
-                total.add(RECORDED, self.overhead(RECORDED, share * part.recorded))
+                total.add(CALL, self.overhead(CALL, turns * share * part.calls[0]))
+                total.add(RECORDED, self.overhead(RECORDED, turns * share * part.recorded))
             else:
                 share = len(operators) / backward
-                total.add(CALL, self.overhead(CALL, share * part.calls[1]))
-                total.add(NODE, self.overhead(NODE, share * part.nodes))
-                total.add(FUNCTION, self.overhead(FUNCTION, share * part.functions))
+                total.add(CALL, self.overhead(CALL, turns * share * part.calls[1]))
+                total.add(NODE, self.overhead(NODE, turns * share * part.nodes))
+                total.add(FUNCTION, self.overhead(FUNCTION, turns * share * part.functions))
         return Stages(*(total.estimate for total in totals))
 
     def lookups(self, groups: Iterable[GroupLookups], kind: str) -> Estimate:
@@ -187,7 +192,7 @@ class Amounts:
         kind = kind if self.kernels.knows(kind, at) else "optimizer Adam"
         small = optimizer_sizes(name, int(float(sizes["runs"])), SMALL * int(float(sizes["runs"])))
         call = self._kernel(kind, {**small, "threads": threads})
-        return self._scaled(self._kernel(kind, at), call, threads)
+        return self._scaled(self._kernel(kind, at), call)
 
 
 def _work(group: GroupLookups) -> Vector:

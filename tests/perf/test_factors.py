@@ -111,7 +111,7 @@ def test_one_strange_probe_hardly_moves_the_factors_and_widens_the_range(steps: 
     strange = [replace(samples[0], seconds=1.5 * samples[0].seconds), *samples[1:]]
     calm, moved = fitted(samples), fitted(strange)
     assert moved.kernels == pytest.approx(1.0, abs=0.05)
-    assert moved.error > 3 * calm.error
+    assert moved.error > calm.error + 0.02
     ranges = [predict_resident(steps[4], BASE.corrected(each)).step for each in (calm, moved)]
     widths = [each.high / each.low for each in ranges]
     assert widths[1] > widths[0]
