@@ -55,7 +55,7 @@ from recpipe.perf.step_text import parse_step, step_text  # noqa: E402
 
 WARM = 6
 """Steps that do not count."""
-SECONDS = 3.0
+SECONDS = 1.5
 """Most seconds of a recipe's steps."""
 DENSE = 13
 

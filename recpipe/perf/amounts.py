@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,9 @@ from recpipe.perf.profile import MachineProfile
 
 FAR = 2.0**24
 """Bytes touched between two uses of a gradient or a parameter: most of a step's."""
+COLD = (2.0**22, 2.0**26)
+"""Bytes that a step's operators touch, from those that leave Python's code and data in a core's caches to
+those that leave nothing of it. Between them, the logarithm of the factor grows with that of the bytes."""
 SMALL = 64
 """Values of a parameter with which an optimizer's step is mostly its call."""
 RECORDED, NODE, FUNCTION, CALL = "recorded", "node", "function", "call"
@@ -32,11 +35,12 @@ class Factors:
     measured (``recpipe.perf.factors``)."""
 
     python: float = 1.0
-    """Python, autograd and the calls of operators."""
+    """Python, autograd and the calls of operators, in a step that touches so much memory that their code and
+    data leave the caches between two steps (``COLD``); in a step that touches little, 1."""
     kernels: float = 1.0
-    """What operators with all threads do once they are called."""
+    """What operators do once they are called."""
     shared: float = 1.0
-    """The same of operators in one thread, while other cores train other samples."""
+    """Python again, where cores share a batch: their threads take turns with the interpreter."""
     tables: float = 1.0
     """Lookups and updates of rows."""
     error: float = 0.06
@@ -104,6 +108,12 @@ class Amounts:
         other.threads = threads
         return other
 
+    def among(self, touched: float) -> Amounts:
+        """The same machine in a step whose operators touch so many bytes."""
+        low, high = np.log(COLD)
+        share = float(np.clip((np.log(max(1.0, touched)) - low) / (high - low), 0.0, 1.0))
+        return self.corrected(replace(self.factors, python=self.factors.python**share))
+
     def overhead(self, kind: str, times: float = 1.0) -> Estimate:
         """An overhead of ``bench.overheads`` that does not depend on sizes."""
         return self._kernel(kind, {}).times(times * self.factors.python)
@@ -116,13 +126,17 @@ class Amounts:
     def operator(self, operator: Operator, threads: float) -> Estimate:
         """The time of an operator: of its call, and of what it then does."""
         whole = self._kernel(operator.kind, {**operator.at, "threads": threads})
-        return self._scaled(whole, self._kernel("view", {"threads": threads}), threads)
+        call = self._kernel("view", {"threads": threads})
+        return self._scaled(whole, call, self._turns(threads))
 
-    def _scaled(self, whole: Estimate, call: Estimate, threads: float) -> Estimate:
+    def _turns(self, threads: float) -> float:
+        """The factor for Python in a part with so many threads, beside the one for all Python."""
+        return self.factors.shared if threads < self.threads else 1.0
+
+    def _scaled(self, whole: Estimate, call: Estimate, turns: float = 1.0) -> Estimate:
         """``whole`` with its call and its work times their factors."""
         factors, calls = self.factors, min(whole.seconds, call.seconds)
-        work = factors.shared if threads < self.threads else factors.kernels
-        seconds = factors.python * calls + work * (whole.seconds - calls)
+        seconds = factors.python * turns * calls + factors.kernels * (whole.seconds - calls)
         return whole.times(seconds / max(whole.seconds, 1e-12))
 
     def _kernel(self, kind: str, at: At) -> Estimate:
@@ -137,18 +151,19 @@ class Amounts:
         totals = [Total() for _ in part.operators]
         forward = sum(map(len, part.operators[:2])) or 1
         backward = sum(map(len, part.operators[2:])) or 1
+        turns = self._turns(part.threads)
         for number, (total, operators) in enumerate(zip(totals, part.operators, strict=True)):
             for operator in operators:
                 total.add(operator.kind, self.operator(operator, part.threads))
             if number < 2:
                 share = len(operators) / forward
-                total.add(CALL, self.overhead(CALL, share * part.calls[0]))
-                total.add(RECORDED, self.overhead(RECORDED, share * part.recorded))
+                total.add(CALL, self.overhead(CALL, turns * share * part.calls[0]))
+                total.add(RECORDED, self.overhead(RECORDED, turns * share * part.recorded))
             else:
                 share = len(operators) / backward
-                total.add(CALL, self.overhead(CALL, share * part.calls[1]))
-                total.add(NODE, self.overhead(NODE, share * part.nodes))
-                total.add(FUNCTION, self.overhead(FUNCTION, share * part.functions))
+                total.add(CALL, self.overhead(CALL, turns * share * part.calls[1]))
+                total.add(NODE, self.overhead(NODE, turns * share * part.nodes))
+                total.add(FUNCTION, self.overhead(FUNCTION, turns * share * part.functions))
         return Stages(*(total.estimate for total in totals))
 
     def lookups(self, groups: Iterable[GroupLookups], kind: str) -> Estimate:
@@ -183,7 +198,7 @@ class Amounts:
         kind = kind if self.kernels.knows(kind, at) else "optimizer Adam"
         small = optimizer_sizes(name, int(float(sizes["runs"])), SMALL * int(float(sizes["runs"])))
         call = self._kernel(kind, {**small, "threads": threads})
-        return self._scaled(self._kernel(kind, at), call, threads)
+        return self._scaled(self._kernel(kind, at), call)
 
 
 def _work(group: GroupLookups) -> Vector:

@@ -59,6 +59,11 @@ class Part:
     """Nodes among them that run Python."""
 
     @property
+    def touched(self) -> float:
+        """Bytes that its operators touch, one after the other."""
+        return sum(float(each.at.get("footprint", 0.0)) for stage in self.operators for each in stage)
+
+    @property
     def unknown(self) -> list[str]:
         """Names of operators that are predicted as passes over as many bytes."""
         found = {each.name for stage in self.operators for each in stage if not each.known}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
+from math import hypot
 
 import numpy as np
 
@@ -23,13 +24,17 @@ from recpipe.perf.walk import walk
 
 FAMILY = "steps"
 NAMES = ("python", "kernels", "shared", "tables")
-HELD = np.array([0.7, 0.2, 0.2, 0.2])
+HELD = np.array([0.7, 0.2, 0.5, 0.2])
 """How far the logarithm of each of these factors is likely to be from 0, as a standard deviation. Python in a
-step finds colder caches than in a loop of its own, by an amount that differs from machine to machine."""
+step finds colder caches than in a loop of its own, and waits for other threads, by amounts that differ from
+machine to machine."""
 NOISE = 0.06
 """The standard deviation of the logarithm of a measured step around what factors can explain."""
 LEAST_ERROR = 0.03
 """Probes that fit by luck promise no more than this."""
+DRIFT = 0.08
+"""The standard deviation of the logarithm of a step's time from one run to the next, on a machine with other
+tenants; probes that are measured within seconds do not show it."""
 ROUNDS = 3
 NUDGE = 0.05
 WALKED = 12
@@ -60,7 +65,8 @@ def step_amounts(profile: MachineProfile) -> Amounts:
 
 
 def fitted_factors(profile: MachineProfile, amounts: Amounts) -> Fit:
-    """Fit the factors to the probes of ``profile``; ``amounts``: the machine's, without factors."""
+    """Fit the factors to the probes of ``profile``, if there are some; ``amounts``: the machine's, without
+    factors."""
     samples = profile.samples[FAMILY]
     try:
         steps = [parse_step(str(sample.at["step"])) for sample in samples]
@@ -69,6 +75,8 @@ def fitted_factors(profile: MachineProfile, amounts: Amounts) -> Fit:
             f"the machine profile's samples of {FAMILY} are damaged ({shown(fault, 100)}): delete the file, "
             "and recpipe perf calibrate makes a new one"
         ) from fault
+    if not steps:
+        return Fit(Factors(), (), ())
     measured = np.array([sample.seconds for sample in samples])
     shift = np.zeros(len(NAMES))
     for _ in range(ROUNDS):
@@ -76,7 +84,7 @@ def fitted_factors(profile: MachineProfile, amounts: Amounts) -> Fit:
         nudged = [_logarithms(steps, amounts, shift + NUDGE * along) for along in np.eye(len(NAMES))]
         slopes = (np.array(nudged) - base).T / NUDGE
         shift, without = _solved(slopes, np.log(measured) - base + slopes @ shift)
-    error = max(LEAST_ERROR, float(np.sqrt(np.mean(without**2))))
+    error = hypot(max(LEAST_ERROR, float(np.sqrt(np.mean(without**2)))), DRIFT)
     factors = replace(_factors(shift), error=error)
     return Fit(factors, tuple(measured.tolist()), tuple((measured * np.exp(-without)).tolist()))
 

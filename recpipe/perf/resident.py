@@ -60,7 +60,8 @@ def resident_tasks(step: Step, amounts: Amounts, in_one: bool = False) -> tuple[
 
 
 def _tasks(step: Step, amounts: Amounts, shared: bool, in_one: bool) -> tuple[list[Task], Way]:
-    made = (_shared if shared else _plain)(step, amounts, in_one)
+    part = step.captured.shares[0] if shared else step.captured.whole
+    made = (_shared if shared else _plain)(step, amounts.among(part.touched), in_one)
     estimates: dict[str, Estimate] = {}
     tasks = []
     for task, estimate in made:

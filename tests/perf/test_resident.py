@@ -47,6 +47,9 @@ class Fixed(Amounts):
         self.groups = 1
         self.times = {"look": 1.0, "dense": 4.0, "update": 2.0, "optimizer": 1.0, "loop": 0.5} | times
 
+    def among(self, touched: float) -> Fixed:
+        return self
+
     def overhead(self, kind: str, times: float = 1.0) -> Estimate:
         return exactly(self.times.get(kind, 0.0) * times)
 

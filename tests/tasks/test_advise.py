@@ -56,7 +56,7 @@ def machine(**times: float) -> MachineProfile:
     kept = [each for each in samples if not each.kind.startswith("lookup")]
     over = [replace(each, at={**each.at, "ranks": 2.0}) for each in kept if is_over_ranks(each.kind)]
     alone = [each for each in kept if not is_over_ranks(each.kind)]
-    more = {"tiers": alone, "stores": [], "limits": [], "rows": alone[:1], "collectives": over}
+    more = {"tiers": alone, "stores": [], "limits": [], "steps": [], "rows": alone[:1], "collectives": over}
     return replace(base, samples={**base.samples, **{name: tuple(each) for name, each in more.items()}})
 
 

@@ -275,9 +275,12 @@ def _module(probe: Probe) -> nn.Module:
         for number in range(probe.features)
     ]
     bags, bottom, top = EmbeddingBagCollection(configs), [*probe.bottom, probe.dim], [*probe.top, 1]
-    if probe.crosses:
-        return DLRM_DCN(bags, DENSE, bottom, top, dcn_num_layers=probe.crosses, dcn_low_rank_dim=48)
-    return DLRM(bags, DENSE, bottom, top)
+    made: nn.Module = (
+        DLRM_DCN(bags, DENSE, bottom, top, dcn_num_layers=probe.crosses, dcn_low_rank_dim=48)
+        if probe.crosses
+        else DLRM(bags, DENSE, bottom, top)
+    )
+    return made
 
 
 def _batches(probe: Probe) -> Iterator[_Batch]:
