@@ -297,7 +297,12 @@ def run_on(
         if leads:
             files.write_json("report.json", report.to_dict())
             if profiler is not None:
-                profiler.complete(report, model_config, files)
+                # Imported here, so that training does not wait for what only profiles need.
+                from recpipe.tasks.profile_predicted import predicted_step
+
+                alone = ranks.world == 1 and device.type == "cpu"
+                predict = partial(predicted_step, cfg, dataset, model, backend, alone)
+                profiler.complete(report, model_config, files, predict)
                 files.write_json("report.json", report.to_dict())
         if leads and stopped is None:
             # Imported here, so that training does not wait for what only reports need.

@@ -17,16 +17,15 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.common.threads import using_threads
-from recpipe.data.parts import batch_size, in_order
+from recpipe.data.parts import batch_size
 from recpipe.data.select import between
 from recpipe.errors import UserError, shown
+from recpipe.perf.handed import HandedRows
 from recpipe.perf.operators import Operator, Watch
 from recpipe.perf.python import calls_by_name
 from recpipe.pipeline.parts import undone
 from recpipe.pipeline.placed import PlacedModel
-from recpipe.tables.front import BagFront, Front, handing_out
-from recpipe.tables.lookups import same_ids
-from recpipe.tables.room import with_room
+from recpipe.tables.front import Front, handing_out
 from recpipe.tables.tiers.placement import IndexBags
 
 
@@ -37,7 +36,6 @@ class CannotTrace(UserError):
 STAGES = ("before rows", "forward", "backward to rows", "backward")
 """The forward pass before the first rows are asked for and after it, and the backward pass until all
 gradients of rows are there and after it."""
-ROW_VALUE = 0.01
 OPTIMIZER = 3
 """Bytes that the dense optimizer touches beside each parameter's own: gradient and state."""
 
@@ -258,51 +256,29 @@ def _nodes(loss: torch.Tensor) -> int:
     return len(seen)
 
 
-class _Rows:
-    """Hands out rows of the right shape for any ids that a front is called with, as leaves of the graph."""
+class _Rows(HandedRows):
+    """Rows whose making is not watched; the same ones whenever the batch's own ids are asked for."""
 
     def __init__(self, front: Front, model: PlacedModel, batch: Any, watch: _Stages | None) -> None:
-        self.front, self.own, self._watch = front, model.ids_of(front, batch), watch
-        self.others: list[KeyedJaggedTensor] = []
-        """Ids that are not the batch's own."""
-        self.leaves: list[torch.Tensor] = []
-        self._asked: KeyedJaggedTensor | None = None
+        super().__init__(front, model, batch, roomy=True)
+        self._watch = watch
         self._of_own: list[torch.Tensor] = []
 
     def holds(self, sparse: KeyedJaggedTensor) -> bool:
         """Note which ids are asked for."""
         self._pause(True)
-        self._asked = sparse
-        if self.own is None or not same_ids(sparse, self.own, self.front):
-            self.others.append(sparse)
+        found = super().holds(sparse)
         self._pause(False)
-        return True
+        return found
 
     def rows(self) -> list[torch.Tensor]:
-        """The rows of each group; the same for the batch's own ids."""
-        assert self._asked is not None, "a front asks first"
+        """The rows of each group."""
         self._pause(True)
         is_own = not self.others or self.others[-1] is not self._asked
-        made = self._of_own if is_own and self._of_own else self._made(self._asked)
+        made = self._of_own if is_own and self._of_own else super().rows()
         if is_own:
             self._of_own = made
         self._pause(False)
-        return made
-
-    def _made(self, asked: KeyedJaggedTensor) -> list[torch.Tensor]:
-        front = self.front
-        roomy = isinstance(front, BagFront) and front.wants_room and front.can_have_room
-        made = []
-        for group in front.groups:
-            ids, tables = in_order(asked, group.tables.features), group.tables
-            if tables.pooled and roomy:
-                wide = torch.full((ids.stride(), (1 + len(tables.features)) * tables.dim), ROW_VALUE)
-                made.append(with_room(wide, tables.dim).requires_grad_())
-                continue
-            shape = (ids.stride(), len(tables.features) * tables.dim)
-            shape = shape if tables.pooled else (ids.values().numel(), tables.dim)
-            made.append(torch.full(shape, ROW_VALUE, device=ids.device(), requires_grad=True))
-        self.leaves += made
         return made
 
     def _pause(self, paused: bool) -> None:

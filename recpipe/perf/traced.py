@@ -19,22 +19,19 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe import seams
-from recpipe.data.parts import in_order, tensors_of
+from recpipe.data.parts import tensors_of
+from recpipe.perf.handed import HandedRows
 from recpipe.perf.parts import part_name
 from recpipe.perf.workload import Lookups, Work, count_lookups
 from recpipe.pipeline.parts import undone
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import TorchDispatchMode
-from recpipe.tables.front import Front, handing_out
-from recpipe.tables.lookups import same_ids
+from recpipe.tables.front import handing_out
 from recpipe.tables.tiers.placement import table_bags
 
 PARTS = ("interaction", "MLP", "dense")
-ROW_VALUE = 0.01
-"""The value of all rows that are handed out: no tier is used, and no other rank is asked."""
 
 
 class Traced:
@@ -42,7 +39,7 @@ class Traced:
 
     def __init__(self, model: PlacedModel, batch: Any) -> None:
         self._trace = _Trace(model.module)
-        handed = {front: _Rows(front, model, batch) for front in model.fronts.values()}
+        handed = {front: HandedRows(front, model, batch) for front in model.fronts.values()}
         with undone(model), torch.enable_grad(), self._trace.watching():
             with handing_out(handed):
                 loss, _ = model.called(batch)
@@ -62,34 +59,6 @@ class Traced:
 
 
 _WAYS = ("forward", "backward")
-
-
-class _Rows:
-    """Hands out rows of the right shape for any ids that a front is called with, as leaves of the graph."""
-
-    def __init__(self, front: Front, model: PlacedModel, batch: Any) -> None:
-        self.front, self.own = front, model.ids_of(front, batch)
-        self.others: list[KeyedJaggedTensor] = []
-        """Ids that are not the batch's own."""
-        self.leaves: list[torch.Tensor] = []
-        self._asked: KeyedJaggedTensor | None = None
-
-    def holds(self, sparse: KeyedJaggedTensor) -> bool:
-        self._asked = sparse
-        if self.own is None or not same_ids(sparse, self.own, self.front):
-            self.others.append(sparse)
-        return True
-
-    def rows(self) -> list[torch.Tensor]:
-        assert self._asked is not None, "a front asks first"
-        made = []
-        for group in self.front.groups:
-            ids, tables = in_order(self._asked, group.tables.features), group.tables
-            shape = (ids.stride(), len(tables.features) * tables.dim)
-            shape = shape if tables.pooled else (ids.values().numel(), tables.dim)
-            made.append(torch.full(shape, ROW_VALUE, device=ids.device(), requires_grad=True))
-        self.leaves += made
-        return made
 
 
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -203,12 +203,7 @@ def _budget_plots(budget: Mapping[str, Any]) -> Iterator[Plot]:
     )
     yield plots.bars("Memory", names, [row["memory_bytes"] for row in rows], "rows and buffers", unit="bytes")
     best = next(row for row in rows if row["name"] == budget["recommended"])
-    places = sorted({span["place"] for span in best["timeline"]})
-    yield plots.spans(
-        f"Steps of {best['name']}",
-        places,
-        [(span["place"], span["name"], span["start"], span["end"]) for span in best["timeline"]],
-    )
+    yield plots.spans(f"Steps of {best['name']}", best["timeline"])
     use = best["utilisation"]
     yield plots.bars(
         f"How busy each part is: {best['name']}", list(use), list(use.values()), "of the step", unit="share"

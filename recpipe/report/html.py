@@ -114,6 +114,10 @@ def _profile(section: Mapping[str, Any] | None) -> dict[str, Any] | None:
         "rows": measured.rows(section),
         "limits": measured.limits(section),
         "profiled": measured.profiled(section),
+        "predicted": measured.predicted(section),
+        "predicted_columns": measured.PREDICTED,
+        "predicted_rows": measured.predicted_rows(section),
+        "predicted_plots": measured.predicted_plots(section),
     }
 
 

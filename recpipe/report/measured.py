@@ -70,6 +70,51 @@ def profiled(profile: Mapping[str, Any]) -> str:
     )
 
 
+PREDICTED = ("part", "predicted ms", "measured ms")
+"""The columns of ``predicted_rows``."""
+
+
+def predicted(profile: Mapping[str, Any]) -> str:
+    """The predicted step beside the measured one, or why there is none, in a sentence."""
+    told = profile["predicted"]
+    if "reason" in told:
+        return f"Not predicted: {told['reason']}."
+    (whole, low, high), measured = told["step_ms"], profile["step_ms"]
+    return (
+        f"Predicted from the machine's measurements: {whole:.2f} ms a step ({low:.2f}..{high:.2f}); measured "
+        f"{measured:.2f}, an error of {figures.signed(100 * (whole / measured - 1), 0)}%."
+    )
+
+
+def predicted_rows(profile: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """One row of ``PREDICTED`` for each part of a step that takes time, and for the step; empty if it was not
+    predicted."""
+    told = profile["predicted"]
+    if "reason" in told:
+        return []
+    both = {part: (ms, told["measured_parts_ms"][part]) for part, ms in told["parts_ms"].items()}
+    both = {part: pair for part, pair in both.items() if any(pair)}
+    both["step"] = told["step_ms"][0], profile["step_ms"]
+    return [(name, *(figures.decimal(ms, 2) for ms in pair)) for name, pair in both.items()]
+
+
+def predicted_plots(profile: Mapping[str, Any]) -> list[plots.Plot]:
+    """A timeline of the predicted steps, and how busy each thread is in them."""
+    told = profile["predicted"]
+    if "reason" in told:
+        return []
+    return [
+        plots.spans("Predicted steps", told["timeline"]),
+        plots.bars(
+            "How busy each part is, predicted",
+            list(told["utilisation"]),
+            list(told["utilisation"].values()),
+            "of the step",
+            unit="share",
+        ),
+    ]
+
+
 def print_profile(profile: Mapping[str, Any], directory: Path, console: Console | None = None) -> None:
     """Print the table and the inputs of its floor, for an 80-column terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -87,7 +132,7 @@ def print_profile(profile: Mapping[str, Any], directory: Path, console: Console 
     if warning := figures.disturbed(profile["others_cpu_share"], "the measurement of its limits"):
         out.print(f"{warning}: floors are higher than on a quiet one.", soft_wrap=True, markup=False)
     trace = f"trace: {directory / profile['trace']} (open it in https://ui.perfetto.dev)"
-    for line in (f"{profiled(profile)}.", trace):
+    for line in (f"{profiled(profile)}.", predicted(profile), trace):
         out.print(line, soft_wrap=True, markup=False, highlight=False)
 
 

@@ -214,13 +214,13 @@ def stacked(
         return _finish(title, figure)
 
 
-def spans(
-    title: str, places: Sequence[str], parts: Sequence[tuple[str, str, float, float]], most: int = 12
-) -> Plot:
-    """A timeline: a row for each of ``places``, and in it a bar for each of ``parts`` (its place, its name,
-    its start and end in seconds). The legend has the ``most`` names that take longest; others share a
-    colour."""
+def spans(title: str, timeline: Sequence[Mapping[str, Any]], most: int = 12) -> Plot:
+    """A timeline of tasks, each with its ``place``, ``name``, and ``start`` and ``end`` in seconds: a row for
+    each place, and in it a bar for each task. The legend has the ``most`` names that take longest; others
+    share a colour."""
     with rc_context(_STYLE):
+        parts = [(task["place"], task["name"], task["start"], task["end"]) for task in timeline]
+        places = sorted({place for place, *_ in parts})
         takes: dict[str, float] = {}
         for _, name, start, end in parts:
             takes[name] = takes.get(name, 0.0) + end - start

@@ -119,12 +119,12 @@ class Adviser:
 
     def all_in_memory(self) -> dict[str, Any]:
         """The speed with all rows in memory."""
-        judged = self._judged(Candidate("resident", RESIDENT), self.facts, self.machine, self.paper)
-        seconds = judged.seconds
+        found = judge(Candidate("resident", RESIDENT), self.facts, self.machine, self.paper)
+        seconds = found.seconds
         return {
             "step_seconds": seconds,
             "samples_per_second": self._speeds(seconds),
-            "bound_by": _bound(judged.main),
+            "bound_by": _bound(found.main),
         }
 
     def unsure(self) -> list[str]:
@@ -173,7 +173,7 @@ class Adviser:
         found = {}
         for candidate in candidates(facts, left_out):
             try:
-                judged = self._judged(candidate, facts, self.machine, self.paper)
+                judged = judge(candidate, facts, self.machine, self.paper)
             except UserError as error:
                 left_out[candidate.name] = str(error)
             else:
@@ -184,15 +184,6 @@ class Adviser:
         """Samples per second with the least and the most expected, of a step's seconds with theirs."""
         whole, least, most = (self.facts.batch_size / each for each in seconds)
         return [whole, most, least]
-
-    def _judged(self, candidate: Candidate, facts: Facts, machine: Machine, paper: Paper) -> Judged:
-        whole, resident = machine.plain(paper)
-        prediction = predict_tiered(
-            facts, candidate.stated, candidate.base, machine.moves, resident, machine.cores
-        )
-        step = (whole.step.high - whole.step.low) / (2 * whole.step.seconds)
-        part = sum(kind.phase.share * _of_tiers(kind, whole) for kind in prediction.kinds)
-        return Judged(prediction, machine.spread * part, step * (1 - part))
 
     def _row(
         self, candidate: Candidate, judged: Judged, plain: Judged, own: Sequence[str], size: int
@@ -214,10 +205,7 @@ class Adviser:
             "critical": dict(kind.walked.critical),
             "utilisation": dict(kind.walked.utilisation),
             "cores_busy": kind.walked.cores_busy,
-            "timeline": [
-                {"place": span.task.place, "name": span.task.name, "start": span.start, "end": span.end}
-                for span in kind.walked.timeline
-            ],
+            "timeline": told_timeline(kind),
             "command": command(own, candidate, size),
         }
 
@@ -228,7 +216,7 @@ class Adviser:
 
         def tell(what: str, asked: bool, facts: Facts, machine: Machine, paper: Paper) -> None:
             other = next(c for c in candidates(facts, {}) if c.name == candidate.name)
-            then = self._judged(other, facts, machine, paper).prediction.step_seconds
+            then = judge(other, facts, machine, paper).prediction.step_seconds
             if asked or now / then > NOTHING:
                 found.append({"what": what, "ratio": now / then})
 
@@ -255,6 +243,25 @@ class Adviser:
             unplaced = Unplaced.of(cfg, self.dataset, self.device, None)
             self._papers.append(Paper.of(cfg, self.dataset, unplaced, self.device))
         return self._papers[1]
+
+
+def judge(candidate: Candidate, facts: Facts, machine: Machine, paper: Paper) -> Judged:
+    """The prediction for a recipe."""
+    whole, resident = machine.plain(paper)
+    prediction = predict_tiered(
+        facts, candidate.stated, candidate.base, machine.moves, resident, machine.cores
+    )
+    step = (whole.step.high - whole.step.low) / (2 * whole.step.seconds)
+    part = sum(kind.phase.share * _of_tiers(kind, whole) for kind in prediction.kinds)
+    return Judged(prediction, machine.spread * part, step * (1 - part))
+
+
+def told_timeline(kind: Kind) -> list[dict[str, Any]]:
+    """Some steps' tasks, with their seconds since the walk's begin."""
+    return [
+        {"place": span.task.place, "name": span.task.name, "start": span.start, "end": span.end}
+        for span in kind.walked.timeline
+    ]
 
 
 def _pays(candidate: Candidate, others: Iterable[Candidate], seconds: Mapping[str, float]) -> bool:

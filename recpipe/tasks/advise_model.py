@@ -28,7 +28,7 @@ from recpipe.training.optim import dense_optimizer
 
 @dataclass(eq=False)
 class Paper:
-    """A model whose tables are stand-ins, with the back end that it would run with."""
+    """A model, whose tables may be stand-ins, with the back end that it would run with."""
 
     model: PlacedModel
     backend: Backend
@@ -58,9 +58,13 @@ class Paper:
             ranks.channel(ranks.trainers),
             default_cache_dir() / "backend",
         )
+        return cls.over(cfg, dataset, model, backend, unplaced.first_batch)
+
+    @classmethod
+    def over(cls, cfg: Recipe, dataset: Dataset, model: PlacedModel, backend: Backend, batch: Any) -> Paper:
+        """Of a model with its back end. ``CannotTrace`` if it cannot be traced with ``batch``."""
         optimizer = type(dense_optimizer(cfg.optim.dense, list(model.trained()))).__name__
-        read = reading(dataset, cfg.data.batch_size, unplaced.inputs)
-        made = cls(model, backend, unplaced.first_batch, optimizer, read)
+        made = cls(model, backend, batch, optimizer, reading(dataset, cfg.data.batch_size, model.inputs))
         made.step(made.samples)
         return made
 

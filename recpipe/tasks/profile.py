@@ -133,10 +133,17 @@ class StepProfiler(L.Callback):
             self.profiler.stop()
             self._watching = False
 
-    def complete(self, report: RunReport, config: ModelConfig | UserModel, files: ReportFiles) -> None:
+    def complete(
+        self,
+        report: RunReport,
+        config: ModelConfig | UserModel,
+        files: ReportFiles,
+        predict: Callable[[int, Any], dict[str, Any]],
+    ) -> None:
         """Put the ``profile`` into the report and write the trace beside it, unless a signal came first.
 
         The report's throughput becomes that of the timed steps. It measures the machine, which takes seconds.
+        ``predict``: what the performance model tells of so many steps, with the measured phases.
         """
         if not self.finished:
             return
@@ -153,8 +160,10 @@ class StepProfiler(L.Callback):
         others = used_by_others(before)
         events = self.profiler.events()  # type: ignore[no-untyped-call]
         step = mean_step(middle_half(profiled_steps(events), key=lambda step: step.ms))
+        timing = achieved(seconds, step, floors_ms(work, limits, config.precision))
         report.profile = {
-            **achieved(seconds, step, floors_ms(work, limits, config.precision)),
+            **timing,
+            "predicted": predict(timed.stop, timing["phases"]),
             "floor": floor_section(work, limits, config.precision, lookups),
             "machine": asdict(limits),
             "others_cpu_share": others,

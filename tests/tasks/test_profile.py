@@ -26,8 +26,10 @@ from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.report import html, measured
 from recpipe.run import run
+from recpipe.tasks import profile_predicted
 from recpipe.tasks.profile import achieved, middle_half
 from tests.pipeline.samples import collection_of, model_over, random_batch, staged_of
+from tests.tasks.test_advise import machine as slow_disk
 
 SMALL = (
     "task=profile",
@@ -83,6 +85,42 @@ def test_a_run_leaves_phases_floors_and_a_trace(tmp_path: Path, recipe: tuple[st
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Where a step" in page
     assert page.count("embedding backward and update") >= 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "waits"),
+    [((), 0.0), (("tiers=ssd", "+plugin=hotline", "tiers.resident_bytes=5%"), 1.0)],
+    ids=["resident", "hotline"],
+)
+@pytest.mark.usefixtures("real_plots")
+def test_the_step_is_predicted_beside_the_measured_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: tuple[str, ...], waits: float
+) -> None:
+    """By a profile of a machine whose disk takes seconds."""
+    monkeypatch.setattr(profile_predicted, "own_profile", lambda host: slow_disk(ssd=10.0))
+    found = run(compose([*SMALL, *recipe]), tmp_path)["profile"]
+    told = found["predicted"]
+    step_ms, low, high = told["step_ms"]
+    assert low < step_ms < high
+    assert sum(told["parts_ms"].values()) == pytest.approx(step_ms, rel=1e-6)
+    assert told["parts_ms"]["input"] / step_ms == pytest.approx(waits, abs=0.1)
+    assert told["parts_ms"]["backward"] > 0
+    assert sum(told["measured_parts_ms"].values()) == pytest.approx(found["step_ms"])
+    assert {"main", "loader"} <= {task["place"] for task in told["timeline"]}
+    rows = measured.predicted_rows(found)
+    assert rows[-1][0] == "step"
+    assert f"{step_ms:.2f} ms a step" in measured.predicted(found)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Predicted against measured" in page
+    assert "Predicted steps" in page
+
+
+def test_what_cannot_be_predicted_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_predicted, "own_profile", lambda host: None)
+    found = run(compose([*SMALL]), tmp_path)["profile"]
+    assert found["predicted"].keys() == {"reason"}
+    assert "recpipe perf calibrate" in measured.predicted(found)
+    assert measured.predicted_rows(found) == []
 
 
 USERS = {
@@ -269,11 +307,20 @@ def test_the_table_is_80_columns_wide_and_says_how_far_the_floor_is() -> None:
         },
         "others_cpu_share": None,
         "trace": "trace.json.gz",
+        "predicted": {"reason": "nobody knows"},
     }
     console = Console(file=io.StringIO(), width=80)
     measured.print_profile(section, Path("outputs/x"), console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= 90
-    for part in ("dense optimizer", "12.5%", "3.0", "450 GFLOP/s", "16.00", "outputs/x/trace.json.gz"):
+    for part in (
+        "Not predicted: nobody knows.",
+        "dense optimizer",
+        "12.5%",
+        "3.0",
+        "450 GFLOP/s",
+        "16.00",
+        "outputs/x/trace.json.gz",
+    ):
         assert part in text

@@ -224,8 +224,8 @@ def test_popular_rows_get_slots(store: SsdStore) -> None:
     for number, ids in enumerate(batches(80)):
         before = tier.reads.missed
         bytes_of(tier, ids)
-        assert tier._change is None or tier._change.result(10) is None
         shares.append((tier.reads.missed - before) / BATCH)
+        assert tier._change is None or tier._change.result(10) is None  # asking for reads may begin one
         assert int(((tier.index >= 0) & (tier.index < 500)).sum()) == 500, number
     assert np.mean(shares[:4]) > 0.8
     assert np.mean(shares[-20:]) < 0.35

@@ -1,0 +1,56 @@
+"""Rows that are handed out to a model without tables, while one step of it is watched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpipe.data.parts import in_order
+from recpipe.pipeline.placed import PlacedModel
+from recpipe.tables.front import BagFront, Front
+from recpipe.tables.groups import Group
+from recpipe.tables.lookups import same_ids
+from recpipe.tables.room import with_room
+
+ROW_VALUE = 0.01
+"""The value of all rows that are handed out: no tier is used, and no other rank is asked."""
+
+
+class HandedRows:
+    """Hands out rows of the right shape for any ids that a front is called with, as leaves of the graph.
+
+    ``roomy``: with room in front where the front gives it in a run.
+    """
+
+    def __init__(self, front: Front, model: PlacedModel, batch: Any, roomy: bool = False) -> None:
+        self.front, self.own = front, model.ids_of(front, batch)
+        self.others: list[KeyedJaggedTensor] = []
+        """Ids that are not the batch's own."""
+        self.leaves: list[torch.Tensor] = []
+        self._asked: KeyedJaggedTensor | None = None
+        self._room = roomy and isinstance(front, BagFront) and front.wants_room and front.can_have_room
+
+    def holds(self, sparse: KeyedJaggedTensor) -> bool:
+        """Note which ids are asked for."""
+        self._asked = sparse
+        if self.own is None or not same_ids(sparse, self.own, self.front):
+            self.others.append(sparse)
+        return True
+
+    def rows(self) -> list[torch.Tensor]:
+        """The rows of each group, float32: pooled ones [B, F * dim] of F features, others [ids, dim]."""
+        assert self._asked is not None, "a front asks first"
+        made = [self._leaf(group, self._asked) for group in self.front.groups]
+        self.leaves += made
+        return made
+
+    def _leaf(self, group: Group, asked: KeyedJaggedTensor) -> torch.Tensor:
+        ids, tables = in_order(asked, group.tables.features), group.tables
+        shape = (ids.stride(), len(tables.features) * tables.dim)
+        shape = shape if tables.pooled else (ids.values().numel(), tables.dim)
+        if self._room and tables.pooled:
+            wide = torch.full((shape[0], tables.dim + shape[1]), ROW_VALUE, device=ids.device())
+            return with_room(wide, tables.dim).requires_grad_()
+        return torch.full(shape, ROW_VALUE, device=ids.device(), requires_grad=True)

@@ -1,0 +1,135 @@
+"""The performance model's prediction of a profiled run's step, to be shown beside the measured one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from recpipe.backend.equip import Backend
+from recpipe.common.phases import BACKWARD
+from recpipe.config.recipe import Recipe
+from recpipe.data.dataset import Dataset
+from recpipe.errors import UserError
+from recpipe.perf.facts import collect
+from recpipe.perf.predict_tiered import Kind
+from recpipe.perf.profile import Host, own_profile
+from recpipe.perf.resident import MAIN
+from recpipe.perf.statements import of_policy
+from recpipe.perf.trace import OVERHEAD
+from recpipe.perf.walk import SHOWN
+from recpipe.pipeline.placed import PlacedModel
+from recpipe.plugin.load import activate
+from recpipe.tasks.advise_budget import Machine, judge, told_timeline
+from recpipe.tasks.advise_candidates import Candidate
+from recpipe.tasks.advise_machine import NEEDED
+from recpipe.tasks.advise_model import Paper
+
+LOOK_UP, UPDATE, OPTIMIZER = "embedding forward", "embedding backward and update", "dense optimizer"
+FORWARD, BACK, INPUT = "forward", "backward", "input"
+PARTS = (INPUT, LOOK_UP, FORWARD, BACK, UPDATE, OPTIMIZER, OVERHEAD)
+"""The parts of a step in which prediction and measurement are compared: phases, of which those of the dense
+part's forward pass are one, and those of its backward pass."""
+_PART_OF = {
+    "look up": LOOK_UP,
+    "forward": FORWARD,
+    "backward": BACK,
+    "table update": UPDATE,
+    "dense optimizer": OPTIMIZER,
+    "loop": OVERHEAD,
+    "add up gradients": OVERHEAD,
+}
+"""By the words that a predicted task's name begins with. All others bring rows or the batch."""
+
+Phases = Mapping[str, Mapping[str, float | None]]
+"""The figures of each of ``task=profile``'s phases; ``ms`` is used."""
+
+
+def predicted_step(
+    cfg: Recipe,
+    dataset: Dataset,
+    model: PlacedModel,
+    backend: Backend,
+    alone: bool,
+    steps: int,
+    phases: Phases,
+) -> dict[str, Any]:
+    """The prediction for the later half of a run's first ``steps`` steps.
+
+    ``step_ms`` with the least and the most expected, the training thread's milliseconds by part, beside those
+    of the measured ``phases``, the share of a step in which each thread works or waits, and a timeline; or
+    only ``reason``, why there is none.
+
+    ``alone``: whether one process trains, on a CPU.
+    """
+    try:
+        if not alone:
+            raise UserError("steps are predicted for one process on a CPU")
+        return _predicted(cfg, dataset, model, backend, steps) | {"measured_parts_ms": _measured(phases)}
+    except UserError as error:
+        return {"reason": str(error)}
+
+
+def _predicted(
+    cfg: Recipe, dataset: Dataset, model: PlacedModel, backend: Backend, steps: int
+) -> dict[str, Any]:
+    profile = own_profile(Host.current())
+    if profile is None or any(name not in profile.samples for name in NEEDED):
+        raise UserError("this machine was not measured for it: run recpipe perf calibrate once")
+    size = cfg.data.batch_size
+    batches = min(steps, dataset.num_batches("train", size))
+    tables = model.inputs.tables
+    facts = collect(
+        model.inputs, lambda: dataset.batches("train", size), size, batches, dataset.size("train"), steps
+    ).at(
+        share=cfg.tiers.budget(tables) / tables.total_bytes,
+        store=cfg.tiers.store,
+        prefetch=cfg.tiers.prefetch,
+        emulation=cfg.tiers.emulate,
+    )
+    plugins = {origin.plugin: plugin for origin, plugin in activate(cfg.plugins)}
+    stated = {name: statement for name, plugin in plugins.items() if (statement := plugin.costs(facts))}
+    silent = sorted(plugins.keys() - stated.keys())
+    if silent:
+        raise UserError(f"{', '.join(silent)} does not state what it costs here")
+    candidate = Candidate(cfg.tiers.policy, of_policy(cfg.tiers.policy, facts), plugins, stated)
+    batch = next(iter(dataset.batches("train", size)))
+    paper = Paper.over(cfg, dataset, model, backend, batch)
+    found = judge(candidate, facts, Machine(profile), paper)
+    return {
+        "step_ms": [1e3 * seconds for seconds in found.seconds],
+        "parts_ms": _by_part(found.prediction.kinds),
+        "utilisation": dict(found.main.walked.utilisation),
+        "memory": dict(found.prediction.memory),
+        "timeline": told_timeline(found.main),
+    }
+
+
+def _by_part(kinds: Sequence[Kind]) -> dict[str, float]:
+    """The training thread's milliseconds in each of ``PARTS``, over all kinds of batches; its waits are
+    input."""
+    found: dict[str, float] = defaultdict(float)
+    for kind in kinds:
+        found[INPUT] += 1e3 * kind.phase.share * kind.walked.step_seconds
+        for span in kind.walked.timeline:
+            if span.task.place == MAIN:
+                part = next(
+                    (part for begin, part in _PART_OF.items() if span.task.name.startswith(begin)), INPUT
+                )
+                milliseconds = 1e3 * kind.phase.share * (span.end - span.start) / SHOWN
+                found[INPUT] -= milliseconds
+                found[part] += milliseconds
+    return {part: max(0.0, found[part]) for part in PARTS}
+
+
+def _measured(phases: Phases) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for name, figures in phases.items():
+        found[_part_of_phase(name)] += figures["ms"] or 0.0
+    return {part: found[part] for part in PARTS}
+
+
+def _part_of_phase(name: str) -> str:
+    if name in PARTS:
+        return name
+    return FORWARD if name in BACKWARD else BACK
