@@ -210,8 +210,6 @@ def compared(
                 "tried_ms": [1e3 * each for each in prediction.tried],
                 "missed": run.missed,
                 "predicted_missed": prediction.missed,
-                "read": run.report["io"]["rows_read"] / run.report["steps"],
-                "predicted_read": prediction.read,
                 "critical": {
                     name: 1e3 * seconds
                     for kind in prediction.kinds[-1:]
@@ -319,7 +317,7 @@ def tables(facts: Facts, times: MoveTimes) -> tuple[float, float]:
 def show(lines: Sequence[Mapping[str, Any]]) -> None:
     """The table, and the errors over all of it."""
     print(f"{'data':<18}{'store':<6}{'budget':>7}  {'row':<11}{'resident':>9}{'measured':>10}"
-          f"{'predicted':>10}{'error':>8}{'missed':>9}{'told':>7}{'rows read':>11}{'told':>9}")  # fmt: skip
+          f"{'predicted':>10}{'error':>8}{'missed':>9}{'told':>9}")  # fmt: skip
     errors, right, judged = [], 0, 0
     for line in lines:
         error = line["predicted_ms"] / line["measured_ms"] - 1
@@ -331,12 +329,13 @@ def show(lines: Sequence[Mapping[str, Any]]) -> None:
             right += (gain > 1) == (told > 1)
         print(f"{line['data']:<18}{line['store']:<6}{line['share']:>7.0%}  {line['row']:<11}"
               f"{line['resident_ms']:>9.2f}{line['measured_ms']:>10.2f}{line['predicted_ms']:>10.2f}{error:>8.0%}"
-              f"{line['missed']:>9.1%}{line['predicted_missed']:>7.1%}{line['read']:>11,.0f}"
-              f"{line['predicted_read']:>9,.0f}")  # fmt: skip
+              f"{line['missed']:>9.2%}{line['predicted_missed']:>9.2%}")  # fmt: skip
     size = np.abs(errors)
+    apart = max(abs(line["missed"] - line["predicted_missed"]) for line in lines)
     print(f"{len(errors)} pairs: geometric mean of the errors {np.exp(np.mean(np.log(size + 4e-4))):.1%}, "
           f"mean {size.mean():.1%}, p90 {np.quantile(size, 0.9):.1%}; "
-          f"slower or faster than resident told right in {right} of {judged}")  # fmt: skip
+          f"slower or faster than resident told right in {right} of {judged}; "
+          f"misses told within {100 * apart:.2f} points")  # fmt: skip
 
 
 if __name__ == "__main__":

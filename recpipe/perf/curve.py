@@ -50,8 +50,8 @@ class Curve:
 
     def at(self, points: NDArray[np.int64]) -> Curve:
         """The same at some of its numbers of slots."""
-        parts = (getattr(self, name)[points] for name in ("hits", "hit_rows", "carried"))
-        return Curve(*parts, self.batches, self.lookups, self.rows)
+        hits, rows, carried = self.hits[points], self.hit_rows[points], self.carried[points]
+        return Curve(hits, rows, carried, self.batches, self.lookups, self.rows)
 
     def blended(self, other: Curve, share: float) -> Curve:
         """The average batch of both, of which a ``share`` is of ``other``'s."""

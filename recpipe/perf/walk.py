@@ -8,7 +8,7 @@ place that is to get ahead only so far waits for a task of as many steps earlier
 After Lin, Feng, Ardestani, Lee, Lundell, Kim, Kejariwal, Owens: "Building a performance model for deep
 learning recommendation model training on GPUs" (HiPC 2022), section III, which walks operators on a host
 thread and GPU streams. Here threads that are busy share the cores: where more of them are busy than there are
-cores, all become slower alike.
+cores, all become slower; a task that all cores work on is as slow as the slowest of its threads.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class _Walk:
         """To the next moment at which a task has been busy, or has waited, for long enough."""
         busy = [each for each in self.running.values() if each.busy > 0]
         asked = sum(each.task.cores for each in busy)
-        rate = min(1.0, self.cores / asked) if asked else 1.0
+        rate = self._rate(asked, max((each.task.cores for each in busy), default=1))
         ends = [each.busy / rate for each in busy]
         ends += [each.waits for each in self.running.values() if each.busy <= 0]
         passed = min(ends)
@@ -169,6 +169,16 @@ class _Walk:
                 each.waits -= passed
             if each.busy <= 0 and each.waits <= LEAST:
                 self._end(place)
+
+    def _rate(self, asked: int, widest: int) -> float:
+        """How fast busy tasks go on that ask for so many cores, of which one task asks for ``widest``.
+
+        Threads that have nothing to do with each other take turns. A task on several cores waits for the
+        slowest of its threads, which shares its core with another one.
+        """
+        if asked <= self.cores:
+            return 1.0
+        return self.cores / asked if widest == 1 else 1 / -(-asked // self.cores)
 
     def _end(self, place: str) -> None:
         done = self.running.pop(place)

@@ -11,7 +11,9 @@ from recpipe.perf.facts import Facts
 from recpipe.perf.group_facts import GroupFacts, Stretch
 from recpipe.perf.misses import SHARES, MissRates, Sample
 from recpipe.perf.moves import FEATURES
+from recpipe.perf.replay import Kept
 from recpipe.plugin.costs import Phase, Statement
+from recpipe.tables.tiers.placement import IndexBags
 
 ROWS, LOOKUPS, BATCHES, SAMPLES = 20_000, 1_024, 24, 256
 
@@ -51,6 +53,10 @@ def _group(seed: int, dim: int) -> GroupFacts:
         curves={"lru": rates.lru, "lfu": rates.lfu, "hot": rates.hot},
         windows=rates.windows()[0],
         stretch=Stretch(BATCHES // 2, places, late, (late / ROWS).astype(np.float32)),
+        kept=Kept.of(
+            [IndexBags(rows, np.arange(LOOKUPS + 1), SAMPLES) for rows in drawn],
+            np.array([0, ROWS // 2, ROWS]),
+        ),
     )
 
 

@@ -52,7 +52,9 @@ def test_busy_threads_share_the_cores() -> None:
     ]
     assert step(*disk, cores=1) == pytest.approx(2.0)
     wide = [Task("train", "main", 2.0, cores=2), Task("read", "loader", 1.0, after={"train": 1})]
-    assert step(*wide, cores=2) == pytest.approx(2.5)
+    assert step(*wide, cores=2) == pytest.approx(3.0), "its slower half shares a core for twice as long"
+    apart = [Task(name, name, 2.0, after={name: 1}) for name in "abc"]
+    assert step(*apart, cores=2) == pytest.approx(3.0), "threads of their own take turns"
 
 
 def test_a_task_waits_for_the_step_before() -> None:
