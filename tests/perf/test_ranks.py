@@ -13,10 +13,10 @@ from recpipe_het.costs import statement as het
 from recpipe_neo.costs import statement as neo
 
 from recpipe.distributed.ranks import Emulation
-from recpipe.perf.bench import collectives, rows, sharded
+from recpipe.perf.bench import collectives, sharded
 from recpipe.perf.facts import Facts, Stretch
 from recpipe.perf.linear import At
-from recpipe.perf.moves import FEATURES, MoveTimes
+from recpipe.perf.moves import FEATURES
 from recpipe.perf.predict_tiered import TieredPrediction, predict_tiered
 from recpipe.perf.profile import MachineProfile, Sample
 from recpipe.perf.ranks import busiest_part, measured_with, share_of_distinct
@@ -143,15 +143,6 @@ def test_messages_of_as_many_ranks_count_if_there_are_any() -> None:
     profile = MachineProfile(synthetic.HOST, "then", False, {"collectives": samples})
     assert measured_with(profile, 4).samples["collectives"] == samples[1:]
     assert measured_with(profile, 8).samples["collectives"] == samples
-
-
-def test_rows_as_arrays_are_measured_with_the_sizes_that_their_model_needs() -> None:
-    found = list(rows.once(True))
-    assert {sample.kind for sample in found} == {"rows look up", "rows update"}
-    times = MoveTimes.of(MachineProfile(synthetic.HOST, "now", True, {"rows": tuple(found)}))
-    for sample in found:
-        assert sample.seconds > 0
-        assert times.seconds(sample.kind, sample.at) >= 0
 
 
 def test_two_ranks_measure_messages_and_sharded_steps(tmp_path: Path) -> None:
