@@ -22,7 +22,7 @@ DISK = "disk"
 
 def machine_profile(given: str | None, device: torch.device, ranks: int = 1) -> MachineProfile:
     """The profile in the file ``given``, of any machine; or this machine's, measured in the quick form if it
-    lacks a family, or messages between so many ``ranks``."""
+    is not known. A family that it lacks, or messages between so many ``ranks``, are measured, too."""
     host = Host.current(device)
     if given is not None:
         profile = MachineProfile.load(Path(given).expanduser())
@@ -42,10 +42,10 @@ def machine_profile(given: str | None, device: torch.device, ranks: int = 1) -> 
     found, whole = own_profile(host), (*NEEDED, *BESIDE)
     if found is None or any(name not in found.samples for name in whole):
         log.info("measuring this machine once; recpipe perf calibrate does it more closely")
-        found = calibrate(profile_path(host), quick=True, only=whole)
+        found = calibrate(profile_path(host), quick=found is None or found.quick, only=whole)
     if ranks > 1 and not any(sample.at.get("ranks") == ranks for sample in found.samples[BESIDE[1]]):
         log.info("measuring messages between %d ranks once", ranks)
-        found = with_ranks(profile_path(host), ranks, quick=True)
+        found = with_ranks(profile_path(host), ranks, quick=found.quick)
     return found
 
 
