@@ -108,6 +108,7 @@ def _predicted(
         else:
             tiered = Tiered(facts, statement, phase, times, resident)
         tasks = tiered.tasks() if statement.phases else tiered.resident_tasks()
+        tasks = tiered.slowed(tasks) if isinstance(tiered, Ranked) else tasks
         kinds.append(Kind(phase, tasks, walk(tasks, side.cores)))
     mean = sum(kind.phase.share * kind.walked.step_seconds for kind in kinds)
     read = sum(kind.phase.share * moved.read for kind in kinds for moved in kind.phase.moved)

@@ -16,7 +16,9 @@ from recpipe.perf.profile import Host, MachineProfile, Sample
 from recpipe.perf.stored import touched
 from tests.perf.test_tiered import group
 
-NOT_HERE = {kind for kind in FEATURES if kind.startswith(("all_", "reduce_", "sharded ", "copy to "))}
+NOT_HERE = {
+    kind for kind in FEATURES if kind.startswith(("all_", "reduce_", "sharded ", "side ", "copy to "))
+}
 """Kinds that need several ranks, or a GPU."""
 
 
