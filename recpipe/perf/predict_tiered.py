@@ -103,7 +103,7 @@ def _predicted(
     for phase in statement.phases or (Phase(),):
         if side.count > 1 or statement.inside:
             delays = Emulation() if side.count > 1 else facts.emulation
-            alone = facts.at(trainers=1, holders=1, emulation=delays)
+            alone = facts.at(trainers=1, emulation=delays)
             tiered: Tiered = Ranked(alone, statement, phase, times, resident, side)
         else:
             tiered = Tiered(facts, statement, phase, times, resident)

@@ -148,5 +148,4 @@ def _facts(cfg: Recipe, config: AdviseConfig, most: int, dataset: Dataset, unpla
         prefetch=cfg.tiers.prefetch,
         emulation=cfg.tiers.emulate,
         trainers=ranks,
-        holders=ranks,
     )

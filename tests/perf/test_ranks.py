@@ -41,7 +41,7 @@ class Machine:
 
 
 def facts(**changes: object) -> Facts:
-    return of_one(trainers=2, holders=2, **changes)
+    return of_one(trainers=2, **changes)
 
 
 def step(
