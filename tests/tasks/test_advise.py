@@ -236,6 +236,18 @@ def test_a_model_that_cannot_be_traced_still_gets_the_rest(
     assert "<svg" in (tmp_path / "advise.html").read_text()
 
 
+def test_a_model_that_raises_in_the_back_ends_trial_still_gets_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("this model always fails")
+
+    monkeypatch.setattr("recpipe.tasks.advise_model.equip", fails)
+    found = advice(tmp_path)
+    assert "cannot be traced (ValueError: this model always fails)" in found["unsure"][0]
+    assert found["ids"]["batches"] == 40
+
+
 def test_a_budget_without_a_row_is_left_out_and_said(tmp_path: Path) -> None:
     found = advice(tmp_path, "advise.memory=[16,1000GiB]")
     assert [budget["share"] for budget in found["budgets"]] == [1]
