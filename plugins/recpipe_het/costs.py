@@ -21,7 +21,9 @@ def statement(facts: Facts, cache: str, bound: int) -> Statement:
     together, or when it leaves; a holder reads a pushed row, and writes it. Other trainers' updates make rows
     be pulled as often as they are pushed."""
     policy = LRU if cache == LRU else "lfu"
-    moved, works, pulled, rows = [], [], 0.0, 0.0
+    moved: list[Moved] = []
+    works: list[Work] = []
+    pulled = rows = 0.0
     for number, group in enumerate(facts.groups):
         own = group.distinct * share_of_distinct(group, facts.trainers, facts.batch_size)
         pulls, pushes = _traffic(facts, group, own, policy, bound)
@@ -42,14 +44,17 @@ def statement(facts: Facts, cache: str, bound: int) -> Statement:
 
 def _traffic(facts: Facts, group: GroupFacts, own: float, policy: str, bound: int) -> tuple[float, float]:
     """Rows that a trainer pulls and pushes in a batch of ``own`` distinct rows."""
-    misses = group.misses(policy, facts.share)
+    # A trainer's cache has seen its own part of the run alone.
+    own_steps = max(1, facts.steps // facts.trainers)
+    known = group if facts.late else group.from_empty(own_steps)
+    misses = known.misses(policy, facts.share)
     new = share_of_distinct(group, facts.trainers, facts.batch_size, facts.share)
     missed = min(own, misses.rows * new)
     # A row waits for its first ``bound`` updates, which take as many batches at least.
     begun = 1.0 if facts.late else max(0.0, 1 - bound / max(1, facts.steps))
     again = begun * (own - missed) / (bound + 1)
     stale = min(own - missed, again * (facts.trainers - 1))
-    return missed + stale, again + facts.full(group, facts.share) * missed
+    return missed + stale, again + facts.at(steps=own_steps).full(group, facts.share) * missed
 
 
 def _works(facts: Facts, number: int, own: float, pulls: float, pushes: float) -> Iterator[Work]:

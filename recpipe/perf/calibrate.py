@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -77,7 +77,7 @@ def calibrate(
     unknown = next((name for name in wanted if name not in families), None)
     if unknown is not None:
         raise UserError(f"no family of micro-benchmarks '{unknown}': {nearest_or_all(unknown, families)}")
-    profile = _begun(path, quick)
+    profile = _begun(path, quick, families)
     lacking = [name for name in wanted if name not in profile.samples]
     expected = {name: SECONDS.get(name, 1.0) * (QUICK if quick else 1.0) for name in lacking}
     whole = sum(expected.values())
@@ -108,7 +108,7 @@ def with_ranks(path: Path, ranks: int, quick: bool) -> MachineProfile:
     found = tuple(bench_ranks.measure(quick, ranks))
     if not found:
         raise UserError(f"messages between {ranks} ranks cannot be measured here: the log says why")
-    profile = _begun(path, quick)
+    profile = _begun(path, quick, FAMILIES)
     others = tuple(s for s in profile.samples.get(collectives.FAMILY, ()) if s.at["ranks"] != ranks)
     samples = {**profile.samples, collectives.FAMILY: (*others, *found)}
     profile = replace(profile, quick=profile.quick or quick, samples=samples)
@@ -116,11 +116,15 @@ def with_ranks(path: Path, ranks: int, quick: bool) -> MachineProfile:
     return profile
 
 
-def _begun(path: Path, quick: bool) -> MachineProfile:
-    """The profile at ``path``, or an empty one."""
+def _begun(path: Path, quick: bool, families: Collection[str]) -> MachineProfile:
+    """The profile at ``path``, without ``families`` that were measured in the quick form if that is not asked
+    for; or an empty one."""
     host = Host.current()
     fresh = MachineProfile(host, datetime.now(UTC).isoformat(timespec="seconds"), False)
     if not path.exists():
         return fresh
     found = MachineProfile.of_host(host, path)
-    return fresh if found.quick and not quick else found
+    if not found.quick or quick:
+        return found
+    others = {name: samples for name, samples in found.samples.items() if name not in families}
+    return replace(fresh, samples=others)  # what plugins measured stays

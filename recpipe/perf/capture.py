@@ -32,6 +32,14 @@ from recpipe.tables.tiers.placement import IndexBags
 class CannotTrace(UserError):
     """A model's step cannot be run to be watched, so that its time cannot be predicted."""
 
+    @classmethod
+    def of(cls, model: object, fault: Exception) -> CannotTrace:
+        """That ``model`` has raised ``fault``, in one line."""
+        return cls(
+            f"{type(model).__name__} cannot be traced ({type(fault).__name__}: {shown(fault, 200)}); "
+            "its dense part is not predicted"
+        )
+
 
 STAGES = ("before rows", "forward", "backward to rows", "backward")
 """The forward pass before the first rows are asked for and after it, and the backward pass until all
@@ -132,10 +140,7 @@ def captured(model: PlacedModel, batch: Any, shares: Sequence[int] = ()) -> Capt
     except UserError:
         raise
     except Exception as fault:  # a user's model can raise anything
-        raise CannotTrace(
-            f"{type(model.module).__name__} cannot be traced ({type(fault).__name__}: {shown(fault, 200)}); "
-            "its dense part is not predicted"
-        ) from fault
+        raise CannotTrace.of(model.module, fault) from fault
     dense = model.trained()
     return Captured(
         size,

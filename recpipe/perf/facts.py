@@ -48,7 +48,6 @@ class Facts:
     """``host``, ``ssd``, or ``holders``: on the ranks that hold rows."""
     prefetch: bool = True
     trainers: int = 1
-    holders: int = 1
     emulation: Emulation = field(default_factory=Emulation)
     """What is added to each request to the store (or each message between ranks)."""
 

@@ -88,6 +88,10 @@ def _sharded(at: At) -> Vector:
     return np.array([1.0, tables, lookups, samples * tables * dim])
 
 
+def _beside(at: At) -> Vector:
+    return np.array(_of(("seconds",), at))
+
+
 def _copy(at: At) -> Vector:
     size, pinned = _of(("bytes", "pinned"), at)
     return np.array([1.0, size, size * (1 - pinned)])
@@ -109,6 +113,7 @@ FEATURES: Mapping[str, Features] = {
     **{f"{what} {codec}": _host for what in ("encode", "decode") for codec in ("int8", "fp16", "bf16")},
     **dict.fromkeys(("copy to device", "copy to host"), _copy),
     **{f"{what}{busy}": _collective for what in COLLECTIVES for busy in ("", " busy")},
+    "side by side": _beside,
     **{f"rows {what}": _rows_of_bags for what in ("look up", "update")},
     **{f"sharded {what}": _sharded for what in ("ids", "forward", "backward")},
 }

@@ -103,11 +103,12 @@ def _predicted(
     for phase in statement.phases or (Phase(),):
         if side.count > 1 or statement.inside:
             delays = Emulation() if side.count > 1 else facts.emulation
-            alone = facts.at(trainers=1, holders=1, emulation=delays)
+            alone = facts.at(trainers=1, emulation=delays)
             tiered: Tiered = Ranked(alone, statement, phase, times, resident, side)
         else:
             tiered = Tiered(facts, statement, phase, times, resident)
         tasks = tiered.tasks() if statement.phases else tiered.resident_tasks()
+        tasks = tiered.slowed(tasks) if isinstance(tiered, Ranked) else tasks
         kinds.append(Kind(phase, tasks, walk(tasks, side.cores)))
     mean = sum(kind.phase.share * kind.walked.step_seconds for kind in kinds)
     read, gone = (

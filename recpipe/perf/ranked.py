@@ -21,6 +21,8 @@ from recpipe.plugin.costs import Moved, Work
 FLOAT = 4
 """Bytes of a value."""
 OPTIMIZER, IDS = "dense optimizer", "exchange ids"
+SENT = ("tell ", "add up ", "exchange ", "send ")
+"""How the names of tasks begin that are messages."""
 INPUT_EXCHANGES = 3
 """All-to-alls of a batch's ids: sizes, lengths, ids."""
 
@@ -33,6 +35,14 @@ class Ranked(Tiered):
     side: Side
     shards: bool = False
     """Whether ``facts`` and ``phase`` are those of the rank's own shards."""
+
+    def slowed(self, tasks: Sequence[Task]) -> list[Task]:
+        """``tasks`` with the work of ranks that share a machine as slow as it is beside that of the others,
+        until the slowest is there. Messages were measured so."""
+        if self.side.count == 1 or self.side.apart:
+            return list(tasks)
+        factor = max(1.0, self.times.seconds("side by side", {"seconds": 1.0}))
+        return [t if t.name.startswith(SENT) else replace(t, busy=factor * t.busy) for t in tasks]
 
     def tasks(self) -> list[Task]:
         """The step's tasks, in the order in which each place has them."""

@@ -142,9 +142,11 @@ def closing(budget: Mapping[str, Any]) -> list[str]:
         told = "; ".join(f"{each['what']} {each['ratio']:.2f}" for each in budget["what_if"])
         found.append(f"What would make it faster, and how many times: {told}.")
     if budget["left_out"]:
-        found.append(
-            f"Not predicted: {'; '.join(f'{name} ({why})' for name, why in budget['left_out'].items())}."
-        )
+        by_reason: dict[str, list[str]] = {}
+        for name, why in budget["left_out"].items():
+            by_reason.setdefault(why, []).append(name)
+        told = "; ".join(f"{', '.join(names)} ({why})" for why, names in by_reason.items())
+        found.append(f"Not predicted: {told}.")
     found += verified_sentences(budget["verified"])
     return found
 

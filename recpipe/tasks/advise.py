@@ -153,6 +153,5 @@ def _facts(
         prefetch=cfg.tiers.prefetch,
         emulation=cfg.tiers.emulate,
         trainers=ranks,
-        holders=ranks,
     )
     return facts, misses.told(cfg, unplaced.inputs, followed)

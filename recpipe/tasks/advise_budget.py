@@ -98,7 +98,7 @@ class Adviser:
         found.append("speeds are those of full caches; a short run, in which they fill, is slower")
         if self.config.ranks > 1:
             found.append(
-                "ranks are taken to be equally fast: waiting for the slowest of them is not predicted"
+                "ranks on this machine disturb each other and wait for the slowest as in a short benchmark"
             )
         return found
 
@@ -217,7 +217,7 @@ class Adviser:
                 facts,
                 network,
                 lambda other, over, between: (
-                    self._predicted(other, over, self.machine, self.paper, between).step_seconds
+                    predicted(other, over, self.machine, self.paper, between).step_seconds
                 ),
                 now,
             )

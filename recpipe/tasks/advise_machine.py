@@ -23,7 +23,7 @@ DISK = "disk"
 
 def machine_profile(given: str | None, device: torch.device, ranks: int = 1) -> MachineProfile:
     """The profile in the file ``given``, of any machine; or this machine's, measured in the quick form if it
-    lacks a family (closely, if the others were), or messages between so many ``ranks``."""
+    is not known. A family that it lacks, or messages between so many ``ranks``, are measured, too."""
     host = Host.current(device)
     if given is not None:
         profile = MachineProfile.load(Path(given).expanduser())
@@ -46,7 +46,7 @@ def machine_profile(given: str | None, device: torch.device, ranks: int = 1) -> 
         found = calibrate(profile_path(host), quick=found is None or found.quick, only=whole)
     if ranks > 1 and not any(sample.at.get("ranks") == ranks for sample in found.samples[BESIDE[1]]):
         log.info("measuring messages between %d ranks once", ranks)
-        found = with_ranks(profile_path(host), ranks, quick=True)
+        found = with_ranks(profile_path(host), ranks, quick=found.quick)
     return found
 
 

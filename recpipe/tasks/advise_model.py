@@ -15,7 +15,8 @@ from recpipe.data.dataset import Dataset
 from recpipe.data.parts import batch_size
 from recpipe.data.select import between
 from recpipe.distributed.ranks import Ranks
-from recpipe.perf.capture import Captured, captured
+from recpipe.errors import UserError
+from recpipe.perf.capture import CannotTrace, Captured, captured
 from recpipe.perf.models import Estimate
 from recpipe.perf.reading import reading
 from recpipe.perf.resident import Step
@@ -48,16 +49,21 @@ class Paper:
         few = GroupedCollection(tables, [FewRows(cut, group.path in roomy) for group, cut in groups])
         model = unplaced.over(few)
         ranks = Ranks()
-        backend = equip(
-            cfg.trainer.backend,
-            model,
-            None,
-            unplaced.first_batch,
-            cfg.data.batch_size,
-            device,
-            ranks.channel(ranks.trainers),
-            default_cache_dir() / "backend",
-        )
+        try:
+            backend = equip(
+                cfg.trainer.backend,
+                model,
+                None,
+                unplaced.first_batch,
+                cfg.data.batch_size,
+                device,
+                ranks.channel(ranks.trainers),
+                default_cache_dir() / "backend",
+            )
+        except UserError:
+            raise
+        except Exception as fault:  # the back end runs the model, which can raise anything
+            raise CannotTrace.of(model.module, fault) from fault
         return cls.over(cfg, dataset, model, backend, unplaced.first_batch)
 
     @classmethod

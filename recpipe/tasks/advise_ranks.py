@@ -33,7 +33,7 @@ def another_rank(
     network = network or NETWORK
     wire = f"{network.latency_us:g} us" if network.latency_us else "no latency"
     wire += f" and {network.gbit_per_s:g} Gbit/s" if network.gbit_per_s else ""
-    two = facts.at(trainers=2, holders=2)
+    two = facts.at(trainers=2)
     whole = facts.share >= 1
     places = {
         "2 ranks on this machine": (two if whole else two.at(share=facts.share / 2), None),

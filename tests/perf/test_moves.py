@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from recpipe.errors import UserError
-from recpipe.perf.bench import lookups, stores, tiers
+from recpipe.perf.bench import lookups, rows, stores, tiers
 from recpipe.perf.bench.passes import PASSES, least
 from recpipe.perf.moves import FEATURES, MoveTimes, fit
 from recpipe.perf.profile import Host, MachineProfile, Sample
 from recpipe.perf.stored import touched
 from tests.perf.test_tiered import group
 
-NOT_HERE = {"all_to_all", "reduce_scatter", "all_gather", "all_reduce", "copy to device", "copy to host"}
+NOT_HERE = {
+    kind for kind in FEATURES if kind.startswith(("all_", "reduce_", "sharded ", "side ", "copy to "))
+}
 """Kinds that need several ranks, or a GPU."""
 
 
@@ -29,7 +31,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
     """The quick form of all families here; stores are made in the current directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("here"))
-        found = [*lookups.once(True), *tiers.once(True), *stores.once(True)]
+        found = [*lookups.once(True), *tiers.once(True), *stores.once(True), *rows.once(True)]
         assert not list(Path.cwd().iterdir()), "nothing is left"
     return found
 

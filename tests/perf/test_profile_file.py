@@ -124,8 +124,12 @@ def test_collecting_goes_on_where_it_was_interrupted(rig: Rig, tmp_path: Path) -
 
 def test_the_full_form_replaces_the_quick_one_and_not_the_other_way(rig: Rig, tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
-    assert calibrate(file, True, ["first"], rig.families).quick
-    assert not calibrate(file, False, ["first"], rig.families).quick
+    brief = calibrate(file, True, ["first"], rig.families)
+    assert brief.quick
+    replace(brief, samples={**brief.samples, "a plugin's": SAMPLES}).save(file)
+    whole = calibrate(file, False, ["first"], rig.families)
+    assert not whole.quick
+    assert whole.samples["a plugin's"] == SAMPLES
     assert not calibrate(file, True, ["first"], rig.families).quick
     assert rig.asked == [("first", True), ("first", False)]
 

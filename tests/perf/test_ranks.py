@@ -13,10 +13,10 @@ from recpipe_het.costs import statement as het
 from recpipe_neo.costs import statement as neo
 
 from recpipe.distributed.ranks import Emulation
-from recpipe.perf.bench import collectives, rows, sharded
+from recpipe.perf.bench import collectives, sharded, side
 from recpipe.perf.facts import Facts, Stretch
 from recpipe.perf.linear import At
-from recpipe.perf.moves import FEATURES, MoveTimes
+from recpipe.perf.moves import FEATURES
 from recpipe.perf.predict_tiered import TieredPrediction, predict_tiered
 from recpipe.perf.profile import MachineProfile, Sample
 from recpipe.perf.ranks import busiest_part, measured_with, share_of_distinct
@@ -36,12 +36,12 @@ class Machine:
     each: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, kind: str, at: At) -> float:
-        size = at.get("bytes", at.get("rows", at.get("lookups", 0.0)))
+        size = at.get("bytes", at.get("rows", at.get("lookups", at.get("seconds", 0.0))))
         return self.each.get(kind, 0.0) * float(size)
 
 
 def facts(**changes: object) -> Facts:
-    return of_one(trainers=2, holders=2, **changes)
+    return of_one(trainers=2, **changes)
 
 
 def step(
@@ -89,6 +89,10 @@ def test_a_network_adds_its_delays_and_a_shared_disk_its_queue() -> None:
 def test_ranks_share_the_cores_of_a_machine() -> None:
     """With half a core each, a rank's work takes twice as long."""
     assert step(Machine(), RESIDENT, facts(), cores=0.5).step_seconds == pytest.approx(DENSE, rel=1e-6)
+    slow = Machine({"side by side": 1.5})
+    assert step(slow, RESIDENT, facts()).step_seconds == pytest.approx(0.75 * DENSE, rel=1e-6)
+    apart = step(slow, RESIDENT, facts(), network=Emulation()).step_seconds
+    assert apart == pytest.approx(DENSE / 2, rel=1e-6), "others do not disturb"
 
 
 def test_tables_of_their_own_hide_no_fetch() -> None:
@@ -145,15 +149,6 @@ def test_messages_of_as_many_ranks_count_if_there_are_any() -> None:
     assert measured_with(profile, 8).samples["collectives"] == samples
 
 
-def test_rows_as_arrays_are_measured_with_the_sizes_that_their_model_needs() -> None:
-    found = list(rows.once(True))
-    assert {sample.kind for sample in found} == {"rows look up", "rows update"}
-    times = MoveTimes.of(MachineProfile(synthetic.HOST, "now", True, {"rows": tuple(found)}))
-    for sample in found:
-        assert sample.seconds > 0
-        assert times.seconds(sample.kind, sample.at) >= 0
-
-
 def test_two_ranks_measure_messages_and_sharded_steps(tmp_path: Path) -> None:
     start_ranks(_measures, (2, str(tmp_path / "meet")), 2)
 
@@ -162,9 +157,10 @@ def _measures(rank: int, world: int, meeting: str) -> None:
     with joined(rank, world, meeting):
         group = dist.group.WORLD
         assert group is not None
-        found = [*collectives.measure(True), *sharded.measure(group, True)]
+        found = [*collectives.measure(True), *side.measure(group, True), *sharded.measure(group, True)]
         busy = {f"{name} busy" for name in collectives.NAMES}
-        assert {sample.kind for sample in found} == {*collectives.NAMES, *busy, *sharded.KINDS}
+        kinds = {*collectives.NAMES, *busy, *sharded.KINDS, side.KIND}
+        assert {sample.kind for sample in found} == kinds
         for sample in found:
             assert sample.seconds > 0
             assert np.isfinite(FEATURES[sample.kind](sample.at)).all()

@@ -11,14 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from recpipe.config.compose import compose
+from recpipe.config.recipe import Recipe
 from recpipe.errors import UserError
 from recpipe.perf.capture import CannotTrace
 from recpipe.perf.moves import FEATURES
 from recpipe.perf.profile import Host, MachineProfile, Sample
 from recpipe.report import advised
 from recpipe.run import run
+from recpipe.tasks.advise import _check
 from recpipe.tasks.advise_machine import faster
 from recpipe.testing import SMALL
 from tests.perf import synthetic
@@ -36,7 +39,7 @@ RECIPE = [
 NAMES = (
     *("lookups", "missed", "slots", "rows", "width", "slab", "leaving", "bags", "hits", "hot"),
     *("slab_lookups", "dim", "requests", "blocks", "bytes", "ranks", "pinned"),
-    *("distinct", "tables", "samples"),
+    *("distinct", "tables", "samples", "seconds"),
 )
 PER_ROW = {"ssd read": 4e-5, "ssd write": 2e-5, "ssd rewrite": 8e-5, "host read": 5e-8, "host write": 5e-8}
 """Seconds for a row of the cold store; all else is ten nanoseconds for each of what it depends on."""
@@ -61,7 +64,7 @@ def machine(**times: float) -> MachineProfile:
 
 
 def is_over_ranks(kind: str) -> bool:
-    return kind.startswith(("all_", "reduce_", "sharded "))
+    return kind.startswith(("all_", "reduce_", "sharded ", "side "))
 
 
 def advice(folder: Path, *words: str, profile: MachineProfile | None = None) -> dict[str, Any]:
@@ -209,6 +212,16 @@ def test_what_cannot_be_advised_on_is_refused_in_a_line(tmp_path: Path) -> None:
         advice(tmp_path, "advise.ranks=2", profile=lacking)
 
 
+def test_what_cannot_be_known_of_ranks_and_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = Recipe.of(compose(RECIPE))
+    assert cfg.advise is not None
+    with pytest.raises(UserError, match=r"predicts training on a CPU.*trainer.device=cpu.*task=scale"):
+        _check(cfg, cfg.advise, torch.device("cuda"), None)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UserError, match=r"runs in one process.*advise.ranks=3"):
+        _check(cfg, cfg.advise, torch.device("cpu"), None)
+
+
 def test_a_model_that_cannot_be_traced_still_gets_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +234,18 @@ def test_a_model_that_cannot_be_traced_still_gets_the_rest(
     assert found["budgets"] == []
     assert any(line.startswith("Skew: ") for line in advised.opening(found))
     assert "<svg" in (tmp_path / "advise.html").read_text()
+
+
+def test_a_model_that_raises_in_the_back_ends_trial_still_gets_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("this model always fails")
+
+    monkeypatch.setattr("recpipe.tasks.advise_model.equip", fails)
+    found = advice(tmp_path)
+    assert "cannot be traced (ValueError: this model always fails)" in found["unsure"][0]
+    assert found["ids"]["batches"] == 40
 
 
 def test_a_budget_without_a_row_is_left_out_and_said(tmp_path: Path) -> None:

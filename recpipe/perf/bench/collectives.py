@@ -14,6 +14,7 @@ from recpipe.perf.bench.lookups import Clock
 from recpipe.perf.profile import Sample
 
 FAMILY = "collectives"
+"""The family of a machine's profile that these samples are in."""
 NAMES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 BYTES = (2**12, 2**16, 2**19, 2**22, 2**24)
 LEAST = 1e-6

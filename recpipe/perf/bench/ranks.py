@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from recpipe.common.console import log
-from recpipe.perf.bench import collectives
+from recpipe.perf.bench import collectives, side
 from recpipe.perf.profile import Sample
 
 RANKS = 2
@@ -64,7 +64,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
-    found = [*collectives.measure(quick), *sharded.measure(group, quick)]
+    found = [*collectives.measure(quick), *side.measure(group, quick), *sharded.measure(group, quick)]
     if dist.get_rank() == 0:
         file.write_text(json.dumps([asdict(sample) for sample in found]))
     dist.destroy_process_group()
