@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from recpipe.perf.facts import GroupFacts
+from recpipe.perf.group_facts import GroupFacts
 from recpipe.perf.moves import COLLECTIVES
 from recpipe.perf.ranks import ID, Messages, Side, added, share_of_distinct
 from recpipe.perf.stored import Spent

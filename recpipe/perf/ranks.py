@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from recpipe.distributed.ranks import Emulation
 from recpipe.perf.bench.collectives import FAMILY
-from recpipe.perf.facts import Facts, GroupFacts
+from recpipe.perf.facts import Facts
+from recpipe.perf.group_facts import GroupFacts
 from recpipe.perf.moves import Times
 from recpipe.perf.profile import MachineProfile
 from recpipe.perf.stored import Spent

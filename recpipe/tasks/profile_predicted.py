@@ -11,7 +11,7 @@ from recpipe.common.phases import BACKWARD
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
-from recpipe.perf.facts import collect
+from recpipe.perf.collect import collect
 from recpipe.perf.predict_tiered import Kind
 from recpipe.perf.profile import Host, own_profile
 from recpipe.perf.resident import MAIN

@@ -14,7 +14,8 @@ from recpipe_neo.costs import statement as neo
 
 from recpipe.distributed.ranks import Emulation
 from recpipe.perf.bench import collectives, sharded, side
-from recpipe.perf.facts import Facts, Stretch
+from recpipe.perf.facts import Facts
+from recpipe.perf.group_facts import Stretch
 from recpipe.perf.linear import At
 from recpipe.perf.moves import FEATURES
 from recpipe.perf.predict_tiered import TieredPrediction, predict_tiered
