@@ -11,7 +11,7 @@ from recpipe.common.phases import BACKWARD
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
-from recpipe.perf.facts import collect
+from recpipe.perf.collect import collect
 from recpipe.perf.predict_tiered import Kind
 from recpipe.perf.profile import Host, own_profile
 from recpipe.perf.resident import MAIN
@@ -80,7 +80,13 @@ def _predicted(
     batches = min(steps, dataset.num_batches("train", size))
     tables = model.inputs.tables
     facts = collect(
-        model.inputs, lambda: dataset.batches("train", size), size, batches, dataset.size("train"), steps
+        model.inputs,
+        lambda: dataset.batches("train", size),
+        size,
+        batches,
+        dataset.size("train"),
+        steps,
+        cfg.seed,
     ).at(
         share=cfg.tiers.budget(tables) / tables.total_bytes,
         store=cfg.tiers.store,
