@@ -129,17 +129,17 @@ class Facts:
         """What a cache that was not full moves, in a run so long that it fills."""
         rows = moved.placed + moved.slab
         misses = Misses(moved.missed, rows, rows - moved.read)
-        return group.moved(like, misses, share, self._full(group, share), self.prefetch)
+        return group.moved(like, misses, share, self.full(group, share), self.prefetch)
 
-    def _full(self, group: GroupFacts, share: float) -> float:
-        """The share of the batches that find no slot empty."""
+    def full(self, group: GroupFacts, share: float) -> float:
+        """The share of the batches that find all slots taken, if a ``share`` of the rows have one."""
         full = max(0.0, 1 - group.fills(share) / max(1, self.steps))
         return min(1.0, 2 * full) if self.late else full
 
     def _by_curves(self, policy: str, share: float) -> tuple[Moved, ...]:
         found = []
         for group in self.groups:
-            full = 1.0 if policy == "hot" else self._full(group, share)  # other rows never get a slot
+            full = 1.0 if policy == "hot" else self.full(group, share)  # other rows never get a slot
             found.append(group.moved(policy, group.misses(policy, share), share, full, self.prefetch))
         return tuple(found)
 
