@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from recpipe.kit import IndexBags, KeptLookups
@@ -17,7 +18,9 @@ class Replayed(CachePolicy):
         super().__init__(space)
         pace = Pace(batches, memory=0, record_bytes=0, waited=lambda: 0.0)
         self._policy = Lookahead(space, _same, _NoBulk(), pace)
-        self._stream = self._policy.stream(map(kept.bags, range(len(kept.batches))))
+        # The policy asks nothing of batches but their lookups, so that these stand for them.
+        batches: Iterator[Any] = map(kept.bags, range(len(kept.batches)))
+        self._stream = self._policy.stream(batches)
 
     def migrate(self, rows: RowIds) -> Placement:
         """As ``Lookahead``, once it has seen the batch."""

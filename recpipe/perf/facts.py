@@ -108,8 +108,9 @@ class Facts:
         known = len(run.cold)
         numbers, half = np.arange(known), known // 2
         if self.steps <= known:
-            weights = (numbers >= (self.steps // 2 if self.late else 0)) & (numbers < self.steps)
-            return Cached(*run.mean(weights.astype(np.float64)))
+            first = self.steps // 2 if self.late else 0
+            counted = (numbers >= first) & (numbers < self.steps)
+            return Cached(*run.mean(counted.astype(np.float64)))
         early = 0.0 if self.late else 1.0
         weights = np.where(numbers < half, early, (self.steps - early * half) / (known - half))
         moved, popular = run.mean(weights)

@@ -80,7 +80,13 @@ def _predicted(
     batches = min(steps, dataset.num_batches("train", size))
     tables = model.inputs.tables
     facts = collect(
-        model.inputs, lambda: dataset.batches("train", size), size, batches, dataset.size("train"), steps
+        model.inputs,
+        lambda: dataset.batches("train", size),
+        size,
+        batches,
+        dataset.size("train"),
+        steps,
+        cfg.seed,
     ).at(
         share=cfg.tiers.budget(tables) / tables.total_bytes,
         store=cfg.tiers.store,
