@@ -95,7 +95,7 @@ class Clock:
         least, _ = PASSES
         passes = self._passes(wanted)
         self._longer += [log(seconds / min(found)) for found in passes for seconds in found[:least]]
-        longer = exp(fmean(self._longer))
+        longer = exp(fmean(self._longer or [0.0]))
         return [longer * min(found) for found in passes]
 
     def _passes(self, wanted: Sequence[Wanted]) -> list[list[float]]:
