@@ -19,8 +19,8 @@ class Replayed(CachePolicy):
         pace = Pace(batches, memory=0, record_bytes=0, waited=lambda: 0.0)
         self._policy = Lookahead(space, _same, _NoBulk(), pace)
         # The policy asks nothing of batches but their lookups, so that these stand for them.
-        read: Iterator[Any] = map(kept.bags, range(len(kept.batches)))
-        self._stream = self._policy.stream(read)
+        source: Iterator[Any] = map(kept.bags, range(len(kept.batches)))
+        self._stream = self._policy.stream(source)
 
     def migrate(self, rows: RowIds) -> Placement:
         """As ``Lookahead``, once it has seen the batch."""
