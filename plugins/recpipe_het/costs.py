@@ -27,7 +27,7 @@ def statement(facts: Facts, cache: str, bound: int) -> Statement:
     for number, group in enumerate(facts.groups):
         own = group.distinct * share_of_distinct(group, facts.trainers, facts.batch_size)
         pulls, pushes = _traffic(facts, group, own, policy, bound)
-        moved.append(Moved(read=pulls + pushes, evicted=pushes, placed=pulls))
+        moved.append(Moved(read=pulls + pushes, returned=pushes, placed=pulls, slab=pushes))
         works += _works(facts, number, own, pulls, pushes)
         pulled, rows = pulled + pulls, rows + own
     return Statement(

@@ -132,11 +132,11 @@ def test_het_pushes_what_waits_too_long_and_what_leaves() -> None:
     """A cache that is not full pushes nothing before the bound; without a bound each row is pushed."""
     begun = of_one(steps=50, late=False, share=0.9)
     (phase,) = het(begun, "lfu", 100).phases
-    assert phase.moved[0].evicted == 0
+    assert phase.moved[0].written == 0
     (at_once,) = het(begun, "lfu", 0).phases
-    assert at_once.moved[0].evicted > 0
+    assert at_once.moved[0].written > 0
     full = het(of_one(steps=10**6, share=0.05), "lfu", 100).phases[0].moved[0]
-    assert full.evicted > 0.9 * of_one().groups[0].misses("lfu", 0.05).rows
+    assert full.written > 0.9 * of_one().groups[0].misses("lfu", 0.05).rows
     two = het(facts(share=0.05), "lfu", 0)
     kinds = {work.kind for work in two.works}
     assert "all_to_all" in kinds
