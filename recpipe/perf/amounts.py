@@ -21,7 +21,7 @@ from recpipe.perf.profile import MachineProfile
 
 FAR = 2.0**24
 """Bytes touched between two uses of a gradient or a parameter: most of a step's."""
-COLD = (2.0**22, 2.0**26)
+COLD = (2.0**18, 2.0**26)
 """Bytes that a step's operators touch, from those that leave Python's code and data in a core's caches to
 those that leave nothing of it. Between them, the logarithm of the factor grows with that of the bytes."""
 SMALL = 64
