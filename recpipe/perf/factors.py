@@ -24,7 +24,7 @@ from recpipe.perf.walk import walk
 
 FAMILY = "steps"
 NAMES = ("python", "kernels", "shared", "tables")
-HELD = np.array([1.5, 0.1, 1.0, 0.1])
+HELD = np.array([0.7, 0.1, 0.7, 0.1])
 """How far the logarithm of each of these factors is likely to be from 0, as a standard deviation. Operators
 and lookups are timed as a step runs them, so that little is left. Python in a step finds colder caches than
 in a loop of its own, and waits for other threads, by amounts that differ from machine to machine."""
