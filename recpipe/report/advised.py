@@ -64,7 +64,7 @@ def opening(told: Mapping[str, Any]) -> list[str]:
     if speed is not None:
         found.append(
             f"With all rows in memory it can train {_range(speed['samples_per_second'])} samples/s; a step "
-            f"of {1e3 * speed['step_seconds'][0]:.3g} ms is {speed['bound_by']}."
+            f"takes {1e3 * speed['step_seconds'][0]:.3g} ms: {speed['bound_by']}."
         )
     return found
 
@@ -118,12 +118,17 @@ def cells(row: Mapping[str, Any], budget: Mapping[str, Any]) -> list[str]:
     name += " *" if row["alters"] else ""
     return [
         name,
-        f"{row['ratio'][0]:.2f} ({row['ratio'][1]:.1f}..{row['ratio'][2]:.1f})",
+        f"{_three(row['ratio'][0])} ({row['ratio'][1]:.1f}..{row['ratio'][2]:.1f})",
         figures.short(row["samples_per_second"][0]),
         figures.size(row["memory_bytes"]),
         f"{1e3 * row['step_seconds'][0]:.3g}",
         row["bound_by"],
     ]
+
+
+def _three(ratio: float) -> str:
+    """Three digits, so that a row fits on 80 columns."""
+    return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}"
 
 
 def closing(budget: Mapping[str, Any]) -> list[str]:
