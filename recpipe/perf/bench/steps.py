@@ -56,7 +56,8 @@ SECONDS = 0.5
 """Most seconds of a training, and the most steps of it."""
 STEPS = 48
 PASSES = 3
-"""Each probe is trained so many times, with all others between, since the machine's speed changes."""
+"""Each probe is trained so many times (in the quick form once), with all others between, since the machine's
+speed changes."""
 BATCHES = 6
 CALLBACKS = 5
 """Callbacks, as many as a run has."""
@@ -95,7 +96,6 @@ PROBES = (
     Probe(2560, 20, 10_000, 24, (320,), (640, 320), shared=True, low_precision=True),
     Probe(768, 16, 200_000, 32, (48,), (48,), pooling=3, skew=2.0),
 )
-"""The first three are those of the quick form."""
 
 
 @dataclass
@@ -107,7 +107,7 @@ class _Batch:
 
 def measure(quick: bool) -> Iterator[Sample]:
     """A sample ``probe`` for each probe that this machine can train: the median of all its steps."""
-    probes = [probe for probe in PROBES[: 3 if quick else None] if _possible(probe)]
+    probes = [probe for probe in PROBES if _possible(probe)]
     with ExitStack() as open_until_done, quieted():
         trainings = [open_until_done.enter_context(_Training(probe)) for probe in probes]
         for _ in range(1 if quick else PASSES):
