@@ -29,6 +29,6 @@ def statement(facts: Facts, learning: Learning, min_micro_batch: int) -> Stateme
     if not cut:
         return whole
     lookups = sum(group.lookups for group in facts.groups)
-    bags = sum(facts.batch_size * group.features if group.pooled else group.lookups for group in facts.groups)
-    order = Work(name="order samples", kind="reorder", at={"lookups": lookups, "bags": float(bags)})
+    bags = sum(facts.bags(group) for group in facts.groups)
+    order = Work(name="order samples", kind="reorder", at={"lookups": lookups, "bags": bags})
     return replace(whole, early=first / facts.batch_size, works=(order,), instead=whole)

@@ -32,8 +32,8 @@ def statement(facts: Facts, drop: float) -> Statement:
     if drop * hot < LEAST:
         return none
     lookups = sum(group.lookups for group in facts.groups)
-    bags = sum(facts.batch_size * group.features if group.pooled else group.lookups for group in facts.groups)
-    classify = Work(name="classify samples", kind="reorder", at={"lookups": lookups, "bags": float(bags)})
+    bags = sum(facts.bags(group) for group in facts.groups)
+    classify = Work(name="classify samples", kind="reorder", at={"lookups": lookups, "bags": bags})
     return replace(
         none,
         why=f"{hot:.0%} of the samples are hot; up to {drop * hot:.0%} of all are left out and not trained",

@@ -63,6 +63,10 @@ class Facts:
         """Bytes for resident rows."""
         return int(self.share * sum(group.rows * group.record_bytes for group in self.groups))
 
+    def bags(self, group: GroupFacts) -> float:
+        """The bags of a batch in a group; of rows that are not pooled, each lookup is one."""
+        return float(self.batch_size * group.features) if group.pooled else group.lookups
+
     def at(self, **changes: Any) -> Facts:
         """The same data under another budget, store, batch of steps ..."""
         if "groups" in changes:

@@ -88,7 +88,7 @@ class Ranked(Tiered):
         """What a trainer's share of a batch looks up."""
         count = self.side.count
         distinct = group.distinct * share_of_distinct(group, count, self.facts.batch_size)
-        bags = self.facts.batch_size * group.features if group.pooled else group.lookups
+        bags = self.facts.bags(group)
         sizes = {"lookups": group.lookups / count, "bags": bags / count, "distinct": distinct}
         return {**sizes, "dim": float(group.dim)}
 
@@ -199,7 +199,7 @@ class Ranked(Tiered):
         busy = waits = 0.0
         for group in self.facts.groups:
             count, tables = self.side.count, len(group.table_rows)
-            bags = self.facts.batch_size * group.features if group.pooled else group.lookups
+            bags = self.facts.bags(group)
             at = {"tables": float(tables), "dim": float(group.dim), "lookups": group.lookups / count}
             busy += self.times.seconds(f"sharded {what}", {**at, "samples": bags / tables / count})
             size = ID * group.lookups if what == "ids" else FLOAT * group.dim * bags

@@ -234,7 +234,7 @@ class Tiered:
         kept = self.statement.kept
         return {
             "lookups": group.lookups * kept,
-            "bags": (self.facts.batch_size * group.features if group.pooled else group.lookups) * kept,
+            "bags": self.facts.bags(group) * kept,
             "rows": float(group.rows),
             "slots": self.facts.share * group.rows,
             "dim": float(group.dim),

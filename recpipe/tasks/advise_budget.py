@@ -170,7 +170,7 @@ class Adviser:
         self, candidate: Candidate, judged: Judged, plain: Judged, own: Sequence[str], size: int
     ) -> dict[str, Any]:
         prediction, kind = judged.prediction, judged.main
-        seconds = judged.seconds
+        seconds, shares = judged.seconds, bounds(kind)
         return {
             "name": candidate.name,
             "step_seconds": seconds,
@@ -182,8 +182,8 @@ class Adviser:
             "alters": candidate.alters,
             "because": f"{prediction.statement.why[:1].upper()}{prediction.statement.why[1:]}.",
             "unsure": prediction.statement.unsure,
-            "bound_by": bound(bounds(kind)),
-            "bounds": bounds(kind),
+            "bound_by": bound(shares),
+            "bounds": shares,
             "critical": dict(kind.walked.critical),
             "utilisation": dict(kind.walked.utilisation),
             "cores_busy": kind.walked.cores_busy,
