@@ -1,7 +1,7 @@
 """``tiers.kernel=uvm_caching``: rows fetched ahead are those of the lookup that gets them.
 
-FBGEMM has such a cache on a GPU alone. Here its TBE on a CPU notes at each prefetch which ids it was for, where
-a GPU's notes at which place in the cache their rows are.
+FBGEMM has such a cache on a GPU alone. Here its TBE on a CPU notes at each prefetch which ids it was for, in
+place of the places of their rows in the cache.
 """
 
 from __future__ import annotations
