@@ -299,7 +299,7 @@ class Lone(ShardingPlanner):  # type: ignore[misc]
         self.prediction = Prediction({module_name(f.name): [7.5] for f in FEATURES})
 
     def plan(self, module, sharders) -> ShardingPlan:
-        return plan_on(1).torchrec("cpu", 2, {}, ModelTables.single(table_set("sgd")))
+        return plan_on(1).torchrec(CPU, 2, {}, ModelTables.single(table_set("sgd")))
 
     def collective_plan(self, module, sharders, pg=None) -> ShardingPlan:
         return self.plan(module, sharders)

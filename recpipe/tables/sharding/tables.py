@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +17,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe import seams
-from recpipe.distributed.ranks import Channel, Ranks
+from recpipe.distributed.ranks import Channel, Ranks, backends
 from recpipe.errors import DataError
 from recpipe.tables.sharding.collection import ShardedCollection
 from recpipe.tables.sharding.modules import groups_in, module_paths, skeleton
@@ -79,7 +81,7 @@ class ShardedTables:
                 whole,
                 env=ShardingEnv.from_process_group(self.group),
                 device=sharding.device,
-                plan=self.plan.torchrec(sharding.device.type, local_world, limits, tables, sharding.tiered),
+                plan=self.plan.torchrec(sharding.device, local_world, limits, tables, sharding.tiered),
                 sharders=sharding.sharders(),
                 init_data_parallel=False,
                 init_parameters=False,
@@ -124,6 +126,16 @@ def join_group(device: torch.device, ranks: Ranks) -> dist.ProcessGroup:
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        dist.init_process_group(backends(device), store=store, rank=0, world_size=1)
+        if device.type == "cuda":
+            atexit.register(_end_group)
     made: dist.ProcessGroup = dist.new_group(list(range(ranks.world)), backend=backend)
     return made
+
+
+def _end_group() -> None:
+    """End a single process's group at its exit: a model that a caller keeps may use it until then, and NCCL
+    warns of a group that nobody has ended."""
+    gc.collect()  # sharded modules have reference cycles, and are not to outlive their group
+    if dist.is_initialized():
+        dist.destroy_process_group()
