@@ -122,6 +122,8 @@ def _check_random(state: Mapping[str, Any]) -> None:
         raise Damaged(f"{where}.numpy is no state of a Mersenne Twister")
     try:
         torch.Generator().set_state(state["torch"])
+        if state["cuda"] and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.Generator("cuda").set_state(state["cuda"][0])
         random.Random().setstate((version, values, gauss))
     except (RuntimeError, TypeError, ValueError, OverflowError) as fault:
         raise Damaged(f"{where} is no state of a random number generator ({fault})") from fault

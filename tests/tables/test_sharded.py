@@ -60,7 +60,7 @@ def test_ranks_train_what_one_process_trains(tmp_path, world, cases) -> None:
         assert found["kinds"] == expected
         assert found["moved"] > 0.1, "the tables were trained"
         for name, difference in found["difference"].items():
-            limit = 0.0 if expected[name] in BITWISE else 1e-6
+            limit = 0.0 if expected[name] in BITWISE else 2e-6
             assert difference <= limit, (case.name, name)
         replicated = set(expected.values()) == {"data_parallel"}
         assert (found["sent"] == 0) == replicated, case.name
