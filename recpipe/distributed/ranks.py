@@ -83,6 +83,9 @@ class Ranks:
     """The device that this rank trains on. With a GPU, channels can also send tensors on it."""
     channels: list[Channel] = field(default_factory=list, compare=False, repr=False)
     """All channels that were made, for the report."""
+    groups: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The process group of TorchRec's collectives, by backend, once it is made. One, as NCCL takes memory of
+    a GPU for each."""
 
     @property
     def trains(self) -> bool:

@@ -124,17 +124,19 @@ def test_a_single_process_has_both_backends_too(
     monkeypatch: pytest.MonkeyPatch, device: str, backend: str
 ) -> None:
     """TorchRec calls a barrier of the whole group, which NCCL would carry out on some GPU. NCCL warns of a
-    group that nobody has ended."""
+    group that nobody has ended, and takes memory for each group."""
     made: list[str] = []
     ends: list[Any] = []
     for name, value in {
-        "is_initialized": lambda: False,
+        "is_initialized": lambda: bool(made),
         "init_process_group": lambda backend, **_: made.append(backend),
         "new_group": lambda members, backend: made.append(backend),
     }.items():
         monkeypatch.setattr(tables.dist, name, value)
     monkeypatch.setattr(tables.atexit, "register", ends.append)
-    tables.join_group(torch.device(device), module.Ranks())
+    ranks = module.Ranks()
+    for _ in ("planning", "training"):
+        tables.join_group(torch.device(device), ranks)
     assert made == [backend, "nccl" if device != "cpu" else "gloo"]
     assert len(ends) == (device != "cpu")
 

@@ -161,22 +161,40 @@ def left_by(folder: Path, *words: str) -> tuple[dict[str, Any], Parameters]:
     return report, parameters(folder / "parameters")
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        "fused",
-        pytest.param("uvm", marks=pytest.mark.cuda),
-        pytest.param("uvm_caching", marks=pytest.mark.cuda),
-    ],
-)
+KERNELS = [
+    "fused",
+    pytest.param("uvm", marks=pytest.mark.cuda),
+    pytest.param("uvm_caching", marks=pytest.mark.cuda),
+]
+
+
+def by_kernel(kernel: str, sharding: str) -> Sequence[str]:
+    cut = ("+plugin=neo", "plugins.neo.planner=torchrec", f"plugins.neo.sharding={sharding}")
+    return (*cut, f"tiers.kernel={kernel}", "tiers.resident_bytes=30%")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
 def test_sharded_kernels_train_as_whole_tables(tmp_path: Path, kernel: str, sharding: str) -> None:
-    _, whole = left_by(tmp_path / "whole")
-    words = ("+plugin=neo", "plugins.neo.planner=torchrec", f"plugins.neo.sharding={sharding}")
-    report, cut = left_by(tmp_path / kernel, *words, f"tiers.kernel={kernel}", "tiers.resident_bytes=30%")
+    """With evaluations between batches, while rows for the next batch are in a cache already."""
+    often = "trainer.eval_every=4"
+    expected, whole = left_by(tmp_path / "whole", often)
+    report, cut = left_by(tmp_path / kernel, *by_kernel(kernel, sharding), often)
     kinds = {table["kernel"] for table in report["assembly"]["shards"]["tables"].values()}
     assert kinds == {{"fused": "fused", "uvm": "fused_uvm", "uvm_caching": "fused_uvm_caching"}[kernel]}
     assert furthest(cut, whole) < 1e-6
+    assert report["quality"]["logloss"] == pytest.approx(expected["quality"]["logloss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sharded_kernels_go_on_from_a_checkpoint(tmp_path: Path, kernel: str) -> None:
+    """A cache is written back before it is saved."""
+    words = by_kernel(kernel, "row_wise")
+    _, whole = left_by(tmp_path / "whole", *words)
+    left_by(tmp_path / "begun", *words, "trainer.max_steps=9", "trainer.checkpoint_every=4")
+    report, resumed = left_by(tmp_path / "on", *words, f"resume={tmp_path}/begun/checkpoints")
+    assert report["resumed"]["step"] == 9
+    assert furthest(resumed, whole) == 0
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])

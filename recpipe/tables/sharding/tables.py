@@ -122,15 +122,17 @@ def _summed(gradients: Channel, bucket: Any) -> torch.futures.Future[torch.Tenso
 
 
 def join_group(device: torch.device, ranks: Ranks) -> dist.ProcessGroup:
-    """Make a process group for TorchRec's collectives alone, also if there is only one process."""
+    """The run's process group for TorchRec's collectives alone, also if there is only one process."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backends(device), store=store, rank=0, world_size=1)
         if device.type == "cuda":
             atexit.register(_end_group)
-    made: dist.ProcessGroup = dist.new_group(list(range(ranks.world)), backend=backend)
-    return made
+    if backend not in ranks.groups:
+        ranks.groups[backend] = dist.new_group(list(range(ranks.world)), backend=backend)
+    group: dist.ProcessGroup = ranks.groups[backend]
+    return group
 
 
 def _end_group() -> None:
