@@ -42,16 +42,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
 
 import recpipe  # noqa: E402
 from recpipe.common.quiet import quiet_libraries  # noqa: E402
-from recpipe.perf.amounts import Amounts  # noqa: E402
-from recpipe.perf.capture import captured  # noqa: E402
-from recpipe.perf.factors import step_amounts  # noqa: E402
-from recpipe.perf.models import Errors  # noqa: E402
-from recpipe.perf.predict import predict_resident  # noqa: E402
-from recpipe.perf.profile import Host, MachineProfile, profile_path  # noqa: E402
-from recpipe.perf.reading import reading  # noqa: E402
-from recpipe.perf.resident import Step  # noqa: E402
+from recpipe.perf.kernels.models import Errors  # noqa: E402
+from recpipe.perf.machine.profile import Host, MachineProfile, profile_path  # noqa: E402
 from recpipe.perf.show import held_out  # noqa: E402
-from recpipe.perf.step_text import parse_step, step_text  # noqa: E402
+from recpipe.perf.step.amounts import Amounts  # noqa: E402
+from recpipe.perf.step.capture import captured  # noqa: E402
+from recpipe.perf.step.factors import step_amounts  # noqa: E402
+from recpipe.perf.step.predict import predict_resident  # noqa: E402
+from recpipe.perf.step.reading import reading  # noqa: E402
+from recpipe.perf.step.step import Step  # noqa: E402
+from recpipe.perf.step.step_text import parse_step, step_text  # noqa: E402
 
 WARM = 6
 """Steps that do not count."""

@@ -30,20 +30,20 @@ from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.data.make import open_dataset
 from recpipe.data.select import between
-from recpipe.perf.amounts import Amounts
 from recpipe.perf.calibrate import calibrate
-from recpipe.perf.capture import captured
-from recpipe.perf.collect import collect
-from recpipe.perf.factors import step_amounts
-from recpipe.perf.facts import Facts
-from recpipe.perf.moves import MoveTimes
-from recpipe.perf.predict_tiered import TieredPrediction, predict_tiered, resident_steps
-from recpipe.perf.profile import Host, MachineProfile, profile_path
-from recpipe.perf.reading import reading
-from recpipe.perf.resident import Step
-from recpipe.perf.statements import RESIDENT, of_policy
-from recpipe.perf.tiered import LOOK_UP, UPDATE, Resident, ResidentStep
-from recpipe.perf.walk import Task
+from recpipe.perf.ids.collect import collect
+from recpipe.perf.ids.facts import Facts
+from recpipe.perf.kernels.moves import MoveTimes
+from recpipe.perf.machine.profile import Host, MachineProfile, profile_path
+from recpipe.perf.step.amounts import Amounts
+from recpipe.perf.step.capture import captured
+from recpipe.perf.step.factors import step_amounts
+from recpipe.perf.step.reading import reading
+from recpipe.perf.step.step import Step
+from recpipe.perf.step.walk import Task
+from recpipe.perf.tiers.predict import TieredPrediction, predict_tiered, resident_steps
+from recpipe.perf.tiers.statements import RESIDENT, of_policy
+from recpipe.perf.tiers.tiered import LOOK_UP, UPDATE, Resident, ResidentStep
 from recpipe.plugin.costs import Statement
 from recpipe.plugin.load import activate
 from recpipe.setup.placing import Unplaced

@@ -54,14 +54,14 @@ from recpipe.perf.bench.lookups import SHAPES as LOOKUP_SHAPES
 from recpipe.perf.bench.lookups import TABLES as LOOKUP_TABLES
 from recpipe.perf.bench.lookups import Clock, timed_lookups, zipf
 from recpipe.perf.bench.lookups import pools as id_pools
-from recpipe.perf.facts import Facts
-from recpipe.perf.group_facts import GroupFacts, Misses
-from recpipe.perf.linear import fitted, nnls
-from recpipe.perf.lookup_work import LookupWork
-from recpipe.perf.profile import Host, Sample, SharedProfile
-from recpipe.perf.ranks import busiest_part, share_of_distinct
-from recpipe.perf.replay import Kept as KeptLookups
-from recpipe.perf.replay import joined as joined_lookups
+from recpipe.perf.ids.facts import Facts
+from recpipe.perf.ids.group_facts import GroupFacts, Misses
+from recpipe.perf.ids.replay import Kept as KeptLookups
+from recpipe.perf.ids.replay import joined as joined_lookups
+from recpipe.perf.kernels.linear import fitted, nnls
+from recpipe.perf.kernels.lookup_work import LookupWork
+from recpipe.perf.machine.profile import Host, Sample, SharedProfile
+from recpipe.perf.tiers.ranks import busiest_part, share_of_distinct
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import module_name
 from recpipe.seams.int8 import LARGEST as LARGEST_WEIGHT_CODE

@@ -20,9 +20,9 @@ from recpipe.config.task import AdviseConfig, AdviseTask
 from recpipe.data.dataset import Dataset
 from recpipe.distributed.launch import Process
 from recpipe.errors import UserError
-from recpipe.perf.capture import CannotTrace
-from recpipe.perf.collect import collect
-from recpipe.perf.facts import Facts
+from recpipe.perf.ids.collect import collect
+from recpipe.perf.ids.facts import Facts
+from recpipe.perf.step.capture import CannotTrace
 from recpipe.report import advised
 from recpipe.report.files import ReportFiles
 from recpipe.setup.placing import Unplaced

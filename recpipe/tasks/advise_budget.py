@@ -16,8 +16,8 @@ from recpipe.config.recipe import Recipe
 from recpipe.config.task import AdviseConfig
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
-from recpipe.perf.facts import Facts
-from recpipe.perf.profile import MachineProfile
+from recpipe.perf.ids.facts import Facts
+from recpipe.perf.machine.profile import MachineProfile
 from recpipe.setup.placing import Unplaced
 from recpipe.tasks.advise_candidates import Candidate, candidates, command
 from recpipe.tasks.advise_judged import (

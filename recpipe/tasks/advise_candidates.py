@@ -10,8 +10,8 @@ from itertools import combinations
 
 from recpipe.config.compose import active_plugins, compose
 from recpipe.errors import UserError
-from recpipe.perf.facts import Facts
-from recpipe.perf.statements import of_policy, over_ranks
+from recpipe.perf.ids.facts import Facts
+from recpipe.perf.tiers.statements import of_policy, over_ranks
 from recpipe.plugin.api import Plugin
 from recpipe.plugin.costs import Statement
 from recpipe.plugin.errors import PluginError

@@ -10,15 +10,15 @@ from statistics import median
 from typing import Any
 
 from recpipe.distributed.ranks import Emulation
-from recpipe.perf.amounts import Amounts, Factors
-from recpipe.perf.factors import step_amounts
-from recpipe.perf.facts import Facts
-from recpipe.perf.moves import MoveTimes
-from recpipe.perf.predict import Prediction, predict_resident
-from recpipe.perf.predict_tiered import Kind, TieredPrediction, predict_tiered, resident_steps
-from recpipe.perf.profile import MachineProfile
-from recpipe.perf.ranks import measured_with
-from recpipe.perf.tiered import Resident
+from recpipe.perf.ids.facts import Facts
+from recpipe.perf.kernels.moves import MoveTimes
+from recpipe.perf.machine.profile import MachineProfile
+from recpipe.perf.step.amounts import Amounts, Factors
+from recpipe.perf.step.factors import step_amounts
+from recpipe.perf.step.predict import Prediction, predict_resident
+from recpipe.perf.tiers.predict import Kind, TieredPrediction, predict_tiered, resident_steps
+from recpipe.perf.tiers.ranks import measured_with
+from recpipe.perf.tiers.tiered import Resident
 from recpipe.tasks.advise_candidates import Candidate
 from recpipe.tasks.advise_model import Paper
 from recpipe.tasks.advise_ranks import threads_of_rank

@@ -10,8 +10,8 @@ import torch
 from recpipe.common.console import log
 from recpipe.errors import UserError, nearest_or_all
 from recpipe.perf.calibrate import calibrate, with_ranks
-from recpipe.perf.factors import FAMILY as STEPS
-from recpipe.perf.profile import Host, MachineProfile, own_profile, profile_path
+from recpipe.perf.machine.profile import Host, MachineProfile, own_profile, profile_path
+from recpipe.perf.step.factors import FAMILY as STEPS
 
 NEEDED = ("limits", "gemm", "pointwise", "overheads", "lookups", "tiers", "stores", "steps")
 """Families of measurements that predictions for a CPU are made of."""

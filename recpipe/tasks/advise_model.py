@@ -16,10 +16,10 @@ from recpipe.data.parts import batch_size
 from recpipe.data.select import between
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import UserError
-from recpipe.perf.capture import CannotTrace, Captured, captured
-from recpipe.perf.models import Estimate
-from recpipe.perf.reading import reading
-from recpipe.perf.resident import Step
+from recpipe.perf.kernels.models import Estimate
+from recpipe.perf.step.capture import CannotTrace, Captured, captured
+from recpipe.perf.step.reading import reading
+from recpipe.perf.step.step import Step
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.setup.placing import Unplaced
 from recpipe.tables.grouped import GroupedCollection

@@ -11,13 +11,13 @@ from recpipe.common.phases import BACKWARD
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
-from recpipe.perf.collect import collect
-from recpipe.perf.predict_tiered import Kind
-from recpipe.perf.profile import Host, own_profile
-from recpipe.perf.resident import MAIN
-from recpipe.perf.statements import of_policy
-from recpipe.perf.trace import OVERHEAD
-from recpipe.perf.walk import SHOWN
+from recpipe.perf.ids.collect import collect
+from recpipe.perf.machine.profile import Host, own_profile
+from recpipe.perf.phases.trace import OVERHEAD
+from recpipe.perf.step.resident import MAIN
+from recpipe.perf.step.walk import SHOWN
+from recpipe.perf.tiers.predict import Kind
+from recpipe.perf.tiers.statements import of_policy
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.load import activate
 from recpipe.tasks.advise_candidates import Candidate

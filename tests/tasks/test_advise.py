@@ -16,9 +16,9 @@ import torch
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.errors import UserError
-from recpipe.perf.capture import CannotTrace
-from recpipe.perf.moves import FEATURES
-from recpipe.perf.profile import Host, MachineProfile, Sample
+from recpipe.perf.kernels.moves import FEATURES
+from recpipe.perf.machine.profile import Host, MachineProfile, Sample
+from recpipe.perf.step.capture import CannotTrace
 from recpipe.report import advised
 from recpipe.run import run
 from recpipe.tasks.advise import _check

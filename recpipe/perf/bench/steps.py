@@ -3,7 +3,7 @@
 A micro-benchmark runs one thing again and again, so that its code and its branches are known to the core. In
 a step an operator comes after a hundred others, threads wait for each other, and the loader reads. What that
 costs a machine is found here, on models that differ in size, lookups and in whether cores share the batch.
-Each sample has the captured step, from which ``recpipe.perf.factors`` predicts it.
+Each sample has the captured step, from which ``recpipe.perf.step.factors`` predicts it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from recpipe.common.threads import using_threads
 from recpipe.data.given import GivenBatches
 from recpipe.model.call import Called
 from recpipe.model.loss import parse_loss
-from recpipe.perf.capture import Captured, captured
-from recpipe.perf.profile import Sample
-from recpipe.perf.reading import reading
-from recpipe.perf.resident import Step
-from recpipe.perf.step_text import step_text
+from recpipe.perf.machine.profile import Sample
+from recpipe.perf.step.capture import Captured, captured
+from recpipe.perf.step.reading import reading
+from recpipe.perf.step.step import Step
+from recpipe.perf.step.step_text import step_text
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.placed import PlacedModel, put_fronts
