@@ -117,6 +117,16 @@ def test_what_alters_training_is_never_recommended(told: dict[str, Any]) -> None
     assert any("quantize" in name for name in altering)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_twice_the_memory_may_hold_all_rows(ranks: int, tmp_path: Path) -> None:
+    """The recipe that is recommended has a cache, which is not offered where all rows fit."""
+    share = 60 / ranks
+    (budget,) = advice(tmp_path, f"advise.memory={share:g}%", f"advise.ranks={ranks}")["budgets"]
+    assert "resident" not in budget["recommended"]
+    found = {each["what"].partition(" the memory")[0]: each["ratio"] for each in budget["what_if"]}
+    assert found[f"{100 / share if ranks == 1 else 2:.3g} times"] > 1.01
+
+
 def test_what_would_help_is_told(told: dict[str, Any]) -> None:
     found = {each["what"]: each["ratio"] for each in told["budgets"][0]["what_if"]}
     assert found["2 times as fast disk"] > 1.1
