@@ -10,7 +10,7 @@ from recpipe.common.memory import free_memory
 from recpipe.common.saved import Damaged, entries, parse_json, residents, typed_as, within
 from recpipe.common.sizes import Amount, readable_bytes
 from recpipe.common.threads import keep_to_one_core, one_thread
-from recpipe.common.timing import median_seconds, seconds_by_round
+from recpipe.common.timing import median_seconds, milliseconds, seconds_by_round
 from recpipe.config.recipe import Recipe
 from recpipe.data.batch import Batch
 from recpipe.data.checks import require_ids
@@ -187,6 +187,7 @@ __all__ = [
     "leaves",
     "load_profile",
     "median_seconds",
+    "milliseconds",
     "module_name",
     "moved",
     "nnls",
