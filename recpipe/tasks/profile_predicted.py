@@ -20,10 +20,10 @@ from recpipe.perf.tiers.predict import Kind
 from recpipe.perf.tiers.statements import of_policy
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.load import activate
-from recpipe.tasks.advise_candidates import Candidate
-from recpipe.tasks.advise_judged import Machine, judge, told_timeline
-from recpipe.tasks.advise_machine import NEEDED
-from recpipe.tasks.advise_model import Paper
+from recpipe.tasks.advise.candidates import Candidate
+from recpipe.tasks.advise.judged import Machine, judge, told_timeline
+from recpipe.tasks.advise.machine import NEEDED
+from recpipe.tasks.advise.model import Paper
 
 LOOK_UP, UPDATE, OPTIMIZER = "embedding forward", "embedding backward and update", "dense optimizer"
 FORWARD, BACK, INPUT = "forward", "backward", "input"

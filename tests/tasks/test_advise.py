@@ -21,8 +21,8 @@ from recpipe.perf.machine.profile import Host, MachineProfile, Sample
 from recpipe.perf.step.capture import CannotTrace
 from recpipe.report import advised
 from recpipe.run import run
-from recpipe.tasks.advise import _check
-from recpipe.tasks.advise_machine import faster
+from recpipe.tasks.advise.advise import _check
+from recpipe.tasks.advise.machine import faster
 from recpipe.testing import SMALL
 from tests.perf import synthetic
 
@@ -238,7 +238,7 @@ def test_a_model_that_cannot_be_traced_still_gets_the_rest(
     def refuses(*_: Any) -> None:
         raise CannotTrace("Tower cannot be traced (RuntimeError: no); its dense part is not predicted")
 
-    monkeypatch.setattr("recpipe.tasks.advise_model.captured", refuses)
+    monkeypatch.setattr("recpipe.tasks.advise.model.captured", refuses)
     found = advice(tmp_path)
     assert found["unsure"] == ["Tower cannot be traced (RuntimeError: no); its dense part is not predicted"]
     assert found["budgets"] == []
@@ -252,7 +252,7 @@ def test_a_model_that_raises_in_the_back_ends_trial_still_gets_the_rest(
     def fails(*_: Any) -> None:
         raise ValueError("this model always fails")
 
-    monkeypatch.setattr("recpipe.tasks.advise_model.equip", fails)
+    monkeypatch.setattr("recpipe.tasks.advise.model.equip", fails)
     found = advice(tmp_path)
     assert "cannot be traced (ValueError: this model always fails)" in found["unsure"][0]
     assert found["ids"]["batches"] == 40

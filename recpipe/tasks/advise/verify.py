@@ -10,7 +10,7 @@ from typing import Any
 from recpipe.common.console import log
 from recpipe.config.task import AdviseConfig, CompareConfig
 from recpipe.errors import UserError
-from recpipe.tasks.advise_judged import Judged
+from recpipe.tasks.advise.judged import Judged
 from recpipe.tasks.compare import compare
 
 

@@ -19,9 +19,9 @@ from recpipe.perf.step.predict import Prediction, predict_resident
 from recpipe.perf.tiers.predict import Kind, TieredPrediction, predict_tiered, resident_steps
 from recpipe.perf.tiers.ranks import measured_with
 from recpipe.perf.tiers.tiered import Resident
-from recpipe.tasks.advise_candidates import Candidate
-from recpipe.tasks.advise_model import Paper
-from recpipe.tasks.advise_ranks import threads_of_rank
+from recpipe.tasks.advise.candidates import Candidate
+from recpipe.tasks.advise.model import Paper
+from recpipe.tasks.advise.ranks import threads_of_rank
 
 
 class Machine:

@@ -19,8 +19,8 @@ from recpipe.errors import UserError
 from recpipe.perf.ids.facts import Facts
 from recpipe.perf.machine.profile import MachineProfile
 from recpipe.setup.placing import Unplaced
-from recpipe.tasks.advise_candidates import Candidate, candidates, command
-from recpipe.tasks.advise_judged import (
+from recpipe.tasks.advise.candidates import Candidate, candidates, command
+from recpipe.tasks.advise.judged import (
     Judged,
     Machine,
     all_bounds,
@@ -30,9 +30,9 @@ from recpipe.tasks.advise_judged import (
     predicted,
     told_timeline,
 )
-from recpipe.tasks.advise_machine import DISK, faster
-from recpipe.tasks.advise_model import Paper
-from recpipe.tasks.advise_ranks import another_rank
+from recpipe.tasks.advise.machine import DISK, faster
+from recpipe.tasks.advise.model import Paper
+from recpipe.tasks.advise.ranks import another_rank
 
 IMAGINED = {DISK: 2.0, "gemm": 2.0}
 """What-ifs that are always told, beside more memory and bfloat16."""

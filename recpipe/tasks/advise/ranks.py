@@ -9,7 +9,7 @@ from typing import Any
 from recpipe.distributed.ranks import Emulation
 from recpipe.errors import UserError
 from recpipe.perf.ids.facts import Facts
-from recpipe.tasks.advise_candidates import Candidate, candidates
+from recpipe.tasks.advise.candidates import Candidate, candidates
 
 NETWORK = Emulation(latency_us=100.0, gbit_per_s=10.0)
 """Between machines, if ``advise.network`` names no other."""

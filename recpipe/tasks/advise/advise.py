@@ -27,11 +27,11 @@ from recpipe.report import advised
 from recpipe.report.files import ReportFiles
 from recpipe.setup.placing import Unplaced
 from recpipe.tasks import misses
-from recpipe.tasks.advise_budget import Adviser
-from recpipe.tasks.advise_candidates import carried
-from recpipe.tasks.advise_judged import Judged
-from recpipe.tasks.advise_machine import machine_profile, words
-from recpipe.tasks.advise_verify import verified
+from recpipe.tasks.advise.budget import Adviser
+from recpipe.tasks.advise.candidates import carried
+from recpipe.tasks.advise.judged import Judged
+from recpipe.tasks.advise.machine import machine_profile, words
+from recpipe.tasks.advise.verify import verified
 
 
 def advise(
