@@ -20,7 +20,6 @@ from recpipe.config.task import AdviseConfig, AdviseTask
 from recpipe.data.dataset import Dataset
 from recpipe.distributed.launch import Process
 from recpipe.errors import UserError
-from recpipe.perf.ids.collect import collect
 from recpipe.perf.ids.facts import Facts
 from recpipe.perf.step.capture import CannotTrace
 from recpipe.report import advised
@@ -29,6 +28,7 @@ from recpipe.setup.placing import Unplaced
 from recpipe.tasks import misses
 from recpipe.tasks.advise.budget import Adviser
 from recpipe.tasks.advise.candidates import carried
+from recpipe.tasks.advise.facts import facts_of
 from recpipe.tasks.advise.judged import Judged
 from recpipe.tasks.advise.machine import machine_profile, words
 from recpipe.tasks.advise.verify import verified
@@ -126,8 +126,7 @@ def _facts(
     cfg: Recipe, config: AdviseConfig, most: int, dataset: Dataset, unplaced: Unplaced
 ) -> tuple[Facts, dict[str, Any]]:
     """What predictions know of the data, and the miss rates to be shown, from one reading."""
-    size = cfg.data.batch_size
-    whole = dataset.num_batches("train", size)
+    whole = dataset.num_batches("train", cfg.data.batch_size)
     batches = min(most, whole)
     followed = misses.follow(cfg, dataset, unplaced.inputs, batches)
     with Meter() as meter:
@@ -136,22 +135,5 @@ def _facts(
             if meter.due:
                 meter.show(done / batches, f"batch {done:,} of {batches:,}")
 
-        facts = collect(
-            unplaced.inputs,
-            lambda: dataset.batches("train", size),
-            size,
-            batches,
-            dataset.size("train"),
-            cfg.trainer.steps(whole),
-            cfg.seed,
-            tell,
-            followed,
-        )
-    ranks = config.ranks
-    facts = facts.at(
-        store=cfg.tiers.store,
-        prefetch=cfg.tiers.prefetch,
-        emulation=cfg.tiers.emulate,
-        trainers=ranks,
-    )
-    return facts, misses.told(cfg, unplaced.inputs, followed)
+        facts = facts_of(cfg, dataset, unplaced.inputs, batches, cfg.trainer.steps(whole), tell, followed)
+    return facts.at(trainers=config.ranks), misses.told(cfg, unplaced.inputs, followed)

@@ -106,11 +106,16 @@ LEAST = 0.05
 """The share of a step below which a bound is not told."""
 
 
+def by_beginning(task: str, words: Mapping[str, str], otherwise: str) -> str:
+    """The value of the first of ``words`` that the name of a ``task`` begins with, or ``otherwise``."""
+    return next((what for begin, what in words.items() if task.startswith(begin)), otherwise)
+
+
 def bounds(kind: Kind) -> dict[str, float]:
     """What a step is bound by, with shares of the critical path, the largest first."""
     found: dict[str, float] = defaultdict(float)
     for task, seconds in kind.walked.critical.items():
-        found[next((what for begin, what in _BOUNDS.items() if task.startswith(begin)), ELSE)] += seconds
+        found[by_beginning(task, _BOUNDS, ELSE)] += seconds
     whole = max(sum(found.values()), 1e-12)
     return {what: found[what] / whole for what in sorted(found, key=lambda what: -found[what])}
 

@@ -23,18 +23,8 @@ from recpipe.run import run
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import choose_device
 from recpipe.tables.tiers.policies import POLICIES
-from recpipe.testing import SMALL
+from tests.one_epoch import RECIPE
 
-RECIPE = [
-    *SMALL,
-    "data.samples=12000",
-    "data.table_scale=0.1",
-    "trainer.max_steps=null",
-    "trainer.max_epochs=1",
-    "trainer.progress=false",
-    "trainer.checkpoint_every=null",
-    "tiers=host",
-]
 FEW = "1%"
 """A budget of fewer slots than a batch has rows."""
 
