@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
-from time import perf_counter
 from typing import Any
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
@@ -42,16 +41,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
 
 import recpipe  # noqa: E402
 from recpipe.common.quiet import quiet_libraries  # noqa: E402
-from recpipe.perf.amounts import Amounts  # noqa: E402
-from recpipe.perf.capture import captured  # noqa: E402
-from recpipe.perf.factors import step_amounts  # noqa: E402
-from recpipe.perf.models import Errors  # noqa: E402
-from recpipe.perf.predict import predict_resident  # noqa: E402
-from recpipe.perf.profile import Host, MachineProfile, profile_path  # noqa: E402
-from recpipe.perf.reading import reading  # noqa: E402
-from recpipe.perf.resident import Step  # noqa: E402
+from recpipe.perf.bench.steps import TimedSteps  # noqa: E402
+from recpipe.perf.kernels.models import Errors  # noqa: E402
+from recpipe.perf.machine.profile import Host, MachineProfile, profile_path  # noqa: E402
 from recpipe.perf.show import held_out  # noqa: E402
-from recpipe.perf.step_text import parse_step, step_text  # noqa: E402
+from recpipe.perf.step.amounts import Amounts  # noqa: E402
+from recpipe.perf.step.factors import step_amounts  # noqa: E402
+from recpipe.perf.step.predict import predict_resident  # noqa: E402
+from recpipe.perf.step.reading import reading  # noqa: E402
+from recpipe.perf.step.step import Step  # noqa: E402
+from recpipe.perf.step.step_text import parse_step, step_text  # noqa: E402
+from recpipe.tasks.advise.model import Paper  # noqa: E402
 
 WARM = 6
 """Steps that do not count."""
@@ -198,39 +198,22 @@ MODELS: dict[str, Callable[[Case], nn.Module]] = {
 }
 
 
-class Captures(L.Callback):
+class Captures(TimedSteps):
     """Captures the run's step before its first one, and times the steps."""
 
     last: Captures
+    step: Step
 
     def __init__(self) -> None:
-        self.times: list[float] = []
-        self.step: Step
+        super().__init__(WARM, SECONDS)
         Captures.last = self
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        model, loader, backend = pl_module.model, pl_module.loader, pl_module.backend
-        source = loader.source
+        model, source = pl_module.model, pl_module.loader.source
         batch = next(source.dataset.batches("train", source.batch_size))
-        shares = [] if backend.cores is None else backend.cores.shares(source.batch_size)
-        self.step = Step(
-            captured(model, batch, shares),
-            type(trainer.optimizers[0]).__name__,
-            reading(source.dataset, source.batch_size, model.inputs),
-            backend.beside is not None,
-            len(shares) > 1,
-        )
-
-    def on_train_epoch_start(self, *_: Any) -> None:
-        self._last = perf_counter()
-        self._begun = self._last if not self.times else self._begun
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        now = perf_counter()
-        self.times.append(now - self._last)
-        self._last = now
-        if now - self._begun > SECONDS and len(self.times) > 2 * WARM:
-            trainer.should_stop = True
+        read = reading(source.dataset, source.batch_size, model.inputs)
+        optimizer = type(trainer.optimizers[0]).__name__
+        self.step = Paper(model, pl_module.backend, batch, optimizer, read).step(source.batch_size)
 
 
 def run(number: int, case: Case, steps: int) -> Ran:

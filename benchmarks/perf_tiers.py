@@ -29,25 +29,23 @@ from recpipe.common.quiet import quieted
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.data.make import open_dataset
-from recpipe.data.select import between
-from recpipe.perf.amounts import Amounts
 from recpipe.perf.calibrate import calibrate
-from recpipe.perf.capture import captured
-from recpipe.perf.collect import collect
-from recpipe.perf.factors import step_amounts
-from recpipe.perf.facts import Facts
-from recpipe.perf.moves import MoveTimes
-from recpipe.perf.predict_tiered import TieredPrediction, predict_tiered, resident_steps
-from recpipe.perf.profile import Host, MachineProfile, profile_path
-from recpipe.perf.reading import reading
-from recpipe.perf.resident import Step
-from recpipe.perf.statements import RESIDENT, of_policy
-from recpipe.perf.tiered import LOOK_UP, UPDATE, Resident, ResidentStep
-from recpipe.perf.walk import Task
+from recpipe.perf.ids.collect import collect
+from recpipe.perf.ids.facts import Facts
+from recpipe.perf.kernels.moves import MoveTimes
+from recpipe.perf.machine.profile import Host, MachineProfile, profile_path
+from recpipe.perf.step.amounts import Amounts
+from recpipe.perf.step.factors import step_amounts
+from recpipe.perf.step.reading import reading
+from recpipe.perf.step.walk import Task
+from recpipe.perf.tiers.predict import TieredPrediction, predict_tiered, resident_steps
+from recpipe.perf.tiers.statements import RESIDENT, of_policy
+from recpipe.perf.tiers.tiered import LOOK_UP, UPDATE, Resident, ResidentStep
 from recpipe.plugin.costs import Statement
 from recpipe.plugin.load import activate
 from recpipe.setup.placing import Unplaced
 from recpipe.setup.prepare import choose_device
+from recpipe.tasks.advise.model import Paper
 
 COMMON = (
     "trainer.device=cpu", "trainer.logger=null", "trainer.checkpoint_every=null", "trainer.progress=false",
@@ -171,17 +169,12 @@ class Captures(L.Callback):
     found: list[dict[str, Any]]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        model, source, backend = pl_module.model, pl_module.loader.source, pl_module.backend
+        model, source = pl_module.model, pl_module.loader.source
         batch = next(source.dataset.batches("train", source.batch_size))
         read = reading(source.dataset, source.batch_size, model.inputs)
-
-        def step(samples: int) -> Step:
-            shares = [] if backend.cores is None else backend.cores.shares(samples)
-            taken = captured(model, between(batch, 0, samples), shares)
-            name = type(trainer.optimizers[0]).__name__
-            return Step(taken, name, read, backend.beside is not None, len(shares) > 1)
-
-        Captures.found = type(self).use(resident_steps(step, self.amounts))
+        optimizer = type(trainer.optimizers[0]).__name__
+        paper = Paper(model, pl_module.backend, batch, optimizer, read)
+        Captures.found = type(self).use(resident_steps(paper.step, self.amounts))
 
 
 def compared(

@@ -10,7 +10,7 @@ from recpipe.common.memory import free_memory
 from recpipe.common.saved import Damaged, entries, parse_json, residents, typed_as, within
 from recpipe.common.sizes import Amount, readable_bytes
 from recpipe.common.threads import keep_to_one_core, one_thread
-from recpipe.common.timing import median_seconds, seconds_by_round
+from recpipe.common.timing import median_seconds, milliseconds, seconds_by_round
 from recpipe.config.recipe import Recipe
 from recpipe.data.batch import Batch
 from recpipe.data.checks import require_ids
@@ -54,14 +54,14 @@ from recpipe.perf.bench.lookups import SHAPES as LOOKUP_SHAPES
 from recpipe.perf.bench.lookups import TABLES as LOOKUP_TABLES
 from recpipe.perf.bench.lookups import Clock, timed_lookups, zipf
 from recpipe.perf.bench.lookups import pools as id_pools
-from recpipe.perf.facts import Facts
-from recpipe.perf.group_facts import GroupFacts, Misses
-from recpipe.perf.linear import fitted, nnls
-from recpipe.perf.lookup_work import LookupWork
-from recpipe.perf.profile import Host, Sample, SharedProfile
-from recpipe.perf.ranks import busiest_part, share_of_distinct
-from recpipe.perf.replay import Kept as KeptLookups
-from recpipe.perf.replay import joined as joined_lookups
+from recpipe.perf.ids.facts import Facts
+from recpipe.perf.ids.group_facts import GroupFacts, Misses
+from recpipe.perf.ids.replay import Kept as KeptLookups
+from recpipe.perf.ids.replay import joined as joined_lookups
+from recpipe.perf.kernels.linear import fitted, nnls
+from recpipe.perf.kernels.lookup_work import LookupWork
+from recpipe.perf.machine.profile import Host, Sample, SharedProfile
+from recpipe.perf.tiers.ranks import busiest_part, share_of_distinct
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.seams import module_name
 from recpipe.seams.int8 import LARGEST as LARGEST_WEIGHT_CODE
@@ -187,6 +187,7 @@ __all__ = [
     "leaves",
     "load_profile",
     "median_seconds",
+    "milliseconds",
     "module_name",
     "moved",
     "nnls",

@@ -177,7 +177,7 @@ def run_on(
 
         return Outcome(tell_misses(cfg, cfg.task, dataset, unplaced.inputs, run_dir.path))
     if isinstance(cfg.task, AdviseTask):
-        from recpipe.tasks.advise import advise
+        from recpipe.tasks.advise.advise import advise
 
         return Outcome(advise(cfg, dataset, unplaced, device, run_dir.path, command_line))
     if cfg.scale is not None:

@@ -15,17 +15,20 @@ PAGE = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
 ROOMS = re.findall(r"^\| `(\w+(?:\.py)?)` \| (.+) \|$", PAGE, re.MULTILINE)
 """The table's rows: a room or a loose file, and its sentence; from the first to the last."""
 ORDER = [name for name, _ in ROOMS]
+PERF = re.findall(r"^\| `perf/(\w+(?:\.py)?)` \| (.+) \|$", PAGE, re.MULTILINE)
+"""The same of the rooms within ``perf``."""
+ORDERS = {"recpipe": ORDER, "recpipe.perf": [name for name, _ in PERF]}
+"""By package."""
 
 
-def room_of(file: Path) -> str:
-    """The name of a file's room; of a loose file its own."""
-    return file.relative_to(HOUSE).parts[0]
+def entered(name: str, package: str = "recpipe") -> str:
+    """The room of ``package`` that an import of ``recpipe.x.y`` enters."""
+    first = name.removeprefix(package)[1:].partition(".")[0]
+    return first if (folder(package) / first).is_dir() and first else f"{first or '__init__'}.py"
 
 
-def entered(name: str) -> str:
-    """The room that an import of ``recpipe.x.y`` enters."""
-    first = name.partition(".")[2].partition(".")[0]
-    return first if (HOUSE / first).is_dir() and first else f"{first or '__init__'}.py"
+def folder(package: str) -> Path:
+    return ROOT / package.replace(".", "/")
 
 
 def names_types_only(node: ast.AST) -> bool:
@@ -52,24 +55,33 @@ def is_module(name: str) -> bool:
     return (HOUSE / name).is_dir() or (HOUSE / f"{name}.py").is_file()
 
 
-def entries(source: str) -> set[str]:
-    """Rooms that a file with this ``source`` enters."""
+def entries(source: str, package: str = "recpipe") -> set[str]:
+    """Rooms of ``package`` that a file with this ``source`` enters."""
     names = set(imported(ast.parse(source)))
-    return {entered(name) for name in names if name.split(".")[0] == "recpipe"}
+    return {entered(name, package) for name in names if f"{name}.".startswith(f"{package}.")}
 
 
-def too_late(source: str, own: str) -> set[str]:
-    """Rooms that code in the room ``own`` enters and may not."""
-    return {room for room in entries(source) if ORDER.index(room) > ORDER.index(own)}
+def too_late(source: str, own: str, package: str = "recpipe") -> set[str]:
+    """Rooms of ``package`` that code in its room ``own`` enters and may not."""
+    order = ORDERS[package]
+    return {room for room in entries(source, package) if order.index(room) > order.index(own)}
 
 
-def test_every_room_and_loose_file_is_on_the_page_and_no_other() -> None:
-    rooms = {path.name for path in HOUSE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    assert sorted(ORDER) == sorted(rooms | {path.name for path in HOUSE.glob("*.py")})
+@pytest.mark.parametrize("package", ORDERS)
+def test_every_room_and_loose_file_is_on_the_page_and_no_other(package: str) -> None:
+    home = folder(package)
+    rooms = {path.name for path in home.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert sorted(ORDERS[package]) == sorted(rooms | {path.name for path in home.glob("*.py")})
+
+
+@pytest.mark.parametrize("room", [name for name, _ in PERF if not name.endswith(".py")])
+def test_rooms_of_perf_say_what_the_page_says(room: str) -> None:
+    said = ast.get_docstring(ast.parse((HOUSE / "perf" / room / "__init__.py").read_text(encoding="utf-8")))
+    assert said == dict(PERF)[room]
 
 
 def test_each_has_one_sentence() -> None:
-    for name, sentence in ROOMS:
+    for name, sentence in (*ROOMS, *PERF):
         assert re.fullmatch(r"[^.]([^.]|\.(?! ))*\.", sentence), f"{name}: {sentence}"
 
 
@@ -80,12 +92,15 @@ def test_the_picture_has_every_room_once() -> None:
         assert words.count(name) == 1, name
 
 
-@pytest.mark.parametrize("room", ORDER)
-def test_imports_go_in_the_pages_order(room: str) -> None:
-    files = [HOUSE / room] if room.endswith(".py") else sorted((HOUSE / room).rglob("*.py"))
+@pytest.mark.parametrize(
+    ("package", "room"), [(package, room) for package, order in ORDERS.items() for room in order]
+)
+def test_imports_go_in_the_pages_order(package: str, room: str) -> None:
+    home = folder(package) / room
+    files = [home] if room.endswith(".py") else sorted(home.rglob("*.py"))
     assert files
     for file in files:
-        late = too_late(file.read_text(encoding="utf-8"), room)
+        late = too_late(file.read_text(encoding="utf-8"), room, package)
         assert not late, (
             f"{file.relative_to(ROOT)} imports {', '.join(sorted(late))}, below {room} on the page"
         )
@@ -109,6 +124,8 @@ def test_what_an_import_enters(line: str, room: str | None) -> None:
 def test_an_import_of_a_later_room_is_found() -> None:
     assert too_late("def later():\n    import recpipe.tasks.plan", "data") == {"tasks"}
     assert not too_late("from recpipe.data.batch import Batch", "tasks")
+    assert too_late("from recpipe.perf.tiers.predict import Kind", "ids", "recpipe.perf") == {"tiers"}
+    assert not too_late("from recpipe.perf.step.walk import walk", "scale", "recpipe.perf")
 
 
 def test_core_imports_no_plugin() -> None:

@@ -154,6 +154,11 @@ class Pace:
             self._calm = 0
 
     @property
+    def off(self) -> bool:
+        """Whether a trial has ended looking ahead."""
+        return self.single and not self._trying
+
+    @property
     def shrunk(self) -> bool:
         """Whether groups are shorter than memory would allow, because nothing is waited for."""
         return self.wanted < min(MOST, max(FEW + 1, self.largest))

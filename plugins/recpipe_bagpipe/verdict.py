@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recpipe.kit import BulkStore
+from recpipe.kit import BulkStore, milliseconds
 from recpipe.plugin import RunFigures
 from recpipe_bagpipe.policy import Lookahead
 
@@ -21,10 +21,10 @@ def verdict(run: RunFigures, policies: Sequence[Lookahead], bulks: Sequence[Bulk
     if not rows:
         return "no row had to be read ahead"
     singles = min(policy.singles for policy in policies)
-    if all(policy.pace.single for policy in policies) and singles:
+    if all(policy.pace.off for policy in policies) and singles:
         told = f"{singles} of {run.steps} batches read their rows themselves, as with lru"
         pace = policies[0].pace
-        times = f"{1e3 * pace.without:.1f} ms without it, {1e3 * pace.with_it:.1f} with it"
+        times = f"{milliseconds(pace.without)} ms without it, {milliseconds(pace.with_it)} with it"
         return f"looking ahead is off: a batch took {times}; {told}"
     shrunk = [policy.pace.calm_at for policy in policies if policy.pace.shrunk]
     if shrunk and len(shrunk) == len(policies) and waited < CALM * (reading + writing):

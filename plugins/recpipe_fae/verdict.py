@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from recpipe.kit import milliseconds
 from recpipe_fae.estimate import Estimate
 
 COLD, HOT, MIXED = range(3)
@@ -70,11 +71,12 @@ def sentence(phases: str, separates: bool, stopped: bool, steps: Steps, estimate
     cold, alone = typical(steps[COLD]), typical(steps[HOT])
     assert cold is not None
     assert alone is not None
-    times = f"a cold step took {1000 * cold:.1f} ms, a hot one {1000 * alone:.1f}"
-    means = f"{1000 * found.separate:.1f} ms on average, where mixed ones would take {1000 * found.mixed:.1f}"
+    times = f"a cold step took {milliseconds(cold)} ms, a hot one {milliseconds(alone)}"
+    mixed = milliseconds(found.mixed)
+    means = f"{milliseconds(found.separate)} ms on average, where mixed ones would take {mixed}"
     if stopped:
         real = typical(steps[MIXED])
-        then = "" if real is None else f", and took {1000 * real:.1f}"
+        then = "" if real is None else f", and took {milliseconds(real)}"
         return f"separating ended after a trial: {times}, {means}{then}; {hot}"
     paid = "paid" if found.gain >= 1 else "did not pay"
     return f"separating {paid}: {times}, {means} by estimate; {hot}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 
+from recpipe.kit import milliseconds
 from recpipe_slipstream.classifier import SIZES
 from recpipe_slipstream.method import Totals
 
@@ -68,7 +69,7 @@ def sentence(totals: Totals, steps: Steps, drop: float, stopped_at: int | None) 
     if times is None:
         return f"{told}; too few steps to tell whether it paid"
     before, after = times
-    compared = f"steps took {1000 * after:.1f} ms, and {1000 * before:.1f} before"
+    compared = f"steps took {milliseconds(after)} ms, and {milliseconds(before)} before"
     if stopped_at is not None:
         return f"{told}, and stopped before batch {stopped_at}: {compared}"
     share = totals.dropped / max(1, totals.classified)
@@ -76,7 +77,7 @@ def sentence(totals: Totals, steps: Steps, drop: float, stopped_at: int | None) 
     cost = totals.snapshot_seconds + totals.search_seconds
     paid = "can have paid" if saved > cost else "did not pay"
     return (
-        f"{paid}: {told}; steps took {1000 * after:.1f} ms, whole batches would have taken at most "
+        f"{paid}: {told}; steps took {milliseconds(after)} ms, whole batches would have taken at most "
         f"{saved:.2f} s more in all, for {cost:.2f} s of snapshots and search and "
         f"{totals.classify_seconds:.2f} s of classification in the loader's thread"
     )

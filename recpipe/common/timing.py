@@ -48,6 +48,11 @@ def seconds_by_round(
     return found
 
 
+def milliseconds(seconds: float) -> str:
+    """Milliseconds as text: with one decimal, or with two digits if they are less than one (``0.042``)."""
+    return f"{1e3 * seconds:.1f}" if seconds >= 1e-3 else f"{1e3 * seconds:.2g}"
+
+
 def _seconds(run: Run, count: int) -> float:
     start = perf_counter()
     for _ in range(count):

@@ -1,2 +1,1 @@
-"""How fast a training step could be on this machine at best: its limits (machine), a batch's work (workload),
-and from both the least time of each phase (roofline)."""
+"""What a training step costs: a machine measured once, and the time of steps predicted from that."""

@@ -27,7 +27,7 @@ from recpipe.perf.bench import (
     tiers,
 )
 from recpipe.perf.bench import ranks as bench_ranks
-from recpipe.perf.profile import Host, MachineProfile, Sample
+from recpipe.perf.machine.profile import Host, MachineProfile, Sample
 
 Measure = Callable[[bool], Iterator[Sample]]
 """Yields the samples of a family; in the quick form, fewer of them if it is given True."""

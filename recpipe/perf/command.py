@@ -29,7 +29,7 @@ def _calibrate(quick: bool) -> int:
     bound_kernel_caches()
     from recpipe.distributed.launch import Process
     from recpipe.perf.calibrate import calibrate
-    from recpipe.perf.profile import Host, MachineProfile, profile_path
+    from recpipe.perf.machine.profile import Host, MachineProfile, profile_path
     from recpipe.perf.show import measured
 
     if Process.current().world > 1:
@@ -43,7 +43,7 @@ def _calibrate(quick: bool) -> int:
 
 
 def _show() -> int:
-    from recpipe.perf.profile import Host, own_profile
+    from recpipe.perf.machine.profile import Host, own_profile
     from recpipe.perf.show import shown
 
     profile = own_profile(Host.current())

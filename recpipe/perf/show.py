@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from recpipe.perf.amounts import Amounts
-from recpipe.perf.factors import FAMILY, fitted_factors, told
-from recpipe.perf.machine import Machine
-from recpipe.perf.models import FAMILIES, KernelModels
-from recpipe.perf.profile import MachineProfile
+from recpipe.perf.kernels.models import FAMILIES, KernelModels
+from recpipe.perf.machine.limits import Machine
+from recpipe.perf.machine.profile import MachineProfile
+from recpipe.perf.step.amounts import Amounts
+from recpipe.perf.step.factors import FAMILY, fitted_factors, told
 
 GIGA = 1e9
 

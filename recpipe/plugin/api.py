@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import lightning as L
 
     from recpipe.data.batch import Batch
-    from recpipe.perf.facts import Facts
+    from recpipe.perf.ids.facts import Facts
     from recpipe.plugin.costs import Statement
     from recpipe.plugin.planner import Planner
     from recpipe.plugin.policy import Cache

@@ -14,9 +14,9 @@ from recpipe.config.recipe import Recipe
 from recpipe.config.task import MissesConfig
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
-from recpipe.perf.curve import Curve
-from recpipe.perf.followed import Followed
-from recpipe.perf.misses import POLICIES, SHARES, MissRates
+from recpipe.perf.ids.curve import Curve
+from recpipe.perf.ids.followed import Followed
+from recpipe.perf.ids.misses import POLICIES, SHARES, MissRates
 from recpipe.report import missed
 from recpipe.report.files import ReportFiles
 from recpipe.tables.inputs import Inputs

@@ -17,10 +17,10 @@ from recpipe.common.load import Load, used_by_others
 from recpipe.common.phases import PHASES
 from recpipe.config.task import ProfileConfig
 from recpipe.model.config import ModelConfig, UserModel
-from recpipe.perf import machine
-from recpipe.perf.parts import tell_parts
-from recpipe.perf.roofline import floors_ms
-from recpipe.perf.trace import (
+from recpipe.perf.machine.limits import Machine, known_or_measured
+from recpipe.perf.phases.parts import tell_parts
+from recpipe.perf.phases.roofline import floors_ms
+from recpipe.perf.phases.trace import (
     OVERHEAD,
     STEP,
     ProfiledStep,
@@ -28,8 +28,8 @@ from recpipe.perf.trace import (
     profiled_steps,
     top_operators,
 )
-from recpipe.perf.traced import Traced
-from recpipe.perf.workload import (
+from recpipe.perf.phases.traced import Traced
+from recpipe.perf.phases.workload import (
     FLOAT_BYTES,
     Lookups,
     Work,
@@ -156,7 +156,7 @@ class StepProfiler(L.Callback):
         work["dense optimizer"] = self.optimizer
         widest = max(group.tables.dim for group in self.model.embeddings.tables.groups)
         before = Load.now()
-        limits = machine.known_or_measured(FLOAT_BYTES * widest, self.device)
+        limits = known_or_measured(FLOAT_BYTES * widest, self.device)
         others = used_by_others(before)
         events = self.profiler.events()  # type: ignore[no-untyped-call]
         step = mean_step(middle_half(profiled_steps(events), key=lambda step: step.ms))
@@ -228,9 +228,7 @@ def middle_half(steps: Sequence[T], key: Callable[[T], float]) -> list[T]:
     return ordered[cut : len(ordered) - cut]
 
 
-def floor_section(
-    work: dict[str, Work], limits: machine.Machine, precision: str, lookups: Lookups
-) -> dict[str, Any]:
+def floor_section(work: dict[str, Work], limits: Machine, precision: str, lookups: Lookups) -> dict[str, Any]:
     """The inputs of the floor, for a batch."""
     return {
         "ms": sum(floors_ms(work, limits, precision).values()),

@@ -11,19 +11,19 @@ from recpipe.common.phases import BACKWARD
 from recpipe.config.recipe import Recipe
 from recpipe.data.dataset import Dataset
 from recpipe.errors import UserError
-from recpipe.perf.collect import collect
-from recpipe.perf.predict_tiered import Kind
-from recpipe.perf.profile import Host, own_profile
-from recpipe.perf.resident import MAIN
-from recpipe.perf.statements import of_policy
-from recpipe.perf.trace import OVERHEAD
-from recpipe.perf.walk import SHOWN
+from recpipe.perf.machine.profile import Host, own_profile
+from recpipe.perf.phases.trace import OVERHEAD
+from recpipe.perf.step.resident import MAIN
+from recpipe.perf.step.walk import SHOWN
+from recpipe.perf.tiers.predict import Kind
+from recpipe.perf.tiers.statements import of_policy
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.load import activate
-from recpipe.tasks.advise_candidates import Candidate
-from recpipe.tasks.advise_judged import Machine, judge, told_timeline
-from recpipe.tasks.advise_machine import NEEDED
-from recpipe.tasks.advise_model import Paper
+from recpipe.tasks.advise.candidates import Candidate
+from recpipe.tasks.advise.facts import facts_of
+from recpipe.tasks.advise.judged import Machine, by_beginning, judge, told_timeline
+from recpipe.tasks.advise.machine import NEEDED
+from recpipe.tasks.advise.model import Paper
 
 LOOK_UP, UPDATE, OPTIMIZER = "embedding forward", "embedding backward and update", "dense optimizer"
 FORWARD, BACK, INPUT = "forward", "backward", "input"
@@ -79,20 +79,8 @@ def _predicted(
     size = cfg.data.batch_size
     batches = min(steps, dataset.num_batches("train", size))
     tables = model.inputs.tables
-    facts = collect(
-        model.inputs,
-        lambda: dataset.batches("train", size),
-        size,
-        batches,
-        dataset.size("train"),
-        steps,
-        cfg.seed,
-    ).at(
-        share=cfg.tiers.budget(tables) / tables.total_bytes,
-        store=cfg.tiers.store,
-        prefetch=cfg.tiers.prefetch,
-        emulation=cfg.tiers.emulate,
-    )
+    facts = facts_of(cfg, dataset, model.inputs, batches, steps)
+    facts = facts.at(share=cfg.tiers.budget(tables) / tables.total_bytes)
     plugins = {origin.plugin: plugin for origin, plugin in activate(cfg.plugins)}
     stated = {name: statement for name, plugin in plugins.items() if (statement := plugin.costs(facts))}
     silent = sorted(plugins.keys() - stated.keys())
@@ -119,9 +107,7 @@ def _by_part(kinds: Sequence[Kind]) -> dict[str, float]:
         found[INPUT] += 1e3 * kind.phase.share * kind.walked.step_seconds
         for span in kind.walked.timeline:
             if span.task.place == MAIN:
-                part = next(
-                    (part for begin, part in _PART_OF.items() if span.task.name.startswith(begin)), INPUT
-                )
+                part = by_beginning(span.task.name, _PART_OF, INPUT)
                 milliseconds = 1e3 * kind.phase.share * (span.end - span.start) / SHOWN
                 found[INPUT] -= milliseconds
                 found[part] += milliseconds

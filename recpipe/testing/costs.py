@@ -7,11 +7,11 @@ from functools import cache
 
 import numpy as np
 
-from recpipe.perf.facts import Facts
-from recpipe.perf.group_facts import GroupFacts, Stretch
-from recpipe.perf.misses import SHARES, MissRates, Sample
-from recpipe.perf.moves import FEATURES
-from recpipe.perf.replay import Kept
+from recpipe.perf.ids.facts import Facts
+from recpipe.perf.ids.group_facts import GroupFacts, Stretch
+from recpipe.perf.ids.misses import SHARES, MissRates, Sample
+from recpipe.perf.ids.replay import Kept
+from recpipe.perf.kernels.moves import FEATURES
 from recpipe.plugin.costs import Phase, Statement
 from recpipe.tables.tiers.placement import IndexBags
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recpipe.common import timing
-from recpipe.common.timing import median_seconds, seconds_by_round
+from recpipe.common.timing import median_seconds, milliseconds, seconds_by_round
 
 
 class Clock:
@@ -61,3 +61,11 @@ def test_they_use_so_many_threads_of_torchs() -> None:
     with pytest.raises(ZeroDivisionError):
         median_seconds([lambda: 1 // 0], threads=before + 1)
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(1.6, "1600.0"), (1.04e-3, "1.0"), (4.16e-5, "0.042"), (9.6e-4, "0.96"), (3e-6, "0.003"), (0.0, "0")],
+)
+def test_short_times_keep_their_digits(seconds: float, expected: str) -> None:
+    assert milliseconds(seconds) == expected

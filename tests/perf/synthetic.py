@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from recpipe.perf.bench.overheads import OPTIMIZERS, optimizer_sizes
-from recpipe.perf.operators import GEMMS
-from recpipe.perf.profile import Host, MachineProfile, Sample
+from recpipe.perf.bench.overheads import OPTIMIZERS
+from recpipe.perf.kernels.operators import GEMMS
+from recpipe.perf.kernels.optimizers import optimizer_sizes
+from recpipe.perf.machine.profile import Host, MachineProfile, Sample
 
 FLOPS = 1e11
 """Operations per second of a thread."""

@@ -16,13 +16,13 @@ import torch
 from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.errors import UserError
-from recpipe.perf.capture import CannotTrace
-from recpipe.perf.moves import FEATURES
-from recpipe.perf.profile import Host, MachineProfile, Sample
+from recpipe.perf.kernels.moves import FEATURES
+from recpipe.perf.machine.profile import Host, MachineProfile, Sample
+from recpipe.perf.step.capture import CannotTrace
 from recpipe.report import advised
 from recpipe.run import run
-from recpipe.tasks.advise import _check
-from recpipe.tasks.advise_machine import faster
+from recpipe.tasks.advise.advise import _check
+from recpipe.tasks.advise.machine import faster
 from recpipe.testing import SMALL
 from tests.perf import synthetic
 
@@ -115,6 +115,16 @@ def test_what_alters_training_is_never_recommended(told: dict[str, Any]) -> None
         assert not row(budget, budget["recommended"])["alters"]
     altering = [each["name"] for budget in told["budgets"] for each in budget["rows"] if each["alters"]]
     assert any("quantize" in name for name in altering)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_twice_the_memory_may_hold_all_rows(ranks: int, tmp_path: Path) -> None:
+    """The recipe that is recommended has a cache, which is not offered where all rows fit."""
+    share = 60 / ranks
+    (budget,) = advice(tmp_path, f"advise.memory={share:g}%", f"advise.ranks={ranks}")["budgets"]
+    assert "resident" not in budget["recommended"]
+    found = {each["what"].partition(" the memory")[0]: each["ratio"] for each in budget["what_if"]}
+    assert found[f"{100 / share if ranks == 1 else 2:.3g} times"] > 1.01
 
 
 def test_what_would_help_is_told(told: dict[str, Any]) -> None:
@@ -228,7 +238,7 @@ def test_a_model_that_cannot_be_traced_still_gets_the_rest(
     def refuses(*_: Any) -> None:
         raise CannotTrace("Tower cannot be traced (RuntimeError: no); its dense part is not predicted")
 
-    monkeypatch.setattr("recpipe.tasks.advise_model.captured", refuses)
+    monkeypatch.setattr("recpipe.tasks.advise.model.captured", refuses)
     found = advice(tmp_path)
     assert found["unsure"] == ["Tower cannot be traced (RuntimeError: no); its dense part is not predicted"]
     assert found["budgets"] == []
@@ -242,7 +252,7 @@ def test_a_model_that_raises_in_the_back_ends_trial_still_gets_the_rest(
     def fails(*_: Any) -> None:
         raise ValueError("this model always fails")
 
-    monkeypatch.setattr("recpipe.tasks.advise_model.equip", fails)
+    monkeypatch.setattr("recpipe.tasks.advise.model.equip", fails)
     found = advice(tmp_path)
     assert "cannot be traced (ValueError: this model always fails)" in found["unsure"][0]
     assert found["ids"]["batches"] == 40

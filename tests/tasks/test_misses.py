@@ -12,18 +12,8 @@ from recpipe.config.compose import compose
 from recpipe.errors import UserError
 from recpipe.report import missed
 from recpipe.run import run
-from recpipe.testing import SMALL
+from tests.one_epoch import RECIPE
 
-RECIPE = [
-    *SMALL,
-    "data.samples=12000",
-    "data.table_scale=0.1",
-    "trainer.max_steps=null",
-    "trainer.max_epochs=1",
-    "trainer.progress=false",
-    "trainer.checkpoint_every=null",
-    "tiers=host",
-]
 SHARES = ("10%", "30%")
 
 

@@ -19,9 +19,9 @@ from recpipe.common import phases
 from recpipe.common.phases import PHASES, PREFIX
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
-from recpipe.perf import machine
-from recpipe.perf.parts import tell_parts
-from recpipe.perf.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profiled_steps
+from recpipe.perf.machine import limits
+from recpipe.perf.phases.parts import tell_parts
+from recpipe.perf.phases.trace import OVERHEAD, STEP, ProfiledStep, mean_step, profiled_steps
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.step import StepTimes, accumulate
 from recpipe.report import html, measured
@@ -44,9 +44,9 @@ SMALL = (
 
 @pytest.fixture(autouse=True)
 def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "BUFFER_BYTES", 2**22)
-    monkeypatch.setattr(machine, "SIZES", (128,))
-    monkeypatch.setattr(machine, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(limits, "BUFFER_BYTES", 2**22)
+    monkeypatch.setattr(limits, "SIZES", (128,))
+    monkeypatch.setattr(limits, "LEAST_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("recipe", [(), ("+plugin=hotline", "model=dlrm_dcn")], ids=["resident", "hotline"])

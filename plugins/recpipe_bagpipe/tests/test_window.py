@@ -112,8 +112,11 @@ def test_batches_are_tried_without_looking_ahead(without: float) -> None:
     pace = Pace(None, 30_000, 1, lambda: clock.waited, lambda: clock.now)
     ahead = []
     """For each group of 4 batches, whether it was read ahead."""
+    off = []
+    """And whether a trial had ended looking ahead by then."""
     for number in range(3 * HOLD // 4):
         ahead.append(not pace.single)
+        off.append(pace.off)
         pause = 50.0 if number % 5 == 0 and not pace.single else 0.0  # an evaluation
         clock.now += 4 * (without if pace.single else 1.0) + pause
         pace.note(4, pace.single)
@@ -121,6 +124,8 @@ def test_batches_are_tried_without_looking_ahead(without: float) -> None:
     tried = ahead.index(False)
     decided = tried + (SETTLING + WEIGHED) // 4
     assert set(ahead[tried:decided]) == {False}
+    assert not any(off[:decided]), "a trial decides nothing before its end"
+    assert off[decided] == (without < 1)
     assert set(ahead[decided : decided + HOLD // 4]) == {without > 1}
     assert (pace.with_it, pace.without) == (pytest.approx(1.0), pytest.approx(without))
     assert len(set(ahead[decided + HOLD // 4 :])) == 2, "it is tried again"

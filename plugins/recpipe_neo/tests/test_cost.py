@@ -18,7 +18,7 @@ from recpipe_neo.stats import feature_stats
 from plugins.recpipe_neo.tests.rig import bags, forward_ms, machine, made_up, uniform_stats
 from recpipe.errors import UserError
 from recpipe.kit import Host, LookupWork, Sample, SharedProfile, nnls
-from recpipe.perf import profile as perf
+from recpipe.perf.machine import profile as perf
 
 
 def test_statistics_of_two_batches() -> None:

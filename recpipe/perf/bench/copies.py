@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from recpipe.perf.profile import Sample
+from recpipe.perf.machine.profile import Sample
 
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**27)
 """Bytes."""

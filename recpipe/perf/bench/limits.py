@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import torch
 
-from recpipe.perf import machine
-from recpipe.perf.profile import Sample
+from recpipe.perf.machine.limits import measured
+from recpipe.perf.machine.profile import Sample
 
 ROW_BYTES = (16, 64, 256, 1024)
 """Sizes of the rows that are gathered."""
 
 
 def measure(quick: bool) -> Iterator[Sample]:
-    """The samples of ``machine.measured`` on the CPU, for rows of each of ``ROW_BYTES``."""
-    yield from machine.measured(ROW_BYTES[1:3] if quick else ROW_BYTES, torch.device("cpu"))
+    """The samples of ``measured`` on the CPU, for rows of each of ``ROW_BYTES``."""
+    yield from measured(ROW_BYTES[1:3] if quick else ROW_BYTES, torch.device("cpu"))

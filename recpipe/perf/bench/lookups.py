@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from recpipe.common.threads import one_thread
 from recpipe.perf.bench.passes import least
-from recpipe.perf.profile import Sample
+from recpipe.perf.machine.profile import Sample
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.specs import OPTIMIZERS
 

@@ -23,9 +23,10 @@ from recpipe.common.threads import keep_to_one_core, one_thread
 from recpipe.model.call import Called
 from recpipe.model.loss import parse_loss
 from recpipe.perf.bench.timing import Clock, clock
-from recpipe.perf.operators import Operator
-from recpipe.perf.profile import Sample
-from recpipe.perf.python import python_calls
+from recpipe.perf.kernels.operators import Operator
+from recpipe.perf.kernels.optimizers import optimizer_sizes
+from recpipe.perf.machine.profile import Sample
+from recpipe.perf.step.python import python_calls
 from recpipe.pipeline.placed import PlacedModel, put_fronts
 from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.tables.front import handing_out
@@ -267,18 +268,3 @@ def _optimizer(name: str, count: int, values: int) -> Run:
     made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=1e-3, fused=True)
     made.step()
     return made.step
-
-
-REST = 2.0**25
-"""Bytes that the rest of a step touches, at least."""
-STATE = {"SGD": 0, "Adagrad": 1, "RMSprop": 1}
-"""Values of state for each parameter's value; two for others."""
-
-
-def optimizer_sizes(name: str, parameters: int, values: int) -> dict[str, float | str]:
-    """The sizes of an optimizer's step over so many parameters with ``values`` in all, float32."""
-    state = STATE.get(name, 2)
-    touched = 4.0 * values * (2 + state)
-    moved = 4.0 * values * (3 + 2 * state)
-    sizes = {"bytes": moved, "footprint": touched, "elements": float(values), "runs": float(parameters)}
-    return {**sizes, "reuse": touched + REST, "dtype": "float32"}

@@ -12,7 +12,7 @@ import torch
 from recpipe.common.threads import one_thread
 from recpipe.perf.bench.lookups import POOL, zipf
 from recpipe.perf.bench.passes import least
-from recpipe.perf.profile import Sample
+from recpipe.perf.machine.profile import Sample
 from recpipe.plugin.policy import RowIds
 from recpipe.tables.rowtable import RowBags, updated
 from recpipe.tables.specs import TableOptimizer

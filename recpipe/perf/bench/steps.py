@@ -3,7 +3,7 @@
 A micro-benchmark runs one thing again and again, so that its code and its branches are known to the core. In
 a step an operator comes after a hundred others, threads wait for each other, and the loader reads. What that
 costs a machine is found here, on models that differ in size, lookups and in whether cores share the batch.
-Each sample has the captured step, from which ``recpipe.perf.factors`` predicts it.
+Each sample has the captured step, from which ``recpipe.perf.step.factors`` predicts it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from recpipe.common.threads import using_threads
 from recpipe.data.given import GivenBatches
 from recpipe.model.call import Called
 from recpipe.model.loss import parse_loss
-from recpipe.perf.capture import Captured, captured
-from recpipe.perf.profile import Sample
-from recpipe.perf.reading import reading
-from recpipe.perf.resident import Step
-from recpipe.perf.step_text import step_text
+from recpipe.perf.machine.profile import Sample
+from recpipe.perf.step.capture import Captured, captured
+from recpipe.perf.step.reading import reading
+from recpipe.perf.step.step import Step
+from recpipe.perf.step.step_text import step_text
 from recpipe.pipeline.cores import Cores
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.pipeline.placed import PlacedModel, put_fronts
@@ -158,7 +158,7 @@ class _Training:
         """Train for ``STEPS`` steps or ``SECONDS`` after the first ones."""
         cpu = torch.device("cpu")
         loader = TrainLoader(BatchSource(self.dataset, self.probe.batch), self.model.inputs, None, cpu)
-        watch = _Watch()
+        watch = TimedSteps(WARM, SECONDS)
         trainer = L.Trainer(
             accelerator="cpu",
             devices=1,
@@ -193,21 +193,25 @@ def _needed(found: Captured, shared: bool) -> Captured:
     return replace(found, whole=replace(found.whole, operators=((),) * len(found.whole.operators)))
 
 
-class _Watch(L.Callback):
-    """Times steps from the end of one to that of the next."""
+class TimedSteps(L.Callback):
+    """Times steps from the end of one to that of the next, and stops the training after so many ``seconds``,
+    but not before twice the ``warm`` steps that do not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm: int, seconds: float) -> None:
         self.times: list[float] = []
+        """Seconds of each step."""
+        self._warm, self._seconds = warm, seconds
         self._begun = self._last = 0.0
 
     def on_train_epoch_start(self, *_: Any) -> None:
-        self._begun = self._last = perf_counter()
+        self._last = perf_counter()
+        self._begun = self._begun if self.times else self._last
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         now = perf_counter()
         self.times.append(now - self._last)
         self._last = now
-        if now - self._begun > SECONDS and len(self.times) > 2 * WARM:
+        if now - self._begun > self._seconds and len(self.times) > 2 * self._warm:
             trainer.should_stop = True
 
 

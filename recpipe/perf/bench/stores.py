@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from recpipe.perf.bench.passes import least
-from recpipe.perf.profile import Sample
+from recpipe.perf.machine.profile import Sample
 from recpipe.plugin.quantizer import RecordLayout, RowCodec
 from recpipe.tables.stores.base import ColdStore, Records, Rows, StoreLayout
 from recpipe.tables.stores.blocks import BLOCK_BYTES, BlockMap

@@ -16,7 +16,7 @@ from recpipe.data.parts import in_order
 from recpipe.data.select import select
 from recpipe.perf.bench.lookups import zipf
 from recpipe.perf.bench.passes import least
-from recpipe.perf.profile import Sample
+from recpipe.perf.machine.profile import Sample
 from recpipe.plugin.policy import RowIds, RowSpace
 from recpipe.tables.specs import Table, TableOptimizer, TableSet
 from recpipe.tables.stores.base import ColdStore, IoCounters, Records, Rows, StoreLayout

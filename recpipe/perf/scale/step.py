@@ -22,7 +22,7 @@ from recpipe.perf.scale.work import (
     interaction_seconds,
     operators,
 )
-from recpipe.perf.walk import Task, Walked, walk
+from recpipe.perf.step.walk import Task, Walked, walk
 
 PARTS = {
     "copy": "input",

@@ -1,0 +1,233 @@
+"""Training from Python: whole runs by ``train``, and the tables of a loop of your own by ``place``."""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from threading import main_thread
+from typing import TYPE_CHECKING, Any
+
+from recpipe.api.process import WITHOUT_FILES, output_directory, prepare_process
+from recpipe.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from omegaconf import DictConfig
+    from torch import nn
+
+    from recpipe.config.recipe import Recipe
+    from recpipe.data.dataset import Dataset
+    from recpipe.data.given import Batches
+    from recpipe.loop import Placed
+    from recpipe.setup.given import Outcome
+
+
+class Run:
+    """A finished training run. Its tables stay open for ``predict`` until ``close`` or garbage collection."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.model = outcome.model
+        """The trained model, over its tiers, in eval mode."""
+        self.report = outcome.report
+        """The content of report.json."""
+        self.checkpoint = outcome.checkpoint
+        """The checkpoint of the last step; None where none was asked for."""
+        self._predict = outcome.predict
+        self._end = weakref.finalize(self, _close, outcome.kept)
+
+    def predict(self, batch: Any) -> torch.Tensor:
+        """The trained model's scores for ``batch``, computed without gradients (logits float32 [B] for a
+        DLRM). ``UserError`` on an id that is not in its table, and when the run is closed."""
+        from recpipe.common.quiet import quieted
+        from recpipe.distributed.launch import Process
+
+        if not self._end.alive or Process.current().world > 1:
+            why = "is closed" if not self._end.alive else "had several processes"
+            raise UserError(f"the run {why}, and its tables with it: use recpipe.load(checkpoint)")
+        assert self._predict is not None
+        with quieted():
+            return self._predict(batch)
+
+    def close(self) -> None:
+        """Release the tables, their memory and their files. Calling it again does nothing."""
+        self._end()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        from recpipe.report.quality import labelled
+
+        label, value = labelled(self.report["quality"])[0]
+        return f"<recpipe.Run: {self.report['data']['train_samples']:,} samples trained, {label} {value}>"
+
+
+def _close(kept: ExitStack) -> None:
+    try:
+        kept.close()
+    except RuntimeError:
+        # While the interpreter exits, no thread can write rows back; everything else has been released.
+        if main_thread().is_alive():
+            raise
+
+
+def train(
+    model: nn.Module | None = None,
+    data: Dataset | Batches | str | Path | None = None,
+    *overrides: str,
+    held_out: Batches | None = None,
+    output: str | Path | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Train as ``python -m recpipe *overrides`` does, in this process.
+
+    Args:
+        model: an ``nn.Module`` that holds collections of TorchRec's and is called as
+            ``docs/guide/models.md`` says; it is trained in place. None: the recipe's (``model=dlrm``).
+        data: None: the recipe's. A path: a parquet file or folder, as ``data=parquet data.path=...``. A
+            ``recpipe.kit.Dataset``. Or ready-made batches: a list, a DataLoader, a function ``epoch ->
+            iterator``; ``recpipe.kit.GivenBatches`` says how these are used.
+        overrides: words of the command line: ``"tiers=ssd"``, ``"+plugin=hotline"``.
+        held_out: batches to evaluate on, if ``data`` is batches.
+        output: a directory for what the command line leaves: report, log, checkpoints. None: only files whose
+            path an override gives are written; scratch files are in a temporary directory.
+        quiet: nothing goes to the terminal.
+
+    Raises ``UserError`` for a mistake of the caller, and ``KeyboardInterrupt`` after Ctrl-C, once the current
+    batch is done.
+    """
+    prepare_process()
+    from recpipe.config.compose import compose, readable_errors
+    from recpipe.config.recipe import Recipe
+    from recpipe.data.given import GivenBatches
+
+    with readable_errors(overrides):
+        words = _words(data, held_out, overrides, output)
+        if model is not None:
+            words.append("model=custom")
+        composed = compose([*words, *overrides])
+        cfg = Recipe.of(composed)
+        _check(cfg, output)
+        dataset = _given_data(data, held_out, cfg.trainer.max_steps)
+        if isinstance(dataset, GivenBatches):
+            composed.data.batch_size = dataset.batch_size
+        with ExitStack() as stack:
+            folder = stack.enter_context(output_directory(output))
+            outcome = _carried_out(composed, folder, model, dataset, output is not None, quiet)
+            stack.callback(outcome.kept.close)
+            outcome.kept = stack.pop_all()
+    return Run(outcome)
+
+
+def place(model: nn.Module, loader: Batches, *overrides: str) -> Placed:
+    """Move a module's tables to tiers for a training loop of your own, as ``DistributedModelParallel`` does
+    to shards::
+
+        placed = recpipe.place(model, loader, "+plugin=hotline", "tiers.resident_bytes=10%")
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.02)  # of the dense part
+        for batch in placed.loader:
+            loss, output = model(batch)
+            optimizer.zero_grad()
+            loss.backward()  # also updates the tables, by optim.tables
+            optimizer.step()
+
+    ``model`` is changed in place: its collections are replaced by ones that return what TorchRec's would.
+    Train each batch of ``placed.loader`` before you ask for the next one. A plugin may reorder the samples of
+    a batch. A plugin that cuts batches (Hotline) does so if ``model(batch)`` returns ``(loss, output)`` and
+    the loss is a mean or a sum over samples; the output is then detached. ``trainer.backend`` says whether
+    layers use the CPU back end; ``auto`` times its kernels first. Other overrides of ``trainer``, and those
+    of ``data`` and ``optim.dense``, have no effect. Files go to a temporary directory until
+    ``placed.close()``, or to ``tiers.dir``.
+
+    Raises ``UserError`` for a plugin that needs Lightning's loop (FAE, Slipstream) and for several ranks.
+    """
+    prepare_process()
+    from recpipe.config.compose import compose, readable_errors
+    from recpipe.data.cache import cached_in
+    from recpipe.data.given import GivenBatches
+    from recpipe.loop import place as placed_in
+
+    with readable_errors(overrides), ExitStack() as stack:
+        composed = compose([*WITHOUT_FILES, "data=given", "model=custom", *overrides])
+        data = loader if isinstance(loader, GivenBatches) else GivenBatches(loader)
+        composed.data.batch_size = data.batch_size
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recpipe-")))
+        with cached_in(scratch / "cache"):
+            return placed_in(composed, scratch, model, data, stack)
+
+
+def _words(
+    data: Any, held_out: Batches | None, overrides: Sequence[str], output: str | Path | None
+) -> list[str]:
+    """Overrides to put before the caller's own."""
+    from recpipe.tasks.compare_rows import quoted
+
+    words = [] if output is not None else list(WITHOUT_FILES)
+    if held_out is not None and not _are_batches(data):
+        raise UserError("held_out goes with data that are batches; else data.eval_fraction holds a part out")
+    if data is None:
+        return words
+    if isinstance(data, str | Path):
+        return [*words, "data=parquet", quoted("data.path", Path(data).expanduser().absolute())]
+    sized = next((word for word in overrides if word.lstrip("+").startswith("data.batch_size=")), None)
+    if sized is not None and _are_batches(data):
+        raise UserError(f"{sized}: the batches handed over are made already; leave it out")
+    return [*words, "data=given"]
+
+
+def _are_batches(data: Any) -> bool:
+    from recpipe.data.dataset import Dataset
+
+    return data is not None and not isinstance(data, str | Path | Dataset)
+
+
+def _given_data(data: Any, held_out: Batches | None, steps: int | None) -> Dataset | None:
+    """The data set made of the caller's ``data``, or None. Batches without a length make an epoch of
+    ``steps``."""
+    from recpipe.data.dataset import Dataset
+    from recpipe.data.given import GivenBatches
+
+    if _are_batches(data):
+        data = GivenBatches(data, () if held_out is None else held_out, steps=steps)
+    return data if isinstance(data, Dataset) else None
+
+
+def _check(cfg: Recipe, output: str | Path | None) -> None:
+    if cfg.task.name != "train":
+        raise UserError(
+            f"task={cfg.task.name}: recpipe.train trains; run python -m recpipe task={cfg.task.name}"
+        )
+    if output is None and cfg.trainer.checkpoint_every is not None and cfg.trainer.checkpoint_dir is None:
+        raise UserError(
+            f"trainer.checkpoint_every={cfg.trainer.checkpoint_every}: checkpoints need a place, "
+            "output=DIRECTORY or trainer.checkpoint_dir=DIRECTORY"
+        )
+
+
+def _carried_out(
+    composed: DictConfig,
+    folder: Path,
+    model: nn.Module | None,
+    dataset: Dataset | None,
+    files: bool,
+    quiet: bool,
+) -> Outcome:
+    from recpipe.common.console import alone
+    from recpipe.data.cache import cached_in
+    from recpipe.distributed.launch import Process
+    from recpipe.run import carry_out
+    from recpipe.setup.given import Given
+
+    screen = not quiet and Process.current().rank == 0
+    given = Given(model, dataset, screen, files, keeps=True)
+    with alone(), cached_in(None if files else folder / "cache"):
+        try:
+            return carry_out(composed, folder, given)
+        except SystemExit as stop:  # after a second signal
+            raise KeyboardInterrupt from stop

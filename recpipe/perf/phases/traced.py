@@ -1,0 +1,159 @@
+"""Counts the work of any model's dense part for one batch, by running one step and watching its operators.
+
+Operations are those of the modules' matrix products (and convolutions), by the formulas of
+``torch.utils.flop_counter``. Bytes of a part's forward pass are those saved for its backward pass, of its
+parameters and its output, each once. The backward pass has the same bytes again, and the gradients of the
+part's parameters and inputs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.flop_counter import flop_registry
+
+from recpipe import seams
+from recpipe.data.parts import tensors_of
+from recpipe.perf.phases.parts import part_name
+from recpipe.perf.phases.workload import Lookups, Work, count_lookups
+from recpipe.perf.step.handed import HandedRows
+from recpipe.pipeline.parts import undone
+from recpipe.pipeline.placed import PlacedModel
+from recpipe.seams import TorchDispatchMode
+from recpipe.tables.front import handing_out
+from recpipe.tables.tiers.placement import table_bags
+
+PARTS = ("interaction", "MLP", "dense")
+
+
+class Traced:
+    """Runs one step of ``model`` with ``batch``; nothing is trained, and the model does not change."""
+
+    def __init__(self, model: PlacedModel, batch: Any) -> None:
+        self._trace = _Trace(model.module)
+        handed = {front: HandedRows(front, model, batch) for front in model.fronts.values()}
+        with undone(model), torch.enable_grad(), self._trace.watching():
+            with handing_out(handed):
+                loss, _ = model.called(batch)
+            leaves = [leaf for rows in handed.values() for leaf in rows.leaves]
+            torch.autograd.grad(loss, [*leaves, *model.trained()], allow_unused=True)
+        numbers = {id(group): n for n, group in enumerate(model.embeddings.tables.groups)}
+        self.late = defaultdict[int, list[Lookups]](list)
+        """For each group, its lookups by ids that are not the batch's own."""
+        for front, rows in handed.items():
+            for group in front.groups:
+                counted = [count_lookups([table_bags(group.tables, ids)]) for ids in rows.others]
+                self.late[numbers[id(group)]] += counted
+
+    def work(self) -> dict[str, Work]:
+        """The work of the phases of ``PARTS``."""
+        return {f"{part} {way}": self._trace.work(part, way) for way in _WAYS for part in PARTS}
+
+
+_WAYS = ("forward", "backward")
+
+
+class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts by part; an operation's backward pass belongs to the part in which the operation ran."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        found = {member: part_name(member) for member in module.modules()}
+        self._part_of = {member: part for member, part in found.items() if part is not None}
+        self._flops = defaultdict[tuple[str, str], float](float)
+        self._kept = defaultdict[str, dict[int, int]](dict)
+        """The bytes by part and storage."""
+        self._inputs = defaultdict[str, dict[int, int]](dict)
+        """The bytes of storages with gradients, by part and storage."""
+        self._parameters = {_storage(p): _bytes(p) for p in module.parameters() if p.requires_grad}
+        self._inside = ["dense"]
+        self._numbers = [0]
+        """The numbers from which on operations belong to ``_parts``; one for each time a module was entered
+        or left."""
+        self._parts = ["dense"]
+        self._alive: list[torch.Tensor] = []
+        """Tensors kept alive, so that no storage's address is reused."""
+
+    def work(self, part: str, way: str) -> Work:
+        kept = self._kept[part]
+        moved = sum(kept.values())
+        if way == "backward":
+            moved += sum(size for storage, size in self._parameters.items() if storage in kept)
+            moved += sum(self._inputs[part].values())
+        return Work(self._flops[part, way], moved)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the block. Global hooks make converted modules run as their class does."""
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(self._enter).remove)
+            stack.callback(register_module_forward_hook(self._leave).remove)
+            for module in self._part_of:  # torch keeps traces of a global hook that takes keyword arguments
+                stack.callback(module.register_forward_pre_hook(self._given, with_kwargs=True).remove)
+            stack.enter_context(saved_tensors_hooks(self._save, lambda saved: saved))
+            stack.enter_context(self)
+            yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self._flops[self._where()] += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+    def _where(self) -> tuple[str, str]:
+        number = seams.backward_number()
+        if number is None:
+            return self._inside[-1], "forward"
+        return self._parts[bisect_right(self._numbers, number) - 1], "backward"
+
+    def _enter(self, module: nn.Module, _arguments: Any) -> None:
+        self._go_to([*self._inside, self._part_of.get(module, self._inside[-1])])
+        for parameter in module.parameters(recurse=False):
+            self._note(self._kept, parameter)
+
+    def _given(self, module: nn.Module, arguments: Any, named: Any) -> None:
+        """Called after ``_enter``."""
+        if self._inside[-1] != self._inside[-2]:
+            for _, tensor in tensors_of((arguments, named)):
+                if tensor.requires_grad:
+                    self._note(self._inputs, tensor)
+
+    def _leave(self, module: nn.Module, _arguments: Any, output: Any) -> None:
+        if self._inside[-1] != self._inside[-2]:
+            for _, tensor in tensors_of(output):
+                self._note(self._kept, tensor)
+        self._go_to(self._inside[:-1])
+
+    def _go_to(self, inside: list[str]) -> None:
+        self._inside = inside
+        self._numbers.append(seams.forward_number())
+        self._parts.append(inside[-1])
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._note(self._kept, tensor)
+        return tensor.detach()
+
+    def _note(self, where: dict[str, dict[int, int]], tensor: torch.Tensor) -> None:
+        noted, storage = where[self._inside[-1]], _storage(tensor)
+        noted[storage] = max(_bytes(tensor), noted.get(storage, 0))
+        self._alive.append(tensor.detach())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor, without those that an expanded tensor repeats."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,0 +1,1 @@
+"""A step with all rows in memory: captured from the model, made into tasks, walked, predicted."""

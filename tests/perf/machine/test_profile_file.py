@@ -1,0 +1,219 @@
+"""The machine's profile: what is saved comes back, what is damaged is refused, and collecting goes on where
+it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from recpipe.commands import COMMANDS
+from recpipe.errors import UserError
+from recpipe.perf import calibrate as collecting
+from recpipe.perf.calibrate import calibrate
+from recpipe.perf.machine.limits import KINDS, Machine, known_or_measured
+from recpipe.perf.machine.profile import Host, MachineProfile, Sample, own_profile, profile_path
+from recpipe.perf.show import shown
+
+HOST = Host("A CPU", "AVX2", 2, 2, "cpu", "2.13.0", "1.8.0", "1.8.0")
+SAMPLES = (
+    Sample("mm", {"m": 64.0, "dtype": "float32"}, 1e-5),
+    Sample("mm", {"m": 128.0, "dtype": "float32"}, 2e-5),
+)
+PROFILE = MachineProfile(HOST, "2026-01-01T00:00:00+00:00", False, {"gemm": SAMPLES, "empty": ()})
+
+
+def limits(row_rates: dict[int, float]) -> list[Sample]:
+    products = [Sample(f"gemm {str(kind)[6:]}", {"amount": 8e9}, 2.0) for kind in KINDS]
+    streams = [Sample("copy", {"amount": 10e9}, 1.0), Sample("read", {"amount": 30e9}, 2.0)]
+    rows = [
+        Sample(kind, {"row_bytes": float(size), "amount": rate / share}, 1.0)
+        for kind, share in (("gather", 1), ("gather, one thread", 2))
+        for size, rate in row_rates.items()
+    ]
+    return [*products, *streams, *rows]
+
+
+def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "sub" / "machine.json"
+    PROFILE.save(file)
+    assert MachineProfile.load(file) == PROFILE
+    assert json.loads(file.read_text())["schema"] == 2
+    assert [path.name for path in file.parent.iterdir()] == ["machine.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda text: text[:-30], "no machine profile"),
+        (lambda text: text.replace('"schema": 2', '"schema": 7'), "schema 7, not 2"),
+        (lambda text: text.replace("1e-05", "-1e-05"), "-1e-05 seconds for mm"),
+        (lambda text: text.replace("1e-05", '"soon"'), "samples.gemm"),
+        (lambda text: text.replace('"cores": 2', '"cores": null'), "host.cores is None"),
+        (lambda text: text.replace('"quick"', '"fast"'), "'fast', which is unknown"),
+        (lambda text: "[]", "not a mapping"),
+    ],
+)
+def test_a_damaged_profile_is_refused_in_one_line(tmp_path: Path, change, says: str) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "machine.json"
+    file.write_text(change(PROFILE.text()))
+    with pytest.raises(UserError) as refused:
+        MachineProfile.load(file)
+    told = str(refused.value)
+    assert says in told
+    assert str(file) in told
+    assert "recpipe perf calibrate" in told
+    assert "\n" not in told
+
+
+def test_a_missing_profile_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read the machine profile .*gone\.json"):
+        MachineProfile.load(tmp_path / "gone.json")
+
+
+def test_another_host_is_told_in_words() -> None:
+    assert HOST.differs(HOST) == []
+    other = replace(HOST, threads=8, torch_version="2.11.0")
+    assert HOST.differs(other) == ["threads: 8 there, 2 here", "torch version: 2.11.0 there, 2.13.0 here"]
+    assert profile_path(HOST) != profile_path(other)
+
+
+class Rig:
+    """Two families; the second one can fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(collecting.Host, "current", lambda: HOST)
+        self.asked: list[tuple[str, bool]] = []
+        self.fails = False
+        self.families = {"first": self.first, "second": self.second}
+
+    def first(self, quick: bool) -> Iterator[Sample]:
+        self.asked.append(("first", quick))
+        yield from SAMPLES
+
+    def second(self, quick: bool) -> Iterator[Sample]:
+        self.asked.append(("second", quick))
+        yield SAMPLES[0]
+        if self.fails:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(monkeypatch)
+
+
+def test_collecting_goes_on_where_it_was_interrupted(rig: Rig, tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    rig.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(file, False, families=rig.families)
+    assert list(MachineProfile.load(file).samples) == ["first"]
+    rig.fails = False
+    found = calibrate(file, False, families=rig.families)
+    assert rig.asked == [("first", False), ("second", False), ("second", False)]
+    assert found == MachineProfile.load(file)
+    assert found.samples == {"first": SAMPLES, "second": SAMPLES[:1]}
+    calibrate(file, False, families=rig.families)
+    assert len(rig.asked) == 3
+
+
+def test_the_full_form_replaces_the_quick_one_and_not_the_other_way(rig: Rig, tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    brief = calibrate(file, True, ["first"], rig.families)
+    assert brief.quick
+    replace(brief, samples={**brief.samples, "a plugin's": SAMPLES}).save(file)
+    whole = calibrate(file, False, ["first"], rig.families)
+    assert not whole.quick
+    assert whole.samples["a plugin's"] == SAMPLES
+    assert not calibrate(file, True, ["first"], rig.families).quick
+    assert rig.asked == [("first", True), ("first", False)]
+
+
+def test_another_machines_profile_and_an_unknown_family_are_refused(rig: Rig, tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    replace(PROFILE, host=replace(HOST, processor="Another CPU")).save(file)
+    with pytest.raises(UserError, match="processor: Another CPU there, A CPU here"):
+        calibrate(file, False, families=rig.families)
+    with pytest.raises(UserError, match="did you mean first"):
+        calibrate(tmp_path / "new.json", False, ["frist"], rig.families)
+    assert rig.asked == []
+
+
+def test_random_numbers_and_threads_stay_as_they_were(rig: Rig, tmp_path: Path) -> None:
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+
+    def draws(quick: bool) -> Iterator[Sample]:
+        torch.rand(3)
+        yield SAMPLES[0]
+
+    calibrate(tmp_path / "machine.json", False, families={"draws": draws})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+
+
+def test_limits_of_rows_between_two_sizes() -> None:
+    """By logarithms: of 64 and 256 bytes at 1 and 4 GB/s, 128 bytes have 2 GB/s; beyond them the nearest."""
+    samples = limits({64: 1e9, 256: 4e9})
+    found = Machine.of(samples, 128, 2)
+    assert found is not None
+    assert found.gather_bytes_per_s == pytest.approx(2e9)
+    assert found.gather_bytes_per_s_one_thread == pytest.approx(1e9)
+    assert found.gemm_flops_per_s == {"float32": 4e9, "bfloat16": 4e9}
+    assert found.stream_bytes_per_s == 15e9
+    ends = [Machine.of(samples, size, 2) for size in (4, 4096)]
+    assert [end.gather_bytes_per_s for end in ends if end] == pytest.approx([1e9, 4e9])
+    for lacking in range(len(samples[:4])):
+        assert Machine.of(samples[:lacking] + samples[lacking + 1 :], 64, 2) is None
+
+
+def test_a_profile_of_this_machine_is_read_instead_of_measuring(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("recpipe.perf.machine.limits.measure", lambda row_bytes, device: "measured")
+    cpu = torch.device("cpu")
+    assert own_profile(Host.current()) is None
+    assert known_or_measured(64, cpu) == "measured"
+    samples = tuple(limits({64: 1e9}))
+    replace(PROFILE, host=Host.current(), samples={"limits": samples}).save(profile_path(Host.current()))
+    assert known_or_measured(64, cpu) == Machine.of(samples, 64, torch.get_num_threads())
+    replace(PROFILE, host=Host.current()).save(profile_path(Host.current()))
+    assert known_or_measured(64, cpu) == "measured"
+
+
+def test_what_a_profile_says_in_one_screen() -> None:
+    text = shown(
+        replace(PROFILE, quick=True, samples={**PROFILE.samples, "limits": tuple(limits({64: 1e9}))})
+    )
+    assert text.splitlines() == [
+        "A CPU, 2 cores, 2 threads, AVX2, cpu",
+        "torch 2.13.0, torchrec 1.8.0, fbgemm 1.8.0",
+        "measured 2026-01-01T00:00:00+00:00, in the quick form",
+        "",
+        "matrix products, GFLOP/s       float32 4, bfloat16 4",
+        "copy and read, GB/s            10.0, 15.0",
+        "random rows of 64 bytes, GB/s  1.00, in one thread 0.50",
+        "",
+        "gemm               2 samples",
+        "empty              0 samples",
+        "limits             6 samples",
+    ]
+
+
+@pytest.mark.parametrize("words", [[], ["calibrate", "--fast"], ["shw"], ["show", "more"]])
+def test_other_words_are_refused(words: list[str]) -> None:
+    with pytest.raises(UserError, match="say recpipe perf calibrate"):
+        COMMANDS["perf"].run("perf", words)
+
+
+def test_a_machine_that_was_not_measured_has_nothing_to_show(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UserError, match="run recpipe perf calibrate"):
+        COMMANDS["perf"].run("perf", ["show"])
