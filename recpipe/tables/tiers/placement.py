@@ -19,6 +19,7 @@ from recpipe.data.select import places_of
 from recpipe.plugin.api import Origin
 from recpipe.plugin.policy import IN_STORE, CachePolicy, RowIds, Slots
 from recpipe.tables.tiers.checked import CheckedPolicy, Decision
+from recpipe.tables.tiers.parting import parted
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -152,16 +153,19 @@ def table_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> IndexBags:
 
 
 def checked_rows(tables: TableSet, ids: RowIds, counts: RowIds) -> RowIds:
-    """The rows of ``ids``, in which ``counts[f]`` ids of each feature ``f`` follow each other.
+    """The rows of ``ids`` (int32 or int64 [L]), in which ``counts[f]`` ids of each feature ``f`` follow each
+    other.
 
     Raises ``DataError`` if an id is not in its table.
     """
     bases, table_of = tables.layout.bases, tables.table_of
     sizes = np.diff(bases)[table_of]
-    wrong = np.flatnonzero((ids < 0) | (ids >= np.repeat(sizes, counts)))
-    if len(wrong):
-        feature = int(np.repeat(np.arange(len(counts)), counts)[wrong[0]])
-        raise unknown_id(ids[wrong[0]], tables.features[feature], sizes[feature])
+    # As an unsigned number, an id below 0 is above all others.
+    wrong = ids.view(f"u{ids.itemsize}") >= np.repeat(sizes.astype(np.uint64), counts)
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        feature = int(np.searchsorted(np.cumsum(counts), first, side="right"))
+        raise unknown_id(ids[first], tables.features[feature], sizes[feature])
     rows: RowIds = ids + np.repeat(bases[table_of], counts)
     return rows
 
@@ -207,7 +211,7 @@ class TierPlanner:
         where = self.where[bags.indices]
         missing = np.flatnonzero(where < 0)
         misses, which = self._distinct(bags.indices[missing])
-        hits = where[where >= 0]
+        hits = where.compress(where >= 0) if len(missing) else where
         admitted = self.asked.admit(hits, misses, bags.indices) if known is None else known.admitted
         emptied = np.concatenate((emptied, residents.empty(admitted.freed)))
         evicted = np.concatenate((dropped, residents.put(admitted.slots, admitted.rows), emptied))
@@ -283,12 +287,7 @@ class TierPlanner:
         hits: int,
     ) -> TierPlan:
         """The plan with its samples in the batch's own order."""
-        resident = where >= 0
-        count = np.concatenate(([0], np.cumsum(resident)))
-        in_slab = np.arange(len(count)) - count
-        cold_bags = np.diff(in_slab[bags.offsets]).reshape(-1, bags.batch_size) > 0
-        needs_cold: NDArray[np.bool_] = np.any(cold_bags, axis=0)
-        weights = bags.weights
+        lookups = parted(bags, where, self.pooled)
         return TierPlan(
             batch_size=bags.batch_size,
             slots=slots,
@@ -297,16 +296,16 @@ class TierPlanner:
             evicted=evicted,
             slab=slab,
             carried_from=carried,
-            indices=where[resident].astype(np.int64),
-            offsets=count[bags.offsets] if self.pooled else count,
-            slab_indices=(-2 - where[~resident]).astype(np.int64),
-            slab_offsets=in_slab[bags.offsets] if self.pooled else in_slab,
-            needs_cold=needs_cold,
+            indices=lookups.indices,
+            offsets=lookups.offsets,
+            slab_indices=lookups.slab_indices,
+            slab_offsets=lookups.slab_offsets,
+            needs_cold=lookups.needs_cold,
             cold_first=0,
             looked_up=len(where),
             hits=hits,
-            weights=None if weights is None else weights[resident],
-            slab_weights=None if weights is None else weights[~resident],
+            weights=lookups.weights,
+            slab_weights=lookups.slab_weights,
             bags=None if self.pooled else bags.offsets,
         )
 

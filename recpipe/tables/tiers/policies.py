@@ -256,10 +256,14 @@ class Lfu(CachePolicy):
         self.next, self.used = int(state["next"]), int(state["used"])
 
 
+AT_ONCE = 1 << 16
+
+
 def distinct_slots(slots: Slots, count: int) -> Slots:
     """The distinct values of ``slots`` (each in [0, count)), sorted."""
     seen = np.zeros(count, bool)
-    seen[slots] = True
+    for start in range(0, len(slots), AT_ONCE):  # numpy copies indices of 32 bits: parts stay in its caches
+        seen[slots[start : start + AT_ONCE]] = True
     return np.flatnonzero(seen).astype(np.int32)
 
 
