@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.common.spread import Spread
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.plugin.api import Origin
 from recpipe.plugin.policy import IN_STORE, CachePolicy, RowIds
@@ -92,7 +93,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self.store = store
         self.device = device
         self.prefetches = prefetch
-        self.planner = TierPlanner(policy, prefetch, tables.pooled, owner)
+        self._spread = Spread.beside(device)
+        self.planner = TierPlanner(policy, prefetch, tables.pooled, owner, self._spread)
         self.times = TierTimes()
         self.ranks = ranks or Ranks()
         self._trainers = trainers if len(self.ranks.trainers) > 1 else None
@@ -117,7 +119,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
     def bags(self, sparse: KeyedJaggedTensor) -> IndexBags:
         """The batch's lookups as rows, with features in the tables' order, independent of that in
         ``sparse``."""
-        return table_bags(self.tables, sparse)
+        return table_bags(self.tables, sparse, self._spread)
 
     def plan(self, sparse: KeyedJaggedTensor) -> TierPlan:
         """Decide where the batch's lookups go and which rows move; ``advance`` must follow."""
@@ -437,6 +439,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
             with self.quiesced():
                 pass  # it has written the slab back
         finally:
+            self._spread.close()
             self.cold.close()
 
     def _slab_records(self) -> torch.Tensor:
