@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -32,10 +33,10 @@ class Spread:
         """[0, ``length``) in parts, at most one for each thread."""
         count = max(1, min(self.count, length // LEAST))
         ends = [length * part // count for part in range(count + 1)]
-        return [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+        return [slice(*pair) for pair in pairwise(ends)]
 
     def map(self, work: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
-        """``work`` for the first of each of ``arguments``, the second of each, and so on, at the same time."""
+        """``work`` for the first ones of ``arguments``, for the second ones, and so on, at the same time."""
         calls = list(zip(*arguments, strict=True))
         if self._others is None or len(calls) < 2:
             return [work(*call) for call in calls]

@@ -295,9 +295,7 @@ def test_several_threads_make_the_same_plans(
 
 @pytest.mark.parametrize("least", [5, 1 << 16])
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
-def test_ids_are_checked_feature_by_feature(
-    kind: type, least: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ids_are_checked_feature_by_feature(kind: type, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spread, "LEAST", least)
     tables, threads = table_set(), Spread(2)
     ids, ends = np.array([9, 0, 599, 5, 0, 89, 3, 7], kind), np.array([0, 2, 5, 8])

@@ -135,9 +135,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self._ahead = plan.fetch
         plan.fetched = self.cold.fetch(self._ahead)
         if self.cold.transfer.on_gpu and plan.shared is None:
-            parts = (plan.indices, plan.offsets, plan.slab_indices, plan.slab_offsets)
-            weights = (plan.weights, plan.slab_weights)
-            plan.sent = self.cold.transfer.send([*parts, *(w for w in weights if w is not None)])
+            plan.sent = self.cold.transfer.send(_lookups(plan), narrow=True, spread=self._spread)
 
     def forget(self) -> None:
         """Undo a plan whose batch will not be trained because the epoch was left early."""
@@ -217,7 +215,10 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         if plan.shared is not None:
             rows = self._shared_lookup(self.slab, *plan.shared.slab)
         else:
-            rows = self._lookup(self.slab, self._on_device(plan)[1])
+            indices, offsets, weights = self._on_device(plan)[1]
+            if not len(plan.slab):  # zeros, of which one was sent
+                offsets = offsets.new_zeros(len(plan.slab_offsets))
+            rows = self._lookup(self.slab, (indices, offsets, weights))
         if rows.requires_grad:
             rows.register_hook(self._slab_changes)  # type: ignore[no-untyped-call]
         return rows
@@ -228,12 +229,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
 
     def _on_device(self, plan: TierPlan) -> tuple[_Bags, _Bags]:
         """What to look up in the resident slots and in the slab."""
-        if plan.sent is not None:
-            indices, offsets, slab_indices, slab_offsets, *weights = plan.sent.use()
-        else:
-            parts = (plan.indices, plan.offsets, plan.slab_indices, plan.slab_offsets)
-            indices, offsets, slab_indices, slab_offsets = map(torch.from_numpy, parts)
-            weights = [torch.from_numpy(w) for w in (plan.weights, plan.slab_weights) if w is not None]
+        found = list(map(torch.from_numpy, _lookups(plan))) if plan.sent is None else plan.sent.use()
+        indices, offsets, slab_indices, slab_offsets, *weights = found
         own, slab = weights or (None, None)
         return (indices, offsets, own), (slab_indices, slab_offsets, slab)
 
@@ -450,3 +447,13 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         if rows > self.slab_room:
             self.slab = make_slots(self.tables, 1 << (rows - 1).bit_length(), self.device, self._trainers)
             self._filter_slab()
+
+
+def _lookups(plan: TierPlan) -> list[NDArray[Any]]:
+    """What is looked up in both tiers, as ``TierPlan.sent`` has it."""
+    slab_offsets = plan.slab_offsets if len(plan.slab) else plan.slab_offsets[:1]
+    weights = (plan.weights, plan.slab_weights)
+    return [
+        *(plan.indices, plan.offsets, plan.slab_indices, slab_offsets),
+        *(w for w in weights if w is not None),
+    ]
