@@ -13,6 +13,7 @@ from recpipe.common import spread
 from recpipe.common.spread import ALONE, Spread
 from recpipe.errors import DataError
 from recpipe.plugin.policy import CachePolicy, Placement, RowIds, RowSpace, Slots
+from recpipe.tables.rowtable import distinct
 from recpipe.tables.tiers.placement import IndexBags, TierPlan, TierPlanner, checked_rows, reorder
 from tests.tables.samples import MAKERS, table_set
 
@@ -312,3 +313,12 @@ def test_ids_are_checked_feature_by_feature(kind: type, least: int, monkeypatch:
             with pytest.raises(DataError, match=words):
                 checked_rows(tables, bad, ends, threads)
         assert not len(checked_rows(tables, ids[:0], np.zeros(4, np.int64), threads))
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 50), (0, 1 << 33), (-5, 50)])
+@pytest.mark.parametrize("size", [0, 1, 200])
+def test_distinct_rows_of_any_range(size: int, low: int, high: int) -> None:
+    rows = np.random.default_rng(size).integers(low, high, size)
+    found = distinct(rows)
+    assert found.dtype == np.int64
+    np.testing.assert_array_equal(found, np.unique(rows))
