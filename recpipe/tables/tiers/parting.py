@@ -27,9 +27,14 @@ def found_at(where: Slots, rows: RowIds, spread: Spread) -> tuple[Slots, Places]
 
     def find(part: slice) -> Places:
         found[part] = where.take(rows[part])
-        return np.flatnonzero(found[part] < 0) + part.start
+        return _below_0(found, part)
 
     return found, np.concatenate(spread.map(find, spread.parts(len(rows))))
+
+
+def _below_0(found: Slots, part: slice) -> Places:
+    places: Places = np.flatnonzero(found[part] < 0) + part.start
+    return places
 
 
 def slots_in(found: Slots, spread: Spread) -> Slots:
@@ -60,7 +65,7 @@ def parted(bags: IndexBags, where: Slots, pooled: bool, spread: Spread) -> Parte
     ``-2 - where[i]`` (int32 [L])."""
     own = bags.offsets if pooled else np.arange(len(where) + 1)
     parts, weights = spread.parts(len(where)), bags.weights
-    each = spread.map(lambda part: np.flatnonzero(where[part] < 0) + part.start, parts)
+    each = spread.map(lambda part: _below_0(where, part), parts)
     cold = np.concatenate(each)
     if not len(cold):
         return Parted(
@@ -96,13 +101,14 @@ def parted(bags: IndexBags, where: Slots, pooled: bool, spread: Spread) -> Parte
 
     spread.map(bags_of, spread.parts(len(of_bags)))
     spread.map(resident_of, spread.parts(len(own)))
-    needs = (of_bags[1:] > of_bags[:-1]).reshape(-1, bags.batch_size)
+    bag_needs = (of_bags[1:] > of_bags[:-1]).reshape(-1, bags.batch_size)
+    needs: NDArray[np.bool_] = np.any(bag_needs, axis=0)
     return Parted(
         indices,
         offsets,
         -2 - where[cold].astype(np.int64),
         slab_offsets,
-        needs.any(axis=0),
+        needs,
         None if weights is None else weights.compress(where >= 0),
         None if weights is None else weights[cold],
     )
