@@ -150,6 +150,9 @@ def warm_up(device: Any) -> None:
 
 def _work(arguments: argparse.Namespace, began: float) -> int:
     """Do what is left, as long as there is time."""
+    from recpipe.backend.allocator import tune_allocator
+
+    tune_allocator()  # as the command line does; it serves both sides
     import torch
 
     device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")

@@ -86,13 +86,25 @@ def group_of(first: int, batches: list[Rows]) -> Group:
     if len(looked_up) and looked_up.max() < UNKNOWN:
         looked_up = looked_up.astype(np.int32)
     steps = np.repeat(np.arange(first, first + len(batches), dtype=np.int32), sizes)
-    order = np.argsort(looked_up, kind="stable")  # by row, then by batch
+    order = _stable_order(looked_up)  # by row, then by batch
     ordered = looked_up[order]
     again = ordered[1:] == ordered[:-1]
     next_use = np.full(len(looked_up), UNKNOWN, np.int32)
     next_use[order[:-1][again]] = steps[order[1:][again]]
     begins = np.concatenate((np.ones(min(1, len(ordered)), bool), ~again))
     return Group(first, sizes, looked_up, next_use, ordered[begins], steps[order[begins]])
+
+
+def _stable_order(rows: Small) -> Rows:
+    """``argsort`` with equal rows in their order. Sorting numbers takes a fifth of the time of sorting
+    positions, and there is room for both in 64 bits unless rows have billions of numbers."""
+    bits = len(rows).bit_length()
+    if not len(rows) or int(rows.max()).bit_length() + bits > 63:
+        return np.argsort(rows, kind="stable")
+    joined = (rows.astype(np.int64) << bits) + np.arange(len(rows))
+    joined.sort()
+    joined &= (1 << bits) - 1
+    return joined
 
 
 class Window(ReadAhead):

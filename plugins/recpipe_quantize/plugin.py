@@ -34,10 +34,11 @@ COLD: Mapping[str, Callable[[RecordLayout], RowCodec]] = {
     "fp16": Fp16Rows,
     "bf16": Bf16Rows,
 }
-TYPES = ("fp32", "fp16", "bf16")
-"""The types of tables and of rows sent between ranks. int8 between ranks is offered by ``neo``, whose planner
+STORED = {"fp32": 4, "fp16": 2}
+"""The types of tables in device memory, and bytes of a weight. FBGEMM trains no others."""
+WIRE = ("fp32", "fp16", "bf16")
+"""The types of rows sent between ranks. int8 between ranks is offered by ``neo``, whose planner
 keeps rows whole."""
-WEIGHT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 class Quantize(Plugin):
@@ -47,9 +48,9 @@ class Quantize(Plugin):
 
     def __init__(self, *, cold: str, storage: str, forward: str, backward: str, tables: str) -> None:
         _one_of("cold", cold, ("fp32", *COLD))
-        _one_of("storage", storage, TYPES)
-        _one_of("forward", forward, TYPES)
-        _one_of("backward", backward, TYPES)
+        _one_of("storage", storage, tuple(STORED))
+        _one_of("forward", forward, WIRE)
+        _one_of("backward", backward, WIRE)
         self.cold, self.storage, self.tables = cold, storage, tables
         self.wire = (forward, backward)
         altered = set()
@@ -118,7 +119,7 @@ def figures(knobs: Quantize, made: FewerBits, tables: Mapping[str, TableInfo]) -
             **made.meter.figures(),
         }
     if knobs.storage != "fp32":
-        weight = WEIGHT_BYTES[knobs.storage]
+        weight = STORED[knobs.storage]
         found["float32_stored_bytes"] = before
         found["stored_bytes"] = sum(t.rows * (weight * t.dim + 4 * t.state) for t in chosen)
     return found

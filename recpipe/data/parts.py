@@ -130,6 +130,11 @@ def tensors_in(leaf: torch.Tensor | JaggedTensor | KeyedJaggedTensor) -> list[to
     return [leaf.values(), leaf.lengths(), *([] if weights is None else [weights])]
 
 
+def on_gpu(leaf: torch.Tensor | JaggedTensor | KeyedJaggedTensor) -> bool:
+    """Whether one of ``leaves`` is on a GPU."""
+    return (leaf if isinstance(leaf, torch.Tensor) else leaf.values()).is_cuda
+
+
 def attributes(value: object) -> dict[str, Any]:
     """The attributes that a batch is made of, by name; empty for a tensor or a plain value."""
     if isinstance(value, torch.Tensor):

@@ -20,7 +20,7 @@ from recpipe.common.phases import phase
 from recpipe.common.spans import settled
 from recpipe.data.batch import Batch, BatchShare
 from recpipe.data.dataset import Dataset, SplitName
-from recpipe.data.parts import batch_size, on_device
+from recpipe.data.parts import batch_size, leaves, on_device, on_gpu
 from recpipe.data.select import between, select
 from recpipe.distributed.ranks import Ranks
 from recpipe.errors import DataError
@@ -152,7 +152,8 @@ class TrainLoader:
         batch = next(batches, None)
         if batch is None:
             return None
-        with self._aside.stream():
+        # What a source has made on the GPU itself must be done before it is used here.
+        with self._aside.stream(after=any(map(on_gpu, leaves(batch)))):
             staged = self._staged(batch)
             staged.copied = self._aside.mark()
         return staged

@@ -14,7 +14,7 @@ import torch
 from recpipe.common.device import arrived
 from recpipe.common.phases import phase
 from recpipe.common.spans import Mark, Spans, mark
-from recpipe.data.parts import batch_size, leaves, tensors_in
+from recpipe.data.parts import batch_size, leaves, on_gpu
 from recpipe.data.select import between
 from recpipe.errors import UserError
 from recpipe.pipeline.cores import Cores
@@ -76,8 +76,8 @@ class StagedBatch:
         batch."""
         copied, self.copied = self.copied, None
         if copied is not None:
-            parts = [tensor for leaf in leaves((self.batch, self.ids)) for tensor in tensors_in(leaf)]
-            arrived(copied, [tensor for tensor in parts if tensor.is_cuda])
+            # Jagged parts keep all their tensors, also offsets that were computed on the way.
+            arrived(copied, [part for part in leaves((self.batch, self.ids)) if on_gpu(part)])
 
 
 class StepTimes:

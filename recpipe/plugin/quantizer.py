@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from recpipe.plugin.api import TableInfo
 
 Direction = Literal["forward", "backward"]
-STORAGES = ("fp32", "fp16", "bf16")
+STORAGES = ("fp32", "fp16")
 """The types that ``Quantizer.storage`` may name."""
 
 
@@ -92,8 +92,8 @@ class Quantizer:
         return None
 
     def storage(self, table: TableInfo) -> str | None:
-        """The type of a table's weights in device memory: ``fp32``, ``fp16`` or (on a GPU) ``bf16``; None:
-        fp32. Optimizer state stays float32."""
+        """The type of a table's weights in device memory: ``fp32`` or ``fp16``; None: fp32. Optimizer
+        state stays float32. (FBGEMM trains no rows of bfloat16, neither on a CPU nor on a GPU.)"""
         return None
 
     def codecs(self) -> Mapping[tuple[CommOp, Direction], QuantizedCommCodec[Any]]:

@@ -162,7 +162,8 @@ class GroupLookup:
         gradient = self._gradient()
         gradient = gradient if scale == 1 else gradient * scale
         self._gradients = [gradient]
-        with one_thread() if alone else nullcontext():
+        on_cpu = self.warm.device.type == "cpu"
+        with one_thread() if alone and on_cpu else nullcontext():
             torch.autograd.backward(self.warm, gradient)
             if self.cold is not None:
                 first = self.plan.cold_first if self.plan is not None and self.pooled else 0

@@ -18,7 +18,7 @@ from recpipe.tables.groups import Group, ModelTables
 from recpipe.tables.owners import RESIDENT, GroupOwner
 from recpipe.tables.stores.codecs import COLD
 
-STORED = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
+STORED = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 """FBGEMM's type for each name that ``Quantizer.storage`` may return."""
 
 
@@ -56,11 +56,6 @@ def check_quantized(
     have no effect."""
     _check_rounding(tables, device)
     for table, stored in quantizing.storage.items():
-        if stored.part == "bf16" and device.type == "cpu":
-            raise PluginConflict(
-                f"plugin {stored.origin}: stores table '{table}' in bf16, which FBGEMM trains on GPUs alone; "
-                "use fp16 or fp32"
-            )
         if stored.part != "fp32" and not sharded and len(ranks.trainers) > 1:
             raise PluginConflict(
                 f"plugin {stored.origin}: stores table '{table}' in {stored.part}, but each of "

@@ -84,11 +84,13 @@ def row_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> RowBags:
 
 
 def distinct(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Distinct ``rows``, sorted. numpy's own ``unique`` hashes integers, 20 times slower than its sort."""
-    ordered = np.sort(rows)
+    """Distinct ``rows``, sorted. numpy's own ``unique`` hashes integers, 20 times slower than its sort, which
+    is twice as fast on 32 bits."""
+    small = len(rows) and rows.max() <= np.iinfo(np.int32).max and rows.min() >= 0
+    ordered = np.sort(rows.astype(np.int32) if small else rows)
     first = np.ones(len(ordered), bool)
     np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
-    return ordered[first]
+    return ordered[first].astype(np.int64, copy=False)
 
 
 def looked_up(

@@ -14,6 +14,7 @@ seconds=${3:-560}
 root=$(cd "$(dirname "$0")/../.." && pwd)
 cd "$root"
 began=$SECONDS
+threads=${OMP_NUM_THREADS:-$(nproc)} # of the benchmark, which runs alone
 export PYTHONUNBUFFERED=1 PYTORCH_NVML_BASED_CUDA_CHECK=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 export PYTHONPATH="$root:$root/plugins${PYTHONPATH:+:$PYTHONPATH}"
 
@@ -44,7 +45,7 @@ fi
 left=$((seconds - (SECONDS - began) - 10))
 if [ "$what" != suite ] && [ "$left" -gt 40 ]; then
   # shellcheck disable=SC2086
-  timeout -k 10 "$left" python3 benchmarks/gpu.py --json "$folder/gpu.json" --seconds $((left - 15)) \
+  OMP_NUM_THREADS=$threads timeout -k 10 "$left" python3 benchmarks/gpu.py --json "$folder/gpu.json" --seconds $((left - 15)) \
     ${RECPIPE_GPU_BENCH:-} > "$folder/bench.log" 2>&1 || status=1
   tail -n 60 "$folder/bench.log"
 fi

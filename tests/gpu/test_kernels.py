@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 import torch
 from torchrec.distributed.types import CommOp
@@ -21,11 +20,10 @@ from recpipe.data.dataset import SparseFeature
 from recpipe.plugin.quantizer import Direction
 from recpipe.run import run
 from recpipe.tables.collection import fused_tbe
-from recpipe.tables.resident import ResidentCollection
 from recpipe.tables.sharding.wire import wire_codecs
 from recpipe.tables.specs import TableOptimizer, TableSet
 from tests.gpu.conftest import WHERE, WORDS
-from tests.tables.samples import dump, identical, stream, table_set, tiers, train, train_ahead
+from tests.tables.samples import dump, identical, stream, table_set, tiers, train_ahead
 from tests.training.test_trainer import Parameters, furthest, parameters
 
 DIM = 64
@@ -94,45 +92,31 @@ def test_a_wrong_index_ends_the_process_with_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
-def test_bfloat16_rows_are_those_of_tiers(optimizer: str, tmp_path: Path) -> None:
-    """A CPU does not train bfloat16."""
-    from tests.tables.test_quantized import Coding, Wants, grouped, over
-
-    tables = grouped(Wants("*", "bf16"), optimizer=optimizer)[0].groups[0].tables
-    assert tables.storage is DataType.BF16
-    whole, exact = (ResidentCollection(t, torch.device("cuda", 0)) for t in (tables, table_set(optimizer)))
-    for collection in (whole, exact):
-        train(collection, stream(16, True))
-    for name, records in dump(exact).items():
-        np.testing.assert_allclose(records, dump(whole)[name], atol=0.1, rtol=0.05)
-    assert tables.codec is not None
-    for policy in ("nocache", "lru"):
-        tiered = over(tables, Coding(tables.codec), policy, tmp_path)
-        train_ahead(tiered, stream(16, True))
-        assert identical(dump(tiered), dump(whole)), policy
-        tiered.close()
+def test_fbgemm_trains_no_rows_of_bfloat16(device: torch.device) -> None:
+    """The reason why quantizers are not offered it."""
+    with pytest.raises(AssertionError, match="(?i)cache_precision .*bf16 not supported"):
+        fused_tbe(replace(table_set(), storage=DataType.BF16), [10], [0], device, pooled=True)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("stored", [DataType.FP16, DataType.BF16])
-def test_stochastic_rounding_keeps_steps_below_the_precision(stored: DataType) -> None:
+def test_stochastic_rounding_keeps_steps_below_the_precision() -> None:
     """To the nearest value, a step of a tenth of the precision changes nothing, however often."""
     ends = {}
-    step, steps = 2.0**-8 / 20 if stored is DataType.BF16 else 2.0**-11 / 10, 100
+    step, steps = 2.0**-11 / 10, 100
     for wanted in (False, True):
         optimizer = TableOptimizer("sgd", 1.0, stochastic_rounding=wanted)
         tables = TableSet.one_each([SparseFeature("a", 500)], DIM, optimizer, 1)
-        tbe = fused_tbe(replace(tables, storage=stored), [500], [0], torch.device("cuda", 0), pooled=True)
+        halves = replace(tables, storage=DataType.FP16)
+        tbe = fused_tbe(halves, [500], [0], torch.device("cuda", 0), pooled=True)
         (weights,) = tbe.split_embedding_weights()
         with torch.no_grad():
             weights.fill_(1.0)
         ids = torch.arange(500, device="cuda")
         for _ in range(steps):
             tbe(ids, torch.arange(501, device="cuda")).backward(torch.full((500, DIM), -step, device="cuda"))
-        ends[wanted] = weights.float().mean().item()
-    assert ends[False] == 1.0
-    assert ends[True] == pytest.approx(1.0 + step * steps, rel=0.02)
+        ends[wanted] = weights.float().mean().item() - 1
+    assert ends[False] == 0
+    assert ends[True] == pytest.approx(step * steps, rel=0.1)
 
 
 # -- sharded tables ----------------------------------------------------------------------------

@@ -9,7 +9,9 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.common.device import Aside
 from recpipe.data.select import select
 from recpipe.errors import DataError
 from recpipe.pipeline.share import in_steps
@@ -264,3 +266,29 @@ def test_a_batch_for_a_gpu_is_copied_beside_the_training_and_waited_for(
     assert {thread for thread, _ in gpu.set} == {"recpipe-loader_0"}
     monkeypatch.setattr(StagedBatch, "arrive", lambda staged: None)
     assert not any(map(same, (staged.batch for staged in loader), dataset.lists["train"])), "the control"
+
+
+def test_all_memory_of_a_batch_is_kept_until_training_has_used_it(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also offsets, from which training computes lengths only once they have arrived."""
+    ids = KeyedJaggedTensor(["a"], torch.arange(3), offsets=torch.tensor([0, 1, 3]))
+    staged = StagedBatch([torch.ones(2)], ids=(ids,), size=2, copied=Aside(GPU).mark())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    staged.arrive()
+    kept = {memory for memory, stream in gpu.lent if stream is gpu.default}
+    assert kept == {t.untyped_storage().data_ptr() for t in (*staged.batch, ids.values(), ids.offsets())}
+    assert ids.lengths_or_none() is None
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_batch_that_its_source_made_on_the_gpu_is_waited_for(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """One in host memory is not: its copy would wait for the training."""
+    dataset = Listed(count=1)
+    loader = loader_of(dataset, device=GPU)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: there))
+    gpu.default.add(lambda: None)
+    assert loader._stage(iter(dataset.lists["train"])) is not None
+    assert bool(gpu.default.late) is not there

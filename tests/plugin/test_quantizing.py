@@ -108,7 +108,7 @@ def test_what_is_answered_with_none_stays_free() -> None:
             r"but Quantizer overrides none of cold\(\), storage\(\), codecs\(\); bring one of them",
         ),
         (Cold("t_cat"), r"quantizes tables 't_cat', but the model has: .*plugins.acme.tables='\*'"),
-        (Stored(wide="half"), r"storage\(\) stores table 'wide' in 'half'; choose one of fp32, fp16, bf16"),
+        (Stored(wide="half"), r"storage\(\) stores table 'wide' in 'half'; choose one of fp32, fp16"),
         (Cold(codec=lambda layout: 3), r"cold\(\) must return a RowCodec or None, not int"),
         (Cold(codec=lambda layout: Whole(RecordLayout(0, 0))), "bytes_per_record must be a whole number"),
     ],

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+from contextlib import closing
 from dataclasses import fields
 
 import numpy as np
 import pytest
 
+from recpipe.common import spread
+from recpipe.common.spread import ALONE, Spread
+from recpipe.errors import DataError
 from recpipe.plugin.policy import CachePolicy, Placement, RowIds, RowSpace, Slots
-from recpipe.tables.tiers.placement import IndexBags, TierPlan, TierPlanner, reorder
-from tests.tables.samples import MAKERS
+from recpipe.tables.rowtable import distinct
+from recpipe.tables.tiers.placement import IndexBags, TierPlan, TierPlanner, checked_rows, reorder
+from tests.tables.samples import MAKERS, table_set
 
 BASES = np.array([0, 40, 400])
 FEATURES = 2
@@ -267,3 +272,53 @@ def test_hits_are_lookups_of_rows_that_were_resident_before_the_batch(kind: str)
         hits, looked_up = hits + plan.hits, looked_up + plan.looked_up
     assert (hits == 0) == (kind == "nocache")
     assert hits < looked_up
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_several_threads_make_the_same_plans(
+    kind: str, pooled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spread, "LEAST", 5)
+    plans, threads = [], Spread(3)
+    for planner in (planner_of(kind, carry=True), planner_of(kind, carry=True)):
+        planner.pooled, planner.spread = pooled, threads if plans else ALONE
+        plans.append([])
+        for bags in batches():
+            bags.weights = np.arange(len(bags.indices), dtype=np.float32)
+            plans[-1].append(planner.plan(bags))
+            planner.commit()
+    threads.close()
+    assert any(len(threads.parts(plan.looked_up)) > 1 for plan in plans[0])
+    for alone, shared in zip(*plans, strict=True):
+        assert_same_plan(shared, alone)
+
+
+@pytest.mark.parametrize("least", [5, 1 << 16])
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_ids_are_checked_feature_by_feature(kind: type, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread, "LEAST", least)
+    tables, threads = table_set(), Spread(2)
+    ids, ends = np.array([9, 0, 599, 5, 0, 89, 3, 7], kind), np.array([0, 2, 5, 8])
+    with closing(threads):
+        rows = checked_rows(tables, ids, ends, threads)
+        assert (rows - ids).tolist() == [0, 0, 10, 10, 10, 610, 610, 610]
+        for place, wrong, words in (
+            (0, 10, "id 10 of feature a is not in its table of 10 rows"),
+            (4, -1, "id -1 of feature b is not in its table of 600 rows"),
+            (7, 90, "id 90 of feature c is not in its table of 90 rows"),
+        ):
+            bad = ids.copy()
+            bad[place] = wrong
+            with pytest.raises(DataError, match=words):
+                checked_rows(tables, bad, ends, threads)
+        assert not len(checked_rows(tables, ids[:0], np.zeros(4, np.int64), threads))
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 50), (0, 1 << 33), (-5, 50)])
+@pytest.mark.parametrize("size", [0, 1, 200])
+def test_distinct_rows_of_any_range(size: int, low: int, high: int) -> None:
+    rows = np.random.default_rng(size).integers(low, high, size)
+    found = distinct(rows)
+    assert found.dtype == np.int64
+    np.testing.assert_array_equal(found, np.unique(rows))

@@ -204,7 +204,6 @@ def test_tables_that_are_stored_otherwise_are_groups_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("wants", "config", "trainers", "said"),
     [
-        (Wants("*", "bf16"), TIERS, 1, "stores table 'a' in bf16, which FBGEMM trains on GPUs alone"),
         (
             Wants("*", "fp16"),
             TIERS,
@@ -235,7 +234,6 @@ def test_what_could_not_be_carried_out_is_refused(wants, config, trainers, said)
         ("fp16", "cpu", "FBGEMM's CPU kernels round to the nearest value"),
         ("fp32", "cuda", "its weights are stored in fp32 and not rounded"),
         ("fp16", "cuda", None),
-        ("bf16", "cuda", None),
     ],
 )
 def test_stochastic_rounding_is_a_choice_for_16_bits_on_a_gpu(storage, device, said) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from recpipe.common import spread
+from recpipe.common.spread import Spread
 from recpipe.tables.tiers import transfer
 from recpipe.tables.tiers.transfer import Transfer
 from tests.fake_gpu import GPU, FakeGpu, gpu
@@ -23,13 +26,23 @@ ARRAYS = (
 )
 
 
-def test_arrays_of_any_kind_in_one_copy(gpu: FakeGpu) -> None:
-    sent = Transfer(GPU).send(ARRAYS)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_arrays_of_any_kind_in_one_copy(
+    gpu: FakeGpu, narrow: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spread, "LEAST", 2)
+    with closing(Spread(threads)) as several:
+        sent = Transfer(GPU).send(ARRAYS, narrow, several)
     assert gpu.copies == 1
+    assert (sent.tensors[0].dtype == torch.int32) is narrow
     assert not np.array_equal(sent.tensors[0].numpy(), ARRAYS[0]), "the control: not waited for"
-    for found, array in zip(sent.use(), ARRAYS, strict=True):
-        assert found.numpy().dtype == array.dtype
-        np.testing.assert_array_equal(found.numpy(), array)
+    for _ in range(2):
+        for found, array in zip(sent.use(), ARRAYS, strict=True):
+            assert found.numpy().dtype == array.dtype
+            np.testing.assert_array_equal(found.numpy(), array)
+    if not narrow:
+        gpu.lent.pop()  # waited for twice, which does no harm
     assert [stream for _, stream in gpu.lent] == [gpu.default], "its memory, once"
     assert Transfer(GPU).send([]).use() == []
 

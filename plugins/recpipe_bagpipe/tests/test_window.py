@@ -11,7 +11,7 @@ import pytest
 import torch
 from recpipe_bagpipe.pace import FEW, HOLD, PATIENCE, SETTLING, WEIGHED, Pace
 from recpipe_bagpipe.waiting import Waiting, size_of
-from recpipe_bagpipe.window import UNKNOWN, Window, group_of
+from recpipe_bagpipe.window import UNKNOWN, Window, _stable_order, group_of
 
 from recpipe.data.batch import Batch
 from recpipe.data.config import SyntheticConfig
@@ -158,3 +158,10 @@ def test_a_fixed_window_stays_and_memory_bounds_the_other() -> None:
     bound.announced(rows=100, batches=2)
     assert bound.batches(100) == 3_000 // (300 + 1000 + 1)
     assert bound.batches(10_000) == 1
+
+
+@pytest.mark.parametrize("largest", [3, 1 << 20, 1 << 31, 1 << 61])
+@pytest.mark.parametrize("size", [0, 1, 2, 1000])
+def test_equal_rows_stay_in_their_order(size: int, largest: int) -> None:
+    rows = np.random.default_rng(size).integers(0, largest, size)
+    np.testing.assert_array_equal(_stable_order(rows), np.argsort(rows, kind="stable"))

@@ -147,7 +147,8 @@ def test_weights_of_16_bits(owner: str, tmp_path: Path) -> None:
     ("knob", "value", "said"),
     [
         ("cold", "int4", "cold=int4 is unknown; did you mean int8"),
-        ("storage", "int8", "storage=int8 is unknown; choose one of fp32, fp16, bf16"),
+        ("storage", "int8", "storage=int8 is unknown; choose one of fp32, fp16"),
+        ("storage", "bf16", "storage=bf16 is unknown"),
         ("forward", "half", "forward=half is unknown"),
         ("backward", "fp8", "backward=fp8 is unknown"),
     ],

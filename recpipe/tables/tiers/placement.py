@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.common.spread import ALONE, Spread
 from recpipe.data.checks import unknown_id
 from recpipe.data.parts import in_order
 from recpipe.data.select import places_of
 from recpipe.plugin.api import Origin
 from recpipe.plugin.policy import IN_STORE, CachePolicy, RowIds, Slots
 from recpipe.tables.tiers.checked import CheckedPolicy, Decision
+from recpipe.tables.tiers.parting import found_at, parted, slots_in
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -139,30 +141,42 @@ class IndexBags:
         return IndexBags(self.indices[places], offsets, len(order), weights)
 
 
-def table_bags(tables: TableSet, sparse: KeyedJaggedTensor) -> IndexBags:
+def table_bags(tables: TableSet, sparse: KeyedJaggedTensor, spread: Spread = ALONE) -> IndexBags:
     """The batch's lookups as rows of the set, with features in the tables' order, independent of that in
     ``sparse``."""
     sparse = in_order(sparse, tables.features)
     values = sparse.values().cpu().numpy()
     offsets = sparse.offsets().cpu().numpy().astype(np.int64, copy=False)
     size = sparse.stride()
-    counts = np.diff(offsets[np.arange(len(tables.features) + 1) * size])
+    ends = offsets[np.arange(len(tables.features) + 1) * size]
     weights = sparse.weights().float().cpu().numpy() if tables.weighted else None
-    return IndexBags(checked_rows(tables, values, counts), offsets, size, weights)
+    return IndexBags(checked_rows(tables, values, ends, spread), offsets, size, weights)
 
 
-def checked_rows(tables: TableSet, ids: RowIds, counts: RowIds) -> RowIds:
-    """The rows of ``ids``, in which ``counts[f]`` ids of each feature ``f`` follow each other.
+def checked_rows(tables: TableSet, ids: RowIds, ends: Offsets, spread: Spread = ALONE) -> RowIds:
+    """The rows of ``ids`` (int32 or int64 [L]), of which those of feature f are ``ends[f]`` up to
+    ``ends[f + 1]``.
 
     Raises ``DataError`` if an id is not in its table.
     """
-    bases, table_of = tables.layout.bases, tables.table_of
-    sizes = np.diff(bases)[table_of]
-    wrong = np.flatnonzero((ids < 0) | (ids >= np.repeat(sizes, counts)))
-    if len(wrong):
-        feature = int(np.repeat(np.arange(len(counts)), counts)[wrong[0]])
-        raise unknown_id(ids[wrong[0]], tables.features[feature], sizes[feature])
-    rows: RowIds = ids + np.repeat(bases[table_of], counts)
+    bases, counts = tables.layout.bases[tables.table_of], np.diff(ends)
+    sizes = np.diff(tables.layout.bases)[tables.table_of]
+    rows = np.empty(len(ids), np.int64)
+
+    def check(features: NDArray[np.int64]) -> None:
+        first, last = features[0], features[-1] + 1
+        part, some = slice(ends[first], ends[last]), slice(first, last)
+        # As an unsigned number, an id below 0 is above all others.
+        limits = np.repeat(sizes[some].astype(np.uint64), counts[some])
+        wrong = ids[part].view(f"u{ids.itemsize}") >= limits
+        if wrong.any():
+            at = int(ends[first]) + int(np.argmax(wrong))
+            feature = int(np.searchsorted(ends, at, side="right")) - 1
+            raise unknown_id(ids[at], tables.features[feature], sizes[feature])
+        np.add(ids[part], np.repeat(bases[some], counts[some]), out=rows[part])
+
+    threads = min(len(spread.parts(len(ids))), len(counts))
+    spread.map(check, np.array_split(np.arange(len(counts)), threads))
     return rows
 
 
@@ -174,9 +188,15 @@ class TierPlanner:
     """
 
     def __init__(
-        self, policy: CachePolicy, carry: bool, pooled: bool = True, owner: Origin | None = None
+        self,
+        policy: CachePolicy,
+        carry: bool,
+        pooled: bool = True,
+        owner: Origin | None = None,
+        spread: Spread = ALONE,
     ) -> None:
         self.policy = policy
+        self.spread = spread
         self.space = policy.space
         self.pooled = pooled
         """Whether rows are summed by bag."""
@@ -200,14 +220,18 @@ class TierPlanner:
             known = None
         residents, before = self.space.residents, self.slab_rows
         moved = self.asked.migrate(bags.indices) if known is None else known.moved
+        where, missing = found_at(self.where, bags.indices, self.spread)
         # What a policy moves in for this batch was not resident.
-        early = self._resident(bags.indices) if len(moved.slots) or len(moved.freed) else None
+        found = len(where) - len(missing)
         emptied = residents.empty(moved.freed)
         dropped = residents.put(moved.slots, moved.rows)
-        where = self.where[bags.indices]
-        missing = np.flatnonzero(where < 0)
+        if len(emptied) or (dropped >= 0).any():
+            where, missing = found_at(self.where, bags.indices, self.spread)
+        elif len(moved.slots):  # only rows that were missing have come
+            where[missing] = self.where[bags.indices[missing]]
+            missing = missing[where[missing] < 0]
         misses, which = self._distinct(bags.indices[missing])
-        hits = where[where >= 0]
+        hits = slots_in(where, self.spread) if len(missing) else where
         admitted = self.asked.admit(hits, misses, bags.indices) if known is None else known.admitted
         emptied = np.concatenate((emptied, residents.empty(admitted.freed)))
         evicted = np.concatenate((dropped, residents.put(admitted.slots, admitted.rows), emptied))
@@ -220,7 +244,6 @@ class TierPlanner:
         self.where[slab] = -2 - np.arange(len(slab), dtype=np.int32)
         self.slab_rows = slab
         where[missing] = self.where[misses][which]
-        found = len(hits) if early is None else early
         plan = self._lookups(bags, where, slots, placed, vacated, evicted, slab, carried_from, found)
         self._pending = (plan, before, bags, known or Decision(moved, admitted, bags.indices))
         return plan
@@ -228,10 +251,6 @@ class TierPlanner:
     def commit(self) -> None:
         """Note that the last plan is being carried out, so that it cannot be undone any more."""
         self._pending = None
-
-    def _resident(self, rows: RowIds) -> int:
-        """How many of ``rows`` are in a slot."""
-        return int(np.count_nonzero(self.where[rows] >= 0))
 
     def _distinct(self, rows: RowIds) -> tuple[RowIds, NDArray[np.int32]]:
         """Distinct ``rows`` and, for each row, its position among them; O(n), by marking the map."""
@@ -283,12 +302,7 @@ class TierPlanner:
         hits: int,
     ) -> TierPlan:
         """The plan with its samples in the batch's own order."""
-        resident = where >= 0
-        count = np.concatenate(([0], np.cumsum(resident)))
-        in_slab = np.arange(len(count)) - count
-        cold_bags = np.diff(in_slab[bags.offsets]).reshape(-1, bags.batch_size) > 0
-        needs_cold: NDArray[np.bool_] = np.any(cold_bags, axis=0)
-        weights = bags.weights
+        lookups = parted(bags, where, self.pooled, self.spread)
         return TierPlan(
             batch_size=bags.batch_size,
             slots=slots,
@@ -297,16 +311,16 @@ class TierPlanner:
             evicted=evicted,
             slab=slab,
             carried_from=carried,
-            indices=where[resident].astype(np.int64),
-            offsets=count[bags.offsets] if self.pooled else count,
-            slab_indices=(-2 - where[~resident]).astype(np.int64),
-            slab_offsets=in_slab[bags.offsets] if self.pooled else in_slab,
-            needs_cold=needs_cold,
+            indices=lookups.indices,
+            offsets=lookups.offsets,
+            slab_indices=lookups.slab_indices,
+            slab_offsets=lookups.slab_offsets,
+            needs_cold=lookups.needs_cold,
             cold_first=0,
             looked_up=len(where),
             hits=hits,
-            weights=None if weights is None else weights[resident],
-            slab_weights=None if weights is None else weights[~resident],
+            weights=lookups.weights,
+            slab_weights=lookups.slab_weights,
             bags=None if self.pooled else bags.offsets,
         )
 

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.common.spread import Spread
 from recpipe.distributed.ranks import Channel, Ranks
 from recpipe.plugin.api import Origin
 from recpipe.plugin.policy import IN_STORE, CachePolicy, RowIds
@@ -92,7 +93,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self.store = store
         self.device = device
         self.prefetches = prefetch
-        self.planner = TierPlanner(policy, prefetch, tables.pooled, owner)
+        self._spread = Spread.beside(device)
+        self.planner = TierPlanner(policy, prefetch, tables.pooled, owner, self._spread)
         self.times = TierTimes()
         self.ranks = ranks or Ranks()
         self._trainers = trainers if len(self.ranks.trainers) > 1 else None
@@ -117,7 +119,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
     def bags(self, sparse: KeyedJaggedTensor) -> IndexBags:
         """The batch's lookups as rows, with features in the tables' order, independent of that in
         ``sparse``."""
-        return table_bags(self.tables, sparse)
+        return table_bags(self.tables, sparse, self._spread)
 
     def plan(self, sparse: KeyedJaggedTensor) -> TierPlan:
         """Decide where the batch's lookups go and which rows move; ``advance`` must follow."""
@@ -133,9 +135,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         self._ahead = plan.fetch
         plan.fetched = self.cold.fetch(self._ahead)
         if self.cold.transfer.on_gpu and plan.shared is None:
-            parts = (plan.indices, plan.offsets, plan.slab_indices, plan.slab_offsets)
-            weights = (plan.weights, plan.slab_weights)
-            plan.sent = self.cold.transfer.send([*parts, *(w for w in weights if w is not None)])
+            plan.sent = self.cold.transfer.send(_lookups(plan), narrow=True, spread=self._spread)
 
     def forget(self) -> None:
         """Undo a plan whose batch will not be trained because the epoch was left early."""
@@ -215,7 +215,10 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         if plan.shared is not None:
             rows = self._shared_lookup(self.slab, *plan.shared.slab)
         else:
-            rows = self._lookup(self.slab, self._on_device(plan)[1])
+            indices, offsets, weights = self._on_device(plan)[1]
+            if not len(plan.slab):  # zeros, of which one was sent
+                offsets = offsets.new_zeros(len(plan.slab_offsets))
+            rows = self._lookup(self.slab, (indices, offsets, weights))
         if rows.requires_grad:
             rows.register_hook(self._slab_changes)  # type: ignore[no-untyped-call]
         return rows
@@ -226,12 +229,8 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
 
     def _on_device(self, plan: TierPlan) -> tuple[_Bags, _Bags]:
         """What to look up in the resident slots and in the slab."""
-        if plan.sent is not None:
-            indices, offsets, slab_indices, slab_offsets, *weights = plan.sent.use()
-        else:
-            parts = (plan.indices, plan.offsets, plan.slab_indices, plan.slab_offsets)
-            indices, offsets, slab_indices, slab_offsets = map(torch.from_numpy, parts)
-            weights = [torch.from_numpy(w) for w in (plan.weights, plan.slab_weights) if w is not None]
+        found = list(map(torch.from_numpy, _lookups(plan))) if plan.sent is None else plan.sent.use()
+        indices, offsets, slab_indices, slab_offsets, *weights = found
         own, slab = weights or (None, None)
         return (indices, offsets, own), (slab_indices, slab_offsets, slab)
 
@@ -437,6 +436,7 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
             with self.quiesced():
                 pass  # it has written the slab back
         finally:
+            self._spread.close()
             self.cold.close()
 
     def _slab_records(self) -> torch.Tensor:
@@ -447,3 +447,13 @@ class TieredEmbeddingBagCollection(RowCollection, Planned, SavesPlacement, Shows
         if rows > self.slab_room:
             self.slab = make_slots(self.tables, 1 << (rows - 1).bit_length(), self.device, self._trainers)
             self._filter_slab()
+
+
+def _lookups(plan: TierPlan) -> list[NDArray[Any]]:
+    """What is looked up in both tiers, as ``TierPlan.sent`` has it."""
+    slab_offsets = plan.slab_offsets if len(plan.slab) else plan.slab_offsets[:1]
+    weights = (plan.weights, plan.slab_weights)
+    return [
+        *(plan.indices, plan.offsets, plan.slab_indices, slab_offsets),
+        *(w for w in weights if w is not None),
+    ]

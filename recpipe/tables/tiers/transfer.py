@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.common.device import Aside, arrived
+from recpipe.common.spread import ALONE, Spread
 from recpipe.tables.stores.base import Records
 
 ALIGNED = 16
@@ -42,10 +43,16 @@ class Sent:
 
     tensors: list[torch.Tensor]
     ready: torch.cuda.Event | None
+    narrowed: bool = False
+    """Whether tensors of int32 are copies of int64 arrays."""
 
     def use(self) -> list[torch.Tensor]:
-        """A tensor for each array; the current stream waits until they have arrived."""
+        """A tensor for each array; the current stream waits until they have arrived. Training's stream alone
+        calls it."""
         arrived(self.ready, self.tensors[:1])  # the others lie in the same memory
+        if self.narrowed:
+            self.tensors = [part.long() if part.dtype == torch.int32 else part for part in self.tensors]
+            self.ready, self.narrowed = None, False
         return self.tensors
 
 
@@ -87,20 +94,36 @@ class Transfer:
 
         return landed
 
-    def send(self, arrays: Sequence[NDArray[Any]]) -> Sent:
-        """Start to copy ``arrays`` to the device, all in one copy. On a CPU the tensors share their
-        memory."""
+    def send(self, arrays: Sequence[NDArray[Any]], narrow: bool = False, spread: Spread = ALONE) -> Sent:
+        """Start to copy ``arrays`` to the device, all in one copy. On a CPU the tensors share their memory.
+
+        ``narrow``: values of int64 are below 2**31 and go as int32, half of the bytes. ``spread``: threads
+        that put them into the page-locked buffer.
+        """
         if not self.on_gpu:
             return Sent([torch.from_numpy(array) for array in arrays], None)
-        starts = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]).tolist()
+        kinds = [np.dtype(np.int32) if narrow and a.dtype == np.int64 else a.dtype for a in arrays]
+        sizes = [kind.itemsize * array.size for kind, array in zip(kinds, arrays, strict=True)]
+        starts = np.cumsum([0, *(-(-size // ALIGNED) * ALIGNED for size in sizes)]).tolist()
         host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
-        staged = host.numpy()
-        for array, start in zip(arrays, starts, strict=False):
-            staged[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        with self._indices.stream():
-            whole = host.to(self.device, non_blocking=True)
-        parts = [
-            whole[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-            for array, start in zip(arrays, starts, strict=False)
+        whole = host.numpy()
+        staged = [
+            whole[start : start + size].view(kind)
+            for start, size, kind in zip(starts, sizes, kinds, strict=False)
         ]
-        return Sent(parts, self._indices.mark())
+        for array, target in zip(arrays, staged, strict=True):
+            _stage(array.reshape(-1), target, spread)
+        with self._indices.stream():
+            there = host.to(self.device, non_blocking=True)
+        parts = [
+            there[start : start + size].view(torch.from_numpy(target[:0]).dtype).view(array.shape)
+            for array, target, start, size in zip(arrays, staged, starts, sizes, strict=False)
+        ]
+        return Sent(parts, self._indices.mark(), narrow)
+
+
+def _stage(array: NDArray[Any], target: NDArray[Any], spread: Spread) -> None:
+    def copy(part: slice) -> None:
+        np.copyto(target[part], array[part], casting="same_kind")
+
+    spread.map(copy, spread.parts(len(array)))
