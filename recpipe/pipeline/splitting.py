@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.common.timing import milliseconds
 from recpipe.data.batch import Batch
 from recpipe.distributed.ranks import Channel
 from recpipe.pipeline.share import in_steps
@@ -132,7 +133,7 @@ class Splitting:
             return f"splitting {'on' if self.mode == 'always' else 'off'}: trainer.split={self.mode}"
         if trial.decided:
             on = trial.with_it <= WORTH * trial.without
-            times = f"{1e3 * trial.with_it:.1f} ms a batch with it, {1e3 * trial.without:.1f} without"
+            times = f"{milliseconds(trial.with_it)} ms a batch with it, {milliseconds(trial.without)} without"
             return f"splitting {'on' if on else 'off'} after {trial.decided} batches: {times}"
         if not trial.watched:
             return f"splitting off: the run ended after {trial.steps} batches, before it could be judged"
