@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed
 
 from recpipe import seams
 from tests.pretend_gpu import devices
@@ -52,7 +53,9 @@ class Stream:
 class Event:
     """The host's clock when it was recorded."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
         self.timed, self.at = enable_timing, None
 
     def record(self, stream: Stream | None = None) -> None:
@@ -114,7 +117,11 @@ PROPERTIES = SimpleNamespace(
 
 def _stats(device: Any = None) -> dict[str, int]:
     now = allocated()
-    return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": now, "reserved_bytes.all.peak": now}
+    return {
+        "allocated_bytes.all.current": now,
+        "allocated_bytes.all.peak": now,
+        "reserved_bytes.all.peak": now,
+    }
 
 
 def _lent(tensor: torch.Tensor, stream: Stream) -> None:
@@ -175,6 +182,7 @@ def install() -> None:
     torch.Tensor.record_stream = _lent  # type: ignore[method-assign,assignment]
     torch.version.cuda = "13.0"
     _autocast()
+    _processes()
     _tables()
     devices.watch_all()
 
@@ -187,6 +195,20 @@ def _autocast() -> None:
         begin(self, "cpu" if device_type == "cuda" else device_type, *arguments, **named)
 
     torch.amp.autocast_mode.autocast.__init__ = made  # type: ignore[method-assign]
+
+
+def _processes() -> None:
+    """Collectives of GPUs go by gloo."""
+    group, subgroup = torch.distributed.init_process_group, torch.distributed.new_group
+
+    def by_gloo(backend: str | None = None, *arguments: Any, **named: Any) -> None:
+        group("gloo", *arguments, **{**named, "device_id": None})
+
+    def also_by_gloo(*arguments: Any, backend: str | None = None, **named: Any) -> Any:
+        return subgroup(*arguments, backend="gloo", **{**named, "device_id": None})
+
+    torch.distributed.init_process_group = by_gloo
+    torch.distributed.new_group = also_by_gloo
 
 
 def _tables() -> None:
@@ -207,7 +229,9 @@ def _tables() -> None:
         for rows, width, location, _ in embedding_specs:
             check(rows, width, location)
         precision = named.get("weights_precision", SparseType.FP32)
-        specs = [(rows, width, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows, width, _, _ in embedding_specs]
+        specs = [
+            (rows, width, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows, width, _, _ in embedding_specs
+        ]
         named = {**named, "device": torch.device("cpu"), "stochastic_rounding": False}
         named.pop("cache_algorithm", None)
         begin(self, specs, *arguments, **named)
@@ -221,7 +245,9 @@ def _tables() -> None:
 
     def check(rows: int, width: int, location: Any) -> None:
         if width % 4:
-            raise AssertionError(f"pretend GPU: FBGEMM's tables on a GPU have multiples of 4 columns, not {width}")
+            raise AssertionError(
+                f"pretend GPU: FBGEMM's tables on a GPU have multiples of 4 columns, not {width}"
+            )
 
     SplitTableBatchedEmbeddingBagsCodegen.__init__ = made  # type: ignore[method-assign]
     by_table = seams.update_by_table

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -94,14 +94,23 @@ class Kernels(TorchDispatchMode):
         any_there = any(there)
         if any_there and not all(there) and name not in MIXING and full not in MIXING:
             # A tensor of no dimension is read by the host and passed by value.
-            odd = [t for t, is_there in zip(given, there, strict=True) if not is_there and (t.dim() or "fbgemm" in name)]
+            odd = [
+                t
+                for t, is_there in zip(given, there, strict=True)
+                if not is_there and (t.dim() or "fbgemm" in name)
+            ]
             if odd:
                 raise RuntimeError(
                     f"pretend GPU: {full} on tensors of both devices: "
-                    + ", ".join(f"{tuple(t.shape)}@{'cuda' if w else 'cpu'}" for t, w in zip(given, there, strict=True))
+                    + ", ".join(
+                        f"{tuple(t.shape)}@{'cuda' if w else 'cpu'}"
+                        for t, w in zip(given, there, strict=True)
+                    )
                 )
         result = func(*args, **kwargs)
-        inside = getattr(_HERE, "ambient", False) or torch._C._current_graph_task_id() != -1
+        inside = getattr(_HERE, "ambient", None)
+        if inside is None:  # not in a call of Python: made by torch in a backward
+            inside = torch._C._current_graph_task_id() != -1 and _HERE.backward_there
         if name == "aten::copy_":
             return result
         if any_there and (there[0] or name not in MIXING) or (not given and inside):
@@ -137,7 +146,7 @@ class Calls(TorchFunctionMode):
             result = func(*args, **kwargs)
             _put(PINNED, result)
             return result
-        before, _HERE.ambient = getattr(_HERE, "ambient", False), ambient
+        before, _HERE.ambient = getattr(_HERE, "ambient", None), ambient
         try:
             result = func(*args, **kwargs)
         finally:
@@ -168,7 +177,11 @@ def _moved(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> to
         return tensor.to("meta")
     if (device.type == "cuda") == on_gpu(tensor) and not copy:
         return tensor
-    result = _Move.apply(tensor, device.type == "cuda") if tensor.requires_grad and torch.is_grad_enabled() else None
+    result = (
+        _Move.apply(tensor, device.type == "cuda")
+        if tensor.requires_grad and torch.is_grad_enabled()
+        else None
+    )
     if result is None:
         result = _copied(tensor, device.type == "cuda")
     return result
@@ -238,7 +251,9 @@ def _refuse(tensor: torch.Tensor) -> None:
 
 def _pinned(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     if on_gpu(tensor):
-        raise RuntimeError("pretend GPU: cannot pin 'torch.cuda.FloatTensor': only dense CPU tensors can be pinned")
+        raise RuntimeError(
+            "pretend GPU: cannot pin 'torch.cuda.FloatTensor': only dense CPU tensors can be pinned"
+        )
     with bare():
         result = tensor.clone()
         _put(PINNED, result)
@@ -272,6 +287,21 @@ SPECIAL: dict[Any, Any] = {
 }
 
 
+def backward(run: Any) -> Any:
+    """``run``, torch's engine, with an account of the calls in the backward of a user's function."""
+
+    def watched(roots: Any, *arguments: Any, **named: Any) -> Any:
+        before = getattr(_HERE, "ambient", None), getattr(_HERE, "backward_there", False)
+        _HERE.ambient, _HERE.backward_there = None, any(on_gpu(tensor) for tensor in tensors_of(roots))
+        try:
+            with nullcontext() if torch._C._len_torch_function_stack() else Calls():
+                return run(roots, *arguments, **named)
+        finally:
+            _HERE.ambient, _HERE.backward_there = before
+
+    return watched
+
+
 def watch() -> None:
     """Keep the account in this thread from now on."""
     if not getattr(_HERE, "watched", False):
@@ -283,6 +313,7 @@ def watch() -> None:
 
 def watch_all(threads: Iterable[type] = (threading.Thread,)) -> None:
     """The same in this thread and in each that starts from now on."""
+    torch.autograd._engine_run_backward = backward(torch.autograd._engine_run_backward)
     watch()
     for kind in threads:
         run = kind.run
