@@ -90,7 +90,7 @@ def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter
         raise UserError(f"optim.dense.name={shown(name)}: torch.optim has no such optimizer; {hint}")
     takes = signature(kinds[name]).parameters
     if "fused" in takes and not knobs.keys() & {"fused", "foreach", "differentiable"}:
-        knobs["fused"] = _has_fused(kinds[name], parameters[0].device.type if parameters else "cpu")
+        knobs["fused"] = _has_fused(name, parameters[0].device.type if parameters else "cpu")
     try:
         return kinds[name](parameters, **knobs)
     except (TypeError, ValueError) as fault:
@@ -100,12 +100,12 @@ def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter
 
 
 @cache
-def _has_fused(kind: type[torch.optim.Optimizer], device: str) -> bool:
-    """Whether ``kind`` has a fused implementation for ``device``; torch 2.11 lacks Adagrad's for a GPU."""
+def _has_fused(name: str, device: str) -> bool:
+    """Whether optimizer ``name`` has a fused implementation for ``device``; torch 2.11 lacks Adagrad's for a GPU."""
     parameter = nn.Parameter(torch.zeros(1, device=device))
     parameter.grad = torch.ones_like(parameter)
     try:
-        kind([parameter], fused=True).step()  # type: ignore[call-arg]
+        getattr(torch.optim, name)([parameter], fused=True).step()
     except RuntimeError:
         return False
     return True
