@@ -101,7 +101,7 @@ def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter
 
 @cache
 def _has_fused(name: str, device: str) -> bool:
-    """Whether optimizer ``name`` has a fused implementation for ``device``; torch 2.11 lacks Adagrad's for a GPU."""
+    """Whether ``name`` has a fused implementation for ``device``; torch 2.11 lacks Adagrad's for a GPU."""
     parameter = nn.Parameter(torch.zeros(1, device=device))
     parameter.grad = torch.ones_like(parameter)
     try:
