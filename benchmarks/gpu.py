@@ -111,17 +111,20 @@ an error."""
 
 
 def _watched(command: list[str], file: Path, seconds: float) -> str | None:
-    """Run ``command`` until it ends, a job in ``file`` is over its limit, or ``seconds`` and some more have
-    passed; None if all went well."""
+    """Run ``command`` until it ends or the job that ``file`` names is over its limit; what went wrong. None:
+    nothing did, or ``seconds`` and some more have passed, which is no fault of a job's."""
     began = time.time()
     with subprocess.Popen(command) as process:
         while process.poll() is None:
             time.sleep(0.5)
-            running = _read(file).get("running")
-            since, limit = (running["since"], running["limit"]) if running else (began, seconds)
-            if time.time() - since > limit + START * (running is None) or time.time() - began > seconds + 10:
+            now, running = time.time(), _read(file).get("running")
+            since, limit = (running["since"], running["limit"]) if running else (began, 2 * START)
+            if now - began > seconds + 10:
                 process.kill()
-                return f"not done after {time.time() - since:.0f} s"
+                return None
+            if now - since > limit:
+                process.kill()
+                return f"not done after {now - since:.0f} s"
         status = process.returncode
     return None if status == 0 else f"the process ended with status {status}"
 
@@ -226,10 +229,10 @@ def _work(arguments: argparse.Namespace, began: float) -> int:
     _write(arguments.json, {**_read(arguments.json), "machine": _machine(torch), "running": None})
     took, warm = list[float](), set[Any]()
     for job in wanted:
-        likely = 1.3 * max(took[-6:], default=FIRST_GUESS)
+        likely = max(1.3 * max(took[-6:], default=FIRST_GUESS), job.limit / 2 if job.limit > LIMIT else 0.0)
         if perf_counter() - began + likely > arguments.seconds:
             print(f"no time is left for {job.name}", flush=True)
-            break
+            continue
         limit = job.limit if job.group in warm else job.limit + START
         running = {"name": job.name, "since": time.time(), "limit": limit}
         _write(arguments.json, {**_read(arguments.json), "running": running})

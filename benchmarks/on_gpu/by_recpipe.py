@@ -177,9 +177,13 @@ def beside(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 def sanitized(seconds: float) -> dict[str, Any]:
     """compute-sanitizer's memcheck over a short run in tiers; its errors."""
-    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not Path(tool).exists():
-        return {"ran": False, "why": "compute-sanitizer is not installed"}
+    installed = (str(path) for path in sorted(Path("/usr/local").glob("cuda*/bin/compute-sanitizer")))
+    tool = shutil.which("compute-sanitizer") or next(installed, None)
+    if tool is None:
+        why = (
+            "compute-sanitizer is not installed: it comes with the CUDA toolkit, and pip has no package of it"
+        )
+        return {"ran": False, "why": why}
     words = (
         *("data.samples=600", "data.batch_size=64", "data.table_scale=0.001", "model.embedding_dim=16"),
         *("tiers.policy=lru", "tiers.store=host", "trainer.progress=false", "trainer.logger=null"),
