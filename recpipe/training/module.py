@@ -341,12 +341,16 @@ def _sees_gradients(callback: L.Callback) -> bool:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of every random number generator, as tensors and plain values."""
+    """The state of every random number generator, as tensors and plain values; of the current GPU's alone.
+
+    A rank's GPU has another number than rank 0's, whose state a checkpoint has for all ranks, as it has that
+    of its CPU.
+    """
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": [torch.cuda.get_rng_state()] if _on_gpu() else [],
         "python": random.getstate(),
         "numpy": {
             "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
@@ -358,11 +362,16 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: dict[str, Any]) -> None:
     """Restore ``random_state()``'s result."""
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+    if state["cuda"] and _on_gpu():
+        torch.cuda.set_rng_state(state["cuda"][0])
     version, values, gauss = state["python"]
     random.setstate((version, tuple(values), gauss))
     key = state["numpy"]["key"].numpy().astype(np.uint32)
     numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
     numpy_state["state"] = {"key": key, "pos": state["numpy"]["pos"]}
     np.random.set_state(numpy_state)
+
+
+def _on_gpu() -> bool:
+    """Whether this process uses a GPU; a run on the CPU of a machine that has one does not."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

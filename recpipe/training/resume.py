@@ -107,7 +107,7 @@ def _check_own(module: RankingModule, recpipe: Mapping[str, Any]) -> None:
 
 
 def _check_random(state: Mapping[str, Any]) -> None:
-    """Check each generator's state by setting it on a temporary generator."""
+    """Check each generator's state by setting it on a temporary generator, a GPU's on the GPU."""
     where = "recpipe.random"
     entries({"torch": torch.Tensor, "cuda": list[torch.Tensor]}, state, where)
     version, values, gauss = entries({"python": tuple[int, tuple[int, ...], float | None]}, state, where)[
@@ -122,6 +122,10 @@ def _check_random(state: Mapping[str, Any]) -> None:
         raise Damaged(f"{where}.numpy is no state of a Mersenne Twister")
     try:
         torch.Generator().set_state(state["torch"])
+        if state["cuda"] and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            before = torch.cuda.get_rng_state()
+            torch.cuda.set_rng_state(state["cuda"][0])
+            torch.cuda.set_rng_state(before)
         random.Random().setstate((version, values, gauss))
     except (RuntimeError, TypeError, ValueError, OverflowError) as fault:
         raise Damaged(f"{where} is no state of a random number generator ({fault})") from fault

@@ -163,3 +163,19 @@ def test_state_dict_is_the_dense_part_and_fits_only_its_model(tmp_path) -> None:
     name, value = next(iter(state.items()))
     with pytest.raises(UserError, match=f"{name} is .* there and .* here"):
         module.load_state_dict(state | {name: torch.zeros(3, *value.shape)})
+
+
+def test_a_rank_goes_on_with_the_state_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 saves for all. What it would save of another rank's GPU is a state that rank has long left."""
+    states = {0: torch.tensor([7], dtype=torch.uint8), 1: torch.tensor([0], dtype=torch.uint8)}
+    current = 0
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: states[current])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: states.update({current: state}))
+    saved = random_state()
+    current = 1
+    set_random_state(saved)
+    assert states[1] == 7
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert random_state()["cuda"] == [], "a run on the CPU of a machine that has a GPU"
+    set_random_state(saved)
