@@ -10,14 +10,18 @@ Jobs, in this order; each figure is samples per second over all steps of the sam
                                                  host's
     tiers/DIM/BATCH/SHARE/uvm                    FUSED_UVM_CACHING with PrefetchTrainPipelineSparseDist and
                                                  the device rows that lru had (slots and slab)
-    memory                                       device memory over 2,000 steps
+    tiers/DIM/BATCH/SHARE/uvm_large              the same rows, of which the tables under 20,000 rows have
+                                                 theirs as a whole, uncached
     overlap/{lru,hotline,bagpipe}                copies beside kernels, from a trace (the last one stays)
+    memory                                       device memory over 2,000 steps
     sanitizer                                    compute-sanitizer's memcheck over a short run
 
-Before the first job both loops train a few small batches, which are not counted.
+Jobs run in a child process, one after the other. Before the first job of a kind, width and batch size, all of
+that kind train three such batches on small tables, which are not counted.
 
 Jobs that FILE already has are left out, so that the command can be given again until all are done; no job is
-begun that would not be done in time. A job that fails is noted with its error, and tried again the next time.
+begun that would not be done in time. A job that fails, ends the process or takes longer than its limit is
+noted with its error; a new process goes on with the others, and tries it once more after them.
 --quick has small tables and few steps, to try the command itself (--device cpu: without what only a GPU has).
 """
 
@@ -30,6 +34,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -41,12 +46,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "on_gpu"))
 
-DIMS, BATCHES, SHARES = (64, 128), {8192: 120, 65536: 30}, (0.05, 0.1, 0.25)
+DIMS, BATCHES, SHARES = (64, 128), {8192: 200, 65536: 60}, (0.1, 0.05, 0.25)
 POLICIES = ("lru", "hotline", "bagpipe")
 QUICK = {8192: (512, 24), 65536: (1024, 12)}
 """Samples and steps of a try."""
-FIRST_GUESS = 25.0
+FIRST_GUESS = 20.0
 """Seconds that a job is thought to take before any has been done."""
+LIMIT = 90.0
+"""Seconds after which a job is ended, if it names no other limit."""
+START = 60.0
+"""Seconds, beyond a job's own, for what a new process does first."""
+WHOLE_BELOW = 20_000
+"""Rows under which uvm_large keeps a table in device memory as a whole."""
 FLAT_STEPS = 2000
 ROUNDS = 3
 """How often each side trains resident tables, the sides in turn; the later rounds come last."""
@@ -59,6 +70,10 @@ class Job:
     name: str
     work: Callable[[Mapping[str, Any]], dict[str, Any]]
     only_gpu: bool = False
+    group: tuple[str, int, int] | None = None
+    """Kind, width and batch size, of which the process must have trained something before."""
+    limit: float = LIMIT
+    """Seconds after which it is ended."""
 
 
 def main() -> int:
@@ -75,17 +90,43 @@ def main() -> int:
     if arguments.worker:
         return _work(arguments, began)
     command = [sys.executable, __file__, "--worker", *sys.argv[1:]]
-    while True:
-        left = arguments.seconds - (perf_counter() - began)
-        status = subprocess.run([*command, "--seconds", f"{left:.0f}"]).returncode
-        running = _read(arguments.json).get("running")
-        if status == 0 or running is None or left < FIRST_GUESS:
+    while (left := arguments.seconds - (perf_counter() - began)) > FIRST_GUESS:
+        said = _watched([*command, "--seconds", f"{left:.0f}"], arguments.json, left)
+        if said is None:
             break
-        # The process has died in the middle of a job (a GPU's context does not outlive an error).
-        _note(arguments.json, running, {"error": f"the process ended with status {status}"})
+        running = (_read(arguments.json).get("running") or {}).get("name")
+        if running is not None:
+            _note(arguments.json, running, {"error": said})
+        elif said != FAILED:
+            print(f"ended between two jobs: {said}", flush=True)
+            break
     results = _read(arguments.json)
     _show(results)
     return 1 if any("error" in found for found in results.get("jobs", {}).values()) else 0
+
+
+FAILED = "the process ended with status 3"
+"""What is said of a process that has noted its job's error itself and ended: a GPU's context does not outlive
+an error."""
+
+
+def _watched(command: list[str], file: Path, seconds: float) -> str | None:
+    """Run ``command`` until it ends or the job that ``file`` names is over its limit; what went wrong. None:
+    nothing did, or ``seconds`` and some more have passed, which is no fault of a job's."""
+    began = time.time()
+    with subprocess.Popen(command) as process:
+        while process.poll() is None:
+            time.sleep(0.5)
+            now, running = time.time(), _read(file).get("running")
+            since, limit = (running["since"], running["limit"]) if running else (began, 2 * START)
+            if now - began > seconds + 10:
+                process.kill()
+                return None
+            if now - since > limit:
+                process.kill()
+                return f"not done after {now - since:.0f} s"
+        status = process.returncode
+    return None if status == 0 else f"the process ended with status {status}"
 
 
 def jobs(device: Any, quick: bool, keep: Path) -> list[Job]:
@@ -98,54 +139,76 @@ def jobs(device: Any, quick: bool, keep: Path) -> list[Job]:
         samples, steps = QUICK[batch] if quick else (batch, BATCHES[batch])
         return Size(dim, samples, steps, smaller=50 if quick else 1)
 
-    def uvm(of: Size, lru: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    def uvm(of: Size, lru: str, whole_below: int, found: Mapping[str, Any]) -> dict[str, Any]:
         rows = found.get(lru, {}).get("device_rows")
         if rows is None:
             raise RuntimeError(f"{lru} must be done first")
-        return by_hand.train(of, device, min(1.0, rows / sum(of.tables.values())))
+        return by_hand.train(of, device, rows, whole_below // of.smaller)
 
-    made = []
-    resident = []
+    resident, tiers = list[Job](), dict[float, list[Job]]()
+    settings = [(dim, batch, size(dim, batch)) for batch in BATCHES for dim in DIMS]
     for number in range(1, ROUNDS + 1):
-        for dim in DIMS:
-            for batch in BATCHES:
-                of, name = size(dim, batch), f"resident/{dim}/{batch}"
-                ours = partial(by_recpipe.train, of, device, "resident")
-                theirs = partial(by_hand.train, of, device)
-                resident.append(Job(f"{name}/recpipe/{number}", lambda _, work=ours: work()))
-                resident.append(Job(f"{name}/by_hand/{number}", lambda _, work=theirs: work()))
-    first_round = len(resident) // ROUNDS
-    made += resident[:first_round]
+        for dim, batch, of in settings:
+            sides = {
+                "by_hand": partial(by_hand.train, of, device),
+                "recpipe": partial(by_recpipe.train, of, device, "resident"),
+            }
+            for side, work in sorted(sides.items(), reverse=number % 2 == 0):
+                name = f"resident/{dim}/{batch}/{side}/{number}"
+                resident.append(Job(name, partial(_alone, work), group=("resident", dim, batch)))
+    for share in SHARES:
+        tiers[share] = []
+        for dim, batch, of in settings:
+            name, group = f"tiers/{dim}/{batch}/{share}", ("tiers", dim, batch)
+            for policy in POLICIES:
+                work = partial(by_recpipe.train, of, device, policy, share)
+                tiers[share].append(Job(f"{name}/{policy}", partial(_alone, work), group=group))
+            for kind, below in (("uvm", 0), ("uvm_large", WHOLE_BELOW)):
+                work = partial(uvm, of, f"{name}/lru", below)
+                tiers[share].append(Job(f"{name}/{kind}", work, only_gpu=True, group=group))
     longest = size(64, 8192)
     steps = 100 if quick else FLAT_STEPS
-    made.append(Job("memory", lambda _: by_recpipe.memory(longest, device, steps)))
-    short = replace(longest, steps=min(20, longest.steps))
-    for policy in POLICIES:
-        work = partial(by_recpipe.overlap, short, device, policy, keep)
-        made.append(Job(f"overlap/{policy}", lambda _, work=work: work(), only_gpu=True))
-    for share in (SHARES[1], SHARES[0], SHARES[2]):
-        for batch in BATCHES:
-            for dim in DIMS:
-                of, name = size(dim, batch), f"tiers/{dim}/{batch}/{share}"
-                for policy in POLICIES:
-                    work = partial(by_recpipe.train, of, device, policy, share)
-                    made.append(Job(f"{name}/{policy}", lambda _, work=work: work()))
-                made.append(Job(f"{name}/uvm", partial(uvm, of, f"{name}/lru"), only_gpu=True))
-    made += resident[first_round:]
-    made.append(Job("sanitizer", lambda _: by_recpipe.sanitized(120), only_gpu=True))
-    return made
+    short, group = replace(longest, steps=min(20, longest.steps)), ("tiers", 64, 8192)
+    others = [
+        Job(f"overlap/{policy}", partial(_alone, work), only_gpu=True, group=group, limit=120)
+        for policy in POLICIES
+        for work in [partial(by_recpipe.overlap, short, device, policy, keep)]
+    ]
+    flat = partial(by_recpipe.memory, longest, device, steps)
+    others.append(Job("memory", partial(_alone, flat), group=group, limit=180))
+    check = partial(by_recpipe.sanitized, 150)
+    sanitizer = Job("sanitizer", partial(_alone, check), only_gpu=True, limit=170)
+    first, second, third = (tiers[share] for share in SHARES)
+    once = len(resident) // ROUNDS
+    return [
+        *resident[:once], *first, *others, *second, *third, *resident[once : 2 * once], sanitizer,
+        *resident[2 * once :],
+    ]  # fmt: skip
 
 
-def warm_up(device: Any) -> None:
-    """Let both loops do what only the first steps of a process do."""
+def _alone(work: Callable[[], dict[str, Any]], _: Mapping[str, Any]) -> dict[str, Any]:
+    return work()
+
+
+def warm_up(device: Any, group: tuple[str, int, int], quick: bool) -> None:
+    """Let all of a kind load their kernels and choose those for this width and batch size, which a process
+    does once."""
     import by_hand
     import by_recpipe
     from work import Size
 
-    small = Size(64, 512, 4, smaller=100)
-    by_hand.train(small, device)
-    for policy in ("resident", "lru"):
+    kind, dim, batch = group
+    small = Size(dim, QUICK[batch][0] if quick else batch, 3, smaller=100)
+    rows = sum(small.tables.values()) // 2
+    if kind == "resident":
+        by_recpipe.train(small, device, "resident")
+        by_hand.train(small, device)
+        return
+    for policy in POLICIES:
         by_recpipe.train(small, device, policy, 0.5)
+    if device.type == "cuda":
+        for below in (0, WHOLE_BELOW // small.smaller):
+            by_hand.train(small, device, rows, below)
 
 
 def _work(arguments: argparse.Namespace, began: float) -> int:
@@ -164,33 +227,45 @@ def _work(arguments: argparse.Namespace, began: float) -> int:
         and not (job.only_gpu and device.type == "cpu")
     ]
     known = _read(arguments.json).get("jobs", {})
+    wanted = [job for job in wanted if _is_left(known.get(job.name))]
+    wanted.sort(key=lambda job: known.get(job.name, {}).get("tries", 0))
     _write(arguments.json, {**_read(arguments.json), "machine": _machine(torch), "running": None})
-    took: list[float] = []
-    if any(_is_left(known.get(job.name)) for job in wanted):
-        warm_up(device)
+    took, warm = list[float](), set[Any]()
     for job in wanted:
-        if not _is_left(known.get(job.name)):
-            continue
-        likely = 1.3 * max(took[-6:], default=FIRST_GUESS)
+        likely = max(1.3 * max(took[-6:], default=FIRST_GUESS), job.limit / 2 if job.limit > LIMIT else 0.0)
         if perf_counter() - began + likely > arguments.seconds:
             print(f"no time is left for {job.name}", flush=True)
-            return 0
-        _write(arguments.json, {**_read(arguments.json), "running": job.name})
+            continue
+        limit = job.limit if job.group in warm else job.limit + START
+        running = {"name": job.name, "since": time.time(), "limit": limit}
+        _write(arguments.json, {**_read(arguments.json), "running": running})
         started = perf_counter()
         try:
+            if job.group is not None and job.group not in warm:
+                warm_up(device, job.group, arguments.quick)
+                warm.add(job.group)
+            _clean(torch, device)
+            warmed = perf_counter() - started
             found = job.work(_read(arguments.json).get("jobs", {}))
         except Exception as fault:
             traceback.print_exc()
-            found = {"error": f"{type(fault).__name__}: {fault}"[:500]}
+            error = f"{type(fault).__name__}: {fault}"[:500]
+            _note(arguments.json, job.name, {"error": error, "job_seconds": perf_counter() - started})
+            sys.stdout.flush()
+            os._exit(3)
         seconds = perf_counter() - started
-        took.append(seconds)
-        _note(arguments.json, job.name, {**found, "job_seconds": seconds})
+        took.append(seconds - warmed)
+        _note(arguments.json, job.name, {**found, "job_seconds": seconds, "warm_up_seconds": warmed})
         print(f"{job.name}: {found.get('samples_per_second', found)} in {seconds:.1f} s", flush=True)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
     sys.stdout.flush()
     os._exit(0)  # threads of a process group may abort an orderly end
+
+
+def _clean(torch: Any, device: Any) -> None:
+    """Free what the work before has left."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _is_left(done: Mapping[str, Any] | None) -> bool:
@@ -235,19 +310,30 @@ def _write(file: Path, content: dict[str, Any]) -> None:
 
 
 def _show(results: Mapping[str, Any]) -> None:
-    found, rounds = results.get("jobs", {}), dict[str, list[float]]()
+    """Print errors, and a table of speeds beside TorchRec's; of its two caches the faster one."""
+    found, rounds = results.get("jobs", {}), dict[str, list[tuple[float, float]]]()
     for name, one in found.items():
-        if "samples_per_second" in one:
+        if "samples_per_second" in one and name.startswith(("resident", "tiers")):
             whole = name.rpartition("/")[0] if name.startswith("resident") else name
-            rounds.setdefault(whole, []).append(float(one["samples_per_second"]))
+            speeds = float(one["samples_per_second"]), float(one["steady_samples_per_second"])
+            rounds.setdefault(whole, []).append(speeds)
         elif "error" in one:
             print(f"{name}: {one['error']}")
-    print("\n| work | samples/s, median of rounds | over TorchRec |\n|---|---|---|")
-    for name, speeds in rounds.items():
+        else:
+            print(f"{name}: {json.dumps(one)[:600]}")
+    middle = {name: [median(each) for each in zip(*both, strict=True)] for name, both in rounds.items()}
+    print("\n| work | samples/s, all steps | over TorchRec | steady | over TorchRec |\n|---|---|---|---|---|")
+    for name in sorted(middle):
         group = name.rpartition("/")[0]
-        theirs = rounds.get(f"{group}/by_hand") or rounds.get(f"{group}/uvm")
-        over = f"{median(speeds) / median(theirs):.2f}" if theirs else ""
-        print(f"| {name} | {median(speeds):,.0f} | {over} |")
+        theirs = [middle[side] for kind in THEIRS if (side := f"{group}/{kind}") in middle]
+        cells = [name]
+        for number, speed in enumerate(middle[name]):
+            best = max((each[number] for each in theirs), default=None)
+            cells += [f"{speed:,.0f}", f"{speed / best:.2f}" if best else ""]
+        print("| " + " | ".join(cells) + " |")
+
+
+THEIRS = ("by_hand", "uvm", "uvm_large")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,7 +64,30 @@ def test_jobs_have_names_of_their_own_and_all_settings(monkeypatch: pytest.Monke
     assert len(set(names)) == len(names)
     for dim in (64, 128):
         for batch in (8192, 65536):
-            assert sum(name.startswith(f"tiers/{dim}/{batch}/") for name in names) == 3 * 4
+            assert sum(name.startswith(f"tiers/{dim}/{batch}/") for name in names) == 3 * 5
             assert sum(name.startswith(f"resident/{dim}/{batch}/") for name in names) == 2 * bench.ROUNDS
     for lru in (name for name in names if name.endswith("/lru") and name.startswith("tiers")):
-        assert names.index(lru) < names.index(lru.replace("lru", "uvm")), "uvm takes its budget from lru"
+        for uvm in ("uvm", "uvm_large"):
+            assert names.index(lru) < names.index(lru.replace("lru", uvm)), f"{uvm} takes its budget from lru"
+
+
+WAITS = "import time; time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("program", "limit", "said"),
+    [
+        ("", 60.0, None),
+        ("raise SystemExit(3)", 60.0, "the process ended with status 3"),
+        ("import os; os.abort()", 60.0, "the process ended with status -6"),
+        (WAITS, 0.0, "not done after [01] s"),
+    ],
+)
+def test_a_job_that_dies_or_hangs_is_ended(
+    program: str, limit: float, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = module("gpu.py", monkeypatch)
+    file = tmp_path / "gpu.json"
+    bench._write(file, {"running": {"name": "memory", "since": time.time(), "limit": limit}})
+    found = bench._watched([sys.executable, "-c", program], file, 60.0)
+    assert found is None if said is None else re.fullmatch(said, found)

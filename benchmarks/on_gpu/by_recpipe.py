@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from work import EPSILON, LEARNING_RATE, Size, batches, make_model
+from work import EPSILON, LEARNING_RATE, Size, batches, device_bytes, make_model
 
 import recpipe
 from recpipe.tables.front import Front
@@ -49,36 +49,46 @@ def train(size: Size, device: torch.device, policy: str, share: float = 1.0, *mo
         torch.cuda.reset_peak_memory_stats()
     budget = max(1, int(share * size.table_bytes))
     words = (*COMMON, *POLICIES[policy], f"tiers.resident_bytes={budget}", f"trainer.device={device.type}")
-    model = make_model(size, torch.device("cpu"))
-    with recpipe.train(model, batches(size, on_gpu), *words, *more, quiet=True) as done:
+    made = batches(size, on_gpu)
+    with recpipe.train(make_model(size), made, *words, *more, quiet=True) as done:
         report = done.report
-        rows = list(_device_rows(done.model))
+        collections = list(_collections(done.model))
+        rows, held = [_device_rows(part) for part in collections], device_bytes(collections)
     speeds, io = report["throughput"], report["io"]
     return {
         "samples_per_second": speeds["samples_per_second"],
         "steady_samples_per_second": speeds["steady_samples_per_second"],
         "end_to_end_samples_per_second": speeds["end_to_end_samples_per_second"],
         "step_ms": speeds["step_ms"],
-        "steps": len(batches(size)),
+        "set_up_seconds": speeds["set_up_seconds"],
+        "last_loss": report["series"]["loss"][-1],
+        "steps": len(made),
         "rows_read": io["rows_read"],
         "rows_written": io["rows_written"],
         "wait_seconds": io["wait_seconds"],
         "cold_start": io["cold_start"],
+        "plan_seconds": io["plan_seconds"],
+        "fetch_seconds": io["fetch_seconds"],
+        "write_seconds": io["write_seconds"],
         "device_rows": sum(rows),
+        "table_bytes_on_device": held,
         "splitting": {n: p.get("splitting") for n, p in report["plugins"].items() if "splitting" in p},
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
     }
 
 
-def _device_rows(model: torch.nn.Module) -> Iterator[int]:
-    """Rows for which each collection has room in device memory."""
+def _collections(model: torch.nn.Module) -> Iterator[Any]:
+    """What holds the rows of each group of tables."""
     for front in model.modules():
         if isinstance(front, Front):
-            for collection in front.collections:
-                if isinstance(collection, TieredEmbeddingBagCollection):
-                    yield collection.slots + collection.slab_room
-                else:
-                    yield sum(group.tables.layout.total_rows for group in front.groups)
+            yield from front.collections
+
+
+def _device_rows(collection: Any) -> int:
+    """Rows for which it has room in device memory."""
+    if isinstance(collection, TieredEmbeddingBagCollection):
+        return collection.slots + collection.slab_room
+    return int(collection.tables.layout.total_rows)
 
 
 def memory(size: Size, device: torch.device, steps: int) -> dict[str, Any]:
@@ -120,8 +130,8 @@ def _sampled(value: Callable[[], int]) -> Iterator[list[int]]:
 def overlap(size: Size, device: torch.device, policy: str, keep: Path) -> dict[str, Any]:
     """How much of the copies' time lies beside kernels, from a trace of the whole run; that of the latest
     run stays in ``keep``."""
-    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds[: 2 if device.type == "cuda" else 1]) as profiler:
+    # Without the CPU's operators, whose events would be most of the file.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         train(size, device, policy, 0.1)
     trace = keep / "trace.json"
     profiler.export_chrome_trace(str(trace))
@@ -167,9 +177,13 @@ def beside(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 def sanitized(seconds: float) -> dict[str, Any]:
     """compute-sanitizer's memcheck over a short run in tiers; its errors."""
-    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not Path(tool).exists():
-        return {"ran": False, "why": "compute-sanitizer is not installed"}
+    installed = (str(path) for path in sorted(Path("/usr/local").glob("cuda*/bin/compute-sanitizer")))
+    tool = shutil.which("compute-sanitizer") or next(installed, None)
+    if tool is None:
+        why = (
+            "compute-sanitizer is not installed: it comes with the CUDA toolkit, and pip has no package of it"
+        )
+        return {"ran": False, "why": why}
     words = (
         *("data.samples=600", "data.batch_size=64", "data.table_scale=0.001", "model.embedding_dim=16"),
         *("tiers.policy=lru", "tiers.store=host", "trainer.progress=false", "trainer.logger=null"),

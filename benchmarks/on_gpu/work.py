@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import nn
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -71,8 +76,9 @@ class Samples(Pipelineable):
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for part in (self.dense_features, self.sparse_features, self.labels):
-            part.record_stream(stream)
+        if self.labels.is_cuda:  # the pipelines ask for it on a CPU too, whose streams are none
+            for part in (self.dense_features, self.sparse_features, self.labels):
+                part.record_stream(stream)
 
 
 @cache
@@ -81,24 +87,25 @@ def _shares(rows: int) -> np.ndarray:
     return shares / shares[-1]
 
 
-_made: tuple[Size, list[Samples]] | None = None
+_made: dict[tuple[int, int, int], list[Samples]] = {}
 
 
 def batches(size: Size, pinned: bool = False) -> list[Samples]:
-    """The batches of a size, on a GPU machine in page-locked memory; those of the latest one are kept."""
-    global _made
-    if _made is None or (_made[0].batch, _made[0].steps, _made[0].tables) != (
-        size.batch, size.steps, size.tables
-    ):  # fmt: skip
-        rng = np.random.default_rng(1)
-        places = [rng.permutation(rows) for rows in size.tables.values()]
-        drawn = (_batch(rng, size, places) for _ in range(size.steps))
-        _made = size, [batch.pin_memory() if pinned else batch for batch in drawn]
-    return _made[1]
+    """The batches of a size, on a GPU machine in page-locked memory. They are made once for all widths."""
+    key = (size.batch, size.steps, size.smaller)
+    if key not in _made:
+        places = [np.random.default_rng(1).permutation(rows) for rows in size.tables.values()]
+        for rows in size.tables.values():
+            _shares(rows)
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+            drawn = list(threads.map(partial(_batch, size, places), range(size.steps)))
+        _made[key] = [batch.pin_memory() if pinned else batch for batch in drawn]
+    return _made[key]
 
 
-def _batch(rng: np.random.Generator, size: Size, places: list[np.ndarray]) -> Samples:
+def _batch(size: Size, places: list[np.ndarray], number: int) -> Samples:
     """Popular rows lie scattered over their table."""
+    rng = np.random.default_rng([1, number])
     ids = np.concatenate(
         [place[np.searchsorted(_shares(len(place)), rng.random(size.batch))] for place in places]
     )
@@ -113,14 +120,47 @@ def _batch(rng: np.random.Generator, size: Size, places: list[np.ndarray]) -> Sa
     )
 
 
-def make_model(size: Size, dense_device: torch.device) -> DLRMTrain:
-    """The model, whose tables have no memory yet."""
+@cache
+def _block(dim: int) -> torch.Tensor:
+    return torch.empty(1 << 16, dim).uniform_(-1e-3, 1e-3, generator=torch.Generator().manual_seed(1))
+
+
+def first_rows(weights: torch.Tensor) -> None:
+    """First values that cost no more than a copy: recpipe makes those of a table on the CPU, TorchRec on the
+    GPU, and neither is measured."""
+    block, rows = _block(weights.shape[1]), len(weights)
+    with torch.no_grad():
+        for start in range(0, rows, len(block)):
+            weights[start : start + len(block)].copy_(block[: rows - start])
+
+
+def make_model(size: Size) -> DLRMTrain:
+    """The model, its dense part on the CPU; its tables have no memory yet."""
     torch.manual_seed(1)
     configs = [
-        EmbeddingBagConfig(name=name, embedding_dim=size.dim, num_embeddings=rows, feature_names=[name])
+        EmbeddingBagConfig(
+            name=name, embedding_dim=size.dim, num_embeddings=rows, feature_names=[name], init_fn=first_rows
+        )
         for name, rows in size.tables.items()
     ]
     collection = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
     return DLRMTrain(
-        DLRM(collection, DENSE, [512, 256, size.dim], [1024, 512, 256, 1], dense_device=dense_device)
+        DLRM(collection, DENSE, [512, 256, size.dim], [1024, 512, 256, 1], dense_device=torch.device("cpu"))
     )
+
+
+def tbes(modules: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """FBGEMM's tables in ``modules``, each once."""
+    found = {id(part): part for module in modules for part in module.modules()}
+    return [part for part in found.values() if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
+
+
+def device_bytes(modules: Iterable[nn.Module]) -> int:
+    """Memory of the GPU that FBGEMM's tables in ``modules`` hold: rows, optimizer state and all that a cache
+    keeps beside its rows. Rows in host memory that a GPU can read are not counted."""
+    held = 0
+    for tbe in tbes(modules):
+        for tensor in (*tbe.parameters(), *tbe.buffers()):
+            if tensor.is_cuda and not (tensor.numel() and torch.ops.fbgemm.is_uvm_tensor(tensor)):
+                held += tensor.numel() * tensor.element_size()
+    return held

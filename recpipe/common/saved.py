@@ -68,6 +68,7 @@ def entries(hints: Mapping[str, Any], value: object, where: str = "") -> dict[st
 
 def _typed(hint: Any, value: Any, where: str) -> Any:
     """``value`` converted to the type ``hint``; ``where`` is its place in the file."""
+    hint = _without_alias(hint)
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
@@ -86,6 +87,14 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     if not _fits(hint, origin, args, value):
         raise Damaged(f"{where} is {_short(value)}, not {_spelled(hint)}")
     return value
+
+
+def _without_alias(hint: Any) -> Any:
+    """What ``hint`` stands for, if it is an alias of a ``type`` statement, as NDArray is since numpy 2.5."""
+    origin = get_origin(hint)
+    if hasattr(origin, "__value__"):
+        return _without_alias(origin.__value__[get_args(hint)])
+    return _without_alias(hint.__value__) if hasattr(hint, "__value__") else hint
 
 
 def _fits(hint: Any, origin: Any, args: tuple[Any, ...], value: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -73,9 +74,10 @@ def _attached(name: str, weights: torch.Tensor) -> TableOptimizer | None:
 def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """``torch.optim.<config['name']>`` over ``parameters``; the other keys are its keyword arguments.
 
-    It uses the fused implementation, which makes one pass over all parameters, if the optimizer has one and
-    the recipe does not choose another (``fused``, ``foreach``, ``differentiable``).
+    It uses the fused implementation, which makes one pass over all parameters, if the optimizer has one for
+    their device and the recipe does not choose another (``fused``, ``foreach``, ``differentiable``).
     """
+    parameters = list(parameters)
     knobs = {str(k): v for k, v in config.items() if k != "name"}
     name = str(config.get("name"))
     kinds = {
@@ -88,13 +90,25 @@ def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter
         raise UserError(f"optim.dense.name={shown(name)}: torch.optim has no such optimizer; {hint}")
     takes = signature(kinds[name]).parameters
     if "fused" in takes and not knobs.keys() & {"fused", "foreach", "differentiable"}:
-        knobs["fused"] = True
+        knobs["fused"] = _has_fused(name, parameters[0].device.type if parameters else "cpu")
     try:
         return kinds[name](parameters, **knobs)
     except (TypeError, ValueError) as fault:
         raise UserError(
             f"optim.dense: torch.optim.{name} does not take {shown(knobs, 80)}: {shown(fault, 200)}"
         ) from fault
+
+
+@cache
+def _has_fused(name: str, device: str) -> bool:
+    """Whether ``name`` has a fused implementation for ``device``; torch 2.11 lacks Adagrad's for a GPU."""
+    parameter = nn.Parameter(torch.zeros(1, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        getattr(torch.optim, name)([parameter], fused=True).step()
+    except RuntimeError:
+        return False
+    return True
 
 
 def try_out(config: Mapping[str, Any], device: torch.device) -> None:

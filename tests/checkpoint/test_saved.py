@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from typing_extensions import TypeAliasType, TypeVar
 
 from recpipe.common import saved
 from recpipe.common.saved import Damaged, entries, like, parse_json, read_json, residents, typed_as, within
@@ -72,6 +73,17 @@ def test_entries_leaves_other_keys_out() -> None:
     assert list(found) == ["a", "b"]
     with pytest.raises(Damaged, match=r"s\.b is ndarray float64 \(2,\)"):
         entries({"b": NDArray[np.float32]}, state, "s")
+
+
+def test_aliases_stand_for_their_types() -> None:
+    number = TypeVar("number", bound=np.generic)
+    shape = tuple[int, ...]
+    array = TypeAliasType("array", np.ndarray[shape, np.dtype[number]], type_params=(number,))
+    ids = TypeAliasType("ids", array[np.int64])
+    state = {"ids": np.arange(3)}
+    assert entries({"ids": ids}, state) == state
+    with pytest.raises(Damaged, match=r"^s\.ids is "):
+        entries({"ids": array[np.int32]}, state, "s")
 
 
 MODEL = {"n": 0, "on": False, "x": 0.0, "of": np.zeros(2, np.int32), "t": torch.zeros(2), "any": None}
