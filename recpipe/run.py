@@ -24,6 +24,7 @@ from recpipe.checkpoint.trained_on import TrainedOn
 from recpipe.common.clock import run_start
 from recpipe.common.console import heard, log
 from recpipe.common.device import same_bits
+from recpipe.common.gpu import begin_on, gpu_explained
 from recpipe.common.quiet import quieted
 from recpipe.common.run_dir import RunDir, hold
 from recpipe.common.sizes import readable_bytes
@@ -95,6 +96,7 @@ def carry_out(
     """``run`` for a caller in Python, who may bring a model and data and keep the trained model open."""
     with ExitStack() as stack:
         stack.enter_context(quieted())
+        stack.enter_context(gpu_explained())
         begin_run()
         # 1. The recipe's values, typed and checked; the processes that share the work (mostly one).
         cfg = Recipe.of(composed)
@@ -121,6 +123,7 @@ def _run_task(cfg: Recipe, run_dir: RunDir, given: Given, command_line: Sequence
 
             return Outcome(tell_scale(cfg.scale, run_dir.path))
     device = choose_device(cfg.trainer.device)
+    begin_on(device)
     cfg = replace(cfg, tiers=cfg.tiers.on(device))
     try_out(cfg.optim.dense, device)
     with vector_units(device), same_bits(cfg.trainer.deterministic, device):

@@ -75,9 +75,10 @@ quieted = Shared(_quieted)
 
 
 def _worth_saying(record: logging.LogRecord) -> bool:
-    """Whether to print a record; TorchRec logs a line for each data-parallel table of a plan to the root
-    logger."""
-    return not record.getMessage().startswith("Sharding spec not found")
+    """Whether to print a record. To the root logger TorchRec logs a line for each data-parallel table of a
+    plan, and FBGEMM one for a release of torch that its own list lacks; recpipe checks that itself."""
+    said = record.getMessage()
+    return not (said.startswith("Sharding spec not found") or "_fbgemm_torch_compat_table" in said)
 
 
 def calm_threads() -> None:

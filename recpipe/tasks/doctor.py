@@ -3,6 +3,7 @@ imported."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata as metadata
 import os
 import subprocess
@@ -25,6 +26,8 @@ REQUIREMENTS = {
 }
 OTHERS = (("hydra-core", "1.3.2", "1.5"), ("lightning", "2.5", "3"))
 """Distributions with their lowest supported and first unsupported version."""
+NVML = "libnvidia-ml.so.1"
+"""A library of the NVIDIA driver, which FBGEMM's CUDA build needs in order to load."""
 SKIP = "RECPIPE_SKIP_VERSION_CHECK"
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -54,10 +57,12 @@ def minor(version: str) -> str:
 def install(cuda: bool, torch_minor: str = "2.13", root: Path = CHECKOUT) -> str:
     """The command that installs a fitting set into this Python: from a checkout's file, otherwise by name."""
     file = REQUIREMENTS.get((torch_minor, cuda), REQUIREMENTS["2.13", cuda])
-    if (root / file).is_file():
-        return f"cd {root} && {sys.executable} -m pip install -r {file}"
-    torch, torchrec, fbgemm = next((t for t in TRIPLES if t[0] == torch_minor), TRIPLES[0])
     pip = f"{sys.executable} -m pip install"
+    if (root / file).is_file():
+        # Or pip would take torch's CUDA build.
+        first = "" if cuda else f"{pip} --no-deps -r requirements/torch-cpu.txt && "
+        return f"cd {root} && {first}{pip} -r {file}"
+    torch, torchrec, fbgemm = next((t for t in TRIPLES if t[0] == torch_minor), TRIPLES[0])
     if cuda:
         return f"{pip} torch=={torch}.* fbgemm-gpu=={fbgemm}.* torchrec=={torchrec}.*"
     # torchrec depends on FBGEMM's CUDA build by name, so on a CPU machine it is installed without
@@ -165,13 +170,31 @@ import torchrec
 """
 
 
+def has_driver() -> bool:
+    """Whether this machine has the NVIDIA driver's libraries."""
+    try:
+        ctypes.CDLL(NVML)
+    except OSError:
+        return False
+    return True
+
+
 def check_loads(cuda: bool) -> Finding:
     """Import torch, FBGEMM's operators and torchrec in a separate process, because a clash can crash it."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROBE], capture_output=True, text=True)
     if done.returncode == 0:
         return Finding("load", "torch, FBGEMM's operators and torchrec load and run")
+    if cuda and not has_driver():
+        return Finding(
+            "driver",
+            f"this machine has no NVIDIA driver ({NVML} is not found), and fbgemm-gpu, a CUDA build, does "
+            "not load without one; requirements/cpu.txt is the set for a machine without a GPU",
+            f"install NVIDIA's driver; without a GPU: {sys.executable} -m pip uninstall -y torch fbgemm-gpu "
+            f"&& {install(False)}",
+        )
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return Finding("load", f"torch, fbgemm_gpu or torchrec does not load: {last}", install(cuda))
+    remedy = install(cuda, minor(installed_version("torch") or "2.13"))
+    return Finding("load", f"torch, fbgemm_gpu or torchrec does not load: {last}", remedy)
 
 
 def findings() -> list[Finding]:
@@ -218,6 +241,10 @@ def check_versions() -> None:
     RECPIPE_SKIP_VERSION_CHECK=1."""
     if os.environ.get(SKIP):
         return
-    for finding in check_triple(installed_version, torch_is_cuda()):
+    cuda = torch_is_cuda()
+    for finding in check_triple(installed_version, cuda):
         if not finding.ok:
             raise UserError(f"{finding.text}. Mend it: {finding.remedy} (or try it as it is: {SKIP}=1)")
+    # Another release may load without the driver; to try takes seconds, in which a run would end anyway.
+    if cuda and not has_driver() and not (finding := check_loads(cuda)).ok:
+        raise UserError(f"{finding.text}. Mend it: {finding.remedy}")

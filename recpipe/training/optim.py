@@ -70,12 +70,18 @@ def _attached(name: str, weights: torch.Tensor) -> TableOptimizer | None:
     return TableOptimizer(ATTACHED[kind], **given)
 
 
+FUSED_ON_CPU_ALONE = ("Adagrad",)
+"""Optimizers whose fused implementation torch has for CPUs and not for GPUs; others have both."""
+
+
 def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """``torch.optim.<config['name']>`` over ``parameters``; the other keys are its keyword arguments.
 
-    It uses the fused implementation, which makes one pass over all parameters, if the optimizer has one and
-    the recipe does not choose another (``fused``, ``foreach``, ``differentiable``).
+    It uses the fused implementation, which makes one pass over all parameters, if the optimizer has one for
+    the parameters' device and the recipe does not choose another (``fused``, ``foreach``,
+    ``differentiable``).
     """
+    parameters = list(parameters)
     knobs = {str(k): v for k, v in config.items() if k != "name"}
     name = str(config.get("name"))
     kinds = {
@@ -87,7 +93,9 @@ def dense_optimizer(config: Mapping[str, Any], parameters: Iterable[nn.Parameter
         hint = nearest_or_all(name, sorted(kinds))
         raise UserError(f"optim.dense.name={shown(name)}: torch.optim has no such optimizer; {hint}")
     takes = signature(kinds[name]).parameters
-    if "fused" in takes and not knobs.keys() & {"fused", "foreach", "differentiable"}:
+    on_cpu = all(p.device.type == "cpu" for p in parameters)
+    fused = "fused" in takes and (on_cpu or name not in FUSED_ON_CPU_ALONE)
+    if fused and not knobs.keys() & {"fused", "foreach", "differentiable"}:
         knobs["fused"] = True
     try:
         return kinds[name](parameters, **knobs)

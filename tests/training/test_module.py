@@ -22,6 +22,8 @@ from tests.pipeline.samples import (
 )
 from tests.tables.samples import dump, identical
 
+CPU = torch.device("cpu")
+
 
 def module_of(dataset, embeddings, lr=0.1, name="dlrm") -> RankingModule:
     def optimizer(parameters):
@@ -116,6 +118,31 @@ def test_a_diverging_run_stops(tmp_path) -> None:
         fit(module_of(Listed(), collection_of("resident", "sgd", tmp_path), lr=1e30))
 
 
+def test_on_a_gpu_losses_are_looked_at_before_anything_is_made_of_the_model(tmp_path) -> None:
+    """In between, nothing waits for the GPU."""
+
+    def spoiled(folder: str) -> RankingModule:
+        dataset = Listed()
+        module = module_of(dataset, collection_of("lru", "sgd", tmp_path / folder))
+        module.looks_each_step = False
+        spoil_dense(dataset, module)
+        return module
+
+    with pytest.raises(UserError, match="at step 10, or in the 50 before; first bad tensor: parameter"):
+        fit(spoiled("end"))
+    module, seen = spoiled("checkpoint"), []
+
+    def save(*_: object) -> None:
+        if module.global_step > 5:
+            seen.append(module.global_step)
+            module.on_save_checkpoint({})
+
+    module.on_train_batch_end = save
+    with pytest.raises(UserError, match="at step 6, or in the 50 before"):
+        fit(module)
+    assert seen == [6], "a bad model is not saved"
+
+
 def test_mean_losses_are_differences_of_totals(tmp_path) -> None:
     module = module_of(Listed(), collection_of("resident", "sgd", tmp_path), lr=1e-9)
     assert np.isnan(module.loss_total().mean_since(LossTotal()))
@@ -143,11 +170,26 @@ def test_random_state_restores_every_generator() -> None:
         return float(torch.rand(())), random.random(), float(np.random.rand()), random.gauss(0, 1)
 
     draw()
-    state = random_state()
+    state = random_state(CPU)
     first = draw()
     assert draw() != first
-    set_random_state(state)
+    set_random_state(state, CPU)
     assert draw() == first
+
+
+def test_a_run_on_a_cpu_leaves_the_gpu_of_its_machine_alone(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    set_random_state(random_state(CPU) | {"cuda": [torch.zeros(16, dtype=torch.uint8)]}, CPU)
+    assert random_state(CPU)["cuda"] == []
+
+
+def test_a_gpu_goes_on_with_the_state_of_the_run_s_own_gpu(monkeypatch) -> None:
+    """Whatever numbers the GPUs have, there and here."""
+    states = {torch.device("cuda", n): torch.full((16,), n, dtype=torch.uint8) for n in range(3)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: state}))
+    set_random_state(random_state(torch.device("cuda", 2)), torch.device("cuda", 0))
+    assert [int(state[0]) for state in states.values()] == [2, 1, 2]
 
 
 def test_state_dict_is_the_dense_part_and_fits_only_its_model(tmp_path) -> None:

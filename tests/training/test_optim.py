@@ -18,7 +18,7 @@ from recpipe.pipeline.step import StagedBatch, StepTimes, accumulate
 from recpipe.tables.groups import collections_of, group_tables
 from recpipe.tables.specs import TableOptimizer
 from recpipe.tables.tiers.batch import Tiers
-from recpipe.training.optim import OptimConfig, dense_optimizer
+from recpipe.training.optim import OptimConfig, dense_optimizer, try_out
 from tests.model.in_parts import Mean
 from tests.pipeline.samples import Listed, placed
 from tests.tables.samples import FEATURES, tiers
@@ -41,6 +41,20 @@ def test_any_torch_optimizer(config, kind) -> None:
     assert type(optimizer) is kind
     for key, value in config.items():
         assert key == "name" or optimizer.defaults[key] == value
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "Adam", "AdamW"])
+def test_the_fused_implementation_is_one_that_the_device_has(name: str) -> None:
+    """On a GPU of torch's own making, which has shapes and no values; SGD's step asks for a real one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        try_out({"name": name, "lr": 0.1}, torch.device("cuda"))
+        with pytest.raises(UserError, match="cannot train the dense part"):  # the control
+            try_out({"name": "Adagrad", "lr": 0.1, "fused": True}, torch.device("cuda"))
+        fused = dense_optimizer({"name": name}, [torch.nn.Parameter(torch.zeros(3, device="cuda"))])
+    assert bool(fused.defaults["fused"]) is (name != "Adagrad")
+    assert dense_optimizer({"name": name}, weights()).defaults["fused"] is True
 
 
 @pytest.mark.parametrize(
