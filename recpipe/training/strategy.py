@@ -45,3 +45,14 @@ class AgreeingStrategy(SingleDeviceStrategy):
             return obj
         own = np.frombuffer(json.dumps(obj).encode(), np.uint8)
         return json.loads(self.trainers.gather(own)[src].tobytes())
+
+    def teardown(self) -> None:
+        """End training, and leave model and optimizer state where they are.
+
+        Lightning moves them to the CPU; the trained model is still evaluated and asked for scores, and its
+        tables stay on the GPU.
+        """
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()

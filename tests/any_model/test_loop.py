@@ -66,7 +66,7 @@ def own_loop(model: nn.Module, batches: list[Events], optimizer: str, technique:
                 dense.step()
                 losses.append(float(loss.detach()))
             with torch.no_grad():
-                model(batches[0])
+                model(batches[0].to(next(model.parameters()).device))
         return left_by(model, losses)
 
 
@@ -165,7 +165,7 @@ def test_under_lightning(batches, technique, tmp_path) -> None:
     model = make("two_tower")
     with recpipe.place(model, batches, *overrides("rowwise_adagrad", technique)) as placed:
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = L.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+        trainer = L.Trainer(max_epochs=1, accelerator=next(model.parameters()).device.type.replace("cuda", "gpu"), default_root_dir=tmp_path, **quiet)
         trainer.fit(Module(model), placed.loader)
         mine = left_by(model)
     assert furthest(mine, by_hand(make("two_tower"), batches, "rowwise_adagrad")) < 1e-5

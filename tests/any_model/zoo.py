@@ -162,7 +162,7 @@ class Din(nn.Module):
         ids = KeyedJaggedTensor.concat([batch.lists, batch.sparse_features])
         found = self.sequences(ids)
         history, item = found["clicked"], found["c0"].values()
-        sample = torch.repeat_interleave(torch.arange(len(item)), history.lengths())
+        sample = torch.repeat_interleave(torch.arange(len(item), device=item.device), history.lengths())
         weights = self.attention(torch.cat([history.values(), item[sample]], dim=1)).sigmoid()
         taste = torch.zeros_like(item).index_add(0, sample, weights * history.values())
         pooled = self.bags(ids).values()
@@ -221,6 +221,7 @@ class Trained:
 
 def loss_of(model: nn.Module, batch: Events) -> torch.Tensor:
     """As a trainer written by hand calls these models."""
+    batch = batch.to(next(model.parameters()).device)
     if isinstance(model, TwoTower):
         return model(batch)[0]
     logits = model(batch) if isinstance(model, Din) else model(batch.dense_features, batch.sparse_features)
@@ -264,5 +265,5 @@ def furthest(mine: Trained, theirs: Trained) -> float:
         for name, value in right.items():
             if value.numel():
                 scale = max(1.0, float(value.abs().max()))
-                worst = max(worst, float((left[name] - value).abs().max()) / scale)
+                worst = max(worst, float((left[name].to(value.device) - value).abs().max()) / scale)
     return worst

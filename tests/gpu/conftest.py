@@ -18,13 +18,16 @@ from recpipe.data.config import SyntheticConfig
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_dataset
 from tests.any_model import test_matrix, zoo
+from tests.pretend_gpu import cuda
 from tests.tables import samples
 from tests.training import test_trainer
 
 HERE = Path(__file__).parent
 WHERE = os.environ.get("RECPIPE_GPU_SUITE", "cuda")
-"""cuda, or cpu to try the suite itself."""
-WORDS = (f"trainer.device={WHERE}", "trainer.deterministic=true")
+"""cuda; or to try the suite itself, cpu, or pretend: tests/pretend_gpu in the GPU's place."""
+if WHERE == "pretend":
+    cuda.install()
+WORDS = (f"trainer.device={'cpu' if WHERE == 'cpu' else 'cuda'}", "trainer.deterministic=true")
 """Words of every recipe here."""
 ELSEWHERE = {
     "het": "het keeps its caches in host memory and refuses a GPU (test_runs.py)",
@@ -38,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the suite, and say why a test of it cannot run here."""
-    absent = WHERE != "cpu" and not torch.cuda.is_available()
+    absent = WHERE == "cuda" and not torch.cuda.is_available()
     for item in items:
         if not item.path.is_relative_to(HERE):
             continue
@@ -46,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         technique = getattr(item, "callspec", None) and item.callspec.params.get("technique")
         if absent:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        elif WHERE == "cpu" and item.get_closest_marker("cuda"):
+        elif WHERE != "cuda" and item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="only a GPU can show it"))
         elif technique in ELSEWHERE:
             item.add_marker(pytest.mark.skip(reason=ELSEWHERE[technique]))

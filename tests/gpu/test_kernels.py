@@ -204,7 +204,7 @@ def test_tables_come_back_from_a_cpu_and_a_gpu_alike(tmp_path: Path) -> None:
     _, there = left_by(tmp_path / "there", "tiers.policy=lru", "tiers.store=host")
     _, here = left_by(tmp_path / "cpu", "tiers.policy=lru", "tiers.store=host", "trainer.device=cpu")
     assert furthest(there, here) < 1e-4
-    assert WHERE == "cuda" or furthest(there, here) == 0
+    assert WHERE != "cpu" or furthest(there, here) == 0
 
 
 def test_a_slab_that_is_too_small_grows(device: torch.device, tmp_path: Path) -> None:
