@@ -43,16 +43,26 @@ def peak_gpu_bytes(device: torch.device) -> int | None:
 def why_no_gpu() -> str:
     """Why torch sees no GPU."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not torch.backends.cuda.is_built():
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return f"torch {torch.__version__} is built for CPUs"
     if hidden is not None and not hidden.strip():
         return "CUDA_VISIBLE_DEVICES is empty, which hides them"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except RuntimeError as fault:
         said = shown(str(fault).partition("\n")[0], 200)
         return said if hidden is None else f"{said}; CUDA_VISIBLE_DEVICES={shown(hidden)}"
     return "it has none"
+
+
+def tried_out() -> str:
+    """What a run of kernels of torch's and FBGEMM's on the first GPU shows, in words; ``UserError`` if they
+    do not run. FBGEMM must have been imported."""
+    if not torch.cuda.is_available():
+        return f"torch sees no GPU ({why_no_gpu()}); recipes run on the CPU"
+    with gpu_explained():
+        torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([1, 2], device="cuda")).cpu()
+    return f"torch's and FBGEMM's kernels run on {torch.cuda.get_device_name(0)}"
 
 
 @contextmanager

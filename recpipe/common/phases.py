@@ -54,5 +54,5 @@ def _range(name: str) -> Iterator[None]:
     assert name in PHASES, name
     with torch.profiler.record_function(PREFIX + name):
         yield
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()

@@ -66,13 +66,14 @@ def choose_device(name: str) -> torch.device:
     rank. ``UserError`` if torch does not see that GPU, or if a name would give one GPU to several processes,
     which NCCL refuses.
     """
-    device = _device(name)
+    device = find_device(name)
     with gpu_explained():
         use_device(device)
     return device
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The same device, not used yet: this process takes no memory of a GPU."""
     kind, _, index = name.partition(":")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cpu" or (kind == "auto" and not there):

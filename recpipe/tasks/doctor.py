@@ -168,6 +168,16 @@ import torch, fbgemm_gpu
 torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([1, 2]))
 import torchrec
 """
+GPU_PROBE = """
+import fbgemm_gpu
+from recpipe.common.gpu import tried_out
+from recpipe.errors import UserError
+try:
+    print(tried_out())
+except UserError as fault:
+    print(fault)
+    raise SystemExit(2)
+"""
 
 
 def has_driver() -> bool:
@@ -197,6 +207,18 @@ def check_loads(cuda: bool) -> Finding:
     return Finding("load", f"torch, fbgemm_gpu or torchrec does not load: {last}", remedy)
 
 
+def check_gpu() -> Finding:
+    """Run kernels of torch's and FBGEMM's on the first GPU, in a separate process."""
+    command = [sys.executable, "-W", "ignore", "-c", GPU_PROBE]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT)
+    lines = (done.stdout if done.returncode in (0, 2) else done.stderr).strip().splitlines()
+    said = lines[-1] if lines else f"exit status {done.returncode}"
+    if done.returncode == 0:
+        return Finding("gpu", said)
+    text, _, remedy = said.rpartition(": ")
+    return Finding("gpu", text or said, remedy)
+
+
 def findings() -> list[Finding]:
     """Everything that ``recpipe doctor`` checks, in the order in which to repair it."""
     cuda = torch_is_cuda()
@@ -208,7 +230,10 @@ def findings() -> list[Finding]:
         *_check_plugins(),
     ]
     complete = all(installed_version(name) for name in ("torch", "torchrec"))
-    return [*found, check_loads(cuda)] if complete else found
+    if not complete:
+        return found
+    loads = check_loads(cuda)
+    return [*found, loads, *([check_gpu()] if cuda and loads.ok else ())]
 
 
 def _check_plugins() -> list[Finding]:

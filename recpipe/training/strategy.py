@@ -23,17 +23,6 @@ class AgreeingStrategy(SingleDeviceStrategy):
         super().__init__(device)
         self.trainers = trainers
 
-    def teardown(self) -> None:
-        """Leave the model and its optimizer where they are.
-
-        Lightning's strategies move them to the CPU when training or an evaluation ends. The tables are in no
-        module, so they would stay on the GPU, apart from a model that is to be used on.
-        """
-        self.precision_plugin.teardown()
-        assert self.accelerator is not None
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
-
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all trainers, or any of them, decided so; all of them call it."""
         told = np.concatenate(self.trainers.gather(np.array([decision])))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 from recpipe.common.versions import installed_version, private, private_names
@@ -35,7 +35,7 @@ def test_a_run_under_a_release_that_lacks_a_name(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN, f"hydra.run.dir={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
-    missing = f"torch {torch.__version__} has no torch._C._autograd._get_sequence_nr, which recpipe uses"
+    missing = f"torch {version('torch')} has no torch._C._autograd._get_sequence_nr, which recpipe uses"
     assert done.stderr.strip().splitlines()[-1].startswith(f"error: {missing}. It is {KNOWN}")
     assert "Traceback" not in done.stderr
 

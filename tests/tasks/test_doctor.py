@@ -85,6 +85,22 @@ def test_a_machine_without_a_driver_is_told_so(monkeypatch: pytest.MonkeyPatch) 
     doctor.check_versions()
 
 
+@pytest.mark.parametrize(
+    ("status", "out", "text", "remedy"),
+    [
+        (0, "kernels run on NVIDIA H100\n", "kernels run on NVIDIA H100", ""),
+        (2, "the GPU cannot be used (busy): wait\n", "the GPU cannot be used (busy)", "wait"),
+        (1, "", "RuntimeError", "no such kernel"),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_tried_out(
+    monkeypatch: pytest.MonkeyPatch, status: int, out: str, text: str, remedy: str
+) -> None:
+    done = subprocess.CompletedProcess([], status, out, "Traceback:\nRuntimeError: no such kernel\n")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
+    assert doctor.check_gpu() == doctor.Finding("gpu", text, remedy)
+
+
 def test_outside_of_a_checkout_the_remedy_names_packages(tmp_path: Path) -> None:
     cpu, cuda = doctor.install(False, root=tmp_path), doctor.install(True, "2.11", root=tmp_path)
     assert "torch==2.13.* fbgemm-gpu-cpu==1.8.*" in cpu
