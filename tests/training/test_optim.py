@@ -73,6 +73,15 @@ def test_mistakes(config, words) -> None:
         dense_optimizer(config, weights())
 
 
+def test_a_gpu_that_is_full_is_not_the_optimizer_s_mistake(monkeypatch) -> None:
+    def step(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    with pytest.raises(torch.OutOfMemoryError):
+        try_out({"name": "SGD", "lr": 0.1}, torch.device("cpu"))
+
+
 # -- tables ----------------------------------------------------------------------------------------
 
 SGD = TableOptimizer("sgd", 0.5)
