@@ -5,6 +5,7 @@ Reports of its processes have empty plots; those of processes from the beginning
 """
 
 import gc
+import os
 
 from recpipe.common.quiet import calm_threads
 
@@ -27,7 +28,10 @@ from recpipe.report.environment import _commit  # noqa: E402
 from tests import composing  # noqa: E402
 from tests.drawing import leave_blank  # noqa: E402
 from tests.meta import leave_undrawn  # noqa: E402
+from tests.pretend_gpu import cuda  # noqa: E402
 
+if os.environ.get("RECPIPE_GPU_SUITE") == "pretend":
+    cuda.install()
 for plugin in installed().values():
     plugin.load()
 leave_blank(pytest.MonkeyPatch())  # for good

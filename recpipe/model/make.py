@@ -27,6 +27,7 @@ from recpipe.plugin.conf import TARGET
 from recpipe.plugin.offers import entry, imported, offered
 from recpipe.seams import module_name
 
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
@@ -95,7 +96,8 @@ class Known:
             "embedding_collection": self.sequences,
             "num_dense_features": self.dense_width,
             "dense_in_features": self.dense_width,
-            "dense_device": lambda: self.device,
+            # TorchRec's models draw their first values there, and a GPU draws others than a CPU.
+            "dense_device": lambda: _CPU,
             "device": lambda: self.device,
         }
 
@@ -127,9 +129,6 @@ class Known:
             }
             for feature in self.schema.sparse
         ]
-
-
-_META = torch.device("meta")
 
 
 def _maker(config: UserModel) -> Callable[..., Any]:

@@ -165,7 +165,12 @@ def test_under_lightning(batches, technique, tmp_path) -> None:
     model = make("two_tower")
     with recpipe.place(model, batches, *overrides("rowwise_adagrad", technique)) as placed:
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = L.Trainer(max_epochs=1, accelerator=next(model.parameters()).device.type.replace("cuda", "gpu"), default_root_dir=tmp_path, **quiet)
+        trainer = L.Trainer(
+            max_epochs=1,
+            accelerator=next(model.parameters()).device.type.replace("cuda", "gpu"),
+            default_root_dir=tmp_path,
+            **quiet,
+        )
         trainer.fit(Module(model), placed.loader)
         mine = left_by(model)
     assert furthest(mine, by_hand(make("two_tower"), batches, "rowwise_adagrad")) < 1e-5

@@ -213,47 +213,46 @@ def _processes() -> None:
 
 def _tables() -> None:
     """FBGEMM's tables for a GPU are its tables for a CPU, with all that they hold put on the GPU."""
-    from fbgemm_gpu.split_embedding_configs import SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
         ComputeDevice,
+        DenseTableBatchedEmbeddingBagsCodegen,
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
-    begin = SplitTableBatchedEmbeddingBagsCodegen.__init__
-
-    def made(self: Any, embedding_specs: Any, *arguments: Any, **named: Any) -> None:
-        if embedding_specs[0][3] is not ComputeDevice.CUDA:
-            begin(self, embedding_specs, *arguments, **named)
-            return
-        for rows, width, location, _ in embedding_specs:
-            check(rows, width, location)
-        precision = named.get("weights_precision", SparseType.FP32)
-        specs = [
-            (rows, width, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows, width, _, _ in embedding_specs
-        ]
-        named = {**named, "device": torch.device("cpu"), "stochastic_rounding": False}
-        named.pop("cache_algorithm", None)
-        begin(self, specs, *arguments, **named)
-        self.pretended = precision
-        for tensor in (*self.parameters(), *self.buffers()):
-            devices.put_on_gpu(tensor)
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
-                devices.put_on_gpu(value)
-        self.current_device = devices.GPU
-
-    def check(rows: int, width: int, location: Any) -> None:
-        if width % 4:
-            raise AssertionError(
-                f"pretend GPU: FBGEMM's tables on a GPU have multiples of 4 columns, not {width}"
-            )
-
-    SplitTableBatchedEmbeddingBagsCodegen.__init__ = made  # type: ignore[method-assign]
+    fused, plain = (
+        SplitTableBatchedEmbeddingBagsCodegen.__init__,
+        DenseTableBatchedEmbeddingBagsCodegen.__init__,
+    )
     by_table = seams.update_by_table
+
+    def make_fused(self: Any, embedding_specs: Any, *arguments: Any, **named: Any) -> None:
+        if embedding_specs[0][3] is ComputeDevice.CPU:
+            fused(self, embedding_specs, *arguments, **named)
+            return
+        specs = [
+            (rows, columns, EmbeddingLocation.HOST, ComputeDevice.CPU)
+            for rows, columns, _, _ in embedding_specs
+        ]
+        named |= {"device": devices.CPU, "stochastic_rounding": False}
+        fused(self, specs, *arguments, **named)
+        put(self)
+
+    def make_plain(self: Any, *arguments: Any, use_cpu: bool = False, **named: Any) -> None:
+        plain(self, *arguments, use_cpu=True, **named)
+        if not use_cpu:
+            put(self)
+
+    def put(tables: Any) -> None:
+        for tensor in (*tables.parameters(), *tables.buffers(), *vars(tables).values()):
+            if isinstance(tensor, torch.Tensor):
+                devices.put_on_gpu(tensor)
+        tables.current_device = devices.GPU
 
     def for_the_cpus_kernel(*arguments: Any) -> None:
         with devices.bare():
             by_table(*arguments)
 
+    SplitTableBatchedEmbeddingBagsCodegen.__init__ = make_fused  # type: ignore[method-assign]
+    DenseTableBatchedEmbeddingBagsCodegen.__init__ = make_plain  # type: ignore[method-assign]
     seams.update_by_table = for_the_cpus_kernel

@@ -70,6 +70,8 @@ def asked(device: Any) -> torch.device | None:
     """The device that an argument names, if it names one."""
     if isinstance(device, torch.device):
         return device
+    if isinstance(device, int):
+        return torch.device("cuda", device)
     if isinstance(device, str) and (device == "cpu" or device.startswith("cuda")):
         return torch.device(device)
     return None
@@ -113,7 +115,7 @@ class Kernels(TorchDispatchMode):
             inside = torch._C._current_graph_task_id() != -1 and _HERE.backward_there
         if name == "aten::copy_":
             return result
-        if any_there and (there[0] or name not in MIXING) or (not given and inside):
+        if (any_there and (there[0] or name not in MIXING)) or (not given and inside):
             for tensor in tensors_of(result):
                 if tensor.layout is torch.strided and not tensor.is_meta:
                     _put(ON_GPU, tensor)
@@ -130,7 +132,7 @@ class Calls(TorchFunctionMode):
         if special is not None:
             return special(*args, **kwargs)
         wanted = asked(kwargs.get("device"))
-        if wanted is not None:
+        if wanted is not None and wanted.type != "meta":
             kwargs = {**kwargs, "device": CPU}
             if name in TAKES_DATA:
                 source = args[0] if args else kwargs.get("data")
@@ -153,7 +155,7 @@ class Calls(TorchFunctionMode):
             _HERE.ambient = before
         if wanted is not None and wanted.type == "cuda":
             put_on_gpu(result)
-        elif wanted is not None:
+        elif wanted is not None and wanted.type == "cpu":
             # An "empty_like" of a GPU's tensor for the host.
             for tensor in tensors_of(result):
                 with bare():
@@ -211,10 +213,8 @@ def _to(tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
     for value in args:
         if isinstance(value, torch.Tensor):
             device, value = _device(value), value.dtype
-        if asked(value) is not None:
+        if not isinstance(value, bool) and asked(value) is not None:
             device = asked(value)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            device = torch.device("cuda", value)
         else:
             rest.append(value)
     rest = [value for value in rest if not isinstance(value, bool) and value is not None]
