@@ -147,9 +147,9 @@ def test_what_a_gpu_cannot_do_is_refused(tmp_path: Path, words: tuple[str, ...],
 
 
 @pytest.mark.cuda
-def test_a_run_uses_the_gpu() -> None:
+def test_a_run_uses_the_gpu(tmp_path: Path) -> None:
     assert WHERE == "cuda"
-    with recpipe.train(None, None, *SMALL, quiet=True) as done:
+    with recpipe.train(None, None, *SMALL, output=tmp_path, quiet=True) as done:
         assert next(done.model.parameters()).is_cuda
         tables = done.report["memory"]["resident_bytes"]
         assert done.report["memory"]["peak_gpu_bytes"] > tables
